@@ -1,19 +1,20 @@
 /* libhatchback: scores recommendation models from flash directories, in the calling process.
  *
- * A process (`hatchback_process`) has a budget and the models in it. Each model follows its flash directory:
- * after another process made a new generation live there, a thread of the library swaps to it within
- * a second or two, while requests are served.
+ * A `hatchback_process` is a memory budget with the models that are loaded into it. Each model
+ * follows its flash directory: when an update makes a new generation live there, a thread of the
+ * library swaps to it within a second or two, while requests are served.
  *
- * Handles are numbers. Any number of threads may use a handle at the same time. A handle that was
- * closed, or was never open, is answered with HATCHBACK_CLOSED, also if another thread closes it
- * during the call. A call that has begun ends as if the handle were open.
+ * Handles are numbers. Any number of threads may use a handle at the same time. A call with a
+ * handle that was closed, or was never open, returns HATCHBACK_CLOSED. If another thread closes the
+ * handle during a call, that call either ends as if the handle were open or returns
+ * HATCHBACK_CLOSED.
  *
  * Each call says whether it blocks. A call that does not block takes no lock for longer than it
  * takes to copy its arguments.
  *
- * Everything that a pointer argument points to belongs to the caller, and need not outlive the call.
- * Strings are UTF-8 and end with a zero. A call that fails writes to none of its results, except
- * that hatchback_open and hatchback_load write the zero handle. */
+ * What a pointer argument points to belongs to the caller and need not outlive the call. Strings
+ * are UTF-8 and end with a zero. A call that fails writes none of its results, except that
+ * hatchback_open and hatchback_load write the zero handle. */
 #ifndef HATCHBACK_H
 #define HATCHBACK_H
 
@@ -27,12 +28,12 @@ extern "C" {
 /* The version of this interface: the number behind `libhatchback.so`. */
 #define HATCHBACK_ABI 1
 
-/* A budget with its models. Zero is never open. */
+/* A memory budget with its models. Handle 0 is never open. */
 typedef struct hatchback_process {
     uint64_t handle;
 } hatchback_process;
 
-/* A served model. Zero is never open. */
+/* A served model. Handle 0 is never open. */
 typedef struct hatchback_model {
     uint64_t handle;
 } hatchback_model;
@@ -82,14 +83,14 @@ typedef struct hatchback_statistics {
     uint64_t busy;             /* requests refused because every slot was taken */
     uint64_t failed;           /* requests that a worker answered with an error */
     uint64_t expired;          /* requests whose deadline passed before they had scores */
-    uint64_t waiting;          /* requests that wait now */
+    uint64_t waiting;          /* requests that wait for a worker now */
     uint64_t lookups;          /* lookups of all tables */
     uint64_t cached_lookups;   /* lookups of cached tables */
     uint64_t missed_lookups;   /* lookups of cached tables whose row was not in the cache */
     uint64_t pages_read;       /* pages read from flash */
     uint64_t pages_damaged;    /* pages that failed their check or could not be read */
-    uint64_t prefetch_waiting; /* keys to prefetch that are not fetched yet */
-    uint64_t prefetch_dropped; /* keys to prefetch that had no room */
+    uint64_t prefetch_waiting; /* keys queued to prefetch and not fetched yet */
+    uint64_t prefetch_dropped; /* keys to prefetch that did not fit into the queue */
 } hatchback_statistics;
 
 /* A line of the memory plan. Texts end with a zero and are cut to fit. */
@@ -99,15 +100,15 @@ typedef struct hatchback_memory_line {
     uint64_t bytes;
 } hatchback_memory_line;
 
-/* Takes a message: `level` is 1 error, 2 warning or 3 information. May be called from any thread.
- * `message` lives until the function returns. */
+/* A function that receives a log message. `level` is 1 error, 2 warning or 3 information. It may be
+ * called from any thread. `message` lives until the function returns. */
 typedef void (*hatchback_logger)(int level, const char *message, void *context);
 
 /* Returns the version of the library, such as "0.1.0". Never blocks. The text lives for ever. */
 const char *hatchback_version(void);
 
-/* Passes the library's messages to `logger`, or to nobody if it is NULL. `logger` must not call
- * hatchback_close. Another thread may still be in the function before; keep its `context` until
+/* Passes the library's messages to `logger`, or drops them if it is NULL. `logger` must not call
+ * hatchback_close. Another thread may still be in the previous logger; keep its `context` until
  * every process is closed. Never blocks. */
 hatchback_result hatchback_set_logger(hatchback_logger logger, void *context);
 
@@ -115,7 +116,7 @@ hatchback_result hatchback_set_logger(hatchback_logger logger, void *context);
  * directories. Blocks while it reads the file and opens the device. */
 hatchback_result hatchback_open(const char *target, hatchback_process *process);
 
-/* Closes a process and the handles of its models. Calls that have begun end first; the last of them
+/* Closes a process and the handles of its models. Calls in progress end first; the last of them
  * frees the memory. Blocks until the thread that follows flash directories has ended. */
 hatchback_result hatchback_close(hatchback_process process);
 
@@ -167,11 +168,11 @@ hatchback_result hatchback_key_of_number(hatchback_model model, uint32_t feature
                                          uint64_t *key);
 
 /* Queues `count` keys of the sparse feature `feature` whose rows a later request will look up. Never
- * blocks. Writes to `queued`, which may be NULL, how many keys had room. */
+ * blocks. Writes to `queued`, which may be NULL, how many keys fit into the queue. */
 hatchback_result hatchback_prefetch(hatchback_model model, uint32_t feature, const uint64_t *keys,
                                     uint32_t count, uint32_t *queued);
 
-/* Writes what `model` did. Never blocks. */
+/* Writes the counters of `model`. Never blocks. */
 hatchback_result hatchback_get_statistics(hatchback_model model, hatchback_statistics *statistics);
 
 /* Writes the first `lines_max` lines of the memory plans of all models to `lines`, and to `count`

@@ -90,7 +90,7 @@ inline void check(result code) {
     if (code != HATCHBACK_OK) throw error(code);
 }
 
-/// Values next to each other in memory that belong to somebody else.
+/// A view of contiguous values that it does not own.
 template <typename T>
 class span {
 public:
@@ -129,7 +129,7 @@ struct answer {
     std::uint64_t generation = 0; ///< the generation that scored the request
 };
 
-/// A served model, which ends being served with this object. Any number of threads may use it.
+/// A served model. The destructor ends serving it. Any number of threads may use it.
 class model {
 public:
     model() noexcept = default;
@@ -178,7 +178,8 @@ public:
         return names;
     }
 
-    /// Scores `from` into `to`. The spans must have the sizes that the shape and the samples need.
+    /// Scores `from` into `to`. Returns HATCHBACK_REQUEST if a span does not have the size that the
+    /// shape and the number of samples require.
     result try_score(const request &from, answer &to) const noexcept {
         const std::size_t samples = from.samples;
         if (from.dense.size() != samples * shape_.dense_features ||
@@ -191,7 +192,8 @@ public:
                                  to.statuses.size() == 0 ? nullptr : to.statuses.data(), &to.generation);
     }
 
-    /// Scores `from` into `to`, or throws.
+    /// Scores `from` into `to`. Throws std::invalid_argument if a span has the wrong size, and
+    /// hatchback::error if the call fails.
     void score(const request &from, answer &to) const {
         const std::size_t samples = from.samples;
         if (from.dense.size() != samples * shape_.dense_features) throw size_error("dense");
@@ -218,7 +220,7 @@ public:
         return key;
     }
 
-    /// Queues keys of a feature that a later request looks up. Returns how many had room.
+    /// Queues keys that a later request will look up. Returns how many fit into the queue.
     std::uint32_t prefetch(std::uint32_t feature, span<const std::uint64_t> keys) const {
         std::uint32_t queued = 0;
         const auto count = static_cast<std::uint32_t>(keys.size());
@@ -252,7 +254,7 @@ private:
     shape shape_{};
 };
 
-/// A budget with its models. It outlives the models that it loaded.
+/// A memory budget with its models. It must outlive the models that it loaded.
 class process {
 public:
     /// Opens the budget of a target file.

@@ -1,5 +1,5 @@
-//! A car as the command line and the target describe it: the machine, its target and its models.
-//! Opens no model.
+//! A car as the command line and the target describe it: machine, target and models. Opens no
+//! model.
 
 use crate::cli::{NamedDirectory, ServeArgs};
 use crate::machine::Root;
@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// The machine and its models.
 pub struct Car<'a> {
-    /// Where the machine's own facts are read.
+    /// The folder tree from which the facts of the machine are read.
     pub root: &'a Root,
     /// The target.
     pub target: &'a Target,
@@ -25,8 +25,8 @@ pub struct Car<'a> {
 }
 
 impl Car<'_> {
-    /// Returns the sync directories of `args`. Where neither `--flash` nor `--sync` is given,
-    /// returns those in the target's folder, and adds models that have no generation yet.
+    /// Returns the sync directories of `args`. If neither `--flash` nor `--sync` is given, returns
+    /// those in the target's folder, and adds models that have no generation yet.
     pub fn sync_directories(&mut self, args: &ServeArgs) -> Vec<NamedDirectory> {
         if !self.are_found || !args.sync.is_empty() {
             return args.sync.clone();

@@ -13,8 +13,8 @@ use hatchback::targets::Target;
 /// recorded score by `tolerance`.
 ///
 /// # Errors
-/// A model cannot be loaded, has no recorded scores, has damaged rows, scores otherwise, or has a
-/// score that is not a number.
+/// A model cannot be loaded, has no recorded scores, has damaged rows, differs by more than
+/// `tolerance`, or has a score that is not a number.
 pub fn run(
     serving: &Serving,
     target: &Target,
@@ -30,7 +30,7 @@ pub fn run(
     })
 }
 
-/// Scores the probe set, one sample a request, as samples arrive in a car.
+/// Scores the probe set, one sample a request.
 fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result<()> {
     let schema = &flash.manifest().schema;
     let (mut batch, mut difference, mut compared) = (Batch::new(schema, 1), 0f32, 0);

@@ -1,4 +1,4 @@
-//! What the daemon gives its front door: the models of the car, its facts and its actions. Knows no
+//! The daemon's side of the front door: the models of the car, its facts and its actions. Knows no
 //! protocol.
 
 use crate::car::Car;
@@ -25,7 +25,7 @@ use std::time::Duration;
 /// Bytes of a token, before they are written as hexadecimal digits.
 const TOKEN_BYTES: usize = 16;
 
-/// What the front door shows of the rest of the daemon.
+/// State of other threads of the daemon that the front door shows.
 pub struct Shown {
     pub latencies: Arc<Latencies>,
     pub shed: Arc<Shed>,
@@ -69,8 +69,8 @@ pub fn front(
     })
 }
 
-/// Returns what lists the car's models: those in the target's folder, also later ones, or those of
-/// the command line.
+/// Returns the function that lists the car's models: those of the command line, or those in the
+/// target's folder, new ones included.
 fn model_folders(car: &Car<'_>) -> Box<dyn Fn() -> Vec<ModelFolder> + Send + Sync> {
     let (are_found, folder) = (car.are_found, car.target.machine.models.clone());
     let given = car.models.clone();
@@ -85,8 +85,8 @@ fn model_folders(car: &Car<'_>) -> Box<dyn Fn() -> Vec<ModelFolder> + Send + Syn
     })
 }
 
-/// Returns the lineage of `model`, which its directory gives at the first call; `None` if it has no
-/// generation that can be opened.
+/// Returns the lineage of `model`, and remembers it after the first call; `None` if the model has
+/// no generation that can be opened.
 fn lineage(known: &Mutex<BTreeMap<PathBuf, String>>, model: &NamedDirectory) -> Option<String> {
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(lineage) = known.get(&model.directory) {
@@ -97,9 +97,9 @@ fn lineage(known: &Mutex<BTreeMap<PathBuf, String>>, model: &NamedDirectory) -> 
     Some(lineage)
 }
 
-/// The updates of a model by its name.
+/// A model's updater with the model's name.
 struct NamedUpdater {
-    /// Empty for the only model, whose name is its lineage.
+    /// Empty for the only model, which is named by its lineage.
     name: String,
     updater: Updater,
 }
@@ -143,8 +143,8 @@ fn act(updaters: &[NamedUpdater], action: &str, model: &str) -> Result<String, P
     }
 }
 
-/// The word that allows a caller to load, unload and act, in a file that only the daemon's user can
-/// read. Dropping it removes the file.
+/// The secret that allows a caller to load, unload and act, in a file that only the daemon's user
+/// can read. Dropping it removes the file.
 pub struct Token {
     word: String,
     path: PathBuf,
@@ -162,7 +162,7 @@ impl Token {
 
         let path = PathBuf::from(format!("{}.token", socket.display()));
         let name = || format!("token {}", path.display());
-        // A file of a daemon that was killed may have another owner or other rights.
+        // A killed daemon may have left a file with another owner or other rights.
         let _ = std::fs::remove_file(&path);
         let mut options = File::options();
         options.write(true).create_new(true).mode(0o600);
@@ -174,7 +174,7 @@ impl Token {
 
 impl Drop for Token {
     fn drop(&mut self) {
-        // The folder may be gone, and with it the token.
+        // The folder may have been removed, and the token with it.
         let _ = std::fs::remove_file(&self.path);
     }
 }

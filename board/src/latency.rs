@@ -1,5 +1,5 @@
-//! Latencies of the requests to each model's live generation, for its probation. Holds a request of
-//! another model up for no longer than one count takes.
+//! Latencies of the requests to each model's live generation, for its probation. The lock is held
+//! only while one latency is counted.
 
 use crate::limits::LATENCY_US_MAX;
 use hatchback::bundle::manifest::Generation;
@@ -25,7 +25,7 @@ impl Latencies {
         match models.get_mut(model) {
             Some((of, latencies)) if of == generation => latencies.saturating_record(us),
             _ => {
-                // The bounds are constants and valid; with wrong ones nothing would be recorded.
+                // The bounds are constants that the library accepts.
                 let Ok(mut latencies) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else {
                     return;
                 };

@@ -83,7 +83,7 @@ fn report(car: &Car<'_>, json: bool) -> Result<()> {
         if json { serde_json::to_string_pretty(&report)? + "\n" } else { report.to_string() };
 
     match io::stdout().lock().write_all(text.as_bytes()) {
-        // The reader, such as `head`, has what it wants.
+        // A reader such as `head` closed the pipe early.
         Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => Ok(written?),
     }

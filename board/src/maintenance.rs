@@ -1,5 +1,5 @@
-//! The maintenance thread of one flash directory, a background thread: calls
-//! `hatchback::car::maintenance_steps` until it is stopped.
+//! The maintenance thread of one flash directory: calls `hatchback::car::maintenance_steps` in the
+//! background until it is stopped.
 
 use crate::shed::Shed;
 use anyhow::Result;
@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
-/// The wear of each flash directory, as its maintenance thread last knew it.
+/// The newest wear figures of each flash directory.
 #[derive(Clone, Debug, Default)]
 pub struct Wears(Arc<Mutex<BTreeMap<PathBuf, WearFacts>>>);
 
@@ -47,15 +47,15 @@ impl Wears {
     }
 }
 
-/// The maintenance thread. `stop` waits for its last record; dropping it does not.
+/// The maintenance thread. `stop` waits until its last record is written; dropping it does not.
 pub struct MaintenanceThread {
     stop: Sender<()>,
     thread: JoinHandle<()>,
 }
 
 impl MaintenanceThread {
-    /// Starts maintenance of `directory`, whose updates `updater` has, by `rules`. The thread waits
-    /// until the directory has a live generation, and while `shed` holds maintenance.
+    /// Starts maintenance of `directory` by `rules`; `updater` has the directory's updates. The
+    /// thread waits until the directory has a live generation, and while `shed` holds maintenance.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -95,7 +95,7 @@ impl MaintenanceThread {
                 if let Some(steps) = &steps {
                     wears.set(&directory, steps.maintenance());
                 }
-                // The share counts the time while work is due, also the time without a CPU.
+                // The thread's share of the time counts while work is due, with or without a CPU.
                 if pause < IDLE {
                     pause = background.worked();
                 }
@@ -107,7 +107,7 @@ impl MaintenanceThread {
         Ok(Self { stop, thread })
     }
 
-    /// Ends maintenance after its current step; a merge continues from there at the next start.
+    /// Ends maintenance after its current step. The next start continues an unfinished merge.
     pub fn stop(self) {
         drop(self.stop);
         if self.thread.join().is_err() {

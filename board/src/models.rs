@@ -33,7 +33,7 @@ pub fn folders_in(folder: &Path) -> Vec<NamedDirectory> {
     folders.into_iter().map(with_name).collect()
 }
 
-/// Returns the models in `folder`: the folders with a live record, whether it is sound or damaged.
+/// Returns the models in `folder`: the folders with a live record, which may be damaged.
 pub fn models_in(folder: &Path) -> Vec<NamedDirectory> {
     let disk = disk::system();
     let has_live_record =
@@ -41,7 +41,7 @@ pub fn models_in(folder: &Path) -> Vec<NamedDirectory> {
     folders_in(folder).into_iter().filter(has_live_record).collect()
 }
 
-/// Adds to `models` those that have a directory in `sync` and no generation in `folder` yet.
+/// Adds to `models` those that have a directory in `sync` but no generation in `folder` yet.
 pub fn add_awaited(models: &mut Vec<NamedDirectory>, sync: &[NamedDirectory], folder: &Path) {
     for name in sync.iter().filter_map(|sync| sync.name.as_ref()) {
         if !models.iter().any(|model| model.name.as_ref() == Some(name)) {
@@ -50,8 +50,8 @@ pub fn add_awaited(models: &mut Vec<NamedDirectory>, sync: &[NamedDirectory], fo
     }
 }
 
-/// Opens the flash directory of `model`. Returns the name that it is served under, its lineage
-/// unless the command line gives another, and the open directory.
+/// Opens the flash directory of `model`. Returns the open directory and the name that the model is
+/// served under: the name on the command line, or its lineage.
 ///
 /// # Errors
 /// Nothing is live in the directory, or its live record is damaged.
@@ -61,11 +61,11 @@ pub fn open(model: &NamedDirectory) -> Result<(String, Flash)> {
     Ok((model.name.as_ref().unwrap_or(lineage).clone(), flash))
 }
 
-/// Returns a server without models, within the budget of `target`, that computes on `device`. The
-/// lines of `front` are the memory of the front door.
+/// Returns a server without models, within the budget of `target`, that computes on `device`.
+/// `front` is the memory of the front door. `path` is the target's file, for error messages.
 ///
 /// # Errors
-/// The machine has no such device. `path` is the target's file, for the message.
+/// The machine has no such device.
 pub fn new_serving(
     target: &Target,
     path: &Path,

@@ -24,13 +24,13 @@ use std::sync::Arc;
 /// Serves the models of `car` until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// The socket cannot be bound, a setting of the command line is wrong, or no model can be loaded
-/// and no release can change that.
+/// The socket cannot be bound, an option is wrong, or no model can be loaded and no release can
+/// change that.
 pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<()> {
     let updates = updates(car, sync, args.root.as_deref())?;
     let updaters: Vec<Updater> = updates.iter().map(|update| update.updater.clone()).collect();
 
-    // Threads inherit the settings of the thread that starts them, so they are applied first.
+    // Threads inherit the settings of their parent, so these are applied before any thread starts.
     for refused in settings::apply(car.target).iter().filter_map(|reading| reading.refusal()) {
         log::warn!("{refused}");
     }
@@ -47,8 +47,8 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
         serve_until_stopped(car, &serving, updates, args, &stop)
     });
 
-    // No release is at fault for an error here: a release that cannot be opened does not keep the
-    // other models from being served.
+    // An error here is not the fault of a release: a model that cannot be opened does not end the
+    // daemon. So the current trial of a release is recorded as ended normally.
     served.inspect_err(|_| updaters.iter().for_each(record_end))
 }
 
@@ -95,7 +95,7 @@ fn serve_until_stopped(
     };
     let front = front(car, serving, &updates, &shown, &token);
 
-    // Two models may be two names of one directory, which has one maintenance thread.
+    // Two models may name one directory, which gets one maintenance thread.
     let directories: BTreeSet<&Path> =
         car.models.iter().map(|model| model.directory.as_path()).collect();
     let rules = car.target.maintenance;
@@ -118,8 +118,8 @@ fn serve_until_stopped(
     served.context("the front door")
 }
 
-/// Binds the target's address, if it has one. Callers there show certificates if the target has
-/// them, and only this machine's processes are callers if it has not.
+/// Binds the target's address, if it has one. With certificates in the target, callers must show
+/// one; without, only processes of this machine can connect.
 fn tcp_listener(car: &Car<'_>) -> Result<Option<Arc<Listener>>> {
     let rules = &car.target.server;
     let Some(address) = rules.tcp else { return Ok(None) };
@@ -139,7 +139,7 @@ fn tcp_listener(car: &Car<'_>) -> Result<Option<Arc<Listener>>> {
 }
 
 /// Returns the updates of the models that have a directory in `sync`. `root` is the file of the
-/// fleet's first root metadata; it is read only where there is a sync directory.
+/// fleet's first root metadata; it is read only if there is a sync directory.
 fn updates(
     car: &Car<'_>,
     sync: &[NamedDirectory],

@@ -42,7 +42,7 @@ pub fn preview(root: &Root, target: &Target) -> Vec<Reading> {
     ]
 }
 
-/// Returns the reading of a setting; one that is not requested stays as the process has it.
+/// Returns the reading of a setting; if the target does not request it, `granted` is not called.
 fn setting(
     name: &str,
     is_requested: bool,
@@ -88,8 +88,8 @@ fn can_lock(bytes: u64) -> Result<String, String> {
     }
 }
 
-/// Locks each page of the process from its first use. Does not try where the limit is below
-/// `bytes`: a locked process that reaches its limit receives no more memory.
+/// Locks each page of the process from its first use. Does nothing if the limit is below `bytes`: a
+/// process with locked memory gets no more memory at its limit.
 fn lock_memory_of(bytes: u64) -> Result<String, String> {
     can_lock(bytes)?;
     rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
@@ -109,7 +109,7 @@ fn are_online(root: &Root, cpus: &[u16]) -> Result<String, String> {
     }
 }
 
-/// Returns whether a list in the kernel's form, such as `0-3,8`, has `cpu`.
+/// Returns whether `cpu` is in a list in the kernel's form, such as `0-3,8`.
 fn is_in_list(list: &str, cpu: u16) -> bool {
     list.split(',').any(|range| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));

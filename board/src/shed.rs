@@ -1,7 +1,7 @@
 //! Load shedding: what the daemon stops doing when the machine is too hot or draws too much power.
 //! First maintenance waits (merges and scrubs). Then one request at a time is served, and the
-//! others return `busy` immediately, so that their callers fall back. A sensor that cannot be read
-//! sheds nothing. The system's own throttling works below all of this.
+//! others receive `busy` immediately, so that their callers can fall back. A sensor that cannot be
+//! read sheds nothing. The machine throttles its clocks independently of this.
 
 use crate::machine::{self, Root};
 use hatchback::targets::Shed as Limits;

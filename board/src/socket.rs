@@ -1,5 +1,5 @@
-//! The socket's file and the request to stop. A file that a killed daemon left is taken over; a
-//! socket that somebody answers on, or a file of another kind, is not.
+//! The socket's file, and the request to stop. A socket that a killed daemon left is replaced. A
+//! socket on which another process answers, or a file of another kind, is not.
 
 use anyhow::{Context, Result, bail};
 use hatchback_server::{Listener, Stopping};
@@ -54,21 +54,21 @@ impl Stop {
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends `listeners` at the request to stop.
+    /// Shuts `listeners` down when the daemon is asked to stop.
     pub fn end(&self, listeners: &[Arc<Listener>]) {
         self.listeners().extend(listeners.iter().cloned());
     }
 
-    /// Returns the request for the front door.
+    /// Returns the stop request that the front door watches.
     pub fn stopping(&self) -> &Stopping {
         &self.stopping
     }
 }
 
-/// The number of a file and of its file system: what stands at a path may be another file later.
+/// Device and inode number of a file: another file may later have the same path.
 type FileId = [u64; 2];
 
-/// Returns which socket is at `path`.
+/// Returns the identity of the socket at `path`.
 ///
 /// # Errors
 /// Nothing is at `path`, or a file of another kind.
@@ -88,8 +88,8 @@ pub struct Socket<'a> {
 }
 
 impl<'a> Socket<'a> {
-    /// Binds the socket at `path`. Callers can connect from then on. Replaces a socket on which
-    /// nobody answers.
+    /// Binds the socket at `path`. Callers can connect from then on. Replaces a socket on which no
+    /// process answers.
     ///
     /// # Errors
     /// A daemon answers at `path`, `path` is a file of another kind, or its folder cannot be
@@ -115,27 +115,27 @@ impl<'a> Socket<'a> {
     }
 }
 
-/// Removes the socket at `path` if nobody answers on it.
+/// Removes the socket at `path` if no process answers on it.
 fn remove_stale(path: &Path) -> Result<()> {
     let file = socket_at(path)?;
-    // A daemon whose queue of callers is full makes a blocking `connect` wait.
+    // A blocking `connect` would wait while the other daemon's backlog is full.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let caller = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     match rustix::net::connect(&caller, &SocketAddrUnix::new(path)?) {
         Err(Errno::CONNREFUSED) if socket_at(path)? == file => {
-            log::info!("socket {}: nobody answers on it; it is replaced", path.display());
+            log::info!("socket {}: no process answers on it; it is replaced", path.display());
             Ok(std::fs::remove_file(path)?)
         }
         Ok(()) | Err(Errno::AGAIN | Errno::CONNREFUSED) => {
-            bail!("another process answers on it; stop that process or name another socket")
+            bail!("another process answers on it; stop that process or pass another --socket")
         }
-        Err(e) => Err(e).context("is in use, and connecting to it failed"),
+        Err(e) => Err(e).context("is in use, and a connection to it failed"),
     }
 }
 
 impl Drop for Socket<'_> {
     fn drop(&mut self) {
-        // Another daemon may have taken the path meanwhile.
+        // Another daemon may have bound the path since.
         let removed = match socket_at(self.path) {
             Ok(file) if file == self.file => std::fs::remove_file(self.path),
             Ok(_) => Ok(()),

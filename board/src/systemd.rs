@@ -1,6 +1,6 @@
-//! Notifications to systemd: the daemon is ready, the daemon is stopping and, where the unit has a
-//! watchdog, every model has just scored a sample. For a model that hangs no notification is sent,
-//! and systemd restarts the unit. Without systemd nothing is sent.
+//! Notifications to systemd: the daemon is ready, the daemon is stopping and, if the unit has a
+//! watchdog, every model has just scored a sample. If a model hangs, no notification is sent, and
+//! systemd restarts the unit. Without systemd nothing is sent.
 
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
@@ -40,8 +40,8 @@ pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Scores a sample without keys, to prove that the model `name` answers. Where all slots are taken,
-/// a worker that picks up requests is proof enough.
+/// Scores a sample without keys, to prove that the model `name` answers. If all slots are taken, a
+/// worker that still takes requests is proof enough.
 ///
 /// # Errors
 /// The model does not answer.
@@ -69,6 +69,7 @@ fn score_sample(serving: &Serving, name: &str) -> Result<(), RequestError> {
         Err(RequestError::NotServed) => Ok(()),
         Err(e) => Err(e),
     }
-    // The model answered. That it has no score for a sample without keys is no reason to restart.
+    // The model answered. A sample without keys may have no finite score, which is no reason to
+    // restart.
     .or_else(|e| if matches!(e, RequestError::NotFinite(_)) { Ok(()) } else { Err(e) })
 }

@@ -14,14 +14,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Interval at which the thread looks for an offer of the sync process.
+/// Interval at which the thread looks for an offer (a staged release) of the sync process.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Interval at which the thread looks for the first answers of a release.
+/// Interval at which the thread looks for the first answers of a release on probation.
 const ANSWER_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Waits until the next look. Returns false if the thread is to stop.
-fn waits(stopped: &Receiver<()>, steps: &mut UpdateSteps) -> bool {
+/// Waits until the next look. Returns false if the thread must stop.
+fn wait_for_next_look(stopped: &Receiver<()>, steps: &mut UpdateSteps) -> bool {
     let start = Instant::now();
     loop {
         let left = POLL_INTERVAL.saturating_sub(start.elapsed());
@@ -38,9 +38,9 @@ fn waits(stopped: &Receiver<()>, steps: &mut UpdateSteps) -> bool {
 
 /// The thread of one model's updates.
 pub struct UpdateThread {
-    /// Tells the thread to stop, also in the middle of a step that pauses.
+    /// Asks the thread to stop, even in the middle of a step that pauses.
     stopping: Arc<AtomicBool>,
-    /// Ends the thread's wait for the next look when it is dropped.
+    /// Dropping it ends the thread's wait for the next look.
     stop: Sender<()>,
     thread: JoinHandle<()>,
 }
@@ -64,7 +64,7 @@ impl UpdateThread {
         let (stop, stopped) = channel::<()>();
         let run = move || {
             let background = Background::enter(busy);
-            // Without a model no request can wait for this thread.
+            // The pauses give the CPU to requests; without a served model there are none.
             let pause = |time| {
                 if !is_stopping.load(Ordering::Acquire) && !served.names().is_empty() {
                     std::thread::sleep(time);
@@ -74,7 +74,7 @@ impl UpdateThread {
                 background.resume();
                 let yield_now = || background.yield_now(pause);
                 while !is_stopping.load(Ordering::Acquire) && steps.step(now(), &yield_now) {}
-                if !waits(&stopped, &mut steps) {
+                if !wait_for_next_look(&stopped, &mut steps) {
                     break;
                 }
             }

@@ -1,8 +1,8 @@
-//! The boundary between the two processes of a car, tried with two users: the daemon runs as one,
+//! The boundary between the two processes of a car, tested with two users. The daemon runs as one,
 //! and an attacker who took over the sync process as the other. The attacker owns the sync
-//! directory, and the daemon may only read it. Whatever the attacker does there, the daemon serves
-//! right answers, starts, and keeps its memory; nothing of the attacker's reaches flash; and when
-//! the attacker is gone, the car goes to the newest release. Needs root to start other users'
+//! directory, and the daemon may only read it. Whatever the attacker does, the daemon starts,
+//! serves right answers and keeps its memory, and nothing of the attacker's reaches flash. When the
+//! attacker is gone, the car reaches the newest release. Needs root to start other users'
 //! processes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -33,13 +33,14 @@ const FLASH_MODE: u32 = 0o750;
 const MEMORY_BYTES_MAX: u64 = 160 << 20;
 /// Requests that no release reaches, so that it stays on probation.
 const NEVER: u64 = 1_000_000_000;
-/// Time in which the daemon looks at the sync directory at least once.
+/// Time within which the daemon looks at the sync directory at least once.
 const LOOK: Duration = Duration::from_millis(1_300);
-/// Time after which a car that is not at the newest release counts as stuck. It takes seconds.
+/// Time after which a car that is not at the newest release counts as stuck. Normally it takes
+/// seconds.
 const STUCK: Duration = Duration::from_secs(180);
 
-/// Names that the daemon or the sync process has or had in a sync directory. Those that exist in
-/// the test are added.
+/// Names of files that the daemon or the sync process has or had in a sync directory. The test adds
+/// those that exist.
 const NAMES: [&str; 14] = [
     "status",
     "status.a",
@@ -57,8 +58,8 @@ const NAMES: [&str; 14] = [
     "staged",
 ];
 
-/// What the attacker puts in the place of a file, as a command of the shell. `$p` is the file, `$L`
-/// the live record on flash, `$C` another file of the daemon's user.
+/// What the attacker plants in place of a file, as a shell command. `$p` is the file, `$L` the live
+/// record on flash, `$C` another file of the daemon's user.
 const PLANTS: [(&str, &str); 9] = [
     ("a link to the live record", "ln -s \"$L\" \"$p\""),
     ("a link to a file of the daemon", "ln -s \"$C\" \"$p\""),
@@ -131,7 +132,7 @@ impl Scene {
     }
 }
 
-/// The bytes of a file of the daemon's user that no process may change.
+/// The bytes of a file of the daemon's user that must not change.
 const CANARY: &[u8] = b"the daemon's own file";
 
 /// Runs `script` as the attacker, in the shell.
@@ -192,7 +193,7 @@ fn recover(scene: &mut Scene, daemon: &mut Process, generation: usize) -> Result
     go(&mut scene.car, daemon, &scene.fleet, generation)
 }
 
-/// Checks that the daemon lives, within its memory, and that nothing was written through a link.
+/// Checks that the daemon runs within its memory, and that nothing was written through a link.
 fn check(car: &Car, daemon: &mut Process) -> Result<(), String> {
     if !daemon.is_running() {
         return Err(format!("the daemon ended\n{}", car.logs()));
@@ -242,7 +243,7 @@ impl Template {
         Self { folder: scene.folder, names }
     }
 
-    /// Puts the template's two directories in the place of those of `car`.
+    /// Replaces the two directories of `car` by those of the template.
     fn restore(&self, car: &Car) {
         for (own, to, user, mode) in [
             ("car/models/coupon", car.flash(), DAEMON, FLASH_MODE),
@@ -256,7 +257,7 @@ impl Template {
     }
 }
 
-/// Plants in the place of `name` while the daemon runs, and lets it start again with the plant.
+/// Plants `command` in place of `name` while the daemon runs, and starts the daemon again with it.
 fn plant(template: &Template, car: &mut Car, name: &str, command: &str) -> Result<(), String> {
     template.restore(car);
     let mut daemon = start(car)?;
@@ -321,7 +322,7 @@ fn the_daemon_serves_whatever_is_planted_in_the_sync_directory() {
     assert!(failures.is_empty(), "{} plants did harm", failures.len());
 }
 
-// A sync directory that is not there.
+// A missing sync directory.
 
 #[test]
 fn the_daemon_starts_and_serves_without_a_sync_directory() {
@@ -393,7 +394,7 @@ fn locks_that_are_held_for_ever_stop_neither_the_daemon_nor_its_updates() {
         }
         check(&scene.car, &mut daemon)
     });
-    // The whole session of the attacker.
+    // Ends every process of the attacker's session.
     let group = format!("-{}", attacker.0.id());
     assert!(Command::new("kill").args(["-KILL", "--", &group]).status().unwrap().success());
     attacker.kill();
@@ -483,7 +484,7 @@ fn a_revoked_key_signs_nothing_that_is_served_although_root_and_floors_are_put_b
     let staged = scene.car.sync_from(&thief.repository()).0.wait().unwrap().success();
     assert!(staged, "{}", scene.car.logs());
     for _ in 0..3 {
-        // The daemon may have the release in hand already.
+        // The daemon may be working on the release already.
         let _ = scene.car.sync_from(&thief.repository()).0.wait();
         // `ask` panics if the thief's generation answers.
         assert_eq!(scene.car.ask_for(5 * LOOK), Some(2));

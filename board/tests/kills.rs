@@ -1,5 +1,5 @@
-//! kill -9 of the daemon and of the sync process at random moments, on the way from nothing to the
-//! sixth generation. Every car ends at the newest release, no good release is marked, and every
+//! kill -9 of the daemon and of the sync process at random moments, from an empty car to the sixth
+//! generation. Every car ends at the newest release, no good release is marked as bad, and every
 //! answer is exactly one generation's. `HATCHBACK_KILLS=1000` sets the number of kills.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -17,11 +17,12 @@ use std::time::{Duration, Instant};
 
 /// Requests that a release serves on probation.
 const REQUESTS_MIN: u64 = 40;
-/// Cars side by side.
+/// Cars that run at the same time.
 const CARS: usize = 3;
 /// Time between the end of a poll and the next.
 const POLL: Duration = Duration::from_millis(200);
-/// Time after the last kill in which a car must be at the newest release. It takes seconds.
+/// Time after the last kill within which a car must be at the newest release. Normally it takes
+/// seconds.
 const STUCK: Duration = Duration::from_secs(180);
 
 /// The number of processes to kill; the long run sets a thousand.
@@ -42,7 +43,7 @@ fn fleet() -> &'static Fleet {
     fleet
 }
 
-/// What the cars did, all together.
+/// The sums over all cars.
 #[derive(Default)]
 struct Tally {
     left: AtomicI64,
@@ -72,7 +73,11 @@ impl Journey {
     /// Asks once, and starts the next poll when the last one has ended.
     fn step(&mut self) {
         if self.car.ask().is_none() {
-            assert!(self.daemon.is_running(), "the daemon ended by itself\n{}", self.car.logs());
+            assert!(
+                self.daemon.is_running(),
+                "the daemon ended although no test killed it\n{}",
+                self.car.logs()
+            );
         }
         if let Some(sync) = &mut self.sync
             && !sync.is_running()
@@ -116,7 +121,7 @@ fn journey(seed: u64, tally: &Tally) {
         let longest_ms = *random.pick(&[60, 300, 1_200]);
         let is_daemon = random.one_in(2);
         is_there = journey.run(Duration::from_millis(random.below(longest_ms)));
-        // A kill of the sync process needs one that runs.
+        // To kill the sync process, one must be running.
         while !is_daemon && !is_there && journey.sync.is_none() {
             journey.step();
         }
@@ -176,7 +181,7 @@ fn a_car_whose_processes_are_killed_ends_at_the_newest_release() {
     assert!(failures.is_empty(), "{} cars failed", failures.len());
 }
 
-/// Short trips that end with the ignition: each cuts the power amid one probation.
+/// Short trips: the ignition cuts the power during the probation each time.
 #[test]
 fn six_ignitions_that_cut_the_power_mark_nothing() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! The daemon on machines that are folders: its report of them, what it sheds when they run hot,
-//! and its notifications to systemd. Only the settings of the process are those of this machine.
+//! The daemon on machines that are folders: its report, load shedding when they run hot, and its
+//! notifications to systemd. Only the settings of the process are those of the real machine.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -40,7 +40,7 @@ impl Machine {
     fn set(&self, file: &str, text: &str) {
         let path = self.path("root").join(file);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        // Atomically, as a file of sysfs changes.
+        // Replaced atomically, as a file of sysfs changes.
         let new = self.path("new");
         std::fs::write(&new, text).unwrap();
         std::fs::rename(new, path).unwrap();
@@ -155,11 +155,11 @@ fn orin() -> Machine {
         ("sys/class/hwmon/hwmon3/in1_input", "5000\n"),
         ("sys/class/hwmon/hwmon3/curr1_input", "2500\n"),
         ("sys/class/hwmon/hwmon3/in1_label", "VDD_CPU\n"),
-        // The sum of its rails and the voltage of a shunt: no rail.
+        // The sum of the rails and a shunt voltage, neither of which is a rail.
         ("sys/class/hwmon/hwmon3/curr4_input", "2500\n"),
         ("sys/class/hwmon/hwmon3/in4_input", "40\n"),
         ("sys/class/hwmon/hwmon4/power1_input", "7500000\n"),
-        // The same watts once more.
+        // The same power, measured once more.
         ("sys/class/hwmon/hwmon4/curr1_input", "1500\n"),
         ("sys/class/hwmon/hwmon4/in1_input", "5000\n"),
         ("sys/class/hwmon/hwmon4/name", "ina\n"),
@@ -210,7 +210,7 @@ fn the_report_names_what_a_board_has() {
     );
 
     let readings = report["readings"].as_array().unwrap();
-    assert!(readings.iter().all(|r| r["name"] != "off"), "a zone that is off is no reading");
+    assert!(readings.iter().all(|r| r["name"] != "off"), "a zone that is off gives no reading");
     assert_eq!(
         readings.iter().filter(|r| r["section"] == "power").count(),
         2,
@@ -291,7 +291,7 @@ fn the_report_names_directories_that_do_not_last() {
     let root = Path::new("/");
     let all = (root, "rw,relatime shared:1 - ext4 /dev/vblkdev1 rw");
 
-    // The partition that the image is for, with the folder of a mount hidden by the next.
+    // The partition that the image is for. Its mount hides an earlier mount of the same folder.
     let (file_system, said) =
         with_mounts(&[(&state, "rw - tmpfs none rw"), all, (&state, "rw - ext4 /dev/vblkdev3 rw")]);
     assert_eq!(file_system, format!("ext4 of /dev/vblkdev3 at {}", state.display()));
@@ -311,12 +311,12 @@ fn the_report_names_directories_that_do_not_last() {
         assert!(said.contains(fault), "{fault}: {said}");
     }
 
-    // One of the two alone.
+    // Only one of the two folders.
     std::fs::create_dir(&models).unwrap();
     let (_, said) = with_mounts(&[all, (&models, "rw - ext4 /dev/vblkdev3 rw")]);
     assert!(said.contains("machine.updates") && !said.contains("machine.models"), "{said}");
 
-    // A desk's root file system is as good as any.
+    // On a desk the root file system is no problem.
     let desk = Machine::new("cpu", "");
     desk.set("proc/self/mountinfo", "36 1 98:0 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n");
     assert!(!problems(&desk.report()).contains("machine.models"));
@@ -344,7 +344,7 @@ fn a_hot_machine_serves_one_at_a_time_and_says_busy() {
     let busy = |answers: &[Value]| answers.iter().filter(|a| a["code"] == 503).count();
     assert_eq!(busy(&serving.ask(8)), 0);
     machine.set("sys/class/thermal/thermal_zone0/temp", "90000");
-    // Hot: some caller meets another sooner or later; each still gets an answer.
+    // While it is hot, concurrent callers are refused sooner or later, and each gets an answer.
     while busy(&serving.ask(16)) == 0 {}
     assert_eq!(busy(&serving.ask(1)), 0, "one at a time is served");
     machine.set("sys/class/thermal/thermal_zone0/temp", "50000");
@@ -388,7 +388,8 @@ fn settings_of(process: u32) -> Vec<String> {
     found
 }
 
-/// Waits until a process sleeps: two samples in a row find it asleep and without a step between.
+/// Waits until a process sleeps: two samples in a row show it asleep and without a step between
+/// them.
 fn wait_until_blocked(process: u32) {
     let sample = || {
         let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
@@ -407,8 +408,9 @@ fn wait_until_blocked(process: u32) {
     }
 }
 
-/// A report under a target that requests every setting. Its output is a full pipe, so the daemon
-/// blocks after all of its work and its process can be compared with one that changes nothing.
+/// A report under a target that requests every setting. Its output is a pipe that is full, so the
+/// daemon blocks when its work is done. The test then compares its settings with those of a process
+/// that changes nothing.
 #[test]
 fn a_report_changes_no_setting_of_the_process() {
     let more = "[machine]\nlock_memory = true\nrealtime_priority = 1\ncpus = [0]\n";
@@ -434,7 +436,7 @@ fn a_report_changes_no_setting_of_the_process() {
     let mut command = shell("\"$@\"");
     command.arg(daemon.get_program()).args(daemon.get_args()).args(["--report", "--json"]);
     let mut report = command.stdout(writer).spawn().unwrap();
-    // The command has the writing end too.
+    // The command also holds the writing end.
     drop(command);
     wait_until_blocked(report.id());
     assert_eq!(settings_of(report.id()), settings_of(idle.id()));

@@ -32,7 +32,7 @@ impl Car {
         let mut bundle = BundleReader::open(&self.versions.deltas[generation - 1]).unwrap();
         loop {
             match Flash::install(&disk::system(), &self.flash_directory(), &mut bundle, |_| ()) {
-                // The daemon is changing the directory.
+                // The daemon holds the directory's lock.
                 Err(FlashError::Busy { .. }) => {}
                 installed => return drop(installed.unwrap()),
             }

@@ -191,7 +191,7 @@ fn a_caller_that_does_not_read_cannot_keep_the_daemon_from_ending() {
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
     let client = car.connect();
     client.stream().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
-    // Until its answers, and then its requests, fill the socket's buffers.
+    // Until first the answers, and then the requests, fill the socket's buffers.
     while client.stream().write_all(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n").is_ok() {}
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
@@ -206,7 +206,7 @@ fn a_request_larger_than_its_limit_is_refused() {
     let refused = client.receive().unwrap();
     assert_eq!(refused.code, 413, "{}", String::from_utf8_lossy(&refused.body));
 
-    // Without a length the bytes are counted as they come.
+    // Without a length the bytes are counted as they arrive.
     let mut client = car.connect();
     let head = head(0).replace("content-length: 0", "transfer-encoding: chunked");
     client.stream().write_all(head.as_bytes()).unwrap();
@@ -226,15 +226,15 @@ fn a_request_larger_than_its_limit_is_refused() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// The daemon accepts 256 connections. Those that send nothing, half a request, or take no answers
-/// make room for new ones, the longest silent first.
+/// The daemon accepts 256 connections. Connections that send nothing, send half a request or take
+/// no answer make room for new ones, the longest silent first.
 #[test]
 fn silent_connections_make_room_for_new_ones() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
     let (line, mut good) = (&probe()[0], car.connect());
     check(line, &ask(&mut good, line));
-    // A caller that sends requests until the socket's buffers are full, and reads no answer.
+    // A caller that sends requests until the socket's buffers are full and reads no answer.
     let greedy = car.connect();
     greedy.stream().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
     while greedy.stream().write_all(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n").is_ok() {}
@@ -364,7 +364,7 @@ fn a_caller_that_never_ends_its_request_cannot_keep_the_daemon_from_ending() {
 fn the_socket_of_a_killed_daemon_is_taken_over() {
     let car = Car::new();
     let mut daemon = car.start(car.serving());
-    // While it answers, a second daemon is refused and the first goes on.
+    // While the first daemon answers, a second one is refused, and the first continues.
     let refused = car.serving().output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("another process answers on it"), "{said}");
@@ -380,7 +380,7 @@ fn the_socket_of_a_killed_daemon_is_taken_over() {
     stop(&daemon);
     assert!(daemon.wait().unwrap().success() && !car.socket().exists());
 
-    // Whatever else has the socket's name stays.
+    // A file of another kind at the socket's path stays.
     std::fs::write(car.socket(), "a letter").unwrap();
     let refused = car.serving().output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr);
@@ -402,7 +402,7 @@ fn a_daemon_that_ends_leaves_the_socket_of_its_successor() {
     assert!(second.wait().unwrap().success());
 }
 
-/// Values near the largest f32 make NaN of the model's score.
+/// Values near the largest f32 make the model's score NaN.
 #[test]
 fn a_score_that_is_not_a_number_is_an_error() {
     let car = Car::new();
@@ -457,7 +457,8 @@ fn a_damaged_model_does_not_keep_others_from_being_served() {
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 
-    // Alone, and without updates that could replace it, it keeps the daemon from starting.
+    // Alone, and without updates that could replace it, the damaged model keeps the daemon from
+    // starting.
     let alone = car.daemon_on(
         &repository("targets/cpu.toml"),
         &flash[..1],
@@ -470,7 +471,8 @@ fn a_damaged_model_does_not_keep_others_from_being_served() {
     );
 }
 
-/// Each segment is an open file: the daemon raises the limit to the most that is allowed.
+/// Each segment is an open file, so the daemon raises its limit of open files to the allowed
+/// maximum.
 #[test]
 fn the_limit_of_open_files_is_raised() {
     let car = Car::new();
@@ -492,7 +494,7 @@ fn the_limit_of_open_files_is_raised() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// One slot, and a request in it that waits for others to join its batch: the next request receives
+/// There is one slot, and its request waits for others to join its batch. The next request receives
 /// `busy` immediately. Requests that were received before SIGTERM are answered.
 #[test]
 fn a_request_without_a_slot_is_busy_and_received_requests_are_answered() {

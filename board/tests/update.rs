@@ -150,7 +150,7 @@ impl Fleet {
         Daemon(self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap())
     }
 
-    /// Returns the recorded starts with the current release that did not end normally.
+    /// Returns the number of recorded starts on the current release that did not end normally.
     fn starts(&self) -> u32 {
         self.status().trials
     }
@@ -217,7 +217,7 @@ fn a_model_that_waits_for_its_first_release_does_not_keep_others_from_being_serv
     assert_eq!(ask(&mut connection, "coupon", line)["error"], "no model `coupon` is served");
     assert!(fleet.sync());
     assert_eq!(fleet.ask_until(UpdateState::Committed).live.as_deref(), Some("coupon-dlrm@1"));
-    // On a slow machine the daemon has closed the silent connection.
+    // On a slow machine the daemon may have closed the silent connection.
     let mut connection = Client::connect(&fleet.at("socket")).unwrap();
     check(line, &ask(&mut connection, "other", line));
 
@@ -249,8 +249,8 @@ fn a_published_release_is_served_if_its_probe_and_probation_succeed() {
     let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
 
-    // Updates and maintenance run in the idle class, or as batch work where that gives too little;
-    // the workers of what they loaded do neither.
+    // Updates and maintenance run in the idle class, or in the batch class when idle gives them too
+    // little time. The workers of models that they loaded run in neither.
     let (own, [batch, idle]) = (daemon.classes("hatchbackd")[0], [3, 5]);
     assert!([[batch], [idle]].contains(&daemon.classes("update").try_into().unwrap()));
     assert!(![batch, idle].contains(&own));
@@ -270,7 +270,7 @@ fn a_published_release_is_served_if_its_probe_and_probation_succeed() {
     assert!(fleet.sync());
     assert!(matches!(fleet.status().state, UpdateState::Idle | UpdateState::Failed));
 
-    // After a normal end, and again after a kill.
+    // Once after a normal end, and once after a kill.
     daemon.stop();
     let daemon = fleet.serve();
     fleet.publish(4, 0.0);
@@ -285,7 +285,7 @@ fn a_published_release_is_served_if_its_probe_and_probation_succeed() {
     daemon.stop();
 }
 
-/// With a release on probation: a start that ends for another reason does not count against the
+/// A release is on probation. A start that ends for another reason does not count against the
 /// release, and a locked record does not keep the model from being served.
 #[test]
 fn only_starts_that_die_count_against_a_release() {
@@ -299,7 +299,7 @@ fn only_starts_that_die_count_against_a_release() {
     std::fs::remove_file(fleet.at("socket")).unwrap();
     assert_eq!(fleet.starts(), 0, "it was not live when the process started");
 
-    // Another process holds the lock of the record all the time.
+    // Another process holds the record's lock throughout.
     let lock =
         disk::system().lock(&fleet.at("models/coupon/updating"), Duration::ZERO).unwrap().unwrap();
     let mut daemon = fleet.serve();
@@ -321,8 +321,8 @@ fn only_starts_that_die_count_against_a_release() {
     assert!(!fleet.serve_on("nowhere/socket").0.wait().unwrap().success());
     assert_eq!(fleet.starts(), 0);
 
-    // SIGTERM while another model is being opened, which never ends: its record is a pipe without a
-    // writer.
+    // SIGTERM while the daemon opens another model, which never ends: the model's record is a pipe
+    // without a writer.
     std::fs::create_dir(fleet.at("models/other")).unwrap();
     assert!(
         Command::new("mkfifo").arg(fleet.at("models/other/live.a")).status().unwrap().success()

@@ -1,5 +1,6 @@
-//! Handles: numbers that stand for what a caller opened. A number is given once, so a handle that
-//! was closed is known as such. What a call uses lives until the call ends, whoever closes it.
+//! Handles: numbers for what a caller opened. A number is never given twice, so a closed handle is
+//! recognised. A value that a call uses lives until the call ends, even if another thread closes
+//! its handle.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -16,7 +17,7 @@ struct Open<T> {
 }
 
 impl<T> Handles<T> {
-    /// Returns no handles.
+    /// Returns an empty set of handles.
     pub const fn new() -> Self {
         Self { open: RwLock::new(Open { given: 0, values: Vec::new() }) }
     }

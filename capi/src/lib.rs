@@ -1,6 +1,6 @@
 //! `libhatchback`: models for C and C++ programs, in their own process. `hatchback.h` documents
-//! each call. This file has the calls: each turns its pointers into slices, once, and its result
-//! into a number. No panic crosses into C. Never computes a score.
+//! each call. This file has the calls: each converts its pointers to slices and its result to a
+//! number. No panic crosses into C. Never computes a score.
 
 mod handles;
 mod logger;
@@ -64,7 +64,7 @@ pub struct Status {
     late: u32,
 }
 
-/// What a model did, `hatchback_statistics` in C.
+/// Counters of a model, `hatchback_statistics` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics {
@@ -93,7 +93,7 @@ pub struct MemoryLine {
     bytes: u64,
 }
 
-// The layouts and numbers of version 1; `hatchback.hpp` asserts the same of the header.
+// The layouts and numbers of interface version 1; `hatchback.hpp` asserts the same of the header.
 macro_rules! layout {
     ($type:ty: $size:expr; $($field:tt at $at:expr),*) => {
         const _: () = {
@@ -264,7 +264,7 @@ impl Request {
         let dense = values("dense", self.dense, samples * schema.dense_features.len())?;
         let sparse = values("sparse", self.sparse, schema.features.len())?;
 
-        // The offsets say how many keys there are, so they are checked before a key is read.
+        // The offsets give the number of keys, so they are checked before a key is read.
         let columns = |f: usize| -> Result<Columns<'_>, Refusal> {
             let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
             check_offsets(&schema.features[f], offsets)?;
@@ -285,7 +285,7 @@ struct Destination {
 }
 
 impl Destination {
-    /// Checks that an answer to `samples` samples has room.
+    /// Checks that the pointers have room for an answer to `samples` samples.
     fn check(&self, model: &Model, samples: usize) -> Result<(), Refusal> {
         room("scores", self.scores, samples * model.outputs())?;
         place("generation", self.generation)?;

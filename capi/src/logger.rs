@@ -1,20 +1,20 @@
-//! Passes the runtime's messages to a function of the caller.
+//! Passes the runtime's log messages to a function of the caller.
 
 use crate::pointers::copy_text;
 use log::{Level, LevelFilter, Log, Metadata, Record};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Bytes of a message, with the zero at its end. A longer one is cut.
+/// Bytes of a message with its terminating zero. A longer message is cut.
 const MESSAGE_BYTES_MAX: usize = 1024;
 
 /// A function that takes messages, `hatchback_logger` in C.
 pub type Logger = extern "C" fn(level: c_int, message: *const c_char, context: *mut c_void);
 
-/// The caller's function with its context, as a number.
+/// The caller's function, and its context pointer as a number.
 static LOGGER: Mutex<Option<(Logger, usize)>> = Mutex::new(None);
 
-/// Whether this file is the process's logger: a Rust program may have another.
+/// Whether the process logs through this file: a Rust program may have set another logger.
 static IS_LOGGER: OnceLock<bool> = OnceLock::new();
 
 struct ToCaller;
@@ -39,8 +39,8 @@ impl Log for ToCaller {
     fn flush(&self) {}
 }
 
-/// Passes messages to `logger` from now on; `None` passes them to nobody. Returns false if the
-/// program has a Rust logger already.
+/// Passes messages to `logger` from now on, or nowhere if it is `None`. Returns false if the
+/// program has another Rust logger.
 pub fn set(logger: Option<Logger>, context: *mut c_void) -> bool {
     let is_logger = *IS_LOGGER.get_or_init(|| {
         let is_logger = log::set_logger(&ToCaller).is_ok();

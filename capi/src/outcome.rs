@@ -89,7 +89,7 @@ pub fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
     }
 }
 
-/// Returns the text of the calling thread's last error, which lives until its next one.
+/// Returns the text of the calling thread's last error. It lives until the thread's next error.
 pub fn last_error() -> *const c_char {
     ERROR.with_borrow(|text| text.as_ptr())
 }

@@ -1,5 +1,5 @@
-//! Pointers of a C caller as slices and texts. The header says what a caller promises of each: it
-//! points to as many values as its length says, and nobody changes them during the call.
+//! Converts pointers of a C caller to slices and texts. By the header, each points to as many
+//! values as its length says, and no other code changes them during the call.
 
 use crate::outcome::{Refusal, request};
 use std::ffi::{CStr, c_char};
@@ -28,14 +28,15 @@ pub fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [
     }
 }
 
-/// Returns the `length` values at `start`, to be written; otherwise as [`values`].
+/// Returns the `length` values at `start`, to be written. `name` is the argument's name, for the
+/// error.
 pub fn room<'a, T>(name: &str, start: *mut T, length: usize) -> Result<&'a mut [T], Refusal> {
     values(name, start.cast_const(), length)?;
     // SAFETY: as in `values`; by the header no other code reads or writes them during the call.
     Ok(if length == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, length) } })
 }
 
-/// Returns the place at `start`, to be written; `None` if `start` is null.
+/// Returns the value at `start`, to be written; `None` if `start` is null.
 pub fn place<'a, T>(name: &str, start: *mut T) -> Result<Option<&'a mut T>, Refusal> {
     if start.is_null() { Ok(None) } else { Ok(room(name, start, 1)?.first_mut()) }
 }
@@ -46,7 +47,7 @@ pub fn write<T>(name: &str, start: *mut T, value: T) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Copies `text` to `to` and ends it with a zero. A text that is too long is cut.
+/// Copies `text` to `to` with a terminating zero, and cuts it to fit.
 pub fn copy_text(text: &str, to: &mut [c_char]) {
     to.fill(0);
     let room = to.len() - 1;

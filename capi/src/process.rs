@@ -1,5 +1,5 @@
-//! What a caller opens: a budget with the models in it, and a thread that follows their live
-//! generations. Never touches a pointer.
+//! A process, as a caller opens it: a budget with its models, and a thread that swaps each model to
+//! its live generation. Never touches a pointer.
 
 use crate::outcome::{Refusal, closed, refused, request};
 use hatchback::car::follower::Follower;
@@ -23,12 +23,12 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// The models of one budget.
 pub struct Process {
     shared: Arc<Shared>,
-    /// Ends the thread's wait when it is dropped.
+    /// Dropping it ends the thread's wait.
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What callers and the thread share.
+/// State that callers and the thread share.
 pub struct Shared {
     /// The models.
     pub serving: Serving,
@@ -60,7 +60,7 @@ impl Process {
         Self::start(serving, target.budget, target.update.busy())
     }
 
-    /// Opens the budget of a desk, on the CPU.
+    /// Opens the default budget of a developer's machine, on the CPU.
     ///
     /// # Errors
     /// The system gives no thread.
@@ -82,7 +82,7 @@ impl Process {
         Ok(Self { shared, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Loads the model in `flash`, as `name` or under its lineage.
+    /// Loads the model in the directory `flash`, as `name` or under its lineage.
     ///
     /// # Errors
     /// The model is refused, does not fit the budget beside the others, or its name is taken.
@@ -94,7 +94,7 @@ impl Process {
         Ok(ServedModel { process: Arc::clone(&self.shared), name })
     }
 
-    /// Returns whether `model` is one of this process.
+    /// Returns whether this process serves `model`.
     pub fn has(&self, model: &ServedModel) -> bool {
         Arc::ptr_eq(&self.shared, &model.process)
     }
@@ -117,16 +117,17 @@ impl Shared {
 }
 
 impl ServedModel {
-    /// Ends serving the model. Waits for its requests.
+    /// Ends serving the model, after its requests are answered.
     ///
     /// # Errors
-    /// The model is not served any more.
+    /// The model is not served.
     pub fn unload(&self) -> Result<(), Refusal> {
         self.process.followers().retain(|follower| follower.name() != self.name);
         self.process.serving.unload(&self.name).map_err(|_| closed("model"))
     }
 
-    /// Returns the key of a raw value of a feature, by the key function of the schema.
+    /// Returns the key of a raw value, by the key function of the feature with the number
+    /// `feature`.
     ///
     /// # Errors
     /// The model has no such feature, or the feature does not take the value.
@@ -149,11 +150,11 @@ impl ServedModel {
         Ok(at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32)
     }
 
-    /// Returns the name of the output of each column of the scores. The only output of a model has
-    /// all columns; of several outputs each has one.
+    /// Returns, for each column of the scores, the name of its output. A model with one output has
+    /// that name in every column; with several outputs, each has one column.
     ///
     /// # Errors
-    /// The model is not served any more.
+    /// The model is not served.
     pub fn output_names(&self) -> Result<Vec<String>, Refusal> {
         let serving = &self.process.serving;
         let (Some(schema), Some(columns)) =
@@ -178,10 +179,11 @@ impl ServedModel {
     }
 }
 
-/// Swaps each model to its live generation, again and again until `stopped` is closed.
+/// Looks for a new live generation of each model every second, and swaps to it, until `stopped` is
+/// closed.
 fn follow(shared: &Shared, stopped: &Receiver<()>) {
     let background = Background::enter(shared.busy);
-    let mut said = String::new();
+    let mut logged = String::new();
     while stopped.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         background.resume();
         let yield_now = || background.yield_now(std::thread::sleep);
@@ -189,7 +191,7 @@ fn follow(shared: &Shared, stopped: &Receiver<()>) {
             match follower.look(&shared.serving, &yield_now) {
                 Ok(None) => {}
                 Ok(Some((live, swapped))) => {
-                    said.clear();
+                    logged.clear();
                     let Swapped { read, dropped, patched, pause } = swapped;
                     let name = follower.name();
                     log::info!(
@@ -200,9 +202,9 @@ fn follow(shared: &Shared, stopped: &Receiver<()>) {
                 }
                 Err(e) => {
                     let reason = format!("`{}`: {e}", follower.name());
-                    if said != reason {
+                    if logged != reason {
                         log::error!("the live generation is not served: {reason}");
-                        said = reason;
+                        logged = reason;
                     }
                 }
             }
@@ -214,7 +216,7 @@ impl Drop for Process {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // The thread's panic was printed when it happened.
+            // The panic was printed when it happened.
             let _ = thread.join();
         }
     }

@@ -109,7 +109,7 @@ fn a_cpp_program_follows_live_updates() {
     let updates = std::env::var("HATCHBACK_UPDATES").map_or(2, |n| n.parse().unwrap());
     let kind = Kind { placement: Placement::Cached, changes_keys: false };
     let versions = Versions::of(kind, &vec![2; updates], 300, 3);
-    // With a sanitized library every program has that sanitizer.
+    // A sanitized library requires programs with the same sanitizer.
     let all = [None, Some("address,undefined"), Some("thread")];
     let sanitizers = if library_sanitizer().is_some() { &all[..1] } else { &all[..] };
     for &sanitizer in sanitizers {
@@ -143,7 +143,7 @@ fn cpp_program(folder: &Path, name: &str, sanitizer: Option<&str>) -> Option<Pat
 }
 
 /// Makes the generations of `versions` live one by one, each after `program` has answered with the
-/// one before, and checks the answers.
+/// one before it. Checks the answers.
 fn follow(folder: &Path, program: &Path, versions: &Versions) {
     let (flash, file) = (folder.join("flash"), folder.join("sample"));
     install(&versions.deltas[0], &flash).unwrap();

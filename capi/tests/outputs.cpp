@@ -1,5 +1,5 @@
-// Prints the name and the score of each output for one sample without keys, then the
-// column of OUTPUT. tests/c.rs compiles this program and runs it.
+// Prints the name and the score of each output for one sample without keys, then the column of
+// OUTPUT. tests/c.rs compiles this program and runs it.
 // usage: outputs TARGET FLASH OUTPUT
 #include "hatchback.hpp"
 

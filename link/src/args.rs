@@ -1,5 +1,6 @@
-//! Command-line options that describe a car and its link to a repository, shared by the daemon and
-//! the desk. This file only reads options: `Updater` does the work.
+//! Command-line options of a car and of its link to a repository, which `hatchback-sync`,
+//! `hatchbackd sync` and `hatchback sync` share. This file only reads options: `Updater` does the
+//! work.
 
 use crate::{LinkOptions, OpenError, ProxyAddress, open};
 use anyhow::{Context, Result};
@@ -10,7 +11,8 @@ use hatchback::update::link::Link;
 use hatchback::update::trust::Trust;
 use std::path::PathBuf;
 
-/// The variable with the address of a proxy: unlike a command line, other users cannot read it.
+/// The environment variable with the address of a proxy: other users can read a command line, but
+/// not this.
 const PROXY_VARIABLE: &str = "HATCHBACK_PROXY";
 
 fn proxy_of_environment() -> Option<ProxyAddress> {
@@ -68,9 +70,8 @@ impl CarArgs {
         Ok(Some(root))
     }
 
-    /// Opens the link to the repository at `from`, through the proxy that the options or the
-    /// environment name, at most `bytes_per_s_max` bytes a second; 0 for
-    /// no limit.
+    /// Opens the link to the repository at `from`, through the proxy of the options or of the
+    /// environment. It passes at most `bytes_per_s_max` bytes a second; 0 is no limit.
     ///
     /// # Errors
     /// A certificate file, the proxy's address or the repository's address cannot be used.

@@ -1,7 +1,7 @@
-//! The sync process, which has the link: `hatchback-sync`, or `hatchbackd sync`. It polls for
-//! releases and stages them; the serving process looks for them every second. It writes the sync
-//! directory only. It never opens a model and never makes a release live: the serving process does
-//! that.
+//! The sync process, which has the network: `hatchback-sync`, or `hatchbackd sync`. It polls for
+//! releases and stages them; the serving process looks for staged releases every second. It writes
+//! the sync directory only. It never opens a model and never makes a release live: the serving
+//! process does that.
 
 use crate::args::CarArgs;
 use anyhow::{Result, ensure};
@@ -37,12 +37,12 @@ pub struct SyncArgs {
 /// Polls until the process is killed, which may happen at any moment.
 ///
 /// # Errors
-/// The options are wrong, or with `--once` why the poll failed.
+/// An option is wrong, or with `--once` the poll failed.
 pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     ensure!(rules.poll_minutes > 0, "link.poll_minutes = 0: must be at least 1");
     let updater = args.car.updater(flash);
     let root = args.car.provision(&updater)?;
-    // A wrong option must fail now and not at the first poll, which may be hours away.
+    // A wrong option must fail at the start, not at the first poll, which may be hours away.
     args.car.link(&args.from, rules.bytes_per_s_max)?;
 
     let (mut steps, clock) = (SyncSteps::new(updater, root, rules), SystemClock::default());

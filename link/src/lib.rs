@@ -1,5 +1,5 @@
 //! Links to a repository: a directory, or a web server over HTTP(S) with ranges. Follows redirects
-//! from HTTPS to HTTPS only and keeps no cookies. Never verifies what arrives: the caller does.
+//! from HTTPS to HTTPS only and keeps no cookies. Never verifies what arrives; the caller does.
 
 #![forbid(unsafe_code)]
 
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 
-/// Bytes that a link passes on in one piece.
+/// Bytes that a link passes to its caller in one piece.
 const PIECE_BYTES: usize = 64 << 10;
 /// The file in which Debian-based systems keep trusted certificates.
 const SYSTEM_CA: &str = "/etc/ssl/certs/ca-certificates.crt";
@@ -37,7 +37,7 @@ pub enum OpenError {
     Address { address: String },
     #[error("certificate file {path}: {problem}", path = path.display())]
     Pem { path: PathBuf, problem: String },
-    #[error("proxy {address}: is no address of the form [http://][USER:PASSWORD@]HOST[:PORT]")]
+    #[error("proxy {address}: is not an address of the form [http://][USER:PASSWORD@]HOST[:PORT]")]
     Proxy { address: ProxyAddress },
 }
 
@@ -53,7 +53,7 @@ impl<T: Into<String>> From<T> for ProxyAddress {
 
 impl fmt::Display for ProxyAddress {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A password may hold any character, also those that end a host.
+        // A password may contain any character, even those that end a host.
         let (scheme, rest) = self.0.split_once("://").filter(|s| is_scheme(s.0)).unzip();
         let rest = rest.unwrap_or(&self.0);
         let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
@@ -104,15 +104,15 @@ pub fn open(from: &str, options: &LinkOptions) -> Result<Box<dyn Link>, OpenErro
     })
 }
 
-/// Returns `address` without the user name, the password and the query that it may hold, for
-/// messages.
+/// Returns `address` without user name, password and query, for messages.
 fn without_credentials(address: &str) -> String {
     let Some((scheme, rest)) = address.split_once("://") else { return address.to_owned() };
     let (host, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
     let is_port = |port: &str| port.bytes().all(|b| b.is_ascii_digit());
     let (host, path) = match (host.rsplit_once('@'), host.rsplit_once(':'), rest.rsplit_once('@')) {
         (Some((_, host)), _, _) => (host, path),
-        // A password with a character that ends the host: the port is no number.
+        // If the port is not a number, the text before `@` is a password with a character that ends
+        // the host.
         (None, Some((_, port)), Some((_, host))) if !is_port(port) => (host, ""),
         (None, _, _) => (host, path),
     };
@@ -143,7 +143,7 @@ pub struct DirectoryLink(pub PathBuf);
 
 impl Link for DirectoryLink {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
-        // The open of a FIFO would wait for a writer.
+        // Opening a FIFO would block until a writer opens it.
         let mut options = File::options();
         options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed());
         let mut file = options.open(self.0.join(path)).map_err(|e| match e.kind() {
@@ -227,7 +227,7 @@ impl HttpLink {
         });
 
         let builder = Agent::config_builder().https_only(is_https);
-        // A redirect from plain HTTP is a captive portal's.
+        // A redirect from plain HTTP usually comes from a captive portal, so none is followed.
         let builder = if is_https { builder } else { builder.max_redirects(0) };
         let config = builder
             .tls_config(tls)
@@ -242,7 +242,7 @@ impl HttpLink {
     }
 
     fn no_answer(&self, error: &ureq::Error) -> LinkError {
-        // The crate prints these two with the whole address.
+        // The crate's own text of these two errors has the whole address, with the password.
         let error = match error {
             ureq::Error::BadUri(_) => "the address cannot be used".to_owned(),
             ureq::Error::RequireHttpsOnly(to) => {
@@ -270,7 +270,7 @@ impl Link for HttpLink {
             200 if from == 0 => pump(response.into_body().into_reader(), take),
             206 if from > 0 => pump(response.into_body().into_reader(), take),
             200 => Err(LinkError::NoRanges),
-            // `from` is the end of the object.
+            // `from` is the object's length: nothing is left to fetch.
             416 if from > 0 => Ok(()),
             404 | 410 => Err(LinkError::NotFound),
             status => Err(LinkError::Broken(format!("the server answered with status {status}"))),
@@ -282,7 +282,7 @@ impl Link for HttpLink {
     }
 }
 
-/// A link that is held to a rate: it pauses between pieces.
+/// A link with a limited rate: it pauses between pieces.
 struct Throttled {
     link: Box<dyn Link>,
     /// Bytes a second.
@@ -299,7 +299,8 @@ impl Link for Throttled {
             *bytes += piece.len() as u64;
             let due = Duration::from_secs_f64(*bytes as f64 / *rate as f64);
             let pause = due.saturating_sub(since.elapsed());
-            // A gap of over a second was idle time: it does not allow a faster transfer now.
+            // After a gap of over a second the count starts anew: idle time must not allow a faster
+            // transfer.
             if pause < Duration::from_millis(1) && since.elapsed() > due + Duration::from_secs(1) {
                 (*since, *bytes) = (Instant::now(), 0);
             }
@@ -366,7 +367,7 @@ mod tests {
         let proxy = Some("ftp://user:SECRET@h:1".into());
         let options = LinkOptions { proxy, ..Default::default() };
         let error = HttpLink::new("http://host", &options).err().unwrap().to_string();
-        assert!(error.starts_with("proxy ftp://h:1: is no address"), "{error}");
+        assert!(error.starts_with("proxy ftp://h:1: is not an address"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! `hatchback-sync`: the sync process as a small program beside `hatchbackd serve`. This file only
-//! reads the command line.
+//! `hatchback-sync`: the sync process as a program of its own. This file only reads the command
+//! line.
 
 #![forbid(unsafe_code)]
 

@@ -1,10 +1,10 @@
-//! Arrays of Python as slices. Never copies, except offsets of 64 bits.
+//! Python arrays as slices. Never copies, except 64-bit offsets.
 
 use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-/// An array of Python, open for reading. The array cannot be resized or freed while it is open.
+/// A Python array, open for reading. The array cannot be resized or freed while it is open.
 pub struct Array {
     name: &'static str,
     buffer: PyUntypedBuffer,
@@ -18,7 +18,7 @@ impl Array {
         Ok(Self { name, buffer })
     }
 
-    /// Returns the values, if they are of this type.
+    /// Returns the values if they have the type `T`, else `None`.
     fn values<T: Element>(&self) -> PyResult<Option<&[T]>> {
         let Ok(typed) = self.buffer.as_typed::<T>() else { return Ok(None) };
         let not_contiguous = || {
@@ -37,9 +37,9 @@ impl Array {
         self.values::<f32>()?.ok_or_else(|| self.wrong_type("float32"))
     }
 
-    /// Returns the values as keys. Those of int64 are keys with the same 64 bits.
+    /// Returns the values as keys: an int64 is the key with the same 64 bits.
     pub fn keys(&self) -> PyResult<&[u64]> {
-        // int64 is what most programs have.
+        // Most programs have int64 keys, so these are tried first.
         let Some(keys) = self.values::<i64>()? else {
             return self.values::<u64>()?.ok_or_else(|| self.wrong_type("int64 or uint64"));
         };
@@ -47,7 +47,7 @@ impl Array {
         Ok(unsafe { std::slice::from_raw_parts(keys.as_ptr().cast(), keys.len()) })
     }
 
-    /// Returns the values as offsets; `wide` keeps those that are not of 32 bits.
+    /// Returns the values as offsets. 64-bit offsets are converted into `wide`.
     pub fn offsets<'a>(&'a self, wide: &'a mut Vec<u32>) -> PyResult<&'a [u32]> {
         let out_of_range =
             |value: i64| PyValueError::new_err(format!("{}: {value} is not an offset", self.name));
@@ -67,13 +67,13 @@ impl Array {
         Ok(wide)
     }
 
-    /// Returns the values, to be written. The caller has made the array and shown it to nobody.
+    /// Returns the values, to be written. The caller has just made the array; no other code has it.
     #[allow(clippy::mut_from_ref)]
     pub fn room<T: Element>(&self) -> PyResult<&mut [T]> {
         let typed = self.buffer.as_typed::<T>()?;
         let values = typed.as_slice_ptr().filter(|_| !self.buffer.readonly());
         let mut values = values.ok_or_else(|| self.wrong_type("writable array"))?;
-        // SAFETY: the buffer is open and writable, and nobody else knows the array.
+        // SAFETY: the buffer is open and writable, and no other code has the array.
         Ok(unsafe { values.as_mut() })
     }
 

@@ -1,5 +1,5 @@
 //! The native part of the Python package: models that score numpy arrays, and the program
-//! `hatchback`. Follows the calls of `libhatchback`. The package's stub documents each call.
+//! `hatchback`. Built on the calls of `libhatchback`. The package's stub lists each call.
 
 #![allow(missing_docs)] // `hatchback/__init__.pyi` is the public interface.
 

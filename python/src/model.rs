@@ -1,5 +1,5 @@
-//! `Model`: one model in a process of its own budget, and `Answer`, what a request returns. Arrays
-//! are read where they are. Those of an answer are made when the program first reads them.
+//! `Model`: one model with a budget of its own. `Answer`: the result of a request. Input arrays are
+//! read in place; the arrays of an answer are made when the program first reads them.
 
 use crate::buffers::Array;
 use crate::errors;
@@ -60,13 +60,14 @@ pub struct Model {
     batch_max: usize,
 }
 
-/// What a model holds until it is closed. The model ends before its process.
+/// What a model holds until it is closed. The fields drop in order, so the model ends before its
+/// process.
 struct Open {
     model: ServedModel,
     process: Process,
 }
 
-/// Values in rows, and their array once the program has read it.
+/// Values in rows, and the numpy array of them once the program has read it.
 struct Rows<T> {
     values: Vec<T>,
     columns: usize,
@@ -99,7 +100,7 @@ impl Model {
         open.clone().ok_or_else(|| errors::of(closed("model")))
     }
 
-    /// Returns the number of samples that `offsets` and `dense` have.
+    /// Returns the number of samples that follows from the lengths of `offsets` and `dense`.
     fn count(&self, offsets: usize, dense: usize) -> PyResult<usize> {
         let (features, width) = (self.features.len(), self.dense_features.len());
         let refuse = |problem| Err(errors::of(request(problem)));
@@ -236,7 +237,7 @@ impl Model {
         open.model.key(number as usize, &value).map_err(errors::of)
     }
 
-    /// Queues keys of a feature that a later request looks up. Returns how many had room.
+    /// Queues keys that a later request will look up. Returns how many fit into the queue.
     fn prefetch(&self, feature: &str, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (open, keys) = (self.opened()?, Array::open("keys", keys)?);
         let number = open.model.feature(feature).map_err(errors::of)?;
@@ -252,7 +253,7 @@ impl Model {
         served.map(|generation| generation.sequence).ok_or_else(|| errors::of(closed("model")))
     }
 
-    /// What the model did since its generation was loaded or swapped in.
+    /// Counters of the model since its generation was loaded or swapped in.
     fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let open = self.opened()?;
         let stats = open.model.process.serving.stats(&open.model.name);
@@ -282,7 +283,7 @@ impl Model {
         Ok(lines.map(|(part, bytes)| ((*part).to_owned(), *bytes)).collect())
     }
 
-    /// Closes the model. Requests that have begun end first.
+    /// Closes the model, after the requests in progress have ended.
     fn close(&self, py: Python<'_>) {
         let closed = {
             let mut open = self.open.write().unwrap_or_else(std::sync::PoisonError::into_inner);

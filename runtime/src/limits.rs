@@ -1,5 +1,5 @@
 //! Every maximum of the runtime, checked against the others at compile time. A maximum of the
-//! kernels or of a program stands in the `limits.rs` of its own crate.
+//! kernels or of a program is in the `limits.rs` of its own crate.
 
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 use std::time::Duration;

@@ -1,6 +1,7 @@
-//! Wakes requests at the end of their time. The timers of the event queue have whole milliseconds,
-//! which is all that a deadline allows; a condition variable has the accuracy of the system. One
-//! thread serves all requests. Holds one entry for each request with a deadline that waits.
+//! Wakes requests at the end of their time. The timers of tokio have a resolution of one
+//! millisecond, which is the whole time that an answer may be late. A condition variable is as
+//! accurate as the system's clock, so one thread waits on it for all requests. Holds one entry for
+//! each waiting request with a deadline.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -34,7 +35,8 @@ impl Alarm {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes requests until [`Alarm::end`]. Without a thread in here no request is woken.
+    /// Wakes requests until [`Alarm::end`]. One thread must run this; otherwise no request is
+    /// woken.
     pub fn run(&self) {
         let mut waiting = self.waiting();
         while !waiting.is_over {
@@ -61,13 +63,13 @@ impl Alarm {
         self.changed.notify_all();
     }
 
-    /// Returns when it is `at`.
+    /// Returns a future that is ready at `at`.
     pub fn sleep_until(&self, at: Instant) -> Sleep<'_> {
         Sleep { alarm: self, at, due: None }
     }
 }
 
-/// A wait for a time; dropping it takes the request off the list.
+/// A wait until a time; dropping it removes the request from the alarm.
 #[derive(Debug)]
 pub struct Sleep<'a> {
     alarm: &'a Alarm,
@@ -130,7 +132,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| alarm.run());
             scope.spawn(|| block_on(3_600_000, true));
-            // The later one is there first.
+            // The later time is registered first.
             let later = scope.spawn(|| block_on(40, false));
             block_on(20, false);
             block_on(60, false);

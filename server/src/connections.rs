@@ -1,6 +1,6 @@
-//! The open connections, at most `server.connections_max`. Where all are taken, the one that was
-//! silent longest is closed for the next caller. A connection that has a request in work is never
-//! closed. Never reads or writes what a connection carries.
+//! The open connections, at most `server.connections_max`. If all are taken, the connection that
+//! was silent longest is closed for the next caller. A connection that has a request in progress is
+//! never closed. Never reads or writes the bytes of a connection.
 
 use crate::log_limit::LogLimit;
 use crate::problem::{Code, Problem};
@@ -10,11 +10,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// The state of a connection that makes room for another one; every other state is the number of
-/// its requests in work.
+/// The value of `Connection::state` while the connection closes to make room for another one. Every
+/// other value is the number of its requests in progress.
 const CLOSING: u32 = u32::MAX;
 
-/// Who is at the other end of a connection.
+/// The caller at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// A process of this user, on a Unix socket.
@@ -30,23 +30,23 @@ pub enum Peer {
 pub struct Connection {
     /// The caller.
     pub peer: Peer,
-    /// Requests in work, or [`CLOSING`].
+    /// Requests in progress, or [`CLOSING`].
     state: AtomicU32,
     opened: Instant,
     /// When the caller last sent or took bytes, in µs since `opened`.
-    heard_us: AtomicU64,
+    active_us: AtomicU64,
     close: Notify,
     /// The earliest time of the next request at a steady rate, in µs since `opened`.
     next_us: Mutex<u64>,
 }
 
-/// A request in work: while it lives, its connection makes no room for another one.
+/// A request in progress: while this value lives, its connection is not closed for another one.
 #[derive(Debug)]
 pub struct Work<'a>(&'a Connection);
 
 impl Drop for Work<'_> {
     fn drop(&mut self) {
-        self.0.hear();
+        self.0.note_activity();
         self.0.state.fetch_sub(1, Ordering::AcqRel);
     }
 }
@@ -58,7 +58,7 @@ impl Connection {
             peer,
             state: AtomicU32::new(0),
             opened: Instant::now(),
-            heard_us: AtomicU64::new(0),
+            active_us: AtomicU64::new(0),
             close: Notify::new(),
             next_us: Mutex::new(0),
         }
@@ -69,26 +69,27 @@ impl Connection {
     }
 
     /// Notes that the caller sent or took bytes now.
-    pub fn hear(&self) {
-        self.heard_us.store(self.age_us(), Ordering::Relaxed);
+    pub fn note_activity(&self) {
+        self.active_us.store(self.age_us(), Ordering::Relaxed);
     }
 
-    fn heard(&self) -> Instant {
-        self.opened + Duration::from_micros(self.heard_us.load(Ordering::Relaxed))
+    fn last_activity(&self) -> Instant {
+        self.opened + Duration::from_micros(self.active_us.load(Ordering::Relaxed))
     }
 
-    /// Notes that a request is in work from now on. Returns `None` if the connection is closing.
+    /// Counts a request as in progress until the result is dropped. Returns `None` if the
+    /// connection is closing.
     pub fn begin_work(&self) -> Option<Work<'_>> {
         let more = |works: u32| works.checked_add(1).filter(|works| *works != CLOSING);
         let begun = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
         begun.ok().map(|_| Work(self))
     }
 
-    /// Counts a request against the rate of `per_s` requests a second; 0 is no limit. A second's
-    /// requests may come together.
+    /// Counts a request against the rate of `per_s` requests a second; 0 is no limit. The requests
+    /// of one second may arrive together.
     ///
     /// # Errors
-    /// The caller sent more; the problem says when to repeat the request.
+    /// The caller sends faster; the problem says when to repeat the request.
     pub fn count_request(&self, per_s: u32) -> Result<(), Problem> {
         if per_s == 0 {
             return Ok(());
@@ -106,7 +107,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Returns when the connection must end to make room.
+    /// Completes when the connection must end to make room.
     pub async fn closed(&self) {
         self.close.notified().await;
     }
@@ -174,7 +175,7 @@ impl Connections {
 
     /// Gives a connection of `peer` a place. If all are taken, closes the connection that was
     /// silent longest and waits until it has ended. Returns `None` if every connection has a
-    /// request in work.
+    /// request in progress.
     pub fn admit(self: &Arc<Self>, peer: Peer) -> Option<Place> {
         let mut open = self.open();
         while open.len() >= self.connections_max {
@@ -195,13 +196,13 @@ impl Connections {
     fn close_longest_silent(&self, open: &[Arc<Connection>]) -> bool {
         loop {
             let silent = open.iter().filter(|connection| connection.state() == 0);
-            let Some(longest) = silent.min_by_key(|connection| connection.heard()) else {
+            let Some(longest) = silent.min_by_key(|connection| connection.last_activity()) else {
                 return false;
             };
-            // A request may have arrived since; then another connection is chosen.
+            // A request may have arrived after the choice; then another connection is chosen.
             if longest.close_silent() {
                 let (max, peer) = (self.connections_max, longest.peer);
-                let seconds = longest.heard().elapsed().as_secs();
+                let seconds = longest.last_activity().elapsed().as_secs();
                 let detail =
                     format!("all {max} are open; that of {peer:?} was silent for {seconds} s");
                 self.closed.warn(&detail);
@@ -247,7 +248,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(1));
         for (number, place) in places.iter().enumerate().filter(|(number, _)| *number != 5) {
             std::thread::sleep(Duration::from_micros(number as u64));
-            place.connection().hear();
+            place.connection().note_activity();
         }
         let last = admit_beside(&connections, places.remove(5)).unwrap();
         assert_eq!(connections.count(), 8);
@@ -257,13 +258,13 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_with_a_request_in_work_is_not_closed() {
+    fn a_connection_with_a_request_in_progress_is_not_closed() {
         let connections = Connections::new(3);
         let mut places: Vec<Place> = (0..3).map(|_| connections.admit(PEER).unwrap()).collect();
         let held: Vec<Arc<Connection>> =
             places.iter().map(|place| Arc::clone(place.connection())).collect();
         let mut works: Vec<Work<'_>> = held.iter().map(|c| c.begin_work().unwrap()).collect();
-        assert!(connections.admit(PEER).is_none(), "all are in work");
+        assert!(connections.admit(PEER).is_none(), "all have a request in progress");
 
         drop(works.remove(1));
         assert!(admit_beside(&connections, places.remove(1)).is_some());

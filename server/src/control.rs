@@ -1,4 +1,4 @@
-//! What only the car's owner may do: load and unload models, and the actions of the status page. A
+//! Actions of the car's owner: load and unload models, and the actions of the status page. A
 //! caller shows that right by its user on a Unix socket, or by the token.
 
 use crate::connections::Peer;
@@ -10,7 +10,7 @@ use hyper::HeaderMap;
 use hyper::header::{AUTHORIZATION, HeaderValue};
 use std::sync::Arc;
 
-/// What a caller asks to change.
+/// A change that a caller requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Load,
@@ -35,21 +35,22 @@ pub fn check_right(call: &Call<'_>, headers: &HeaderMap) -> Result<(), Problem> 
     Err(Problem::new(Code::Denied, message))
 }
 
-/// Compares two words in a time that does not say where they differ.
+/// Compares `given` with `token` in a time that does not depend on where they differ.
 fn is_token(given: &[u8], token: &[u8]) -> bool {
     let differs = given.iter().zip(token).fold(0, |sum, (a, b)| sum | (a ^ b));
     !token.is_empty() && given.len() == token.len() && differs == 0
 }
 
-/// Changes what is served, as `call` asks. The work runs on a thread that may block.
+/// Loads or unloads the model `name`, on a thread that may block. The connection of `call` is not
+/// closed for another one until the work has ended.
 ///
 /// # Errors
-/// Another change is in hand, or the change fails.
+/// Another load or unload is in progress, or this one fails.
 pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), Problem> {
     let _work = call.begin_work()?;
     let (front, name) = (Arc::clone(call.front), name.to_owned());
     blocking(move || {
-        let busy = || Problem::busy("busy: another load or unload is in hand", RETRY_MAX);
+        let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         let _turn = front.begin_change().ok_or_else(busy)?;
         match change {
             Change::Load => repository::load(&front, &name),
@@ -76,7 +77,7 @@ pub async fn act(call: &Call<'_>, action: &str, name: &str) -> Result<String, Pr
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
-    let failed = |e| Problem::new(Code::Internal, format!("the work did not end: {e}"));
+    let failed = |e| Problem::new(Code::Internal, format!("the task panicked: {e}"));
     tokio::task::spawn_blocking(work).await.map_err(failed)?
 }
 

@@ -1,4 +1,4 @@
-//! What the server says of itself and of a model: metadata, configuration and statistics, as
+//! Descriptions of the server and of a model: metadata, configuration and statistics, as
 //! messages and as JSON. Never changes anything.
 
 use crate::front::Front;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 /// The extensions of the protocol that the server has.
 const EXTENSIONS: [&str; 5] =
     ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics"];
-/// What runs a model, in its metadata.
+/// The platform of every model in its metadata.
 const PLATFORM: &str = "hatchback";
 
 /// A data type of a configuration: its number in the protocol and its name.

@@ -1,5 +1,5 @@
-//! What the rest of the daemon tells the front door: the folders of models, and the facts of the
-//! car. Plain data.
+//! What the rest of the daemon passes to the front door: the folders of models, and the facts of
+//! the car. Plain data.
 
 use hatchback::UpdateStatus;
 use serde::Serialize;
@@ -14,7 +14,7 @@ pub struct ModelFolder {
     pub directory: PathBuf,
 }
 
-/// What a process outside the server knows of the car.
+/// Facts of the car that other parts of the daemon supply.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CarFacts {
     /// The update of each model that has one, by the model's name.
@@ -25,11 +25,11 @@ pub struct CarFacts {
     pub celsius: Option<f64>,
     /// The sum of the power rails.
     pub watts: Option<f64>,
-    /// What is shed: 0 nothing, 1 maintenance, 2 requests too.
+    /// Level of load shedding: 0 nothing, 1 maintenance, 2 requests too.
     pub shed_level: u8,
 }
 
-/// What was written to a flash directory.
+/// The wear of a flash directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct WearFacts {
     /// The flash directory.

@@ -1,4 +1,4 @@
-//! The front door's state: the models, the limits, and what is counted. One for each process.
+//! The front door's state: models, limits and counters. There is one for each process.
 
 use crate::alarm::Alarm;
 use crate::connections::Connections;
@@ -31,11 +31,11 @@ pub type Facts = Box<dyn Fn() -> CarFacts + Send + Sync>;
 /// Does an action for a model, by the action's name. Returns what was done.
 pub type Act = Box<dyn Fn(&str, &str) -> Result<String, Problem> + Send + Sync>;
 
-/// What the daemon gives the front door.
+/// Parameters of the front door, which the daemon supplies.
 pub struct FrontOptions {
     /// The models that are served.
     pub serving: Arc<Serving>,
-    /// What callers may use.
+    /// Limits of the callers.
     pub rules: ServerRules,
     /// The budget of a model that is loaded.
     pub budget: Budget,
@@ -43,7 +43,7 @@ pub struct FrontOptions {
     pub gate: Arc<Gate>,
     /// Lists the model folders.
     pub models: Models,
-    /// Is told of each answer.
+    /// Receives the model, the generation and the time of each answer.
     pub on_answer: OnAnswer,
     /// Reads the facts of the car.
     pub facts: Facts,
@@ -79,15 +79,15 @@ pub struct Front {
     pub(crate) slowest: Slowest,
     pub(crate) history: History,
     pub(crate) started: Instant,
-    /// Ends the wait of requests with a deadline.
+    /// Wakes requests at the end of their time.
     pub(crate) alarm: Alarm,
     /// Held while a model is loaded or unloaded: one at a time.
     pub(crate) is_changing: AtomicBool,
     new_facts: Facts,
     facts: Arc<Mutex<CarFacts>>,
-    /// The status of the last second.
-    shown: Mutex<Bytes>,
-    /// The metrics of the last second.
+    /// The status page's JSON, made in the last second.
+    shown_status: Mutex<Bytes>,
+    /// The text of the metrics, made in the last second.
     shown_metrics: Mutex<Bytes>,
     layouts: Mutex<BTreeMap<String, Arc<Layout>>>,
 }
@@ -129,20 +129,20 @@ impl Front {
             is_changing: AtomicBool::new(false),
             new_facts: facts,
             facts: latest,
-            shown: Mutex::new(Bytes::from_static(b"{}")),
+            shown_status: Mutex::new(Bytes::from_static(b"{}")),
             shown_metrics: Mutex::default(),
             layouts: Mutex::default(),
         })
     }
 
-    /// Reads the facts of the car.
+    /// Reads the facts of the car anew.
     pub(crate) fn read_facts(&self) {
         *lock(&self.facts) = (self.new_facts)();
     }
 
-    /// Shows `status`, which is JSON, and the metrics of now until the next second.
+    /// Publishes `status`, which is JSON, and the current metrics until the next call.
     pub(crate) fn show(&self, status: String) {
-        *lock(&self.shown) = status.into();
+        *lock(&self.shown_status) = status.into();
         *lock(&self.shown_metrics) = self.metrics.text().into();
     }
 
@@ -151,12 +151,12 @@ impl Front {
         lock(&self.facts).clone()
     }
 
-    /// Returns the status of the last second, as JSON.
-    pub(crate) fn shown(&self) -> Bytes {
-        lock(&self.shown).clone()
+    /// Returns the status that was made in the last second, as JSON.
+    pub(crate) fn shown_status(&self) -> Bytes {
+        lock(&self.shown_status).clone()
     }
 
-    /// Returns the metrics of the last second, as text.
+    /// Returns the metrics that were made in the last second, as text.
     pub(crate) fn shown_metrics(&self) -> Bytes {
         lock(&self.shown_metrics).clone()
     }
@@ -174,8 +174,8 @@ impl Front {
         }
     }
 
-    /// Returns when a caller that was refused by the model `name` should retry: when the requests
-    /// that wait now will be answered, at the pace of those before.
+    /// Returns when a caller that the model `name` refused should retry: after the time that the
+    /// waiting requests need at the pace of the requests before them.
     pub(crate) fn retry_after(&self, name: &str) -> Duration {
         let Some(stats) = self.serving.stats(name) else { return RETRY_MAX };
         let totals = self.metrics.model(name).totals();
@@ -186,13 +186,13 @@ impl Front {
         wait.clamp(RETRY_MIN, RETRY_MAX)
     }
 
-    /// Takes the turn to change the models; `None` if another caller has it.
+    /// Takes the right to load or unload a model; `None` if another caller has it.
     pub(crate) fn begin_change(&self) -> Option<ChangeTurn<'_>> {
         (!self.is_changing.swap(true, Ordering::AcqRel)).then_some(ChangeTurn(&self.is_changing))
     }
 }
 
-/// The turn to change the models; dropping it gives it back.
+/// The right to load or unload a model; dropping it gives the right back.
 pub(crate) struct ChangeTurn<'a>(&'a AtomicBool);
 
 impl Drop for ChangeTurn<'_> {

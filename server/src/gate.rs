@@ -1,4 +1,4 @@
-//! The gate of the requests: while the machine is too hot or draws too much power, one request at a
+//! The gate of the requests. While the machine is too hot or draws too much power, one request at a
 //! time passes, and the others are refused immediately.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug, Default)]
 pub struct Gate {
     is_limited: AtomicBool,
-    /// Whether a request passed while the gate was limited and is not done.
+    /// Whether the gate is limited and one request is being served.
     is_taken: AtomicBool,
 }
 

@@ -1,5 +1,5 @@
-//! The frame of gRPC: one message each way, its time limit, and its status in the trailers. Knows
-//! no method.
+//! The framing of gRPC: one message each way, the time limit of a call, and its status in the
+//! trailers. Knows no method.
 //!
 //! The service has unary methods only. For these, gRPC over HTTP/2 is a prefix of five bytes and
 //! three headers, so hyper carries it without a further library. Messages are never compressed.
@@ -21,10 +21,10 @@ const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// The time to wait before a retry, in milliseconds.
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 const ACCEPTED: HeaderName = HeaderName::from_static("grpc-accept-encoding");
-/// What a status message escapes beside bytes that are no printable ASCII.
+/// ASCII characters that a status message escapes.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
 
-/// Returns whether `headers` are those of a call of gRPC.
+/// Returns whether `headers` are those of a gRPC call.
 pub fn is_call(headers: &HeaderMap) -> bool {
     let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     content_type.strip_prefix(b"application/grpc").is_some_and(|rest| {
@@ -39,7 +39,7 @@ pub fn is_call(headers: &HeaderMap) -> bool {
 /// The body is not exactly one message, or the message is compressed.
 pub fn message_of(body: &Bytes) -> Result<Bytes, Problem> {
     let Some((&[flag, a, b, c, d], rest)) = body.split_first_chunk::<PREFIX_BYTES>() else {
-        return Err(Problem::invalid(format!("{} bytes are no message of gRPC", body.len())));
+        return Err(Problem::invalid(format!("{} bytes are not a gRPC message", body.len())));
     };
     if flag != 0 {
         let message = "the message is compressed; send it with the encoding `identity`";
@@ -48,12 +48,12 @@ pub fn message_of(body: &Bytes) -> Result<Bytes, Problem> {
     let bytes = u32::from_be_bytes([a, b, c, d]) as usize;
     if rest.len() != bytes {
         let found = rest.len();
-        return Err(Problem::invalid(format!("a message of {bytes} bytes has {found} bytes")));
+        return Err(Problem::invalid(format!("{found} bytes, the prefix says {bytes}")));
     }
     Ok(body.slice(PREFIX_BYTES..))
 }
 
-/// Returns the time that the caller of `headers` waits.
+/// Returns the time that the caller waits for its answer, from `headers`.
 ///
 /// # Errors
 /// `grpc-timeout` is not one to eight digits with a unit.
@@ -93,7 +93,7 @@ pub fn close_frame(mut frame: Vec<u8>) -> Vec<u8> {
 /// Returns `message` with its prefix.
 pub fn frame(message: &impl Message) -> Vec<u8> {
     let mut frame = open_frame(message.encoded_len());
-    // A vector has room for every message.
+    // Encoding into a vector, which grows, cannot fail.
     let _ = message.encode(&mut frame);
     close_frame(frame)
 }

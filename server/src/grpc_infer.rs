@@ -15,7 +15,7 @@ use hyper::body::Bytes;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of an answer beside its numbers and names, and of each of its outputs.
+/// Bytes of an answer, and of each of its outputs, beside numbers and names.
 const ANSWER_BYTES: usize = 64;
 /// Bytes of a number of an answer, at most.
 const NUMBER_BYTES: usize = 8;
@@ -52,11 +52,11 @@ pub async fn infer(
     })
 }
 
-/// Returns the batch of `message`, an encoded request to a model with `schema`; for fuzzing. Never
-/// keeps more bytes than the front door's budget allows.
+/// Decodes `message`, a request to a model with `schema`, into a batch; for fuzzing. Never keeps
+/// more bytes than the front door's budget allows.
 ///
 /// # Errors
-/// Those of a call.
+/// The request is malformed, does not fit the model, or exceeds the budget.
 pub fn decode(message: &[u8], schema: &Arc<Schema>, batch_max: usize) -> Result<Batch, Problem> {
     let mut memory = ByteBudget::new(64 << 20).reserve(message.len())?;
     let request = Request::read(message, &mut memory)?;

@@ -1,6 +1,6 @@
-//! A request for scores over gRPC, read where its message is: names and raw values are not copied.
-//! An empty tensor has two bytes in the message and a hundred in memory, so tensors are counted
-//! before any is kept.
+//! A request for scores over gRPC, parsed in place: names and raw values are not copied. An empty
+//! tensor has two bytes in the message and a hundred in memory, so tensors are counted before any
+//! is kept.
 
 use crate::http::timeout_of;
 use crate::limits::{DIMENSIONS_MAX, TENSORS_MAX};
@@ -19,7 +19,8 @@ const ITEM_BYTES: usize = 384;
 /// Most bytes in memory for a byte of typed numbers: a varint of one byte becomes eight, in a
 /// vector with twice the room that it needs.
 const GROWTH: usize = 16;
-/// Bytes in memory of a typed text beside its own, in such a vector too.
+/// Bytes in memory of a typed text beside its characters; its vector may be twice too large as
+/// well.
 const TEXT_BYTES: usize = 2 * size_of::<Bytes>() + 32;
 
 /// Fields of a request.
@@ -30,7 +31,7 @@ const PARAMETERS: u64 = 4;
 const INPUTS: u64 = 5;
 const OUTPUTS: u64 = 6;
 const RAW_CONTENTS: u64 = 7;
-/// The typed values of an input, and the texts among them.
+/// Fields of an input: its typed values, and the texts among them.
 const CONTENTS: u64 = 5;
 const TEXTS: u64 = 8;
 
@@ -52,8 +53,8 @@ pub struct Request<'a> {
 struct Input<'a> {
     name: &'a str,
     datatype: &'a str,
-    sides: [i64; DIMENSIONS_MAX],
-    /// How many of the sides there are.
+    shape: [i64; DIMENSIONS_MAX],
+    /// The number of dimensions.
     dimensions: usize,
     contents: Option<Box<InferTensorContents>>,
 }
@@ -63,7 +64,7 @@ const _: () = assert!(
     "an item of memory has room for an input and the lists of its typed values"
 );
 
-/// What a message has.
+/// The counts of a message's parts, made before any part is kept.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Counts {
     inputs: usize,
@@ -120,7 +121,7 @@ impl<'a> Request<'a> {
     /// Reads `message`. Counts what is kept of it in `memory`.
     ///
     /// # Errors
-    /// The bytes are no request, it has too many tensors, or the budget has no room for them.
+    /// The bytes are not a request, it has too many tensors, or the budget has no room for them.
     pub fn read(message: &'a [u8], memory: &mut Reservation) -> Result<Self, Problem> {
         let counts = Counts::of(message)?;
         if counts.tensors() > TENSORS_MAX {
@@ -158,8 +159,8 @@ impl<'a> Request<'a> {
         Ok(request)
     }
 
-    /// Takes the entry `parameter` of the map of parameters, if it is the time limit: microseconds,
-    /// and 0 is no limit.
+    /// Reads the time limit from the entry `parameter` of the map of parameters: microseconds, and
+    /// 0 is no limit. Skips every other parameter.
     fn take_parameter(&mut self, parameter: &[u8]) -> Result<(), Problem> {
         if text_of(parameter, 1)? != "timeout" {
             return Ok(());
@@ -171,10 +172,10 @@ impl<'a> Request<'a> {
         for field in Fields(value) {
             let field = field?;
             let us = match (field.number, field.value) {
-                // An int64 is as it is, and a uint64 may be larger.
+                // Field 2 is an int64, field 5 a uint64, which may be above the largest int64.
                 (2, Value::Number(us)) => us as i64,
                 (5, Value::Number(us)) => i64::try_from(us).unwrap_or(i64::MAX),
-                _ => return Err(Problem::invalid("parameter `timeout` is no integer")),
+                _ => return Err(Problem::invalid("parameter `timeout` is not an integer")),
             };
             self.timeout = Some(timeout_of(us)?).filter(|timeout| !timeout.is_zero());
         }
@@ -219,11 +220,11 @@ fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
         match (field.number, field.value) {
             (1, _) => input.name = field.text()?,
             (2, _) => input.datatype = field.text()?,
-            (3, Value::Number(side)) => input.add_side(side)?,
+            (3, Value::Number(size)) => input.add_dimension(size)?,
             (3, Value::Bytes(packed)) => {
-                let mut sides = Fields(packed);
-                while !sides.0.is_empty() {
-                    input.add_side(sides.varint().ok_or_else(malformed)?)?;
+                let mut packed = Fields(packed);
+                while !packed.0.is_empty() {
+                    input.add_dimension(packed.varint().ok_or_else(malformed)?)?;
                 }
             }
             (CONTENTS, Value::Bytes(contents)) => {
@@ -239,19 +240,19 @@ fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
 }
 
 impl Input<'_> {
-    fn add_side(&mut self, side: u64) -> Result<(), Problem> {
-        let Some(last) = self.sides.get_mut(self.dimensions) else {
+    fn add_dimension(&mut self, size: u64) -> Result<(), Problem> {
+        let Some(last) = self.shape.get_mut(self.dimensions) else {
             let message = format!("a shape has more than {DIMENSIONS_MAX} dimensions");
             return Err(Problem::invalid(message));
         };
-        *last = side as i64;
+        *last = size as i64;
         self.dimensions += 1;
         Ok(())
     }
 
     fn tensor<'s>(&'s self, raw: Option<&'s [u8]>) -> Result<Tensor<'s>, Problem> {
         let Self { name, datatype, contents, .. } = self;
-        let shape = &self.sides[..self.dimensions];
+        let shape = &self.shape[..self.dimensions];
         let values = match (raw, contents) {
             (Some(raw), None) => Values::Bytes(raw),
             (Some(_), Some(_)) => {

@@ -150,7 +150,7 @@ async fn read_frames(
     Ok(if rest.is_empty() { first } else { rest.into() })
 }
 
-/// Returns the time that a caller waits for an answer, from a number of microseconds.
+/// Converts the microseconds that a caller waits for an answer.
 ///
 /// # Errors
 /// The number is negative.

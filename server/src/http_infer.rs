@@ -144,8 +144,8 @@ impl<'de: 'a, 'a> serde::de::DeserializeSeed<'de> for Flatten<'_, 'a> {
     }
 }
 
-/// The values of a tensor that the JSON holds.
-enum Held<'a> {
+/// The values of a tensor, converted from JSON to the tensor's type.
+enum JsonValues<'a> {
     I64(Vec<i64>),
     U64(Vec<u64>),
     F32(Vec<f32>),
@@ -155,10 +155,10 @@ enum Held<'a> {
     Binary,
 }
 
-impl<'a> Held<'a> {
+impl<'a> JsonValues<'a> {
     fn of(input: &'a HeadInput<'a>) -> Result<Self, Problem> {
         let Some(Data(values)) = &input.data else { return Ok(Self::Binary) };
-        let held = match input.datatype.as_str() {
+        let converted = match input.datatype.as_str() {
             "FP32" => each(values, |value| real(value).map(|x| x as f32)).map(Self::F32),
             "FP64" => each(values, real).map(Self::F64),
             "BYTES" => Some(Self::Raw(values)),
@@ -174,14 +174,14 @@ impl<'a> Held<'a> {
             })
             .map(Self::I64),
         };
-        held.ok_or_else(|| {
+        converted.ok_or_else(|| {
             let (name, datatype) = (input.name.escape_debug(), input.datatype.escape_debug());
-            Problem::invalid(format!("input `{name}`: its data has values that are no {datatype}"))
+            Problem::invalid(format!("input `{name}`: its data has values that are not {datatype}"))
         })
     }
 }
 
-/// Returns what `convert` makes of each value; `None` if it refuses one.
+/// Converts every value; returns `None` if `convert` refuses one.
 fn each<T>(
     values: &[RawValue<'_>],
     convert: impl Fn(&RawValue<'_>) -> Option<T>,
@@ -215,9 +215,9 @@ pub async fn infer(
     body: &[u8],
 ) -> Result<Answered, Problem> {
     let (head, binary) = parse(headers, body, &mut call.memory)?;
-    let (asked, every) = (asked(&head), how(head.parameters.binary_data_output));
-    let held = head.inputs.iter().map(Held::of).collect::<Result<Vec<_>, _>>()?;
-    let tensors = tensors_of(&head, &held, binary)?;
+    let (asked, every) = (asked(&head), encoding(head.parameters.binary_data_output));
+    let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
+    let tensors = tensors_of(&head, &values, binary)?;
     let order = Order {
         model: target.model,
         version: target.version,
@@ -236,7 +236,7 @@ pub async fn infer(
     })
 }
 
-/// Queues the keys of `body` to prefetch. Returns how many had room.
+/// Queues the keys of `body` to prefetch. Returns how many keys fit into the queue.
 ///
 /// # Errors
 /// The request is malformed or does not fit the model.
@@ -250,8 +250,8 @@ pub fn prefetch(
     let front = call.front;
     describe::version(front, model, version)?;
     let (head, binary) = parse(headers, body, &mut call.memory)?;
-    let held = head.inputs.iter().map(Held::of).collect::<Result<Vec<_>, _>>()?;
-    let tensors = tensors_of(&head, &held, binary)?;
+    let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
+    let tensors = tensors_of(&head, &values, binary)?;
     let schema = front.serving.schema(model).ok_or_else(|| not_served(model))?;
     let layout = front.layout(model, &schema);
     let batch_max = front.serving.budget(model).map_or(1, |budget| budget.batch_max as usize);
@@ -260,11 +260,11 @@ pub fn prefetch(
     Ok((0..batch.features()).map(queue).sum())
 }
 
-/// Returns the batch of `body`, a request to a model with `schema` whose JSON has `head_bytes`
-/// bytes; for fuzzing. Never keeps more bytes than the front door's budget allows.
+/// Decodes `body`, a request to a model with `schema` whose JSON has `head_bytes` bytes, into a
+/// batch; for fuzzing. Never keeps more bytes than the front door's budget allows.
 ///
 /// # Errors
-/// Those of a request.
+/// The request is malformed, does not fit the model, or exceeds the budget.
 pub fn decode(
     body: &[u8],
     head_bytes: usize,
@@ -277,10 +277,10 @@ pub fn decode(
     headers.insert(HEAD_LENGTH, HeaderValue::from(head_bytes));
     let (head, binary) = parse(&headers, body, &mut memory)?;
     timeout_parameter(&head)?;
-    let held = head.inputs.iter().map(Held::of).collect::<Result<Vec<_>, _>>()?;
-    let tensors = tensors_of(&head, &held, binary)?;
+    let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
+    let tensors = tensors_of(&head, &values, binary)?;
     let layout = Layout::new(Arc::clone(schema));
-    Wants::new(&layout.outputs, &asked(&head), how(head.parameters.binary_data_output))?;
+    Wants::new(&layout.outputs, &asked(&head), encoding(head.parameters.binary_data_output))?;
     batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
@@ -313,31 +313,31 @@ fn timeout_parameter(head: &Head<'_>) -> Result<Option<Duration>, Problem> {
 
 fn tensors_of<'a>(
     head: &'a Head<'a>,
-    held: &'a [Held<'a>],
+    values: &'a [JsonValues<'a>],
     mut binary: &'a [u8],
 ) -> Result<Vec<Tensor<'a>>, Problem> {
-    let mut tensors = Vec::with_capacity(held.len());
-    for (input, held) in head.inputs.iter().zip(held) {
+    let mut tensors = Vec::with_capacity(values.len());
+    for (input, json) in head.inputs.iter().zip(values) {
         let fault = |problem: &str| {
             Problem::invalid(format!("input `{}`: {problem}", input.name.escape_debug()))
         };
-        let values = match (held, input.parameters.binary_data_size) {
-            (Held::Binary, Some(bytes)) => {
+        let values = match (json, input.parameters.binary_data_size) {
+            (JsonValues::Binary, Some(bytes)) => {
                 let (own, rest) = binary.split_at_checked(bytes).ok_or_else(|| {
                     fault("binary_data_size is more than the bytes of the request")
                 })?;
                 binary = rest;
                 Values::Bytes(own)
             }
-            (Held::Binary, None) => return Err(fault("has no data")),
+            (JsonValues::Binary, None) => return Err(fault("has no data")),
             (_, Some(_)) => return Err(fault("has data and binary data")),
-            (Held::I64(values), None) => Values::I64(values),
-            (Held::U64(values), None) => Values::U64(values),
-            (Held::F32(values), None) => Values::F32(values),
-            (Held::F64(values), None) => Values::F64(values),
-            (Held::Raw(values), None) => Values::Raw(values),
+            (JsonValues::I64(values), None) => Values::I64(values),
+            (JsonValues::U64(values), None) => Values::U64(values),
+            (JsonValues::F32(values), None) => Values::F32(values),
+            (JsonValues::F64(values), None) => Values::F64(values),
+            (JsonValues::Raw(values), None) => Values::Raw(values),
         };
-        // JSON has no widths: an INT32 of JSON is an INT64 with the same value.
+        // JSON does not tell INT32 from INT64: both are decoded as INT64.
         let is_wide = matches!(values, Values::I64(_)) && input.datatype == "INT32";
         let datatype = if is_wide { "INT64" } else { &input.datatype };
         tensors.push(Tensor { name: &input.name, datatype, shape: &input.shape, values });
@@ -348,7 +348,7 @@ fn tensors_of<'a>(
     Ok(tensors)
 }
 
-fn how(is_binary: bool) -> Want {
+fn encoding(is_binary: bool) -> Want {
     if is_binary { Want::Binary } else { Want::Text }
 }
 
@@ -356,7 +356,7 @@ fn asked<'a>(head: &'a Head<'_>) -> Vec<Asked<'a>> {
     let is_binary = head.parameters.binary_data_output;
     let asked = |HeadOutput { name, parameters }: &'a HeadOutput| Asked {
         name,
-        want: how(parameters.binary_data || is_binary),
+        want: encoding(parameters.binary_data || is_binary),
     };
     head.outputs.iter().map(asked).collect()
 }

@@ -1,6 +1,6 @@
-//! A request for scores, whatever its protocol: makes a batch of its tensors and queues it. Offers
-//! the runtime its thread for a short request, or waits for the worker without blocking the thread.
-//! Notes where the time went.
+//! A request for scores, whatever its protocol: makes a batch of its tensors and queues it. Lends
+//! the runtime its thread for a short request; for others it waits without blocking the thread.
+//! Records where the time went.
 
 use crate::connections::{Connection, Work};
 use crate::describe;
@@ -25,7 +25,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 use tokio::task::yield_now;
 
-/// A request in the server: who asks, since when, and what it holds of the budget.
+/// A request in the server: its caller, its arrival, and its bytes of the budget.
 pub struct Call<'a> {
     pub front: &'a Arc<Front>,
     pub connection: &'a Connection,
@@ -39,19 +39,19 @@ pub struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Notes that the request is in work: until the result is dropped, its connection makes no room
-    /// for another one.
+    /// Counts the request as in progress: its connection is not closed for another one until the
+    /// result is dropped.
     ///
     /// # Errors
-    /// The connection makes room already.
+    /// The connection is already closing.
     pub fn begin_work(&self) -> Result<Work<'a>, Problem> {
         let closing =
-            || Problem::new(Code::Unavailable, "the connection makes room for another one");
+            || Problem::new(Code::Unavailable, "the connection is being closed for another one");
         self.connection.begin_work().ok_or_else(closing)
     }
 }
 
-/// What a request asks for.
+/// The content of a request for scores.
 pub struct Order<'a> {
     pub model: &'a str,
     /// Empty for the version that is served.
@@ -59,22 +59,22 @@ pub struct Order<'a> {
     /// Time from the arrival of the request to its deadline.
     pub timeout: Option<Duration>,
     pub tensors: &'a [Tensor<'a>],
-    /// The outputs that the request asks for; every output where it asks for none.
+    /// The outputs that the request names; empty if it wants every output.
     pub asked: &'a [Asked<'a>],
-    /// How an answer holds every output.
+    /// The encoding of the outputs if the request names none.
     pub every: Want,
 }
 
-/// Returns the shorter of the time that a caller gives in the request and that of its call of gRPC.
-/// The library answers a millisecond after a deadline at the latest, so a call's own time ends a
-/// millisecond later than the deadline.
+/// Returns the shorter of two times: the one in the request's parameter and that of the gRPC call,
+/// less a millisecond. The runtime answers at most a millisecond after the deadline, so the answer
+/// still arrives before the call ends.
 pub fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> Option<Duration> {
     let grace = Duration::from_micros(DEADLINE_GRACE_US);
     let call = call.map(|time| time.saturating_sub(grace));
     [parameter, call].into_iter().flatten().min().map(|time| time.min(TIMEOUT_MAX))
 }
 
-/// What an answer will show.
+/// The outputs that the answer will contain.
 struct View {
     layout: Arc<Layout>,
     wants: Wants,
@@ -159,9 +159,9 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
 }
 
 impl Submitted<'_> {
-    /// Waits until the request is answered, or until the library's time after its deadline is over.
-    /// A short request is scored on this thread, together with those that its other connections
-    /// have sent by now. Dropping the future gives the request up.
+    /// Waits until the request is answered, or until `DEADLINE_WAIT_US` after its deadline. A short
+    /// request is scored on this thread, in one batch with those that other connections of the
+    /// thread have sent by now. Dropping the future abandons the request.
     pub async fn wait(self) -> Scored {
         let Self { front, queued, view, deadline, at, at_clock, model, .. } = self;
         // The thread reads what its other connections have sent, so that one batch has all of it.
@@ -195,7 +195,7 @@ async fn done(ticket: &Ticket) {
     .await;
 }
 
-/// An answer and what of it the request wants.
+/// An answer, and the outputs of it that the request wants.
 pub struct Shown<'a> {
     answer: &'a Answer<'a>,
     view: &'a View,
@@ -207,21 +207,21 @@ impl Shown<'_> {
         self.answer.generation().sequence
     }
 
-    /// Returns the outputs that the request wants, with how and their numbers.
+    /// Returns the wanted outputs, each with its encoding and its numbers.
     pub fn outputs(&self) -> impl Iterator<Item = (&Output, Want, Numbers<'_>)> {
         let View { layout, wants } = self.view;
         let wanted = wants.of(&layout.outputs);
         wanted.map(|(output, want)| (output, want, Numbers::of(output, self.answer)))
     }
 
-    /// Returns how many numbers the wanted outputs have.
+    /// Returns how many numbers the wanted outputs have in sum.
     pub fn numbers(&self) -> usize {
         self.outputs().map(|(_, _, numbers)| numbers.count()).sum()
     }
 }
 
 impl Scored {
-    /// Returns the answer, which `encode` turns into bytes; then notes where the time went.
+    /// Encodes the answer with `encode`, and then records where the time went.
     ///
     /// # Errors
     /// The request has no scores, or `encode` fails.
@@ -262,7 +262,7 @@ impl Scored {
     }
 }
 
-/// Returns the samples that the deadline cut short.
+/// Returns the number of samples that the deadline cut short.
 fn count_late(answer: &Answer<'_>) -> usize {
     answer.scores().statuses.iter().filter(|status| status.late).count()
 }

@@ -1,10 +1,11 @@
 //! The daemon's front door: the Open Inference Protocol v2 over gRPC and HTTP, Prometheus metrics
 //! and the status page, on Unix sockets, on loopback, and with certificates beyond it.
 //!
-//! **A request.** `listen` accepts a connection, and `connections` gives it a place. `route` takes
-//! a request to its answer. `infer` decodes it (`grpc_infer`, `http_infer`, `values`, `tensors`)
-//! straight into a slot of the runtime. The runtime scores a short request on the thread of its
-//! connection; for others the thread goes on, and a worker wakes the request.
+//! **A request.** `listen` accepts a connection, and `connections` gives it a place. `route` finds
+//! the function that answers a request. `infer` decodes the request (`grpc_infer`, `http_infer`,
+//! `values`, `tensors`) straight into a slot of the runtime. The runtime scores a short request on
+//! the thread of its connection. A worker scores every other one, while the thread serves its other
+//! connections.
 //!
 //! **Memory.** Every byte that a caller can make this crate keep is part of `ByteBudget` or of a
 //! connection's fixed share. `front_bytes` is the sum, which the daemon counts in its budget.

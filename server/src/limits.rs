@@ -1,4 +1,5 @@
-//! Every maximum of the front door. What a machine may set stands in `[server]` of its target.
+//! Every maximum of the front door. The `[server]` section of a target sets those that a machine
+//! may choose.
 
 use hatchback::limits::FEATURES_MAX;
 use std::time::Duration;
@@ -6,10 +7,10 @@ use std::time::Duration;
 /// Bytes that a connection takes beside the bodies of its requests: buffers of the socket's
 /// protocol, window of HTTP/2, and the state of its streams.
 pub const CONNECTION_BYTES_MAX: u64 = 128 << 10;
-/// Bytes that a connection with TLS takes beside that: a handshake of at most 64 KiB as it comes,
-/// and what waits to be encrypted and to be sent.
+/// Further bytes of a connection with TLS: a handshake of at most 64 KiB, and the bytes that wait
+/// to be encrypted and to be sent.
 pub const TLS_BYTES_MAX: u64 = (64 << 10) + 2 * TLS_BUFFER_BYTES_MAX as u64 + (32 << 10);
-/// Bytes that wait to be encrypted, and bytes that wait to be sent.
+/// Bytes of the buffer of plain data, and of the buffer of encrypted data, of a TLS connection.
 pub const TLS_BUFFER_BYTES_MAX: usize = 16 << 10;
 /// Bytes of the headers of a request.
 pub const HEADER_BYTES_MAX: u32 = 16 << 10;
@@ -21,7 +22,7 @@ pub const STREAMS_MAX: u32 = 128;
 pub const WINDOW_BYTES_MAX: u32 = 64 << 10;
 /// Bytes of an answer that wait in HTTP/2 until the caller takes them, for each request.
 pub const SEND_BYTES_MAX: usize = 16 << 10;
-/// Bytes that a request counts beside its headers and its body.
+/// Bytes that every request is charged beside its headers and its body.
 pub const REQUEST_BYTES: usize = 2 << 10;
 /// Bytes of the body of a request that asks for no scores.
 pub const CONTROL_BYTES_MAX: usize = 64 << 10;
@@ -40,7 +41,7 @@ pub const TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
 pub const TENSORS_MAX: usize = 3 * (2 * FEATURES_MAX + 1);
 /// Dimensions of a tensor.
 pub const DIMENSIONS_MAX: usize = 8;
-/// The longest latency of the percentiles, µs; a longer one counts as this.
+/// The longest latency in the percentiles, µs; a longer one counts as this.
 pub const PERCENTILE_US_MAX: u64 = 60_000_000;
 /// Slow requests that are kept with where their time went.
 pub const SLOWEST_MAX: usize = 32;
@@ -52,5 +53,5 @@ pub const HISTORY_S_MAX: usize = 300;
 pub const TRACE_BYTES_MAX: usize = 128;
 /// Threads that open models, for each thread that runs connections.
 pub const BLOCKING_THREADS_MAX: usize = 4;
-/// Shortest and longest time after which a refused caller should retry.
+/// The longest time after which a refused caller is told to retry.
 pub const RETRY_MAX: Duration = Duration::from_secs(2);

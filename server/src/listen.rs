@@ -1,6 +1,6 @@
-//! The listeners and the threads of the front door. A thread for each listener accepts connections
-//! and gives each a place. A few threads run them, each thread with connections of its own. On a
-//! request to stop, requests that were received are answered.
+//! The listeners and the threads of the front door. One thread for each listener accepts
+//! connections and assigns each to one of a few serving threads. When the front door stops, it
+//! answers the requests that it has received.
 
 use crate::connections::{Connection, Peer, Place};
 use crate::front::Front;
@@ -32,10 +32,10 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::runtime::{Builder as RuntimeBuilder, Handle, Runtime};
 use tokio::sync::watch;
 
-/// Pause after an error of `accept`: without a file to spare it would fail again immediately.
+/// Pause after a failed `accept`: without a free file descriptor, it would fail again immediately.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Time between two looks at the car's facts.
+/// Interval at which the facts of the car are read and the status is made.
 const TICK: Duration = Duration::from_secs(1);
 
 /// A bound socket.
@@ -50,7 +50,7 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// Ends `accept`, also where the socket's file was removed.
+    /// Makes a blocked `accept` return, even if the socket's file was removed.
     ///
     /// # Errors
     /// The system refuses.
@@ -76,8 +76,8 @@ impl Default for Stopping {
 }
 
 impl Stopping {
-    /// Asks every connection to end after the requests that it has received. The listeners end when
-    /// they are shut down.
+    /// Asks every connection to end after the requests that it has received. Each listener ends
+    /// when it is shut down.
     pub fn request(&self) {
         self.0.send_replace(true);
     }
@@ -112,7 +112,7 @@ pub fn serve(
     let done = watch::Sender::new(false);
     std::thread::scope(|scope| {
         let served = acceptor.run(scope, &runtimes, listeners, &done);
-        // Without these the threads would not end.
+        // The serving threads and the alarm's thread wait for these.
         done.send_replace(true);
         front.alarm.end();
         served
@@ -132,12 +132,12 @@ fn runtime() -> io::Result<Runtime> {
         .build()
 }
 
-/// What the threads that accept connections share.
+/// State that the accepting threads share.
 struct Acceptor<'a> {
     front: &'a Arc<Front>,
     stopping: &'a Stopping,
     handles: Vec<Handle>,
-    /// The thread that gets the next connection.
+    /// Counts connections, so that each goes to the next thread.
     next: AtomicUsize,
     ended_early: &'a Arc<LogLimit>,
 }
@@ -158,7 +158,7 @@ impl<'a> Acceptor<'a> {
         for (number, runtime) in runtimes.iter().enumerate() {
             let mut done = done.subscribe();
             let run = move || {
-                // An error means that the sender is gone, which is the end too.
+                // An error means that the sender was dropped, which also ends the thread.
                 let _ = runtime.block_on(done.wait_for(|done| *done));
             };
             let name = format!("front {number}");
@@ -218,7 +218,8 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Gives a connection of `peer` a place and a thread. `open` makes the stream on that thread.
+    /// Gives a connection of `peer` a place and a serving thread. `open` makes the stream on that
+    /// thread.
     fn start<S, F>(&self, peer: Peer, open: impl FnOnce() -> F + Send + 'static)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -305,7 +306,7 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     .await
 }
 
-/// Returns how a connection speaks HTTP: the preface decides between HTTP/1.1 and HTTP/2.
+/// Returns the HTTP settings of a connection; its first bytes decide between HTTP/1.1 and HTTP/2.
 fn protocol() -> Builder<TokioExecutor> {
     let mut builder = Builder::new(TokioExecutor::new());
     builder
@@ -338,7 +339,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
         if buffer.filled().len() > before {
-            self.connection.hear();
+            self.connection.note_activity();
         }
         read
     }
@@ -379,7 +380,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
 impl<S> Watched<S> {
     fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         if matches!(written, Poll::Ready(Ok(_))) {
-            self.connection.hear();
+            self.connection.note_activity();
         }
         written
     }

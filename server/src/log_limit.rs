@@ -1,6 +1,5 @@
-//! A limit for log lines that callers can cause: one line in ten seconds for each
-//! kind of event, with the number of events that had no line. A caller that fails in a loop cannot
-//! fill the log.
+//! A limit for log lines that callers can cause: one line in ten seconds for each kind of event,
+//! with the number of events that had no line. A caller that fails in a loop cannot fill the log.
 
 use std::fmt::Display;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,7 +11,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The limit for one kind of event.
 #[derive(Debug)]
 pub struct LogLimit {
-    /// What happened, for the line.
+    /// The kind of event, as the log line names it.
     event: &'static str,
     lines: Mutex<Lines>,
 }
@@ -54,7 +53,8 @@ impl LogLimit {
 }
 
 impl Lines {
-    /// Counts an event at `now`. Returns the events that had no line if this one has a line.
+    /// Counts an event at `now`. If the event gets a line, returns how many events before it had
+    /// none.
     fn count(&mut self, now: Instant) -> Option<u64> {
         if self.last.is_some_and(|last| now.duration_since(last) < LINE_INTERVAL) {
             self.withheld += 1;

@@ -1,5 +1,5 @@
-//! What the server counts, for Prometheus and for the status page. The runtime's own counters are
-//! read when the metrics are: `scrape.rs` adds them.
+//! The server's counters, for Prometheus and for the status page. `scrape.rs` adds the runtime's
+//! own counters when the metrics are read.
 
 use crate::limits::PERCENTILE_US_MAX;
 use crate::problem::Problem;
@@ -23,7 +23,7 @@ pub type Labels<const N: usize> = [(&'static str, String); N];
 const BUCKET_S: f64 = 16e-6;
 const BUCKETS: u16 = 20;
 
-/// What the server counts.
+/// The server's counters.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -41,7 +41,7 @@ fn latency_histogram() -> Histogram {
 }
 
 impl Metrics {
-    /// Counts nothing yet. `scrape` adds what others count.
+    /// Returns metrics at zero. `scrape` adds what other parts count.
     pub fn new(scrape: Scrape) -> Self {
         let seconds: Family<Labels<1>, Histogram, fn() -> Histogram> =
             Family::new_with_constructor(latency_histogram);
@@ -83,7 +83,7 @@ impl Metrics {
         );
         registry.register(
             "connections_refused",
-            "Connections that were closed because every other one had a request in work",
+            "Connections that were closed because every other one had a request in progress",
             metrics.connections_refused.clone(),
         );
         registry.register_collector(Box::new(scrape));
@@ -100,8 +100,8 @@ impl Metrics {
         self.connections_refused.inc();
     }
 
-    /// Counts a request without scores: to `model`, the name of a served model, or to none, where
-    /// the name is empty.
+    /// Counts a request without scores. `model` is the name of a served model, or empty if there is
+    /// none.
     pub fn refuse(&self, model: &str, protocol: Protocol, problem: &Problem, time: Duration) {
         let labels = [
             ("model", model.to_owned()),
@@ -114,8 +114,8 @@ impl Metrics {
         }
     }
 
-    /// Returns what is counted for the model `name`, which must be the name of a served model: a
-    /// caller's own text would make the metrics grow.
+    /// Returns the metrics of the model `name`. It must be the name of a served model: otherwise
+    /// callers' texts would make the metrics grow.
     pub fn model(&self, name: &str) -> Arc<ModelMetrics> {
         let read = self.models.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(model) = read.get(name) {
@@ -179,7 +179,7 @@ pub struct Totals {
     pub last_unix_ms: u64,
 }
 
-/// What was counted since the last look.
+/// Counts since the last call of `take_recent`.
 #[derive(Debug)]
 pub struct Recent {
     pub answered: u64,
@@ -201,7 +201,7 @@ impl Recent {
     }
 }
 
-/// What is counted for one model.
+/// Counters of one model.
 #[derive(Debug)]
 pub struct ModelMetrics {
     answered: [Counter; 2],
@@ -268,7 +268,7 @@ impl ModelMetrics {
         *lock(&self.totals)
     }
 
-    /// Shows what was counted since the last look to `read`, and starts anew.
+    /// Passes what was counted since the last call to `read`, and resets it.
     pub fn take_recent<T>(&self, read: impl FnOnce(&Recent) -> T) -> T {
         let mut recent = lock(&self.recent);
         let shown = read(&recent);

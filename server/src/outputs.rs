@@ -19,7 +19,7 @@ const GENERATION: &str = "generation";
 /// Numbers of a sample's status.
 pub const STATUS_FIELDS: usize = 5;
 
-/// What an output holds.
+/// The content of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// All scores.
@@ -71,8 +71,8 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// Returns the outputs of a model with `schema`. An output of its network whose name is one of
-    /// the three of every model is in `score` only.
+    /// Returns the outputs of a model with `schema`. If an output of its network has one of the
+    /// three names above, its scores are in `score` only.
     pub fn new(schema: &Schema) -> Self {
         let output = |name: &str, content| Output { name: name.to_owned(), content };
         let mut list = vec![output(SCORE, Content::Scores)];
@@ -93,7 +93,7 @@ impl Outputs {
     }
 }
 
-/// How an answer holds an output.
+/// How an answer encodes an output, if the request wants it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
     No,
@@ -108,12 +108,13 @@ pub struct Asked<'a> {
     pub want: Want,
 }
 
-/// How an answer holds each output of a model.
+/// The encoding of each output of a model in one answer.
 #[derive(Debug)]
 pub struct Wants(Vec<Want>);
 
 impl Wants {
-    /// Returns what a request wants that asks for `asked`; without any it wants `every` output.
+    /// Returns the encodings for a request that names the outputs `asked`. If it names none, every
+    /// output has the encoding `every`.
     ///
     /// # Errors
     /// The model has no such output.
@@ -130,7 +131,7 @@ impl Wants {
         Ok(Self(wants))
     }
 
-    /// Returns the wanted outputs of `outputs` with how each is wanted.
+    /// Returns the wanted ones of `outputs`, each with its encoding.
     pub fn of<'a>(&self, outputs: &'a Outputs) -> impl Iterator<Item = (&'a Output, Want)> {
         outputs.list.iter().zip(self.0.iter().copied()).filter(|(_, want)| *want != Want::No)
     }
@@ -139,7 +140,7 @@ impl Wants {
 /// The numbers of an output in an answer.
 #[derive(Clone, Copy, Debug)]
 pub enum Numbers<'a> {
-    /// `[samples, width]`; of these, one column if it is given.
+    /// `[samples, width]`, or the one column of it that is given.
     Scores {
         values: &'a [f32],
         samples: usize,

@@ -1,4 +1,4 @@
-//! The status page: one file without anything from elsewhere, and the headers that keep it so.
+//! The status page: one file that loads nothing, and the headers that enforce this.
 
 use crate::http::{Answered, reply};
 use hyper::StatusCode;

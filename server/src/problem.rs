@@ -105,7 +105,7 @@ impl Problem {
         Self::new(Code::Invalid, message)
     }
 
-    /// Returns a refusal that ends after `retry_after`.
+    /// Returns a refusal that the caller may repeat after `retry_after`.
     pub fn busy(message: impl Into<String>, retry_after: Duration) -> Self {
         Self { retry_after: Some(retry_after), ..Self::new(Code::Busy, message) }
     }

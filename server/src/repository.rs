@@ -49,7 +49,8 @@ pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
         return Err(Problem::new(Code::NotFound, format!("no folder holds a model `{name}`")));
     };
 
-    // A merge that ends between the two opens removes segments; the lock keeps it from that.
+    // A merge between the two opens would remove segments that the first one saw; the lock prevents
+    // it.
     let open = || Flash::open(&system_disk(), &folder.directory);
     let opened = open().and_then(|flash| flash.lock());
     let _lock = opened.map_err(|e| flash_problem(&e))?;

@@ -1,5 +1,5 @@
-//! The way of a request to its answer: the protocol, the limits that hold for every request, and
-//! the path or method.
+//! Routes a request to its answer by protocol, path and method. Checks the limits that hold for
+//! every request.
 
 use crate::connections::{Connection, Peer};
 use crate::control::{self, Change, check_right};
@@ -29,7 +29,7 @@ use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The caller's trace, in the form of the W3C.
+/// The header of a W3C trace, which a caller may send.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -159,14 +159,14 @@ async fn change_grpc(
     if let Some(name) = parameters.keys().find(|key| overrides.iter().any(|o| key.starts_with(o))) {
         let name = name.escape_debug();
         return Err(Problem::invalid(format!(
-            "parameter `{name}`: a model has its own files only"
+            "parameter `{name}`: not supported; a model is loaded from its own files only"
         )));
     }
     control::change(call, &model_name, change).await?;
     message_reply(call, &Empty {})
 }
 
-/// Returns whether the server has a model to serve.
+/// Returns whether the server serves a model.
 fn is_ready(front: &Front) -> bool {
     !front.serving.names().is_empty()
 }
@@ -192,7 +192,7 @@ async fn answer_http(
             Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.shown_metrics()))
         }
         (&Method::GET, ["status"]) => {
-            Ok(reply(StatusCode::OK, "application/json", call.front.shown()))
+            Ok(reply(StatusCode::OK, "application/json", call.front.shown_status()))
         }
         (&Method::POST, ["actions", action, name]) => {
             check_right(call, &parts.headers)?;
@@ -305,14 +305,16 @@ async fn change_http(
         false => serde_json::from_slice(&body).map_err(|e| Problem::invalid(e.to_string()))?,
     };
     if !parameters["parameters"]["config"].is_null() {
-        return Err(Problem::invalid("parameter `config`: a model has its own files only"));
+        return Err(Problem::invalid(
+            "parameter `config`: not supported; a model is loaded from its own files only",
+        ));
     }
     control::change(call, name, change).await?;
     Ok(json_reply(&json!({})))
 }
 
-/// Refuses a request on the loopback device that was sent to another host's name: a page of the
-/// internet, in a browser of this machine, may send it.
+/// Refuses a request on the loopback device that names another host: a web page in a browser of
+/// this machine may have sent it.
 fn check_host(connection: &Connection, parts: &Parts) -> Result<(), Problem> {
     if connection.peer != Peer::Loopback {
         return Ok(());

@@ -1,5 +1,5 @@
-//! What others count, read when the metrics are: the pipelines, the memory plans, the connections,
-//! and the facts of the car. Reads counters only, never a file.
+//! Counters of other parts, read at each scrape: the pipelines, the memory plans, the connections,
+//! and the facts of the car. Never reads a file.
 
 use crate::connections::Connections;
 use crate::facts::{CarFacts, WearFacts};
@@ -270,7 +270,7 @@ mod tests {
     #[test]
     fn every_metric_of_the_dashboard_and_the_alerts_exists() {
         let metrics = metrics();
-        // A family without a value is not printed.
+        // A metric without a value is not printed.
         metrics.model("m");
         let text = metrics.text();
         let known: BTreeSet<String> = text

@@ -1,5 +1,5 @@
-//! The slowest recent requests, with where the time of each went. A request that is slower than the
-//! fastest one that is kept takes its place; one that is old makes room for any other.
+//! The slowest recent requests, with where the time of each went. A new request replaces the
+//! fastest one kept if it is slower. Requests older than `SLOWEST_AGE_MAX` are dropped.
 
 use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX, TRACE_BYTES_MAX};
 use crate::trace::{Names, Trace};

@@ -1,13 +1,14 @@
 //! The status of the car as JSON, for the status page: models, their last minutes, memory, updates,
-//! wear and slow requests. The status and the metrics are made once a second, so that no caller can
-//! make them cost more.
+//! wear and slow requests. Status and metrics are made once a second, so callers cannot raise their
+//! cost.
 
 use crate::facts::CarFacts;
 use crate::front::Front;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// Takes what a second brought: the facts of the car, and the second of each model.
+/// Runs once a second: reads the facts of the car, adds a second to each model's history, and makes
+/// the status.
 pub fn tick(front: &Front) {
     front.read_facts();
     front.history.add_second(&front.serving, &front.metrics);

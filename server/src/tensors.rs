@@ -1,7 +1,6 @@
-//! Tensors of a request and the batch that they become. A sparse feature is one tensor of keys,
-//! `[batch, hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key
-//! function takes raw values in place of keys. The dense features are one tensor. Never copies a
-//! tensor.
+//! Makes a batch of the tensors of a request. A sparse feature is one tensor of keys, `[batch,
+//! hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function takes
+//! raw values in place of keys. The dense features are one tensor. Never copies a tensor.
 
 use crate::memory::Reservation;
 use crate::outputs::Outputs;
@@ -14,7 +13,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The part of a sample that a tensor has.
+/// The part of a request that a tensor holds.
 #[derive(Clone, Copy, Debug)]
 enum Part {
     Dense,
@@ -24,7 +23,7 @@ enum Part {
     Keys(usize),
     /// The offsets of jagged keys or values.
     Offsets(usize),
-    /// The raw values of a feature with a key function, jagged or as many in each sample.
+    /// The raw values of a feature with a key function, jagged or `[batch, n]`.
     Values(usize),
     /// The weights of the keys of a weighted feature, padded or jagged as the keys are.
     Weights(usize),
@@ -54,7 +53,7 @@ impl Layout {
                 parts.insert(format!("{}.values", feature.name), Part::Values(f));
             }
         }
-        // A feature's own name wins.
+        // A feature's own name takes precedence.
         let named = schema.features.iter().enumerate();
         parts.extend(named.map(|(f, feature)| (feature.name.clone(), Part::Padded(f))));
 
@@ -80,9 +79,9 @@ enum Keys<'a> {
 struct Bags<'a> {
     keys: Option<Keys<'a>>,
     offsets: Option<Integers<'a>>,
-    /// Weights of the keys, and how many there are.
+    /// Weights of the keys, and their number.
     weights: Option<(Floats<'a>, usize)>,
-    /// Keys of each sample where there are no offsets, padding included; 0 for values.
+    /// Keys of each sample if there are no offsets, padding included; 0 for values.
     width: usize,
     /// Keys in all bags.
     count: usize,
@@ -123,7 +122,7 @@ impl<'a> Bags<'a> {
 
 /// The columns of a request.
 struct Columns<'a> {
-    /// Samples; `None` before the first tensor says.
+    /// The number of samples; `None` until a tensor was read.
     size: Option<usize>,
     dense: Option<Floats<'a>>,
     bags: Vec<Bags<'a>>,
@@ -217,7 +216,7 @@ impl<'a> Columns<'a> {
         }
     }
 
-    /// Checks that there are as many weights as keys, padding included.
+    /// Checks that each weighted feature has as many weights as keys, padding included.
     fn check_weights(&self, schema: &Schema) -> Result<(), Problem> {
         for (feature, bags) in schema.features.iter().zip(&self.bags) {
             let (keys, weights) = (bags.count, bags.weights.map(|(_, count)| count));
@@ -230,7 +229,7 @@ impl<'a> Columns<'a> {
         Ok(())
     }
 
-    /// Checks that jagged keys have offsets that start at 0, never fall, and end at their number.
+    /// Checks that offsets start at 0, never fall, and end at the number of keys.
     fn check_offsets(&self, schema: &Schema) -> Result<(), Problem> {
         let jagged = schema.features.iter().zip(&self.bags).filter(|(_, bags)| bags.width == 0);
         for (Feature { name, .. }, bags) in jagged {
@@ -267,7 +266,7 @@ fn wrong_offset(name: &impl std::fmt::Display, at: usize) -> Problem {
     Problem::invalid(format!("input `{name}.offsets`: offset {at} is wrong: {rule}"))
 }
 
-/// Which part of a request is read.
+/// The part of a request that is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Read {
     All,
@@ -275,8 +274,8 @@ pub enum Read {
     Keys,
 }
 
-/// Fills `batch`, which is empty, with the samples of `tensors`: at most `batch_max`. Counts what
-/// it keeps beside the batch in `memory`.
+/// Fills the empty `batch` with the samples of `tensors`, at most `batch_max`. Counts further
+/// memory in `memory`.
 ///
 /// # Errors
 /// A tensor does not fit the model, or the budget has no room.
@@ -292,11 +291,11 @@ pub fn fill(
     columns.fill(batch, &layout.schema, samples)
 }
 
-/// Returns a batch of its own with the samples of `tensors`, as [`fill`] fills one. Counts the
-/// batch in `memory` too.
+/// Returns a new batch with the samples of `tensors`, at most `batch_max`. Counts all of its memory
+/// in `memory`.
 ///
 /// # Errors
-/// Those of [`fill`].
+/// A tensor does not fit the model, or the budget has no room.
 pub fn batch_of(
     layout: &Layout,
     tensors: &[Tensor<'_>],
@@ -346,7 +345,7 @@ impl Columns<'_> {
 }
 
 /// Appends the keys of `sample` to `keys`, at most one more than the feature may have, and their
-/// weights, if there are any, to `weights`.
+/// weights to `weights`.
 fn append_bag(
     feature: &Feature,
     bags: &Bags<'_>,
@@ -356,7 +355,7 @@ fn append_bag(
 ) -> Result<(), Problem> {
     let full = keys.len() + feature.hotness_max as usize;
     for at in bags.range(sample) {
-        // The batch refuses a bag with one key too many.
+        // One key too many is enough for the batch to refuse the bag.
         if keys.len() > full {
             break;
         }

@@ -35,7 +35,7 @@ pub enum TlsError {
     Authorities(#[from] VerifierBuilderError),
 }
 
-/// What the daemon and its callers show each other.
+/// The daemon's side of TLS: its certificate, and the authorities of its callers.
 #[derive(Clone)]
 pub struct Tls(TlsAcceptor);
 
@@ -65,17 +65,18 @@ impl Tls {
             .with_protocol_versions(&[&TLS13])?
             .with_client_cert_verifier(callers.build()?)
             .with_single_cert(chain, private)?;
-        // gRPC asks for HTTP/2 in the handshake.
+        // gRPC clients choose HTTP/2 in the handshake.
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         Ok(Self(TlsAcceptor::from(Arc::new(config))))
     }
 
-    /// Returns `stream` after its caller has shown a certificate.
+    /// Completes the handshake of `stream`, in which its caller shows a certificate.
     ///
     /// # Errors
-    /// The caller has none that an authority signed, speaks no TLS 1.3, or ends the connection.
+    /// The caller's certificate is not signed by an authority, it does not speak TLS 1.3, or it
+    /// ends the connection.
     pub async fn accept(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let bound = |connection: &mut rustls::ServerConnection| {
             connection.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));

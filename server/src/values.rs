@@ -1,6 +1,6 @@
-//! The values of a tensor as the protocol carried them, read one by one: integers, floats, and raw
-//! values that a key function takes. Checks that there are as many as the shape says. Never copies
-//! a tensor; a list of texts has a pointer for each.
+//! The values of a tensor, read one by one in the form in which the protocol carried them:
+//! integers, floats, and raw values for a key function. Checks that there are as many as the shape
+//! says. Never copies a tensor; a list of texts takes a pointer for each text.
 
 use crate::limits::DIMENSIONS_MAX;
 use crate::memory::Reservation;
@@ -40,12 +40,12 @@ pub struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    /// Returns the problem of this tensor.
+    /// Returns a problem that names this tensor.
     pub fn fault(&self, problem: &str) -> Problem {
         Problem::invalid(format!("input `{}`: {problem}", self.name.escape_debug()))
     }
 
-    /// Returns the problem that the tensor has none of the types that its input takes.
+    /// Returns the problem that the tensor's type is none of `taken`.
     fn wrong_type(&self, taken: &str) -> Problem {
         self.fault(&format!("{}; it takes {taken}", self.datatype.escape_debug()))
     }
@@ -57,7 +57,7 @@ impl Tensor<'_> {
         let elements = shape.iter().try_fold(1, product).filter(|n| *n <= isize::MAX as usize / 8);
         match elements {
             Some(elements) if (1..=DIMENSIONS_MAX).contains(&shape.len()) => Ok(elements),
-            _ => Err(self.fault(&format!("{shape:?} is no shape"))),
+            _ => Err(self.fault(&format!("{shape:?} is not a shape"))),
         }
     }
 
@@ -146,7 +146,7 @@ impl<'a> Integers<'a> {
         }
     }
 
-    /// Returns the value at `at`; as an error if it is negative.
+    /// Returns the value at `at`, or as the error a value below 0.
     fn value(self, at: usize) -> Result<u64, i64> {
         let value = match self {
             Self::U64Bytes(b) => return Ok(u64::from_le_bytes(bytes_at(b, at))),
@@ -159,7 +159,7 @@ impl<'a> Integers<'a> {
         u64::try_from(value).map_err(|_| value)
     }
 
-    /// Returns the value at `at` if it is an offset.
+    /// Returns the value at `at` as an offset; `None` if it is negative.
     pub fn offset(self, at: usize) -> Option<usize> {
         usize::try_from(self.value(at).ok()?).ok()
     }
@@ -168,7 +168,7 @@ impl<'a> Integers<'a> {
 /// Numbers of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub enum Floats<'a> {
-    /// No tensor, where the dense features do not matter.
+    /// No tensor was sent: every number is zero.
     Zeros,
     Bytes(&'a [u8]),
     Values(&'a [f32]),
@@ -200,7 +200,7 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// Values of a feature before its key function makes keys of them.
+/// Values of a feature from which its key function makes keys.
 #[derive(Clone, Debug)]
 pub enum RawValues<'a> {
     Integers(Integers<'a>),
@@ -273,7 +273,7 @@ fn texts<'a>(
             reserve(values.len())?;
             let text = |value: &'a RawValue<'a>| match value {
                 RawValue::Text(text) => Ok(text.as_ref()),
-                other => Err(tensor.fault(&format!("{other} is no text"))),
+                other => Err(tensor.fault(&format!("{other} is not a text"))),
             };
             values.iter().map(text).collect()
         }

@@ -1,5 +1,5 @@
-//! The wire format of Protocol Buffers, for the two messages that each request needs: fields are
-//! read where they are in the request, and written straight into the answer. Knows no message.
+//! The wire format of Protocol Buffers, for the two large messages of a request for scores. Fields
+//! are parsed in place and written straight into the answer. Knows no message.
 
 use crate::problem::Problem;
 
@@ -20,7 +20,7 @@ pub struct Field<'a> {
     pub value: Value<'a>,
 }
 
-/// Returns the problem of bytes that are no message.
+/// Returns the problem of bytes that are not a message.
 pub fn malformed() -> Problem {
     Problem::invalid("the message is malformed")
 }
@@ -40,18 +40,18 @@ impl<'a> Field<'a> {
     /// Returns the text.
     ///
     /// # Errors
-    /// The field is no text in UTF-8.
+    /// The field is not a text in UTF-8.
     pub fn text(&self) -> Result<&'a str, Problem> {
         std::str::from_utf8(self.bytes()?).map_err(|_| malformed())
     }
 }
 
-/// The fields of a message that are left. Ends after a malformed one.
+/// The remaining fields of a message. Ends after a malformed one.
 #[derive(Clone, Copy, Debug)]
 pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
-    /// Takes a varint; `None` if the bytes are none.
+    /// Takes a varint; returns `None` if there is none.
     pub fn varint(&mut self) -> Option<u64> {
         let mut value = 0;
         for shift in (0..7 * VARINT_BYTES).step_by(7) {
@@ -71,7 +71,7 @@ impl<'a> Fields<'a> {
         Some(taken)
     }
 
-    /// Takes a field; `None` if the bytes are none. The bytes of a fixed number are a value too.
+    /// Takes a field; returns `None` if there is none. A number of fixed width is its bytes.
     fn field(&mut self) -> Option<Field<'a>> {
         let key = self.varint()?;
         let value = match key & 7 {

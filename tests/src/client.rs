@@ -21,7 +21,7 @@ impl Client {
     /// Connects to the socket at `path`.
     ///
     /// # Errors
-    /// Nobody answers there.
+    /// No process listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
         Ok(Self(BufReader::new(UnixStream::connect(path)?)))
     }
@@ -93,7 +93,7 @@ impl Client {
     /// Sends the sample `line` to `model` without waiting for its score.
     ///
     /// # Errors
-    /// The connection ends, or the line is no JSON.
+    /// The connection ends, or the line is not JSON.
     pub fn send_sample(&mut self, model: &str, line: &str) -> io::Result<()> {
         let path = format!("/v2/models/{model}/infer");
         self.send(&path, Some(&request_of(line)?))
@@ -130,7 +130,7 @@ impl Client {
     /// Returns the score of the sample `line` by `model`.
     ///
     /// # Errors
-    /// The connection ends, or the line is no JSON.
+    /// The connection ends, or the line is not JSON.
     pub fn ask(&mut self, model: &str, line: &str) -> io::Result<Value> {
         self.send_sample(model, line)?;
         self.receive_score()
@@ -140,7 +140,7 @@ impl Client {
 /// Returns the body of a request for the sample `line`.
 ///
 /// # Errors
-/// The line is no JSON.
+/// The line is not JSON.
 pub fn request_of(line: &str) -> io::Result<Vec<u8>> {
     let sample: Value = serde_json::from_str(line)?;
     let dense = sample["dense"].as_array().cloned().unwrap_or_default();

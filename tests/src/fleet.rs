@@ -42,7 +42,7 @@ pub struct Ticks {
 }
 
 impl Ticks {
-    /// Returns a clock that stands still.
+    /// Returns a clock that does not advance.
     pub fn still() -> Self {
         Self::stepping(0)
     }
@@ -183,8 +183,8 @@ pub struct Car {
     pub watched: Option<Watched>,
 }
 
-/// The run after an attack: the fleet and the time that the car syncs with, and the generation that
-/// is live then.
+/// What must hold after an attack: the car syncs with this fleet at this time, and this generation
+/// is live.
 #[allow(missing_docs)]
 pub struct Recovery<'a> {
     pub fleet: &'a Fleet,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use tempfile::TempDir;
 
-/// What callers of a test may use.
+/// The limits for callers in tests.
 pub const RULES: ServerRules = ServerRules {
     threads: 1,
     connections_max: 16,
@@ -23,7 +23,7 @@ pub const RULES: ServerRules = ServerRules {
     tls: None,
 };
 
-/// Returns what serves models with `budget`, by the system's clock.
+/// Returns a server without models, with `budget` and the system's clock.
 pub fn serving(budget: Budget) -> Serving {
     Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()))
 }

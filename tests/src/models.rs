@@ -62,8 +62,8 @@ pub struct TablePlan {
 }
 
 impl TablePlan {
-    /// Plans a cached table that waits for its misses. Its default row is far from every row, and
-    /// it has no hot list.
+    /// Plans a cached table that waits for its misses and has no hot list. Its default row is far
+    /// from every row.
     pub fn cached(keys: KeySpace, rows: u64, dim: usize, codec: CodecChoice) -> Self {
         let (placement, miss) = (Placement::Cached, MissPolicy::Wait);
         Self { keys, rows, dim, codec, placement, miss, default_zeros: false, counts: false }
@@ -182,7 +182,7 @@ impl ModelPlan {
 
     fn bag(&self, feature: &FeaturePlan, random: &mut Random) -> Vec<u64> {
         let table = &self.tables[feature.table];
-        // The keys are drawn first, so that they are those of `rows`.
+        // `rows` draws its keys first from the same stream, so these are its keys.
         let keys = sparse_keys(table.rows, &mut Random::of(self.seed, feature.table as u64));
         let most = u64::from(feature.hotness_max);
         let n = if random.one_in(3) { most } else { random.below(most + 1) };
@@ -267,7 +267,7 @@ impl ModelPlan {
         self.pack_spec(&self.spec(), network)
     }
 
-    /// Packs the model as `spec`, which is that of the plan with changes, describes it.
+    /// Packs the model as `spec` describes it, a variant of the plan's own.
     pub fn pack_spec(
         &self,
         spec: &ModelSpec,

@@ -1,4 +1,4 @@
-//! Seeded damage to bytes: what a flash cell, a broken download or an attacker does to them.
+//! Seeded damage to bytes, such as a flash cell, a broken download or an attacker causes.
 
 use crate::random::Random;
 
@@ -29,7 +29,7 @@ pub fn mutated(bytes: &[u8], others: &[Vec<u8>], random: &mut Random) -> Vec<u8>
 
 fn mutate(out: &mut Vec<u8>, others: &[Vec<u8>], random: &mut Random) {
     let n = out.len() as u64;
-    // Headers at the start and trailers at the end get more than their share.
+    // Headers at the start and trailers at the end are hit more often.
     let at = match random.below(4) {
         0 => random.below(n.min(64) + 1),
         1 => n - random.below(n.min(80) + 1),

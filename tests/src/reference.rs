@@ -1,5 +1,5 @@
-//! The reference of the request flow: tables are maps of decoded rows, a bag is pooled in key
-//! order. Uses the row codec and the schema of the product and nothing else.
+//! The reference of the request flow: tables are maps of decoded rows, and a bag is pooled in key
+//! order. Shares only the row codec and the schema with the product.
 
 use crate::models::TableRows;
 use hatchback::LookupStatus;

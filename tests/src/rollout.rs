@@ -25,9 +25,9 @@ const BAD_AT: u64 = 20;
 const NEXT_AT: u64 = 30;
 /// Share of the fleet that installs a release first, per cent.
 const CANARIES: u8 = 5;
-/// One car in so many is away...
+/// One car in so many is away.
 const AWAY_ONE_IN: u64 = 10;
-/// ...from the first to the second of these hours.
+/// The first and the last hour in which such a car is away.
 const AWAY: [u64; 2] = [1, 50];
 /// Share of the canaries that report a failure before the publisher revokes the release, per cent.
 const FAILED_MAX: u64 = 20;

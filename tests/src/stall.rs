@@ -2,7 +2,7 @@
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// Holds back page reads while it is on.
+/// Blocks page reads while it is on.
 #[derive(Default)]
 pub struct Stall {
     is_on: Mutex<bool>,
@@ -10,7 +10,7 @@ pub struct Stall {
 }
 
 impl Stall {
-    /// Holds back every page read from now on.
+    /// Blocks every page read from now on.
     pub fn begin(&self) {
         *self.is_on.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

@@ -54,7 +54,7 @@ pub fn load() -> Option<&'static StandIn> {
             let path = std::env::var_os("HATCHBACK_STANDIN")
                 .map_or_else(|| build("standin", &[]), PathBuf::from);
             // SAFETY: the stand-in's initialization only fills a table. Its SONAME is the driver's,
-            // so that code which loads the driver by name receives the stand-in.
+            // so code that loads the driver by name gets the stand-in.
             Some(StandIn(unsafe { Library::new(path) }.unwrap()))
         })
         .as_ref()

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 /// The encoded rows of a table, by key order.
 pub type Rows = BTreeMap<u64, Vec<u8>>;
 
-/// What kind of model the generations are of.
+/// The kind of model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// Where both tables are served.
@@ -50,7 +50,8 @@ pub struct Versions {
     pub rows: Vec<[Rows; 2]>,
 }
 
-/// A snapshot is due after so many updates: a table holds 64 deltas, and nobody merges them here.
+/// A snapshot follows after so many updates: a table may have 64 deltas, and nothing merges them
+/// here.
 pub const SNAPSHOT_EVERY: u64 = 50;
 
 const DIMS: [usize; 2] = [4, 6];

@@ -8,7 +8,7 @@ use std::ops::ControlFlow;
 /// The faults of the link.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Delivers this many bytes in all, then only errors.
+    /// Delivers this many bytes in all; after that every request fails.
     pub breaks_after: Option<u64>,
     /// Breaks after this many bytes of each answer.
     pub breaks_each: Option<u64>,

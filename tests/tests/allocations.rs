@@ -1,6 +1,6 @@
-//! After warm-up a request allocates nothing, from the caller's request to the scores of the dense
-//! network, whatever state its rows are in. A counting allocator proves it. The heap memory that a
-//! model holds is within its memory plan.
+//! After warm-up a request allocates nothing, from its submission to the scores of the dense
+//! network, whatever state its rows are in. A counting allocator proves it. The heap memory of a
+//! model is within its memory plan.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -150,7 +150,7 @@ fn serving_on(device: &Device, flash: &Flash, change: impl FnOnce(&mut Budget)) 
 
 fn answer(serving: &Serving, batch: &Batch, timeout: Option<Duration>) {
     let deadline = timeout.map(|timeout| serving.now().saturating_add(timeout));
-    // A request whose caller has stopped waiting keeps its slot until a worker takes it.
+    // A request whose caller stopped waiting keeps its slot until a worker takes it.
     let ticket = loop {
         match serving.submit(NAME, batch, deadline) {
             Err(RequestError::Busy(_)) => std::thread::yield_now(),
@@ -159,13 +159,13 @@ fn answer(serving: &Serving, batch: &Batch, timeout: Option<Duration>) {
     };
     let answered = ticket.wait().map(|answer| answer.scores().statuses.len());
     match answered {
-        // The machine may be too slow for a deadline.
+        // A slow machine may miss the deadline.
         Err(RequestError::DeadlineExceeded) if timeout.is_some() => {}
         answered => assert_eq!(answered.unwrap(), batch.size()),
     }
 }
 
-/// Waits until the workers have no deferred row left to fetch: until their page count stands still.
+/// Waits until the workers have fetched all deferred rows: until their page count stops growing.
 fn wait_for_deferred(serving: &Serving) {
     let mut before = 0;
     loop {
@@ -205,14 +205,14 @@ fn after_warm_up_nothing_is_allocated() {
         every_path(&Fixture::new(device));
     }
     every_pooling();
-    // These run last, because the harness's own thread allocates at the start of a test.
+    // These run last, because the test harness allocates on its own thread when a test starts.
     cache_verbs();
     reading_threads();
     memory_is_summed(&Fixture::new(Device::Cpu));
 }
 
-/// However large the budget is, the heap memory that no line of the memory plan covers stays small:
-/// names and threads.
+/// The heap memory that no line of the memory plan covers (names and threads) stays small, however
+/// large the budget is.
 fn memory_is_summed(fixture: &Fixture) {
     const BESIDE: i64 = 256 << 10;
     for (batch_max, slots, workers) in [(4, 4, 1), (512, 64, 3)] {
@@ -223,7 +223,7 @@ fn memory_is_summed(fixture: &Fixture) {
         wait_for_deferred(&serving);
         let held = HELD.load(Ordering::SeqCst) - before;
         let plan = serving.memory().remove(0).1;
-        // The first two lines, caches and resident tables, are mapped memory and not of the heap.
+        // The first two lines, caches and resident tables, are mapped memory, not heap.
         let summed: u64 = plan.lines()[2..].iter().map(|(_, bytes)| bytes).sum();
         println!("{held} bytes of the heap, {summed} in the plan");
         assert!(held <= summed as i64 + BESIDE, "{held} bytes are held:\n{plan}");
@@ -430,7 +430,7 @@ fn cache_verbs() {
     assert_eq!(counted, 0, "cache verbs");
 }
 
-/// On a system without io_uring a pool of threads reads.
+/// Without io_uring a pool of threads reads.
 fn reading_threads() {
     let path = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(&path, vec![7; 64 * size_of::<AlignedPage>()]).unwrap();

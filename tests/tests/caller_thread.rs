@@ -1,5 +1,5 @@
-//! Requests on the thread of a caller that offers it: the same bits as on a worker's thread, in one
-//! batch with those that wait, and never a read of flash.
+//! Requests that are scored on a caller's own thread have the same bits as on a worker's thread.
+//! They share a batch with waiting requests and never read flash.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -23,8 +23,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A clock whose time never passes, so that every request is short. Counts the calls of workers'
-/// threads, and can panic in the others.
+/// A clock that never advances, so that every request counts as short. Counts the calls of the
+/// workers' threads, and can panic in every other thread.
 #[derive(Default)]
 struct Still {
     workers_calls: AtomicU64,
@@ -101,8 +101,8 @@ impl Fixture {
         }
     }
 
-    /// Tries `score` until it succeeds: a worker that has just answered still holds its memory for
-    /// a moment.
+    /// Tries `score` until it succeeds: a worker that has just answered holds its memory a moment
+    /// longer.
     fn on_this_thread<T>(&self, mut score: impl FnMut() -> Option<T>) -> T {
         loop {
             if let Some(scored) = score() {
@@ -152,16 +152,16 @@ fn a_request_that_needs_flash_is_left_to_a_worker_and_delays_no_other() {
     fixture.warm_up(known);
 
     fixture.stall.begin();
-    // These return while no read does.
+    // These calls return although no read does.
     let stalled = fixture.queue(unknown).start();
-    // Before a worker has taken it, another request would join its batch.
+    // Until a worker has taken it, it would be batched with the next request.
     fixture.on_this_thread(|| (fixture.pipeline.stats().waiting == 0).then_some(()));
     let answered = fixture.queue(known).start();
     fixture.check(&answered, known);
     assert!(!stalled.is_done());
     fixture.stall.end();
     fixture.check(&stalled, unknown);
-    // A worker adds to the counters when it looks for work again: ten lookups in five requests.
+    // A worker updates the counters when it looks for new work: ten lookups in five requests.
     let counters = fixture.on_this_thread(|| {
         let counters = fixture.pipeline.stats().counters;
         (counters.lookups == 10).then_some(counters)

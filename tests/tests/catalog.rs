@@ -54,7 +54,7 @@ impl Car {
         Catalog::open(&self.catalog(), &self.flash()).unwrap()
     }
 
-    /// No row of the model may depend on the catalog.
+    /// Checks that no row of the model depends on the catalog.
     fn check_rows(&self, what: &str) {
         whole_generation(&self.flash(), &self.versions, what);
     }
@@ -70,7 +70,7 @@ fn files(directory: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// Returns the files of a directory for `restore`.
+/// Returns the files of a directory with their contents, for `restore`.
 fn snapshot(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     files(directory).into_iter().map(|f| (f.clone(), fs::read(&f).unwrap())).collect()
 }
@@ -213,7 +213,7 @@ fn rounds() -> u64 {
 /// Damages the files of the catalog and returns the kind of damage.
 fn damage(files: &mut [(PathBuf, Vec<u8>)], random: &mut Random) -> &'static str {
     let others: Vec<Vec<u8>> = files.iter().map(|(_, content)| content.clone()).collect();
-    // Most of the file is unused; the damage must hit the used part.
+    // Most of the file is unused, so the damage is placed in the used part.
     let used = |content: &[u8]| content.iter().rposition(|b| *b != 0).map_or(1, |at| at + 1) as u64;
     let count = files.len() as u64;
     let (_, content) = &mut files[random.below(count) as usize];
@@ -287,8 +287,8 @@ fn no_damage_matters() {
         assert!(wrote || is_kept, "seed {seed}, {how}: a rebuilt catalog refuses a commit");
         let (_, again, found) = car.open();
 
-        // With damage that sled does not notice, it may acknowledge a commit that the next open
-        // does not find.
+        // sled may not notice some damage. It may then acknowledge a commit that the next open does
+        // not find.
         let known = again == entries || (is_kept && written.contains(&again));
         undone += u64::from(wrote && found == CatalogState::Kept && again != entries);
 

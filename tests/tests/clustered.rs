@@ -1,6 +1,6 @@
-//! Clustered segments, which repeat the most used rows in order of co-access. Every lookup equals
-//! the one in key order, bit for bit, and never returns a stale row, whatever deltas, rollbacks,
-//! compactions and damage follow.
+//! Clustered segments, which repeat the most used rows in order of co-access. Every lookup returns
+//! the row of the base, bit for bit, and never a stale row, also after deltas, rollbacks,
+//! compactions and damage.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -75,7 +75,7 @@ fn clustered_lookups_are_those_of_key_order() {
     }
 }
 
-/// Returns the newest row of each key, read through its one page, and how many of the pages were
+/// Returns the newest row of each key, read through its one page, and the number of pages that were
 /// clustered.
 fn looked_up(
     table: &TableRows,
@@ -133,7 +133,8 @@ fn changed_rows_are_never_read_from_clustered_pages() {
     }
     assert!(over.iter().zip(&at_first).all(|(o, f)| o < f && *o > 100), "{over:?}");
 
-    // After a rollback to the snapshot every clustered row is current again. Then forward.
+    // After a rollback to the snapshot, every clustered row is current again. Then the deltas
+    // follow anew.
     let flash = flash.rollback().unwrap();
     assert_eq!(check(&flash, &versions, 1), at_first);
 
@@ -151,7 +152,8 @@ fn changed_rows_are_never_read_from_clustered_pages() {
     let file = folder.path().join("g000000000001/t0000-0001.seg");
     assert!(file.exists(), "generation 2 is retained and reads it");
 
-    // A snapshot brings a new clustered segment. The old file is removed when nothing needs it.
+    // A snapshot brings a new clustered segment. The old file is removed when no generation
+    // references it.
     let other = Versions::new(4, 900, 21);
     let flash = install(folder.path(), &other.snapshots[3]);
     assert_eq!(check(&flash, &other, 4), [256, 256]);

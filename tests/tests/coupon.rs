@@ -21,7 +21,7 @@ fn scores(codec: CodecChoice, placement: Option<Placement>) -> (Vec<f32>, Vec<Sa
     let installed = install_spec("tools/demo/coupon/model.toml", Some(codec), placement);
     let samples =
         read_samples(&repository("tools/demo/coupon/heldout.jsonl"), &installed.schema).unwrap();
-    // The cache holds a tenth of the rows, so that most lookups miss.
+    // The cache has room for a tenth of the rows, so that most lookups miss.
     let budget = Budget { cache_bytes_max: 32 << 10, misses_max: 256, ..Budget::default() };
     let model =
         Arc::new(Model::open(&hatchback::io::disk::system(), &installed.flash, budget).unwrap());

@@ -28,7 +28,7 @@ fn a_new_build_of_the_kernels_gives_the_same_bytes() {
     }
 }
 
-/// The report of the machine code belongs to the images, by their hashes. No compiler is needed.
+/// The report of the machine code lists the images by their hashes, so this test needs no compiler.
 #[test]
 fn every_kernel_is_within_its_budget() {
     let done = Command::new("python3")

@@ -116,7 +116,7 @@ impl Fixture {
     }
 }
 
-/// One flipped bit, in the checksum, in the header, among the keys, among the rows, in the padding.
+/// A bit flips in the checksum, in the header, among the keys, among the rows, or in the padding.
 #[test]
 fn a_flipped_bit_costs_its_page_and_no_other() {
     for keys in [KeySpace::Index, KeySpace::Sparse] {
@@ -129,7 +129,7 @@ fn a_flipped_bit_costs_its_page_and_no_other() {
                 let lost: HashSet<u64> = keys_on(&fixture.pages(), page).into_iter().collect();
                 fixture.flip(page, bit);
                 let mut worker = fixture.open();
-                // In the second turn the other rows come from the cache.
+                // In the second turn the rows of the other pages come from the cache.
                 for turn in 1..=2 {
                     let status = fixture.check(&mut worker, &lost);
                     assert_eq!(status.damaged as usize, lost.len());

@@ -1,5 +1,5 @@
-//! The nine model families as the trainer's package wrote them, end to end: the scores of Hatchback
-//! against those of PyTorch.
+//! The nine model families, as the trainer's package exported them, through the whole runtime.
+//! Their scores equal those of PyTorch.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -41,7 +41,7 @@ fn worker(installed: &Installed) -> Worker {
     Worker::new(model, Arc::new(SystemClock::default()))
 }
 
-/// Returns the largest difference; NaN, which no bound allows, if a score is NaN.
+/// Returns the largest difference; NaN, which fails every bound, if a score is NaN.
 fn furthest(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     largest_difference(a, b)
@@ -52,7 +52,7 @@ fn recorded(samples: &[Sample]) -> Vec<f32> {
     samples.iter().flat_map(|s| s.scores.iter().copied().map(Option::unwrap)).collect()
 }
 
-/// Returns how many lookups of `samples` must at least be counted as absent: those of index keys
+/// Returns the least number of lookups of `samples` that must count as absent: those of index keys
 /// beyond their table.
 fn absent_at_least(installed: &Installed, samples: &[Sample]) -> u32 {
     let features = &installed.schema.features;
@@ -193,8 +193,8 @@ fn weights_that_move_a_probe_score_are_refused_and_no_others() {
     assert!(refused > 0 && taken > 0, "{refused} refused, {taken} taken");
 }
 
-/// Auto keeps every probe score within the bound, also where int8 for all layers does not, and
-/// takes less memory than f32.
+/// Auto keeps every probe score within the bound, even if int8 for all layers does not, and takes
+/// less memory than f32.
 #[test]
 fn the_weights_of_each_layer_are_as_narrow_as_the_probe_set_bears() {
     for family in FAMILIES {

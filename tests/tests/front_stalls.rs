@@ -113,7 +113,7 @@ fn a_table_that_waits_has_no_scores_by_the_deadline() {
 fn a_table_with_a_deadline_answers_with_default_rows_that_it_counts_as_late() {
     let model = Stalling::new(MissPolicy::Deadline);
     assert_eq!(model.ask(1, Some(Duration::from_secs(3600))), Ok([1, 0, 0, 0, 0]));
-    // A worker that the system wakes too late leaves the caller without scores, as it may.
+    // A worker may wake too late and leave the caller without scores.
     let late = (100..5000).find_map(|key| {
         model.stall.begin();
         let answer = model.ask(key, Some(DEADLINE));

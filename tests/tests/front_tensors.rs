@@ -1,5 +1,5 @@
-//! Requests of the front door become the batches that samples become: padded and jagged keys, with
-//! weights, in JSON and in gRPC.
+//! The front door turns tensors, in JSON and in gRPC, into the same batch as the samples
+//! themselves: padded and jagged keys, with weights.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

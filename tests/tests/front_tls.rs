@@ -1,5 +1,5 @@
-//! Callers beyond this machine: over TLS with a certificate of the target's authority, and no other
-//! way.
+//! Callers on other machines connect over TLS, with a certificate of the target's authority, and in
+//! no other way.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -87,7 +87,7 @@ fn a_caller_beyond_the_machine_needs_a_certificate_of_the_authority() {
     let mut plain = TcpStream::connect(remote.address).unwrap();
     plain.write_all(b"GET /v2 HTTP/1.1\r\nhost: car.example\r\n\r\n").unwrap();
     let mut answer = Vec::new();
-    // The end of the connection may come as an error.
+    // The connection's end may be reported as an error.
     let _ = plain.read_to_end(&mut answer);
     assert!(!answer.starts_with(b"HTTP/"), "{answer:?}");
     assert!(ask(&remote, &cars, Some(&good)).is_ok(), "the good caller is still served");

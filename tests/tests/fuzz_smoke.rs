@@ -1,5 +1,5 @@
-//! Every parser on valid inputs with seeded damage: none panics and none hangs. `fuzz/` is the long
-//! run.
+//! Every parser reads valid inputs with seeded damage: none panics and none hangs. The long run is
+//! in `fuzz/`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -560,7 +560,7 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
             let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
             let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
                 stream.upload_async(from, to, 3)?;
-                // Lets the other threads run.
+                // Gives the other threads time to run.
                 std::thread::sleep(std::time::Duration::from_micros(300));
                 stream.upload_async(from, to, 3)
             };

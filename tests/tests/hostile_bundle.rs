@@ -191,7 +191,7 @@ fn a_chunk_swapped_for_another_valid_chunk() {
     let dense = victim.next.manifest.dense as usize;
     victim.refuses(&swap(blob(HASHED), dense), &["t0000-0000.seg: length"]);
     victim.refuses(&swap(dense, blob(HOT)), &["t0002-0000.seg"]);
-    // Only the bytes are swapped; the hashes are those of the original chunks.
+    // Only the bytes are swapped; each hash is that of the original chunk.
     let mut parts = victim.next.clone();
     parts.stored.swap(blob(HASHED), blob(HOT));
     let lengths = parts.bytes_with(&parts.manifest.encode().unwrap());

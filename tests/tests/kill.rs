@@ -1,7 +1,7 @@
-//! kill -9 on the real file system: the test kills a process that installs, compacts and rolls
-//! back, at random moments, many times in one directory. The live generation is then whole, and it
-//! is the one that the process acknowledged or the one that it was about to make live. Failures
-//! name the seed.
+//! kill -9 on the real file system. The test kills a process that installs, compacts and rolls back
+//! at random moments, many times in one directory. The live generation is whole afterwards. It is
+//! the one that the process acknowledged, or the one that it was about to make live. Failures name
+//! the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -96,7 +96,7 @@ fn a_killed_process_leaves_one_whole_generation() {
 
     for seed in 0..kills() {
         let mut random = Random::new(seed);
-        // Most runs are short: the process then has just opened the directory of a killed one.
+        // Most runs are short: such a process has just opened the directory that a killed one left.
         let longest = *random.pick(&[5_000, 30_000, 150_000]);
         let said = killed(&directory, &versions, seed, random.below(longest));
         let what = format!("seed {seed}, HATCHBACK_KILLS={}", kills());
@@ -117,6 +117,6 @@ fn a_killed_process_leaves_one_whole_generation() {
         start.elapsed().as_secs_f64()
     );
 
-    // A worker that only starts and never works must fail the test.
+    // The test must fail if workers only start and never work.
     assert!(steps >= kills() && amid * 10 >= kills(), "{steps} steps, {amid} kills amid one");
 }

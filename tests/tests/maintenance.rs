@@ -1,4 +1,4 @@
-//! Maintenance on a simulated disk: it keeps the rules, the budget and every row through installs,
+//! Maintenance on a simulated disk keeps its rules, its budget and every row through installs,
 //! device errors and power cuts. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -147,7 +147,7 @@ fn a_table_beyond_the_budget_of_a_day_is_merged_over_many() {
                 "{outcomes:?}"
             );
 
-            // A clock that goes back allows no more bytes.
+            // A clock that goes back frees no bytes of the budget.
             assert!(matches!(
                 step_to_end(&mut maintenance, &mut flash, at(0) / 2).last(),
                 None | Some(StepOutcome::Waits { .. } | StepOutcome::ScrubEnded { .. })

@@ -66,7 +66,7 @@ fn base_of(flash: &Flash, table: usize) -> PathBuf {
     Path::new(DIR).join(format!("g{:012}/t{table:04}-{:04}.seg", of.sequence, of.serial))
 }
 
-/// A page whose rows the live generation outcome not change is rebuilt to the bit. A page with
+/// A page whose rows the live generation did not change is rebuilt to the bit. A page with
 /// changed rows stays damaged, and no page is replaced by another.
 #[test]
 fn a_flipped_bit_is_repaired_from_the_previous_generation() {
@@ -101,7 +101,7 @@ fn a_flipped_bit_is_repaired_from_the_previous_generation() {
     assert!(repaired > 0 && left > 0, "{repaired} repaired, {left} left: not all cases occurred");
 }
 
-/// If the live generation outcome not change a table, its pages are rebuilt even if no byte is
+/// If the live generation did not change a table, its pages are rebuilt even if no byte is
 /// left.
 #[test]
 fn lost_pages_of_an_unchanged_table_are_rebuilt() {

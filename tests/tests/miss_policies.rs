@@ -65,8 +65,8 @@ struct Answers {
     /// With the default row though the table has the key, under `default` and under `deadline`.
     defaulted: u32,
     late: u32,
-    /// Keys that no table has, by what may be known of them: sure, under `default`, under
-    /// `deadline`.
+    /// Keys that no table has, by what the worker may know of them: certainly absent, under
+    /// `default`, under `deadline`.
     absent: u32,
     absent_under_default: u32,
     absent_under_deadline: u32,
@@ -274,7 +274,7 @@ fn absent_keys_are_read_once() {
             assert_eq!(status, LookupStatus { absent: 2, ..LookupStatus::default() });
             assert_eq!((worker.fetch_deferred(usize::MAX), worker.counters().pages), (0, read));
         }
-        // They are in no cache: another worker, with an empty negative cache, reads their pages.
+        // No cache holds them: another worker, with an empty negative cache, reads their pages.
         let mut other = Worker::new(model, Arc::new(SystemClock::default()));
         score(&mut other, &reference, &[sample], None);
         other.fetch_deferred(usize::MAX);
@@ -300,8 +300,8 @@ fn a_short_miss_list_defers_rows_in_several_rounds() {
     assert!(fresh.is_sorted_by(|a, b| a < b) && fresh.len() > 4, "{fresh:?}");
 }
 
-/// A row that the request must wait for is read, or the request has no scores. A row that it need
-/// not wait for is read, or its bag has the default row and the status says so.
+/// A row that the request must wait for is read, or the request has no scores. Any other row is
+/// read, or its bag has the default row and the status counts it.
 #[test]
 fn every_deadline_gives_an_exact_status_or_no_scores() {
     let packed = plan(&MIXED, 4).pack();
@@ -340,8 +340,8 @@ fn every_deadline_gives_an_exact_status_or_no_scores() {
     assert!(none > 5 && cut > 0 && whole > 0, "{none} without scores, {cut} cut, {whole} whole");
 }
 
-/// A read that one request gave up keeps its place in the reader. The next request must still wait
-/// for its own rows although the reader is full.
+/// A read that one request stopped waiting for keeps its place in the reader. The next request must
+/// still get its own rows although the reader is full.
 #[test]
 fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     let packed =
@@ -362,8 +362,8 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     for _ in 0..40 {
         let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
         let mut worker = Worker::new(model, Arc::new(SteppingClock::default()));
-        // The read starts one tick before the deadline, so the wait for it is over immediately. A
-        // device may still be faster.
+        // The read starts one tick before the deadline, so the request waits almost no time for it.
+        // A device may still be faster.
         given_up += u32::from(score(&mut worker, &reference, &only(1), Some(1)).fresh == 0);
         let status = score(&mut worker, &reference, &only(0), None);
         assert_eq!(status, LookupStatus { fresh: 2, ..LookupStatus::default() });

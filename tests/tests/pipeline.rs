@@ -31,7 +31,7 @@ use std::time::Duration;
 struct Gate {
     closed: Mutex<bool>,
     opened: Condvar,
-    /// The worker that is held, if only the first one is to be.
+    /// If set, only this worker is blocked.
     only: Option<OnceLock<ThreadId>>,
     panics: AtomicBool,
 }
@@ -148,8 +148,8 @@ fn random_model(seed: u64) -> ModelPlan {
     ModelPlan { name: "random".to_owned(), sequence: 1, seed, dense, tables, features }
 }
 
-/// Random models. Several callers have several requests of any size in flight, and workers batch
-/// them as they meet.
+/// Random models. Several callers have several requests of any size in flight. Workers batch the
+/// requests that are waiting.
 #[test]
 fn scores_are_the_references_however_requests_meet() {
     for seed in 0..40 {
@@ -194,7 +194,7 @@ fn waiting_requests_are_scored_in_one_batch() {
     let gate = Arc::new(Gate::default());
     let pipeline = fixture.open(Budget { batch_max: 6, ..Budget::default() }, gate.clone());
     gate.set_closed(true);
-    // The first request occupies the only worker. No other request has its deadline.
+    // The first request occupies the only worker. No other request has the same deadline.
     let first = submit(&pipeline, &fixture.known(0, 1), FOREVER).unwrap();
     while pipeline.stats().requests == 0 {
         std::thread::yield_now();
@@ -297,7 +297,7 @@ fn a_full_pipeline_is_busy_immediately_and_keeps_the_order() {
     assert_eq!(pipeline.stats().busy, 3);
     gate.set_closed(false);
 
-    // One worker scores one request at a time: if one is done, so are all that came before it.
+    // One worker scores one request at a time: if one is done, all requests before it are done too.
     for _ in 0.. {
         let done: Vec<bool> = tickets.iter().rev().map(Ticket::is_done).collect();
         let newest = done.iter().position(|d| *d).unwrap_or(done.len());
@@ -316,7 +316,7 @@ fn a_full_pipeline_is_busy_immediately_and_keeps_the_order() {
     assert!(submit(&pipeline, &samples[..1], FOREVER).is_ok());
 }
 
-/// A worker that waits, for flash or for anything else, leaves the cores to the others.
+/// A worker that waits, for flash or for anything else, leaves the CPU to other workers.
 #[test]
 fn a_request_that_waits_delays_no_other() {
     let fixture = Fixture::new(MissPolicy::Deadline);
@@ -384,7 +384,7 @@ fn a_dropped_ticket_frees_its_slot() {
         for i in 0..4 {
             drop(submit(&pipeline, &fixture.known(i, 1), FOREVER));
         }
-        // The requests that no worker took have left the queue already. The worker may have one.
+        // The requests that no worker took have left the queue. A worker may still have one.
         let waiting: Vec<Ticket> =
             (0..3).map(|_| submit(&pipeline, &fixture.known(9, 1), FOREVER).unwrap()).collect();
         gate.set_closed(false);

@@ -47,7 +47,7 @@ const STORY: [Step; 9] = [
     Step::Compact(1),
 ];
 
-/// Pages that merges resumed from attempts that a cut interrupted, in the whole process.
+/// Pages that merges took over from interrupted attempts, in the whole process.
 static RESUMED: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the generation that is live after the first `steps` steps.
@@ -90,8 +90,8 @@ fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
         .map(drop)
 }
 
-/// Returns every row of a table from a scan. Each key must have the same row on the page to which
-/// `locate` leads.
+/// Returns every row of a table from a scan. The page that `locate` returns for a key must have the
+/// same row.
 fn rows_of(flash: &Flash, number: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
     table
@@ -115,7 +115,7 @@ fn rows_of(flash: &Flash, number: usize) -> Rows {
     rows
 }
 
-/// Checks that one of the generations `one_of` is live and whole; 0 stands for none.
+/// Checks that one of the generations `one_of` is live and whole; 0 means none.
 fn check(disk: &SimDisk, versions: &Versions, one_of: &[usize], what: &str) {
     let flash = match open(disk) {
         Ok(flash) => flash,
@@ -239,8 +239,8 @@ fn a_full_disk_is_refused_before_anything_is_written() {
     check(&disk, &versions, &[2], "once there is room");
 }
 
-/// The files of an interrupted install take no room from the next install, of the same bundle or of
-/// another one.
+/// The files of an interrupted install take no space from the next install, of the same bundle or
+/// of another one.
 #[test]
 fn an_interrupted_install_takes_no_room() {
     let versions = Versions::new(2, 900, 13);
@@ -315,7 +315,7 @@ fn scrubbing_finds_exactly_the_damaged_pages_and_repair_replaces_them() {
     check(&disk, &versions, &[2], "after the repair");
 }
 
-/// On pages of every kind, and in a segment that is missing.
+/// Covers pages of every kind, and a segment that is missing.
 #[test]
 fn scrubbing_finds_a_flipped_bit_on_every_page() {
     let versions = Versions::new(2, 900, 14);

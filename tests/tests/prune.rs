@@ -1,5 +1,5 @@
 //! Pruning a repository: which objects stay, a prune that is killed at every removal, cars that
-//! fetch during a prune, and a publisher at the same time.
+//! fetch during a prune, and a publisher that runs at the same time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -19,7 +19,7 @@ const DAY: u64 = 24 * 3600;
 const GRACE: u64 = 5 * DAY;
 const WINDOW: Retention = Retention { releases: Some(2), grace_s: GRACE, expires_s: 100 * DAY };
 
-/// A repository whose objects have simulated ages, and which allows a number of removals.
+/// A repository whose objects have simulated ages, and which fails after a number of removals.
 struct Aged {
     store: Objects,
     now: Cell<u64>,
@@ -141,7 +141,7 @@ fn objects_that_no_release_needs_are_removed_and_every_car_finds_a_path() {
     );
     assert_eq!(before.len() - store.paths().len(), done.removed as usize);
 
-    // Releases 1 and 2 are gone and releases 3 and 4 complete. Roots and foreign files stay.
+    // Releases 1 and 2 are removed, and 3 and 4 are complete. Roots and foreign files stay.
     let chunks = |bundles: [&PathBuf; 2]| bundles.map(|b| fleet.chunks(b)).concat();
     let old = chunks([&VERSIONS.snapshots[0], &VERSIONS.deltas[1]]);
     let kept = chunks([&VERSIONS.snapshots[2], &VERSIONS.deltas[3]]);

@@ -1,5 +1,5 @@
-//! The crates that others may use are ready for a registry: their packages have what a registry
-//! asks for and all files that their code includes. Never publishes.
+//! The crates that others may use are ready for a registry: their packages have the metadata that a
+//! registry requires and all files that their code includes. Never publishes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -17,7 +17,7 @@ const CRATES: [(&str, &str); 7] = [
     ("tools", "hatchback-tools"),
 ];
 
-/// The most that a registry takes, bytes.
+/// The largest package that a registry accepts, bytes.
 const PACKAGE_BYTES_MAX: u64 = 10 << 20;
 
 fn root() -> PathBuf {
@@ -49,7 +49,7 @@ fn every_crate_has_what_a_registry_asks_for() {
         }
         assert!(package["metadata"]["docs"]["rs"]["targets"].is_array(), "{name}: docs.rs");
 
-        // A registry takes no dependency that has a path and no version.
+        // A registry refuses a dependency that has a path and no version.
         for dependency in package["dependencies"].as_array().unwrap() {
             let is_free = dependency["kind"] == "dev" || dependency["req"] != "*";
             assert!(is_free, "{name}: {} has no version", dependency["name"]);

@@ -1,5 +1,5 @@
-//! The request flow against the plain reference: every score is equal bit for bit and every lookup
-//! is in the right count, whichever rows are cached, evicted or missing.
+//! The request flow against the plain reference: every score is equal bit for bit, and the status
+//! counts every lookup correctly, whichever rows are cached, evicted or missing.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -185,7 +185,7 @@ fn many_workers_on_one_model_score_as_one() {
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let model = open_with_least_cache(&packed.install(), tiny_budget(&packed.schema, BATCH_MAX));
-    // Few distinct samples, so that the threads meet in the same sets.
+    // Few distinct samples, so that the threads use the same sets.
     let samples: Vec<Sample> = (0..60).map(|id| plan.sample(id)).collect();
     std::thread::scope(|scope| {
         for thread in 0..4usize {
@@ -239,7 +239,7 @@ fn rows_that_fit_the_cache_are_read_once() {
     );
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
 
-    // Keys that a table does not have never enter the cache, so the samples must not have any.
+    // A key that its table does not have never enters the cache, so the samples have no such key.
     let mut samples: Vec<Sample> = (0..200).map(|id| plan.sample(id)).collect();
     for sample in &mut samples {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {

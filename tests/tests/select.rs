@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 struct Loop {
     folder: tempfile::TempDir,
     packed: Packed,
-    /// What the trainer has: a map from key to row for each table.
+    /// The trainer's rows by key, for each table.
     rows: Vec<BTreeMap<u64, Vec<f32>>>,
     /// What changed since the last window.
     changed: Vec<BTreeSet<u64>>,
@@ -116,7 +116,7 @@ impl Loop {
         self.changed[table].insert(key);
     }
 
-    /// Closes a window with what changed. Some rows are left out until the next one.
+    /// Closes a window with the changed rows. Some are left out until the next window.
     fn close_window(&mut self, is_last: bool) {
         let mut tables = Vec::new();
         for (number, table) in self.packed.schema.tables.iter().enumerate() {
@@ -210,7 +210,7 @@ impl Loop {
         done
     }
 
-    /// Publishes the delta: the car installs it, and `select` will hear of it.
+    /// Publishes the delta: the car installs it. The next `select` gets it as `--published`.
     fn publish(&mut self) {
         let bundle = self.path(&format!("{}.hatch", self.published.len()));
         std::fs::rename(self.path("next.hatch"), &bundle).unwrap();
@@ -307,7 +307,7 @@ fn the_farthest_and_most_used_rows_go_first_and_old_changes_do_not_starve() {
     assert_eq!(first.deferred_since, Some(1));
     trainer.publish();
 
-    // New changes outrank the old ones in every round, and still the old ones drain.
+    // New changes outrank the old ones in every round, and the old ones are still sent in time.
     let mut rounds = 0;
     loop {
         for key in &keys[..20] {

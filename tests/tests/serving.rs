@@ -1,5 +1,5 @@
-//! Several models in one process: one memory budget, and loads, swaps and unloads that no caller
-//! notices, neither of the same model nor of another.
+//! Several models in one process share one memory budget. No caller notices loads, swaps and
+//! unloads, of the same model or of another.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -1,6 +1,6 @@
-//! The whole car in a simulation, as `tests/src/whole_car` describes it: a fixed number of seeds
-//! without a failure, every scenario of a defect that was found, and equal traces for equal seeds.
-//! `cargo run --release --bin simulate` runs as many seeds as one likes.
+//! The whole car in a simulation, as `tests/src/whole_car` describes it. A fixed number of seeds
+//! and the scenario of every defect that was found must pass. Equal seeds give equal traces. `cargo
+//! run --release --bin simulate` runs any number of seeds.
 
 #![allow(clippy::unwrap_used)]
 
@@ -64,7 +64,7 @@ fn a_car_survives_every_fault_and_heals_after_it() {
     let failed = failures(&outcomes, "random faults");
     assert_eq!(failed, 0, "replay each seed with `simulate --seed N`");
 
-    // A simulation in which nothing happens proves nothing.
+    // A simulation in which these events are missing proves nothing.
     let rare = ["swaps", "merges", "installs", "commits", "preemptions"];
     let rare =
         rare.into_iter().chain(["power cuts", "ends in order", "attacks", "damaged answers"]);

@@ -1,6 +1,6 @@
 //! Updates against a hostile repository, one test a threat, with real signatures. Every attack is
-//! an error of its name and changes nothing that is live. The car recovers alone when the attack
-//! ends.
+//! reported as its own error and leaves the live generation unchanged. The car recovers without
+//! help when the attack ends.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -47,7 +47,7 @@ fn a_car_follows_the_releases() {
         "a poll without news requests no more"
     );
     assert_eq!(status.bytes_received, wire.bytes);
-    // The staged files of releases on the path are removed, although the releases are listed.
+    // The files of releases on the path are removed, although the releases are still listed.
     let left = car.disk.list(Path::new("/sync/staged")).unwrap();
     assert!(left.is_empty(), "{left:?}");
 }
@@ -239,7 +239,7 @@ fn mix_and_match() {
     bad.delta(T0 + 10, 2);
     other.delta(T0 + 11, 3);
     fleet.delta(T0 + 12, 2);
-    // The right keys signed this file, with the same version, but for another timestamp.
+    // This file has a valid signature and the same version, but belongs to another timestamp.
     std::fs::copy(other.file("metadata/2.snapshot.json"), bad.file("metadata/2.snapshot.json"))
         .unwrap();
     let is_expected = |e: &UpdateError| matches!(e, UpdateError::MixAndMatch { .. });
@@ -444,7 +444,8 @@ fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
     let path = staging
         .stage(&release, &mut Fetcher::new(&mut link, &clock, LinkLimits::default()), |_, _| Ok(()))
         .unwrap();
-    // The sync process sees damage of before its fetch, the serving process damage of after.
+    // The sync process finds damage from before its fetch, and the serving process finds later
+    // damage.
     car.disk.flip(&path, 1000 * 8);
     car.sync
         .fetch(&mut Fetcher::new(&mut link, &clock, LinkLimits::default()), T0 + 1, |_, _| {})

@@ -1,6 +1,6 @@
 //! Signed releases with wrong content, one test a fault, and cars that are far behind. A car
 //! refuses wrong content once and never fetches it again. A car that is far behind receives about
-//! as many bytes as its changed rows have.
+//! as many bytes as its changed rows take.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -202,7 +202,7 @@ fn keys_beyond_an_index_table() {
                 pages[row][at..at + 8].copy_from_slice(&key.to_le_bytes());
                 reseal(&mut pages[row]);
 
-                // The key list says the same: its steps are widened to 64 bits.
+                // The key list must agree: its steps are widened to 64 bits.
                 let order = |page: &PageBytes, i: usize| {
                     u64::from_le_bytes(page[16 + 8 * i..][..8].try_into().unwrap())
                 };
@@ -221,7 +221,7 @@ fn keys_beyond_an_index_table() {
         }
     };
     refused("delta", last(u64::from(u32::MAX)), "keys: 4294967295 is not in 0..");
-    // If the manifest has that many rows, the bundle must hold them.
+    // If the manifest declares that many rows, the bundle must contain them.
     let grown = |p: &mut Parts| {
         last(u64::from(u32::MAX))(p);
         p.manifest.schema.tables[0].rows = 1 << 32;

@@ -51,7 +51,7 @@ fn a_download_cut_at_every_byte_resumes_at_the_chunk() {
     }
     println!("{total} cuts");
 
-    // Breaks after which some bytes arrived do not end the run.
+    // A break after some bytes does not end the run.
     let mut wire =
         Wire::new(fleet.link(), Faults { breaks_each: Some(largest / 20), ..Faults::default() });
     stage(&SimDisk::default(), &mut wire).unwrap();
@@ -134,7 +134,7 @@ fn bytes_received_twice_count_twice() {
                 "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
                 content.len()
             );
-            // The client may break off.
+            // The client may close the connection early.
             let _ = stream.write_all(&[head.as_bytes(), &content[..sent]].concat());
         }
     });
@@ -250,7 +250,7 @@ fn a_download_resumes_after_a_pause_of_three_days() {
     let later = T0 + 3 * 24 * 3600;
     wire.faults = Faults::default();
 
-    // The publisher signed nothing since, so this may be a freeze, and the car treats it as one.
+    // The publisher has signed nothing since, so the car must assume a freeze.
     assert!(matches!(car.run(&mut wire, later), Err(UpdateError::Freeze { .. })));
     let before = wire.bytes;
     let refresh = Change { expires_s: FRESH_S, ..Change::default() };

@@ -31,7 +31,7 @@ fn a_revoked_key_and_fast_forward_recovery() {
     rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
     rotate(&fleet.keys(), RoleType::Root, T0 + ROOT_S).unwrap();
 
-    // The root's keys return to their safe; `publish` signs releases without them.
+    // The root's keys are moved away; `publish` signs releases without them.
     let away = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(fleet.keys()).unwrap().map(Result::unwrap) {
         if entry.file_name().to_string_lossy().starts_with("root-") {

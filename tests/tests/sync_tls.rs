@@ -43,7 +43,7 @@ fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &P
             let (folder, config) = (folder.clone(), Arc::clone(&config));
             std::thread::spawn(move || {
                 let connection = ServerConnection::new(config).unwrap();
-                // The client may break off.
+                // The client may close the connection early.
                 let _ = answer(StreamOwned::new(connection, stream.unwrap()), &folder);
             });
         }

@@ -1,8 +1,8 @@
-//! TensorRT without TensorRT: the shim is built against the headers of a twin (`tests/tensorrt`),
-//! and the twin is loaded as the library. Tests what is refused and why, the plans on disk, and on
-//! the stand-in for a GPU that an engine with other scores than the CPU is never used. With
-//! TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT for RTX itself builds every network of the
-//! repository on the CPU.
+//! TensorRT without TensorRT. The shim is built against the headers of a twin (`tests/tensorrt`),
+//! and the twin is loaded as the library. The tests check what is refused and why, and the plans on
+//! disk. On the stand-in for a GPU they check that an engine whose scores differ from the CPU's is
+//! never used. With TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT for RTX builds every
+//! network of the repository on the CPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -67,7 +67,7 @@ fn compile_into(name: &str, major: u32, minor: u32, library_only: &[&str]) -> Tw
     }
     let library = folder.join("libtwin.so");
     let mut cc = Command::new("c++");
-    // Several releases are loaded into one process: none may find another's functions.
+    // Several releases are loaded into one process, and each must use its own functions.
     cc.args(["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-o"])
         .arg(&library)
         .args(release.split(' '));
@@ -87,7 +87,7 @@ fn refusal(shim: &Path, library: &Path) -> TensorRtError {
     open(shim, library).err().unwrap()
 }
 
-/// A network that computes what the twin computes for any network: the sum of the inputs.
+/// A network that computes the same as the twin does for any network: the sum of the inputs.
 fn sum_network() -> Vec<u8> {
     let mut graph = Graph::default();
     graph.input("x", Type::Float, &[5]);
@@ -506,7 +506,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
     }
     assert!(refused > 0);
 
-    // A missing file and a text file are no libraries.
+    // A missing file and a text file are not libraries.
     let said = TensorRt::open(&shim, Some((&at("missing.so"), &libraries.1))).err().unwrap();
     assert!(matches!(&said, TensorRtError::NoLibrary(t) if t.contains("missing.so")), "{said}");
 

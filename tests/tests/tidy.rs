@@ -154,7 +154,7 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
 struct Facts {
     /// The module that is being visited, within the file.
     module: Vec<String>,
-    /// Every path that starts at the crate or at a module, with the module in which it is written.
+    /// Every path that starts at the crate or at a module, with the module that contains it.
     imports: Vec<(Vec<String>, Vec<String>)>,
     /// `pub use`: name, and the path that it stands for.
     exports: Vec<(String, Vec<String>)>,
@@ -441,7 +441,7 @@ impl Graph {
             let inner = file.strip_prefix(&format!("{}/src/", layers.folder)).unwrap();
             let part = inner.split('/').next().unwrap().trim_end_matches(".rs").to_string();
             let group = layers.groups.iter().position(|group| group.contains(&part.as_str()));
-            group.ok_or(format!("{inner}: stands in no layer of tests/tests/tidy.rs"))
+            group.ok_or(format!("{inner}: is in no layer of tests/tests/tidy.rs"))
         };
         let mut found = BTreeSet::new();
         for (from, to) in &self.edges {
@@ -525,7 +525,7 @@ fn crates_depend_downward_only() {
 }
 
 #[test]
-fn every_limit_stands_in_limits_rs() {
+fn every_limit_is_in_limits_rs() {
     let mut found = Vec::new();
     for layers in
         CRATES.iter().filter(|c| ["runtime", "link", "server", "board"].contains(&c.folder))
@@ -565,7 +565,7 @@ fn a_public_type_has_a_name_of_its_own_in_its_crate() {
 }
 
 #[test]
-fn unsafe_code_stands_in_the_files_that_contributing_lists() {
+fn unsafe_code_is_only_in_the_files_that_contributing_lists() {
     let page = fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
     let listed: BTreeSet<String> =
         references(&page).into_iter().filter(|path| path.ends_with(".rs")).collect();

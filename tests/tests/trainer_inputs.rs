@@ -1,5 +1,5 @@
-//! What a trainer's model needs beside keys and one score: outputs with names, raw values that
-//! become keys, weights, lengths and masks. Each is compared with a plain computation.
+//! Inputs and outputs beyond keys and one score: named outputs, raw values that become keys,
+//! weights, lengths and masks. Each is compared with a plain computation.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -1,6 +1,6 @@
-//! The states of an update. A release must pass its probe and its probation. A kill or a power cut
-//! in any state, with a good release or a bad one, ends in the right generation, whole, without
-//! help.
+//! The states of an update. A release must pass its probe and its probation. After a kill or a
+//! power cut in any state, with a good or a bad release, the right generation is live and whole,
+//! without help.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -122,7 +122,7 @@ fn a_newer_release_replaces_one_that_waits_for_consent() {
     let offered = |car: &Car| car.sync.status().unwrap().release.map(|r| r.generation.sequence);
     fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
 
-    // The older release stays on offer until the bundle of the newer one is complete.
+    // The older release stays offered until the bundle of the newer one is complete.
     let half = std::fs::metadata(&VERSIONS.snapshots[2]).unwrap().len() / 2;
     let faults = Faults { breaks_after: Some(half + 2_000), ..Faults::default() };
     car.run(&mut Wire::new(fleet.link(), faults), T0 + 13).unwrap_err();
@@ -195,7 +195,7 @@ fn a_release_that_kills_every_start_is_rolled_back() {
     assert_eq!(car.sync.status().unwrap().refused.len(), 1);
 }
 
-/// A release whose probe ends with the process every time is rejected at last.
+/// A release whose probe kills the process every time is rejected at last.
 #[test]
 fn a_release_that_kills_every_probe_is_rejected() {
     let (before, fleet) = next_release();
@@ -270,7 +270,7 @@ fn the_serving_process_continues_while_the_fetch_waits_for_its_link() {
     });
     let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
 
-    // The release that is on probation by now stays in hand.
+    // The release that is on probation by now is kept.
     let status = sync.fetch(&mut fetcher, T0 + 12, |_, _| {}).unwrap();
     let release = status.release.unwrap().generation.sequence;
     assert_eq!((status.state, release, status.trials), (UpdateState::Probation, 2, 0));
@@ -300,7 +300,7 @@ fn a_lock_held_for_a_moment_is_awaited() {
     });
 }
 
-/// The targets vouch for a staged release, even if the metadata around the targets are newer.
+/// The targets metadata prove a staged release, even if the other metadata are newer.
 #[test]
 fn an_interrupted_refresh_does_not_stop_a_staged_release() {
     let (before, fleet) = next_release();
@@ -318,7 +318,7 @@ fn an_interrupted_refresh_does_not_stop_a_staged_release() {
         assert!(car.sync.consent(T0 + 14).unwrap());
         car.watched = seen(1, 0, 1);
         let host = Host { root: Some(&root), ..car.host() };
-        // A process that another test starts may hold a copy of a lock for a moment.
+        // A process that another test started may hold a copy of a lock for a moment.
         loop {
             match car.sync.advance(&host, T0 + 14) {
                 Ok(true) | Err(UpdateError::Busy { .. }) => {}

@@ -1,4 +1,4 @@
-//! `demo`: the whole path of a model into a car, in one command. It packs a model that PyTorch
+//! `demo`: takes a model all the way into a car, in one command. It packs a model that PyTorch
 //! trained on the in-vehicle coupon data, installs it on flash, and compares the score of every row
 //! with the row's label and with PyTorch's score. Then it serves a Criteo-shaped model of a few
 //! million rows, which exercises the flash tier. Never needs a network.
@@ -45,7 +45,7 @@ pub struct DemoArgs {
     live: LiveArgs,
 }
 
-/// The files that the trainer exported of the coupon model: name and content.
+/// The files of the coupon model that the trainer exported: name and content.
 const COUPON: [(&str, &[u8]); 5] = [
     ("model.toml", include_bytes!("../demo/coupon/model.toml")),
     ("dense.onnx", include_bytes!("../demo/coupon/dense.onnx")),
@@ -78,7 +78,7 @@ pub fn run(args: &DemoArgs) -> Result<()> {
     criteo(args, &args.out.join("criteo"))
 }
 
-/// Removes the files of an earlier demo: its generation would still be live.
+/// Removes the files of an earlier demo, whose generation would still be live.
 fn fresh_directory(out: &Path) -> Result<()> {
     for part in ["coupon", "criteo"] {
         let path = out.join(part);
@@ -265,8 +265,8 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
     say!("plot {}", plot.display())
 }
 
-/// Serves a fixed number of power-law requests, so that every run has the same counts. The measured
-/// latency does not contain the draw of the keys.
+/// Serves a fixed number of power-law requests, so that every run has the same counts. The time to
+/// draw the keys is not measured.
 fn drive(model: &Arc<Model>, flash: &Flash, requests: u32) -> Result<Served> {
     let mut workload =
         Workload::new(flash, &Distribution::PowerLaw { alpha: POWERLAW }, BagSizes::Full, 1)?;

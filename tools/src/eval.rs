@@ -43,13 +43,13 @@ pub struct EvalArgs {
 pub struct Evaluation {
     /// The generation of the model.
     pub generation: String,
-    /// What runs the dense network.
+    /// The engine of the dense network.
     pub dense_engine: String,
     /// Number of samples.
     pub samples: usize,
     /// Samples whose score is not a number. Quality is that of the other samples.
     pub not_finite: usize,
-    /// The name of the output that the figures of quality here are of: the first.
+    /// The output to which the quality figures here belong: the first.
     pub output: String,
     /// AUC of Hatchback's scores; absent unless both labels occur.
     pub auc: Option<f64>,
@@ -245,7 +245,7 @@ impl Evaluation {
             score_difference_max: self.score_difference_max,
         };
         for found in std::iter::once(&first).chain(&self.further_outputs) {
-            // The name of the only output says nothing new.
+            // With a single output its name is left out.
             let of = match self.further_outputs.len() {
                 0 => String::new(),
                 _ => format!(" of {}", found.output),

@@ -1,7 +1,7 @@
 //! `gate`: the accuracy gate before a release is signed. It scores held-out samples with the
-//! candidate and with what the fleet holds, on the reference runtime, and compares the figures with
-//! a policy. A bundle that passes gets an approval, which `publish --policy` asks for. A refusal
-//! names each metric, its bound, and by how much the metric misses the bound. Never signs.
+//! candidate and with what the fleet holds, on the runtime of the car, and compares the figures
+//! with a policy. A bundle that passes gets an approval, which `publish --policy` requires. A
+//! refusal names each metric, its bound, and by how much the metric misses the bound. Never signs.
 
 use crate::eval::{Evaluation, evaluate};
 use crate::pack::read_samples;
@@ -215,7 +215,7 @@ pub fn evaluate_gate(
         None if delta => bail!("{}: is a delta; pass --fleet", bundle.display()),
         _ => scratch.path().join("candidate"),
     };
-    // The candidate is written beside the live generation and never becomes live.
+    // The candidate is written beside the live generation and is never made live.
     let prepared = Flash::prepare(&disk::system(), &directory, &mut reader, |_| ())?;
     let new = score(prepared.flash(), &lines)?;
     new.check_scores().with_context(|| bundle.display().to_string())?;

@@ -1,7 +1,7 @@
-//! `image`: makes an ext4 image of the board's partition of models and updates from a bundle. For
+//! `image`: makes an ext4 image of a board's partition of models and updates from a bundle. For
 //! boards without such a partition it also writes the same files with a manifest for CopyTarget of
-//! DRIVE OS. The same bundle gives the same bytes. It reads back and compares every file of the
-//! image; it never writes to a device.
+//! DRIVE OS. The same bundle gives the same bytes. It reads every file of the image back and
+//! compares it; it never writes to a device.
 
 use crate::report;
 use crate::say;
@@ -9,6 +9,7 @@ use crate::serve::install;
 use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::digest::{Context as Digest, SHA256, digest};
 use clap::Args;
+use hatchback::update::release::hex;
 use std::fmt::Write;
 use std::fs::{self, File};
 use std::io::Read;
@@ -28,8 +29,8 @@ const COPIES: u64 = 5;
 /// More room, for the journal and the file system's own tables: 32 MiB and a twentieth.
 const SPARE_MIB: u64 = 32;
 const SPARE_ONE_IN: u64 = 20;
-/// Features of ext4 that Linux 5.4 and e2fsprogs 1.45 (Ubuntu 20.04) support. They do not depend on
-/// the defaults of this machine.
+/// Features of ext4 that Linux 5.4 and e2fsprogs 1.45 (Ubuntu 20.04) support, instead of the
+/// defaults of this machine.
 const FEATURES: &str = "none,has_journal,ext_attr,dir_index,filetype,extent,64bit,flex_bg,\
                         sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum";
 
@@ -82,7 +83,7 @@ pub fn run(args: &ImageArgs) -> Result<()> {
 
     let manifest = args.out.join("hatchback.yaml");
     fs::write(&manifest, copy_target(&files))?;
-    let (bytes, sum) = (report::bytes(content), sum(&image)?);
+    let (bytes, sum) = (report::bytes(content), file_hash(&image)?);
     say!("{}: {generation} as `{name}`, {bytes} in {mib} MiB of ext4", image.display())?;
     say!("sha256 {sum}; read back, every file is the same")?;
     let count = files.iter().filter(|f| !f.folder).count();
@@ -125,7 +126,7 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
     }
     found.sort_by(|a, b| a.path.cmp(&b.path));
 
-    // The content of a folder comes before the folder, whose time it would change.
+    // In reverse order: changing a file changes the time of its folder.
     for entry in found.iter().rev() {
         let path = tree.join(&entry.path[1..]);
         let mode = if entry.folder { 0o755 } else { 0o644 };
@@ -139,23 +140,23 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
 /// Runs a program of e2fsprogs; returns its output.
 fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
-    // Without these, mke2fs would store the time of the call and read the machine's defaults.
+    // Without these variables, mke2fs would store the current time and read the machine's defaults.
     let config = tempfile::NamedTempFile::new()?;
     fs::write(config.path(), "[fs_types]\next4 = {\ninode_size = 256\n}\n")?;
     command
         .args(arguments)
         .env("MKE2FS_CONFIG", config.path())
         .env("E2FSPROGS_FAKE_TIME", FILE_TIME_S.to_string());
-    // On Debian the programs are in folders that only root searches.
+    // Debian has these programs in folders that only root has in its PATH.
     let path = std::env::var("PATH").unwrap_or_default();
     let output =
         command.env("PATH", format!("{path}:/usr/sbin:/sbin")).stdin(Stdio::null()).output();
     let output = output
         .with_context(|| format!("{program}: is e2fsprogs installed? (apt install e2fsprogs)"))?;
-    let said = [output.stdout, output.stderr].concat();
-    let said = String::from_utf8_lossy(&said).into_owned();
-    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), said.trim());
-    Ok(said)
+    let printed = [output.stdout, output.stderr].concat();
+    let printed = String::from_utf8_lossy(&printed).into_owned();
+    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), printed.trim());
+    Ok(printed)
 }
 
 /// Makes `image` of `mib` MiB with the content of `tree`. Its UUID is a hash of the file names.
@@ -174,7 +175,7 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
     for path in std::iter::once("/").chain(files.iter().map(|f| f.path.as_str())) {
         for field in ["atime", "mtime", "ctime", "crtime"] {
             writeln!(script, "sif \"{path}\" {field} @{FILE_TIME_S}")?;
-            // The part below a second.
+            // The fraction of a second.
             writeln!(script, "sif \"{path}\" {field}_extra 0")?;
         }
         for field in ["uid", "gid", "generation"] {
@@ -184,8 +185,8 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
 
     let commands = tempfile::NamedTempFile::new()?;
     fs::write(commands.path(), script)?;
-    let said = e2fs("debugfs", &["-w", "-f", text(commands.path())?, image])?;
-    let refused = said.lines().find(|l| !l.starts_with("debugfs"));
+    let printed = e2fs("debugfs", &["-w", "-f", text(commands.path())?, image])?;
+    let refused = printed.lines().find(|l| !l.starts_with("debugfs"));
     ensure!(refused.is_none(), "debugfs: {}", refused.unwrap_or_default());
     Ok(())
 }
@@ -197,7 +198,7 @@ fn read_back(tree: &Path, files: &[Entry], image: &Path) -> Result<()> {
     e2fs("debugfs", &["-R", &format!("rdump / {}", text(scratch.path())?), text(image)?])?;
     for entry in files.iter().filter(|f| !f.folder) {
         let path = &entry.path[1..];
-        let same = sum(&scratch.path().join(path))? == sum(&tree.join(path))?;
+        let same = file_hash(&scratch.path().join(path))? == file_hash(&tree.join(path))?;
         ensure!(same, "{}: {path} differs from what was written", image.display());
     }
     Ok(())
@@ -225,7 +226,7 @@ fn text(path: &Path) -> Result<&str> {
 }
 
 /// Returns the SHA-256 of a file.
-fn sum(path: &Path) -> Result<String> {
+fn file_hash(path: &Path) -> Result<String> {
     let mut file = File::open(path).with_context(|| path.display().to_string())?;
     let (mut sum, mut chunk) = (Digest::new(&SHA256), vec![0; 1 << 20]);
     loop {
@@ -234,10 +235,6 @@ fn sum(path: &Path) -> Result<String> {
             n => sum.update(&chunk[..n]),
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ struct Report {
     kind: &'static str,
     generation: String,
     parent: Option<u64>,
-    /// What a delta of `select` left for later.
+    /// The changes that a delta of `select` left for later.
     #[serde(skip_serializing_if = "Option::is_none")]
     deferral: Option<Deferral>,
     bytes: u64,
@@ -47,7 +47,7 @@ struct Report {
     inputs: Vec<InputReport>,
     outputs: Vec<OutputReport>,
     onnx_bytes: u64,
-    /// What runs the dense network on this machine's CPU, or why nothing does.
+    /// The engine of the dense network on this machine's CPU, or why none runs it.
     dense_engine: String,
     probe_bytes: u64,
     /// Damage that `--verify` found; `None` without `--verify`.

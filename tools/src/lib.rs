@@ -1,5 +1,5 @@
 //! The work of the `hatchback` program, as a library for its tests: packing, publishing, serving
-//! and measuring models in the datacenter and on a desk.
+//! and measuring models in the datacenter and on a developer's machine (the desk).
 
 #![forbid(unsafe_code)]
 // Output goes through `report::output`, which handles a closed pipe.

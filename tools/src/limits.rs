@@ -16,15 +16,15 @@ pub(crate) const NPY_HEADER_BYTES_MAX: u64 = 10_000;
 /// Characters of a trainer's file that an error message repeats.
 pub(crate) const MESSAGE_CHARS_MAX: usize = 300;
 
-/// Temporary files that a sort of rows keeps open. A table of more than this many partitions has
-/// larger ones.
+/// Temporary files that a sort of rows keeps open. A table that needs more partitions gets larger
+/// ones.
 pub(crate) const SORT_PARTITIONS_MAX: u64 = 128;
 
 /// Difference of a probe score from the recorded one that `pack` allows, as `targets/base.toml`
 /// does for a release in a car.
 pub(crate) const PROBE_DIFFERENCE_MAX: f32 = 0.02;
 
-/// Points of a plotted line that get a dot each. A longer line has none.
+/// Longest plotted line, in points, that has a dot at each point.
 pub(crate) const PLOT_DOTS_MAX: usize = 24;
 
 /// Bytes of a window's `window.json`.

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 /// The folder of the Python package in the source tree.
 const TRAINER: &str = "tools/trainer";
-/// The Python that Debian's python3-torch belongs to.
+/// The Python for which Debian installs python3-torch.
 const PYTHON: &str = "/usr/bin/python3";
 
 /// The options of `demo --live`.

@@ -1,5 +1,5 @@
-//! What `run`, `eval`, `bench` and `demo` share: opens a bundle or a flash directory as a model
-//! within the budget of a target and of the command line. Never scores a request.
+//! Code that `run`, `eval`, `bench` and `demo` share: opens a bundle or a flash directory as a
+//! model within the budget of a target and of the command line. Never scores a request.
 
 use crate::report;
 use crate::report::args::mib_to_bytes;
@@ -146,7 +146,7 @@ pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
 pub fn progress_bar(total: u64, what: &str, unit: &str) -> ProgressBar {
     let bar = ProgressBar::new(total).with_message(what.to_owned());
     let template = format!("{{msg:20}} [{{bar:40}}] {unit} {{eta}}");
-    // A wrong template costs only the bar's looks.
+    // A wrong template changes only how the bar looks.
     bar.set_style(
         ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar()),
     );

@@ -1,6 +1,6 @@
 //! `sync`: one update of a car in one process. It fetches the newest signed release from a
-//! repository and installs it into a flash directory. Only reads the command line and shows the
-//! progress; `hatchback::update` does the work.
+//! repository and installs it into a flash directory. This file reads the command line and shows
+//! the progress; `hatchback::update` does the work.
 
 use crate::report;
 use crate::report::args::mib_to_bytes;
@@ -81,7 +81,7 @@ pub fn update_car(args: &SyncArgs) -> Result<()> {
     update(args, &args.car.updater(args.flash.clone()))
 }
 
-/// What a run does.
+/// The action of a run.
 enum Action {
     Update,
     Consent,

@@ -96,7 +96,7 @@ fn download(name: &str, target: &TargetFile, base: &str, folder: &Path) -> Resul
     let hash = target.hashes.get("sha256");
     let hash = hash.with_context(|| format!("{name}: the target has no SHA-256"))?;
     let path = folder.join(name.replace('/', "%2F"));
-    let matches = |bytes: &[u8]| hex(bytes) == *hash && bytes.len() as u64 == target.length;
+    let matches = |bytes: &[u8]| sha256_hex(bytes) == *hash && bytes.len() as u64 == target.length;
     if std::fs::read(&path).is_ok_and(|bytes| matches(&bytes)) {
         return Ok(());
     }
@@ -117,7 +117,7 @@ fn download(name: &str, target: &TargetFile, base: &str, folder: &Path) -> Resul
     std::fs::write(&path, bytes).with_context(|| path.display().to_string())
 }
 
-fn hex(bytes: &[u8]) -> String {
+fn sha256_hex(bytes: &[u8]) -> String {
     hatchback::update::release::hex(&sha256(bytes))
 }
 
@@ -133,7 +133,7 @@ fn show(kept: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A link to a repository whose metadata have a URL of their own.
+/// A link to a repository whose metadata are at a URL of their own.
 struct Metadata {
     link: Box<dyn Link>,
 }

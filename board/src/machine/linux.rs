@@ -46,7 +46,7 @@ fn cpu(root: &Root) -> Vec<Reading> {
     ]
 }
 
-/// Returns those of `needed` that the CPUs lack, or `none`.
+/// Returns those of the instructions `needed` that the CPUs lack, or `none`.
 pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, String> {
     let text = root.text("/proc/cpuinfo")?;
     let line = text.lines().find(|line| line.starts_with("Features"));
@@ -57,8 +57,7 @@ pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, Stri
     Ok(if lacks.is_empty() { "none".to_owned() } else { lacks.join(" ") })
 }
 
-/// Returns a number that the kernel draws anew at each start of the machine; 0 if it cannot be
-/// read.
+/// Returns the random number of this boot of the machine; 0 if it cannot be read.
 pub fn boot_number(root: &Root) -> u64 {
     let id = root.text("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = id.chars().filter(char::is_ascii_hexdigit).take(16).collect();
@@ -128,8 +127,8 @@ fn rails(root: &Root) -> Vec<(String, f64)> {
     rails
 }
 
-/// Returns the rail that `file` of a monitor measures, W: the power where the chip has it, else
-/// voltage times current. `None` for every other file.
+/// Returns the rail that `file` of a monitor measures, W: the chip's own power reading, or else
+/// voltage times current. Returns `None` for every other file.
 fn rail(root: &Root, folder: &str, chip: &str, file: &str) -> Option<(String, f64)> {
     let value = |kind: &str, n: &str| root.number(&format!("{folder}/{kind}{n}_input")).ok();
     let label = |kind: &str, n: &str| {
@@ -192,8 +191,8 @@ fn watchdogs(root: &Root) -> Vec<Reading> {
     }
 }
 
-/// Returns the readings of the block device beneath the first of `models` (without models, beneath
-/// `directory`), and the bytes that maintenance wrote to each model.
+/// Returns the readings of the block device beneath the first of `models`, or beneath `directory`
+/// if there is no model, and the bytes that maintenance wrote to each model.
 pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> {
     let at = models.first().map_or(directory, PathBuf::as_path);
     let fault = |e: &dyn std::fmt::Display| format!("{}: {e}", at.display());
@@ -237,11 +236,11 @@ pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> 
 fn device(root: &Root, number: u64) -> String {
     let folder =
         format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
-    // The facts of a partition are those of its device, one folder up.
+    // A partition has no facts of its own: those of its device are one folder up.
     if root.path(&format!("{folder}/partition")).exists() { format!("{folder}/..") } else { folder }
 }
 
-/// Returns the device's own estimate of its used life; eMMC and UFS count in steps of a tenth.
+/// Returns the device's own estimate of its used life. eMMC and UFS count in tenths.
 fn life(root: &Root, block: Result<String, String>) -> Result<String, String> {
     let block = block?;
     let emmc = format!("{block}/device/life_time");

@@ -1,6 +1,7 @@
 //! The machine: every reading is optional, and a missing one says why. `linux` reads what any Linux
-//! machine has, `orin` what a DRIVE AGX Orin has besides, and `sim` what a desk has besides.
-//! `report` puts the readings together. Nothing here changes the machine; `settings` does.
+//! machine has. `orin` adds what a DRIVE AGX Orin has, and `sim` what a desk (a developer's
+//! machine) has. `report` puts the readings together. Nothing here changes the machine; `settings`
+//! does.
 
 mod linux;
 mod mounts;

@@ -29,13 +29,13 @@ impl Mount {
         let text = root.text(MOUNTS)?;
         let above =
             text.lines().filter_map(Self::parse).filter(|mount| existing.starts_with(&mount.point));
-        // Of two mounts at one point the later one hides the other.
+        // Of two mounts at one point, the later one hides the earlier one.
         let nearest = above.max_by_key(|mount| mount.point.len());
         nearest.ok_or_else(|| format!("{MOUNTS}: nothing is mounted above {}", existing.display()))
     }
 
-    /// Parses `36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda1 rw`. Before the dash there
-    /// may be further fields.
+    /// Parses a line such as `36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda1 rw`. The
+    /// number of fields before the dash varies.
     fn parse(line: &str) -> Option<Self> {
         let (place, system) = line.split_once(" - ")?;
         let (mut place, mut system) = (place.split(' ').skip(4), system.split(' '));
@@ -47,7 +47,8 @@ impl Mount {
         Some(Self { point, kind: kind.to_owned(), source: source.to_owned(), is_read_only })
     }
 
-    /// Returns why files here may be lost or cannot be written; `None` if no fault is known.
+    /// Returns why files in this file system may be lost or cannot be written; `None` if no reason
+    /// is known.
     pub fn fault(&self, machine: MachineKind) -> Option<String> {
         let kind = &self.kind;
         match kind.as_str() {

@@ -1,4 +1,4 @@
-//! Reads what a DRIVE AGX Orin has besides: the SoC's instructions, the memory of its GPU, GPU load
+//! Adds the readings of a DRIVE AGX Orin: the SoC's instructions, the memory of its GPU, GPU load
 //! and clock, and whether NVIDIA's libraries are where DRIVE OS puts them. The paths come from
 //! public documents and have not been tried on a board.
 
@@ -21,7 +21,7 @@ const FOLDERS: [&str; 5] = [
     "/usr/local/cuda/lib64",
 ];
 
-/// Returns all of these readings.
+/// Returns these readings.
 pub fn readings(root: &Root) -> Vec<Reading> {
     let mut all = vec![
         reading("cpu", "instructions lacking", linux::instructions_lacking(root, &INSTRUCTIONS)),

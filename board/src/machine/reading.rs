@@ -18,7 +18,7 @@ pub struct Reading {
     pub missing: Option<String>,
 }
 
-/// Returns a reading of `section` from what was found.
+/// Returns a reading from the value `found`, or from the reason why there is none.
 pub fn reading<T: Into<Value>>(
     section: &'static str,
     name: &str,
@@ -32,8 +32,8 @@ pub fn reading<T: Into<Value>>(
 }
 
 impl Reading {
-    /// Returns the name and the reason where there is no value: of a setting, that the system
-    /// refuses it.
+    /// Returns the name and the reason if there is no value. For a setting, the reason is that the
+    /// system refuses it.
     pub fn refusal(&self) -> Option<String> {
         self.missing.as_ref().map(|why| format!("{}: {why}", self.name))
     }

@@ -1,6 +1,5 @@
-//! The report of `hatchbackd --report`: every reading of the machine, and every problem that keeps
-//! it from being what its target says. Only reads: it opens the models and the device as a start
-//! would, and changes no setting.
+//! The report of `hatchbackd --report`: every reading of the machine, and every difference from its
+//! target. Only reads: it opens the models and the device as a start would, and changes no setting.
 
 use crate::machine::linux;
 use crate::machine::mounts::Mount;
@@ -23,7 +22,7 @@ pub struct Report {
     pub triple: String,
     /// The readings, section by section.
     pub readings: Vec<Reading>,
-    /// What keeps the machine from being what the target says.
+    /// How the machine differs from its target, a line each.
     pub problems: Vec<String>,
 }
 
@@ -36,7 +35,8 @@ struct Place<'a> {
 
 impl Report {
     /// Reads the machine that `target` describes and its `models` on flash, and opens the models
-    /// and `device`. `settings` are the readings of what the system would grant the daemon.
+    /// and `device`. `settings` are the readings of the settings that the system would grant the
+    /// daemon.
     pub fn new(
         root: &Root,
         target: &Target,
@@ -93,7 +93,7 @@ fn places<'a>(root: &Root, target: &'a Target) -> [Place<'a>; 2] {
     [place("models", &target.machine.models), place("updates", &target.machine.updates)]
 }
 
-/// Puts the readings of a section together; sections keep the order of their first reading.
+/// Sorts the readings by section; sections keep the order of their first reading.
 fn sort_by_section(readings: &mut [Reading]) {
     let mut sections = Vec::new();
     for reading in readings.iter() {
@@ -104,7 +104,7 @@ fn sort_by_section(readings: &mut [Reading]) {
     readings.sort_by_key(|r| sections.iter().position(|section| *section == r.section));
 }
 
-/// Returns how the readings differ from the target, as far as they are known.
+/// Returns the differences of the readings from the target; unknown readings make none.
 fn problems(readings: &[Reading], target: &Target) -> Vec<String> {
     let value = |section, name| {
         let found = readings.iter().find(|r| r.section == section && r.name == name);

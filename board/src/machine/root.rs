@@ -1,4 +1,5 @@
-//! The files that describe a machine, read beneath `/` or beneath a copy of a board's. Only reads.
+//! The files that describe a machine, read beneath `/` or beneath a copy of another machine's. Only
+//! reads.
 
 use std::path::{Path, PathBuf};
 

@@ -1,9 +1,9 @@
-//! Reads what a desk that stands in for a board has besides: its GPU and the driver, if present.
+//! Adds the readings of a desk that stands in for a board: its GPU and the driver, if present.
 
 use crate::machine::reading::{Reading, reading};
 use crate::machine::root::Root;
 
-/// Returns all of these readings.
+/// Returns these readings.
 pub fn readings(root: &Root) -> Vec<Reading> {
     const GPUS: &str = "/proc/driver/nvidia/gpus";
     let driver = root.text("/proc/driver/nvidia/version");

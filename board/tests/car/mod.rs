@@ -1,6 +1,6 @@
 //! A car with real processes, for the tests of kills and of a hostile user: six generations of the
 //! coupon model, a signed repository, the daemon, the sync process, and a client that checks every
-//! answer. Binds Unix sockets only.
+//! answer. Listens on Unix sockets only.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, dead_code)]
 
@@ -27,14 +27,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// Generations of the model.
 pub const GENERATIONS: usize = 6;
-/// The generation that only the thief of a key signs.
+/// The generation that only the thief of a key has signed.
 pub const EVIL: usize = 7;
-/// Difference from the score of its generation that an answer may have.
+/// Largest difference of an answer from the score of its generation.
 const TOLERANCE: f64 = 2e-6;
-/// Difference between the scores of a sample in two generations.
+/// Least difference between the scores of a sample in two generations.
 const DISTANCE: f64 = 2e-5;
-/// Time after which a process that does not answer counts as one that hangs. Answers take
-/// milliseconds.
+/// Time after which a process that does not answer counts as hanging. Answers take milliseconds.
 pub const HANGS: Duration = Duration::from_secs(60);
 /// The lineage of the model, and its name in the car.
 pub const LINEAGE: &str = "coupon-dlrm";
@@ -127,7 +126,7 @@ impl Releases {
         self.folder.path().join(format!("{generation}.delta.hatch"))
     }
 
-    /// Returns the generation whose score and clean status `answer` to line `at` has.
+    /// Returns the generation whose score for line `at` is in `answer`, if the status is clean.
     fn generation(&self, at: usize, answer: &Value) -> Option<u64> {
         let (score, status) = (answer["score"][0].as_f64()?, &answer["status"]);
         let is_clean = status["fresh"].as_u64()? > 0
@@ -262,14 +261,14 @@ pub struct Car {
     pub daemon_user: Option<User>,
     pub sync_user: Option<User>,
     client: Option<Client>,
-    /// Requests sent; the next one has the next line.
+    /// Number of requests sent; the next request has the next line.
     sent: usize,
     /// Right answers.
     pub answers: u64,
 }
 
 impl Car {
-    /// Makes a car in `folder`; `requests_min` is what a release must serve on probation.
+    /// Makes a car in `folder`. A release must serve `requests_min` requests on probation.
     pub fn new(folder: &Path, requests_min: u64) -> Self {
         let car = Self {
             folder: folder.to_owned(),
@@ -344,7 +343,7 @@ impl Car {
     fn command(&self, user: Option<User>, log: &str) -> Command {
         let log = File::options().create(true).append(true).open(self.log(log)).unwrap();
         let mut command = Command::new("sh");
-        // A process that reads an endless file must not take the machine's memory.
+        // A process that reads an endless file must not take all memory of the machine.
         command.args(["-c", "umask 027; ulimit -v 4194304; exec \"$0\" \"$@\""]);
         command.arg(self.folder.join("etc/hatchbackd"));
         command.arg("--target").arg(self.folder.join("etc/car.toml"));
@@ -433,7 +432,7 @@ impl Car {
         None
     }
 
-    // What the tests know of records.
+    // Records on disk.
 
     fn updater(&self) -> Updater {
         Updater {
@@ -457,7 +456,8 @@ impl Car {
             && status.live == Some(format!("{LINEAGE}@{generation}"))
     }
 
-    /// Returns the marks against releases. Every published release is good.
+    /// Returns the recorded marks against releases. There must be none, because every published
+    /// release is good.
     pub fn marks(&self) -> Vec<String> {
         let history = self.status().history.into_iter();
         let rolled = history.filter(|event| event.state == UpdateState::RollingBack);

@@ -1,4 +1,5 @@
-//! What the tests of the library share: the compiler, the library as programs load it, a model.
+//! Code that the tests of the library share: the compiler, the library as programs load it, a
+//! model.
 
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::install;

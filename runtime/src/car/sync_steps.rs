@@ -24,7 +24,7 @@ pub struct SyncSteps {
 
 impl SyncSteps {
     /// Returns the steps of `updater`, whose sync directory is provisioned with the fleet's first
-    /// root, `root`. The first poll is due at once.
+    /// root, `root`. The first poll is due now.
     pub fn new(updater: Updater, root: Option<Vec<u8>>, rules: LinkRules) -> Self {
         Self { updater, root, rules, due: Duration::ZERO, finished: 0 }
     }
@@ -35,7 +35,7 @@ impl SyncSteps {
     }
 
     /// Returns whether a poll is due. `now` is in seconds since 1970. When the serving process has
-    /// finished a release, the next one on the path may be fetched, so a poll is due at once.
+    /// finished a release, the next one on the path may be fetched, so a poll is due now.
     pub fn is_due(&mut self, clock: &dyn Clock, now: u64) -> bool {
         if self.finished_offer().is_some_and(|offer| offer != self.finished) {
             self.due = self.due.min(clock.now());

@@ -16,7 +16,7 @@ use crate::update::install_status::{InstallState, Repair};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The updates of one model: what the daemon is told of it.
+/// One model with its updates, as the daemon describes it.
 pub struct ModelUpdates {
     /// The name that the model is served under; empty until its lineage is known.
     pub name: String,
@@ -235,7 +235,7 @@ impl UpdateSteps {
     }
 
     /// Loads the live generation of the flash directory, or swaps it in. Holds the lock of the
-    /// directory meanwhile, so that a merge cannot remove segments that are being opened.
+    /// directory until it returns, so that a merge cannot remove segments that are being opened.
     fn serve_live(&mut self, yield_now: &dyn Fn()) {
         if !self.update.has_generation() || self.serving.is_unloaded(&self.update.name) {
             return;

@@ -113,7 +113,7 @@ pub enum StepOutcome {
     Merged { table: usize },
     /// Merged the last pages of a table; the merged table is live.
     Compacted { table: usize, compacted: Compacted },
-    /// The merge of a table is ready and waits: an update has the directory in hand.
+    /// The merge of a table is ready and waits, because an update has the directory locked.
     Busy { table: usize },
     /// The merge of a table needs `bytes` more than today's budget allows. No other work is due.
     Waits { table: usize, bytes: u64 },

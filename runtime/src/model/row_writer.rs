@@ -165,7 +165,7 @@ impl ResidentPatch {
         self.rows.iter().map(bytes).sum::<usize>() as u64
     }
 
-    /// Replaces the rows in the tables of `backend`, which no lookup reads meanwhile.
+    /// Replaces the rows in the tables of `backend`, which no lookup may read until it returns.
     ///
     /// # Errors
     /// `CudaError::Driver`. Some rows may be replaced.

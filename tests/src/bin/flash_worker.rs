@@ -1,5 +1,6 @@
 //! A process for the test `kill`: installs, compacts and rolls back in a real directory until the
-//! test kills it. Prints each step before and after it. The test checks the rows, not this process.
+//! test kills it. It prints each step before and after. The test checks the rows; this process does
+//! not.
 //!
 //! Usage: flash_worker DIRECTORY SEED BUNDLE... with the delta and the snapshot of each generation,
 //! from generation 1.
@@ -37,7 +38,7 @@ fn install(directory: &Path, bundle: &Path) -> Result<Flash> {
 }
 
 fn compact(maintenance: &mut Maintenance, flash: &mut Flash) -> Result<()> {
-    // 40 steps of 2 pages may end within a merge, which the next install makes useless.
+    // 40 steps of 2 pages may stop within a merge, whose work the next install makes useless.
     for second in 0..40 {
         if maintenance.step(flash, Duration::from_secs(second), 2)? == StepOutcome::Nothing {
             break;

@@ -46,7 +46,7 @@ struct Args {
     threads: u64,
 }
 
-/// What all seeds together gave.
+/// The sum of all outcomes.
 #[derive(Default)]
 struct Summary {
     seeds: u64,

@@ -1,5 +1,5 @@
-//! A process for tests to kill: takes a car through its updates until nothing is left to do, and
-//! prints every state that it enters. It checks no rows: the test does.
+//! A process for tests to kill: takes a car through its updates until none is left, and prints
+//! every state that it enters. The test checks the rows; this process does not.
 //!
 //! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, where FAULTS is the number
 //! of faults on probation.
@@ -21,7 +21,7 @@ fn print(state: UpdateState) {
     let _ = writeln!(std::io::stdout(), "{state}");
 }
 
-/// Prints states from a second thread, because some last only as long as a write.
+/// Prints states from a second thread, because some last only as long as one write.
 fn print_states(sync: &Updater) {
     let sync = sync.clone();
     std::thread::spawn(move || {

@@ -79,7 +79,7 @@ impl PageFile for SimPages {
     }
 }
 
-/// A held lock. A lock of a killed process is another's by the time that this is dropped.
+/// A held lock. If its process was killed, another process may have taken the lock since.
 struct SimLock {
     disk: SimDisk,
     path: PathBuf,

@@ -1,7 +1,8 @@
 //! A disk in memory with the worst behaviour of a real one. A power cut loses, keeps or tears
 //! unsynced writes block by block, and keeps or undoes unsynced renames. Any call can fail, or take
-//! long in simulated time. Each simulated process has a handle of its own: a killed process fails
-//! all calls and holds no lock. Deterministic: equal seeds and equal calls give equal disks.
+//! long in simulated time. Each simulated process has a handle of its own: after a kill, all calls
+//! of its handle fail, and its locks are free. Deterministic: equal seeds and equal calls give
+//! equal disks.
 
 mod files;
 
@@ -26,7 +27,7 @@ pub struct SimDisk {
     process: Option<Arc<SimProcess>>,
     /// Bytes written through this handle and its clones.
     meter: Arc<AtomicU64>,
-    /// Holds back the page reads of this handle, which then are on threads.
+    /// Blocks the page reads of this handle while it is on. Such a handle reads on threads.
     stall: Option<Arc<Stall>>,
 }
 
@@ -282,7 +283,7 @@ impl SimDisk {
         self.process.as_ref().is_some_and(|p| p.is_killed.load(Ordering::Relaxed))
     }
 
-    /// Begins a read. Only a process sees requested errors of reads.
+    /// Starts a read. Only processes see the read errors that a test requested.
     fn enter_read(&self) -> io::Result<MutexGuard<'_, State>> {
         let mut state = self.enter()?;
         if self.process.is_some() {
@@ -291,7 +292,7 @@ impl SimDisk {
         Ok(state)
     }
 
-    /// Begins a call: fails if the process was killed.
+    /// Starts a call: fails if the process was killed.
     fn enter(&self) -> io::Result<MutexGuard<'_, State>> {
         if let Some(process) = &self.process {
             (process.on_call)();
@@ -364,7 +365,7 @@ impl SimDisk {
         self.state().reads_left = Some(reads);
     }
 
-    /// Ends all faults that were requested and have not come.
+    /// Cancels all requested faults that have not happened yet.
     pub fn end_faults(&self) {
         let mut state = self.state();
         (state.cut_at, state.fail_at, state.reads_left) = (None, None, None);
@@ -441,8 +442,8 @@ impl SimDisk {
             file.content = torn(&file.durable, &file.content, &mut random);
             file.durable.clone_from(&file.content);
         }
-        // The file system writes the names of each directory in order: the first changes of each
-        // directory are durable.
+        // The file system makes the names of each directory durable in order, so the first changes
+        // of each directory are kept.
         let pending = std::mem::take(&mut state.pending);
         let mut reached: BTreeMap<PathBuf, u64> = BTreeMap::new();
         for change in &pending {

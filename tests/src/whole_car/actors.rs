@@ -53,7 +53,7 @@ pub const BUDGET: Budget = Budget {
 };
 
 impl World {
-    /// Makes more of the publisher's work visible.
+    /// Uploads more of what the publisher has to publish.
     pub fn publish(&self) -> String {
         if !self.is_healing.get() && !self.one_in(PUBLISH_ONE_IN) {
             return "pauses".to_owned();
@@ -132,7 +132,7 @@ impl World {
         "started".to_owned()
     }
 
-    /// Gives a process a new life and returns its handle of the disk.
+    /// Starts a process anew and returns its handle of the disk.
     fn start(&self, process: Process) -> SimDisk {
         let disk = self.disk.process(preempt);
         let mut state = self.process(process).borrow_mut();
@@ -160,7 +160,7 @@ impl World {
         let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
         let has_moved = steps.step(now, &preempt);
         let after = served();
-        // The step recorded the first answers, unless the process was killed in it.
+        // Unless the process was killed in it, the step recorded the release's first answers.
         let mut state = self.process(Process::Daemon).borrow_mut();
         state.has_answered |= answers > 0 && !state.disk.is_killed();
         drop(state);
@@ -272,7 +272,7 @@ impl World {
         self.reap_killed();
     }
 
-    /// Drops the memory of every killed process that has no step under way.
+    /// Drops the in-memory state of every killed process that has no step in progress.
     pub fn reap_killed(&self) {
         for process in Process::BOTH {
             let is_dead = {
@@ -311,13 +311,13 @@ impl World {
         Process::BOTH.iter().for_each(|p| self.process(*p).borrow().disk.kill());
         self.reap_killed();
         self.disk.reboot(seed);
-        // A rename that was visible and not yet durable may be undone.
+        // A rename that was visible but not yet durable may be undone.
         self.checks.borrow_mut().forget_live();
         self.count("power cuts");
         self.note(format_args!("the power is back"));
     }
 
-    /// Shows a message of the product, which is no part of the trace.
+    /// Prints a message of the product; it is not part of the trace.
     pub fn say(&self, message: &str) {
         log::info!("{message}");
     }

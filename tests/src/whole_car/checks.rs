@@ -1,5 +1,5 @@
-//! What must hold after every step, whoever took it: only good, signed, listed releases are live,
-//! no good release is rolled back, and memory and wear stay within their budgets.
+//! The checks after every step of any actor. Only good, signed, listed releases are live, no good
+//! release is rolled back, and memory and wear stay within their budgets.
 
 use crate::whole_car::actors::MEMORY_BYTES_MAX;
 use crate::whole_car::faults::Fault;
@@ -13,7 +13,7 @@ use hatchback::update::status::{UpdateState, UpdateStatus};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the checks remember from step to step.
+/// State of the checks between steps.
 #[derive(Default)]
 pub struct Checks {
     /// The disk's count of calls at the last check.
@@ -72,7 +72,7 @@ impl World {
         }
     }
 
-    /// Checks the wear of each day, unless a clock was wrong: then days are not days.
+    /// Checks the wear of each day, unless a clock was wrong: then a day is not a day.
     fn check_wear(&self) {
         let disk = self.maintenance_disk.borrow().clone();
         if self.knobs.faults.contains(&Fault::Clock) {

@@ -7,9 +7,9 @@ use std::time::Duration;
 /// A class of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fault {
-    /// One process is killed, at once or after some calls of its disk.
+    /// One process is killed, immediately or after some calls of its disk.
     Kill,
-    /// A process ends in order and starts again.
+    /// A process ends normally and starts again.
     Exit,
     /// A process takes no step for a while.
     Stop,
@@ -77,14 +77,14 @@ impl Fault {
     }
 }
 
-/// The knobs of one simulation.
+/// The parameters (knobs) of one simulation.
 #[derive(Clone, Debug)]
 pub struct Knobs {
-    /// The classes of faults that may come.
+    /// The classes of faults that may occur.
     pub faults: BTreeSet<Fault>,
     /// The number of the history; `None` for a random one.
     pub history: Option<usize>,
-    /// Rounds with faults. Each is a step of one actor, with those that run inside it.
+    /// Rounds with faults. Each is a step of one actor, with the steps that run inside it.
     pub rounds: u64,
     /// Another actor runs inside a step at one in so many calls; 0 for never.
     pub preempt_one_in: u64,
@@ -98,7 +98,7 @@ pub struct Knobs {
     pub requests_min: u64,
     /// Bytes a day that maintenance may write.
     pub wear_bytes: u64,
-    /// Whether the last release appears only after the faults.
+    /// Whether the publisher withholds the last release until the faults end.
     pub holds_last_back: bool,
 }
 

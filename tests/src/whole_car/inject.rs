@@ -1,5 +1,5 @@
-//! The injection of faults: chooses one of the classes that the knobs allow, begins it, and ends it
-//! some steps later.
+//! The injection of faults: starts a fault of one of the allowed classes, and ends it some steps
+//! later.
 
 use crate::random::Random;
 use crate::whole_car::faults::Fault;
@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// Starts of the daemon in a row that faults may end before the first answer. More of them count
-/// against a release, and the product says so.
+/// Starts of the daemon in a row that faults may end before the first answer. The product counts
+/// further ones against the release.
 const EARLY_DEATHS_MAX: u32 = 3;
 /// Older versions of the sync directory that the hostile process keeps.
 const OLD_MAX: usize = 8;
@@ -113,7 +113,7 @@ impl World {
         self.lasting.borrow_mut().ends.push((step, end));
     }
 
-    /// Returns whether the daemon may die now. Deaths before the first answer, again and again,
+    /// Returns whether a fault may kill the daemon now. Too many deaths before the first answer
     /// count against a release.
     fn may_daemon_die(&self) -> bool {
         let state = self.process(Process::Daemon).borrow();
@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    /// Ends all faults: from now on everything works.
+    /// Ends all faults: from now on no call fails.
     pub fn end_faults(&self) {
         self.is_healing.set(true);
         self.disk.end_faults();
@@ -186,7 +186,8 @@ impl World {
 
     /// Returns a random file of one of the directories, never a second copy of a record.
     fn any_file(&self, is_on_flash: bool) -> Option<PathBuf> {
-        // Between the writes of two copies of a record, the first is the only one of its content.
+        // Between the writes of the two copies of a record, only the first copy has the new
+        // content.
         let is_only_copy = |path: &PathBuf| {
             let second = names::second_copy_of(path);
             second.is_some_and(|second| self.disk.content(&second) != self.disk.content(path))
@@ -281,7 +282,7 @@ fn damaged(path: &Path, mut content: Vec<u8>, kind: u64, random: &mut Random) ->
     match kind {
         0 => {
             let at = random.below(content.len() as u64) as usize;
-            // The highest bit spoils a text wherever it is; another bit might change nothing.
+            // The highest bit damages a text wherever it is; another bit might have no effect.
             let bit = if names::is_text(path) { 7 } else { random.below(8) };
             content[at] ^= 1 << bit;
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// Bytes that arrive together.
 const PIECE_BYTES: usize = 8 << 10;
-/// Bytes after which an endless object ends all the same.
+/// Bytes after which even an endless object ends.
 const ENDLESS_BYTES: usize = 8 << 20;
 
 /// How a server answers one request.

@@ -2,9 +2,9 @@
 //! with its requests, updates and maintenance, one disk, clocks, and every fault of a car's life.
 //! One seed, one thread, simulated time. Everything that a car runs is the product's own code.
 //!
-//! A simulation has two phases. In the first, faults come, and what [`checks`] demands must hold
-//! after every step. Then the faults end, and within a bounded number of steps the newest good
-//! release must be live and serve fresh answers, without help.
+//! A simulation has two phases. In the first, faults occur, and the [`checks`] must hold after
+//! every step. Then the faults end. Within a bounded number of steps, and without help, the newest
+//! good release must be live and serve fresh answers.
 
 pub mod actors;
 pub mod checks;
@@ -33,7 +33,7 @@ use world::{Actor, Failure, Process, Start, World, set_current};
 const HEAL_ROUNDS: u64 = 1_200;
 /// Time between two rounds after the faults.
 const HEAL_TICK: Duration = Duration::from_secs(600);
-/// One round in so many is a night, in which the car is parked and goes on.
+/// One round in so many is a night: the car is parked, and its processes keep running.
 const NIGHT_ONE_IN: u64 = 60;
 const NIGHT: Duration = Duration::from_secs(14 * 3600);
 /// Steps with faults, those inside other steps included.
@@ -47,7 +47,7 @@ const CALM_ROUNDS: u64 = 30;
 pub struct Outcome {
     /// Its seed.
     pub seed: u64,
-    /// What went wrong.
+    /// The first failed check, if any.
     pub failure: Option<Failure>,
     /// The hash of its trace.
     pub hash: u64,
@@ -89,7 +89,7 @@ pub fn simulate_with(prepared: &Arc<Prepared>, start: Start) -> Outcome {
 }
 
 impl World {
-    /// Lives through both phases.
+    /// Runs both phases.
     fn live(self: &Rc<Self>) {
         self.note(format_args!("history `{}`, {:?}", self.history().name, self.knobs));
         for _ in 0..self.knobs.rounds {
@@ -143,7 +143,8 @@ impl World {
         self.fail_to_heal();
     }
 
-    /// Returns whether the newest release is live, judged, and serves fresh answers.
+    /// Returns whether the newest release is live, has passed its probation, and serves fresh
+    /// answers.
     fn is_at_newest(&self) -> bool {
         let last = self.history().last;
         let checks = self.checks.borrow();

@@ -37,7 +37,7 @@ const GENERATIONS: usize = 6;
 /// The rows of one table.
 pub type Rows = BTreeMap<u64, Vec<f32>>;
 
-/// What is wrong with a packed bundle.
+/// A deliberate fault of a packed bundle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Flaw {
     /// Nothing.
@@ -48,14 +48,14 @@ pub enum Flaw {
     Page,
 }
 
-/// Where a bundle leads.
+/// A bundle to pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Lead {
+pub struct BundlePlan {
     /// The sequence of its parent; `None` for a snapshot.
     pub from: Option<u64>,
     /// The sequence of its generation.
     pub to: u64,
-    /// What is wrong with it.
+    /// Its deliberate fault.
     pub flaw: Flaw,
 }
 
@@ -106,7 +106,8 @@ impl Generations {
                 tables.iter_mut().enumerate().for_each(|(t, rows)| change(t, rows, &mut random));
             }
             generations.rows.insert(sequence, tables.clone());
-            let snapshot = generations.pack(Lead { from: None, to: sequence, flaw: Flaw::None });
+            let snapshot =
+                generations.pack(BundlePlan { from: None, to: sequence, flaw: Flaw::None });
             install(&snapshot, &generations.flash(sequence)).unwrap();
         }
         generations
@@ -117,8 +118,8 @@ impl Generations {
     }
 
     /// Packs a bundle and returns its path.
-    pub fn pack(&self, lead: Lead) -> PathBuf {
-        let Lead { from, to, flaw } = lead;
+    pub fn pack(&self, lead: BundlePlan) -> PathBuf {
+        let BundlePlan { from, to, flaw } = lead;
         let name = format!("{}-{to}-{flaw:?}", from.unwrap_or(0));
         let path = |ending: &str| self.folder.path().join(format!("{name}.{ending}"));
         let out = path("hatch");

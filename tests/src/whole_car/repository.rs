@@ -1,8 +1,9 @@
-//! The publisher and its repository, prepared once: some histories of a fleet, each as the states
-//! of its repository from one publish to the next. The real publisher signs them. A simulation
-//! chooses one and decides when each state, or a part of it, becomes visible.
+//! The publisher and its repository, prepared once. There are several histories of a fleet, and
+//! each is the sequence of states of its repository, one after each publish. The real publisher
+//! signs them. A simulation chooses a history and decides when each state, or a part of it, becomes
+//! visible.
 
-use crate::whole_car::model::{Flaw, Generations, Lead};
+use crate::whole_car::model::{BundlePlan, Flaw, Generations};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Hash, sha256};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet, rotate};
@@ -17,7 +18,7 @@ use tough::schema::RoleType;
 pub const T0: u64 = 1_800_000_000;
 const DAY_S: u64 = 24 * 3600;
 /// Lifetime of a timestamp. Snapshot and targets last ten times as long. It is longer than any run,
-/// because a car may stand for a year and no publisher of the simulation renews a timestamp.
+/// because a car may be parked for a year and the simulated publisher renews no timestamp.
 const LASTS_S: u64 = 2_000 * DAY_S;
 /// Lifetime of a root.
 const ROOT_LASTS_S: u64 = 3_000 * DAY_S;
@@ -41,13 +42,13 @@ pub struct Published {
 pub struct Signed {
     /// Its generation's sequence.
     pub sequence: u64,
-    /// What is wrong with it.
+    /// Its deliberate fault.
     pub flaw: Flaw,
 }
 
 /// The life of one fleet.
 pub struct History {
-    /// What happens in it.
+    /// A short description.
     pub name: &'static str,
     /// The fleet's first root.
     pub root: Vec<u8>,
@@ -59,10 +60,10 @@ pub struct History {
     pub last: u64,
 }
 
-/// What the publisher does.
+/// An action of the publisher.
 enum Act {
     /// Publishes bundles for a share of the fleet, per cent.
-    Publish(Vec<Lead>, u8),
+    Publish(Vec<BundlePlan>, u8),
     Revoke(u64),
     /// Replaces the keys of a role, and signs these releases again.
     Rotate(RoleType, Vec<u64>),
@@ -70,20 +71,20 @@ enum Act {
 
 use Act::{Publish, Revoke, Rotate};
 
-const fn snapshot(to: u64) -> Lead {
-    Lead { from: None, to, flaw: Flaw::None }
+const fn snapshot(to: u64) -> BundlePlan {
+    BundlePlan { from: None, to, flaw: Flaw::None }
 }
 
-const fn delta(from: u64, to: u64) -> Lead {
-    Lead { from: Some(from), to, flaw: Flaw::None }
+const fn delta(from: u64, to: u64) -> BundlePlan {
+    BundlePlan { from: Some(from), to, flaw: Flaw::None }
 }
 
-fn all(leads: &[Lead]) -> Act {
+fn all(leads: &[BundlePlan]) -> Act {
     Publish(leads.to_vec(), 100)
 }
 
 fn flawed(flaw: Flaw) -> Act {
-    all(&[Lead { flaw, ..delta(2, 3) }])
+    all(&[BundlePlan { flaw, ..delta(2, 3) }])
 }
 
 /// Returns the acts of every history. Each ends with a good release that has a snapshot and a
@@ -204,7 +205,7 @@ impl Publisher<'_> {
         self.record(&repository, act);
     }
 
-    fn sign(&mut self, lead: Lead) -> PathBuf {
+    fn sign(&mut self, lead: BundlePlan) -> PathBuf {
         let bundle = self.generations.pack(lead);
         let hash = sha256(BundleReader::open(&bundle).unwrap().manifest_bytes());
         let signed = Signed { sequence: lead.to, flaw: lead.flaw };

@@ -1,7 +1,7 @@
-//! The defects that the simulator found, each as a small named scenario: the knobs under which it
-//! came, and a range of seeds. A scenario outlives changes of the product that shift the random
-//! numbers, because it demands that no seed of its range fails. The other classes of faults have a
-//! scenario too, each alone.
+//! The defects that the simulator found. Each is a small named scenario: the knobs under which it
+//! occurred, and a range of seeds, of which none may fail. So a scenario stays useful when a change
+//! of the product shifts the random numbers. Every other class of faults also has a scenario of its
+//! own.
 
 use crate::whole_car::faults::{Fault, Knobs};
 use crate::whole_car::repository::Prepared;
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// A defect that was found, and the conditions under which it came.
 pub struct Scenario {
-    /// What happened.
+    /// The defect.
     pub name: &'static str,
     /// The number of the history; `None` for any.
     pub history: Option<usize>,
@@ -25,14 +25,15 @@ pub struct Scenario {
     pub change: fn(&mut Knobs),
 }
 
-/// The knobs stay those of [`base`].
+/// Leaves the knobs as [`base`] returns them.
 const SAME: fn(&mut Knobs) = |_| {};
 
 const fn found(name: &'static str, faults: &'static [Fault]) -> Scenario {
     Scenario { name, history: None, faults, seeds: 24, change: SAME }
 }
 
-/// Every scenario. Those of one class of faults each stand for what that class alone found.
+/// Every scenario. A scenario with one class of faults covers all defects that this class alone
+/// found.
 pub const ALL: &[Scenario] = &[
     Scenario {
         history: Some(1),

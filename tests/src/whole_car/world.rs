@@ -37,7 +37,7 @@ const COHORT: u8 = 50;
 /// Seconds from 1970 to 2090.
 const YEAR_2090_S: u64 = 3_786_912_000;
 
-/// What takes steps.
+/// An actor: a part of the simulation that takes steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Actor {
     /// The publisher and its repository.
@@ -103,7 +103,7 @@ impl Actor {
     }
 }
 
-/// What a process's clock shows.
+/// The time that a process's clock shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wall {
     /// The time.
@@ -132,7 +132,7 @@ pub struct ProcessState {
     pub has_answered: bool,
 }
 
-/// What the repository shows.
+/// The visible part of the repository.
 pub struct Shown {
     /// The number of the last whole state.
     pub state: usize,
@@ -147,11 +147,11 @@ pub struct Shown {
 pub struct Failure {
     /// The step.
     pub step: u64,
-    /// What was wrong.
+    /// The failed check.
     pub what: String,
 }
 
-/// What happened so far.
+/// The record of a simulation so far.
 #[derive(Default)]
 pub struct Trace {
     lines: VecDeque<String>,
@@ -162,27 +162,27 @@ pub struct Trace {
 
 /// One simulated car and its world.
 pub struct World {
-    /// What all simulations share.
+    /// Data that all simulations share.
     pub prepared: Arc<Prepared>,
     history: usize,
     /// The knobs of this simulation.
     pub knobs: Knobs,
     random: RefCell<Random>,
-    /// The disk, as nobody's process.
+    /// The disk, through a handle of no process.
     pub disk: SimDisk,
     /// The monotonic clock.
     pub clock: SimClock,
     /// The state of each process.
     pub processes: BTreeMap<Process, RefCell<ProcessState>>,
-    /// The memory of the sync process.
+    /// The sync process's state in memory, while it runs.
     pub sync: RefCell<Option<SyncSteps>>,
-    /// The memory of the daemon.
+    /// The daemon's update loop, while it runs.
     pub update: RefCell<Option<UpdateSteps>>,
-    /// The memory of the daemon.
+    /// The daemon's maintenance loop, while it runs.
     pub maintenance: RefCell<Option<MaintenanceSteps>>,
-    /// The handle of maintenance, which counts its writes.
+    /// The disk handle of maintenance, which counts its writes.
     pub maintenance_disk: RefCell<Option<SimDisk>>,
-    /// The memory of the daemon.
+    /// The daemon's served models, while it runs.
     pub serving: RefCell<Option<Arc<Serving>>>,
     /// The requests that wait for an answer.
     pub pending: RefCell<Vec<Pending>>,
@@ -191,17 +191,17 @@ pub struct World {
     stack: RefCell<Vec<Actor>>,
     atomic: Cell<u32>,
     step: Cell<u64>,
-    /// Until this step the link is bad.
+    /// The step until which the link is bad.
     pub link_bad_until: Cell<u64>,
-    /// Until this step a hostile process writes into the sync directory.
+    /// The step until which a hostile process writes into the sync directory.
     pub hostile_until: Cell<u64>,
     /// The faults that last.
     pub lasting: RefCell<Lasting>,
-    /// The faults have ended.
+    /// Whether the faults have ended.
     pub is_healing: Cell<bool>,
-    /// What the checks remember.
+    /// State of the checks.
     pub checks: RefCell<Checks>,
-    /// What happened.
+    /// The record so far.
     pub trace: RefCell<Trace>,
     failure: RefCell<Option<Failure>>,
     is_verbose: bool,
@@ -224,7 +224,7 @@ pub fn set_current(world: Option<Rc<World>>) {
     CURRENT.with(|current| *current.borrow_mut() = world);
 }
 
-/// What a simulation begins with.
+/// Parameters of a simulation.
 pub struct Start {
     /// The seed of all random numbers.
     pub seed: u64,

@@ -1,4 +1,5 @@
-//! Certificates for tests: an authority, and what it signs, in memory and as files in PEM.
+//! Certificates for tests: an authority and the certificates that it signs, in memory and as PEM
+//! files.
 
 // Each test uses a part of this.
 #![allow(dead_code)]

@@ -34,13 +34,13 @@ pub const NAME: &str = "car";
 pub const ROUND_S: u64 = 5;
 /// Rounds in which a car must reach the newest release.
 pub const ROUNDS_MAX: usize = 120;
-/// Days that a car may take if it is not there at once: the byte budget counts by day.
+/// Days that a car may take to reach the release, because the byte budget counts by day.
 pub const DAYS_MAX: usize = 2;
 pub const DAY_S: u64 = 24 * 60 * 60;
 
 // The clock and the log of a car.
 
-/// The orders of the keys that some generation has, of each table.
+/// The keys of all generations of each table, as orders.
 static ORDERS: LazyLock<[Vec<u64>; 2]> = LazyLock::new(|| {
     let of = |table: usize| VERSIONS.rows.iter().flat_map(move |rows| rows[table].keys().copied());
     [0, 1].map(|table| of(table).collect::<BTreeSet<u64>>().into_iter().collect())
@@ -107,7 +107,7 @@ pub struct TestCar {
     pub polled: String,
     /// Rows may be damaged, because the case damaged a segment that is served.
     pub may_be_damaged: bool,
-    /// Counts rounds, so that another thread sees that this one gets on.
+    /// Counts rounds, so that another thread sees progress.
     pub steps: Arc<AtomicU64>,
     pub processes: Option<Processes>,
 }
@@ -182,7 +182,8 @@ impl TestCar {
         let (updater, now, clock) = (self.updater(), self.now, Arc::clone(&self.clock));
         let processes = self.processes.as_mut().unwrap();
         if processes.sync.is_none() {
-            // The process ends where it cannot be provisioned, and systemd starts it again.
+            // If the directory cannot be provisioned, the process ends, and systemd starts it
+            // again.
             match Trust::init(updater.disk.as_ref(), &updater.directory, &self.root) {
                 Ok(()) => {
                     processes.sync =
@@ -237,7 +238,7 @@ impl TestCar {
         Ok(is_answered)
     }
 
-    /// Asks for scores. Returns whether they came.
+    /// Requests scores. Returns whether they came.
     pub fn ask(&mut self) -> Result<bool, Fault> {
         let samples: Vec<Sample> = (0..4).map(|_| self.sample()).collect();
         let serving = &self.processes.as_ref().unwrap().serving;
@@ -282,7 +283,7 @@ impl TestCar {
         is_done && live.ends_with(&format!("@{newest}")) && self.served() == Some(newest as u64)
     }
 
-    /// Returns the mark against a release, if there is one. Every release of this test is good.
+    /// Returns the recorded mark against a release, if any. Every release of this test is good.
     pub fn marked(&self) -> Option<String> {
         let status = self.updater().status().unwrap_or_default();
         let rolled = status.history.iter().find(|e| e.state == UpdateState::RollingBack);
@@ -290,7 +291,7 @@ impl TestCar {
         rolled.map(note).or(status.refused.first().cloned())
     }
 
-    /// Returns why the car does not get on.
+    /// Returns why the car makes no progress.
     pub fn reason(&self) -> String {
         let (state, error) = match self.updater().status() {
             Ok(status) => (status.state.to_string(), status.error.unwrap_or_default()),
@@ -315,7 +316,7 @@ impl TestCar {
                     return Ok(if day == 0 { Outcome::Healed } else { Outcome::Late });
                 }
             }
-            // The budgets count a longer jump of the clock as an hour.
+            // The budgets count a longer jump of the clock as one hour.
             for _ in 0..24 {
                 self.advance(DAY_S / 24);
                 self.round(repository)?;

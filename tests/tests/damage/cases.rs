@@ -1,18 +1,18 @@
-//! The cases of the damage table, and what the table knows of names in the two directories.
+//! The cases of the damage table, and facts about the files of the two directories.
 
 use crate::scenes::Scene;
 use std::sync::Arc;
 
-// What the test knows of names in the two directories.
+// Facts about the files of the two directories.
 
-/// Returns whether the damage of `file` may keep a new process from serving until a release comes.
-/// It may only where `file` belongs to a generation.
+/// Returns whether damage of `file` may keep a new process from serving until a release arrives.
+/// Only files of a generation may.
 pub fn may_stop_serving(file: &str) -> bool {
     file.starts_with("flash/g")
 }
 
-/// Returns a file of the directory of `file` that a link in place of `file` leads to: a record, or
-/// a manifest. Such a file is only ever replaced as a whole.
+/// Returns the file to which a link in place of `file` leads: a record or a manifest of the same
+/// directory. Such a file is only ever replaced as a whole.
 pub fn link_target(scene: &Scene, file: &str) -> String {
     let (directory, _) = file.split_once('/').unwrap();
     let target = ["/live", "/floor", "/g"].iter().find_map(|start| {
@@ -109,11 +109,11 @@ impl Case {
 pub enum Outcome {
     Skipped,
     Healed,
-    /// Healed after midnight.
+    /// It healed, but only after midnight.
     Late,
     Stuck(String),
     Hangs,
-    /// Did not serve what is whole.
+    /// It did not serve a model that is whole.
     Down(String),
     Wrong(String),
 }

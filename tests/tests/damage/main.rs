@@ -1,12 +1,12 @@
-//! Every file of a car, damaged in every way. For each file of the flash directory and of the sync
-//! directory, in several moments of an update: the car serves on where what it serves is whole, and
-//! it is at the newest release by itself once one can be had. Drives the steps that the daemon and
-//! the sync process call, on the real file system, with a clock of its own. Never waits.
+//! Damages every file of a car in every way, at several moments of an update. The car must serve on
+//! if the served model is whole. It must reach the newest release without help as soon as one is
+//! available. The test drives the steps that the daemon and the sync process call, on the real file
+//! system, with a clock of its own. Never waits.
 //!
-//! A file and a damage have four cases: the damage strikes the running or the stopped car, and the
+//! Each file and damage has four cases: the damage strikes the running or the stopped car, and the
 //! next release is a delta with a snapshot or a snapshot alone. Two of the four run by default.
-//! `HATCHBACK_DAMAGE=all` runs all, and `HATCHBACK_DAMAGE=WORD` those whose line has WORD, such as
-//! `Rest flash/live fifo Running Both`.
+//! `HATCHBACK_DAMAGE=all` runs all. `HATCHBACK_DAMAGE=WORD` runs the cases whose line contains
+//! WORD, such as `Rest flash/live fifo Running Both`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -25,11 +25,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Time without a step after which a case no longer holds up the others. A step takes milliseconds.
+/// Time without a step after which other cases no longer wait for this one. A step takes
+/// milliseconds.
 const SLOW: Duration = Duration::from_millis(500);
-/// Time after its last step after which a case counts as one that hangs.
+/// Time after its last step after which a case counts as hanging.
 const HANGS: Duration = Duration::from_secs(60);
-/// Set in the process that this test starts, without root's right to open every file.
+/// Set in the child process, which runs without root's right to open every file.
 const CHILD: &str = "HATCHBACK_DAMAGE_CHILD";
 
 fn cases() -> Vec<Case> {
@@ -50,7 +51,7 @@ fn cases() -> Vec<Case> {
     match std::env::var("HATCHBACK_DAMAGE") {
         Ok(word) if word == "all" => {}
         Ok(word) => cases.retain(|case| case.line().contains(&word)),
-        // Of the four cases of a file and a damage two, so that each value occurs once.
+        // Two of the four cases of a file and a damage, chosen so that each value occurs once.
         Err(_) => {
             let mut n = 0;
             cases.retain(|_| {
@@ -69,7 +70,7 @@ fn opens_every_file() -> bool {
     std::fs::read(file.path()).is_ok()
 }
 
-/// Runs every case, each on a thread. A case that does not end holds up no other.
+/// Runs every case on a thread of its own. A case that hangs delays no other.
 fn run_all(cases: &[Case], skips: bool) -> Vec<Outcome> {
     let outcomes: Vec<Mutex<Outcome>> =
         cases.iter().map(|_| Mutex::new(Outcome::Skipped)).collect();
@@ -153,9 +154,9 @@ fn print(cases: &[Case], outcomes: &[Outcome]) {
     }
 }
 
-/// Runs this test in a process of its own. Its folders are in memory if the system has such a
-/// place, because the cases sync hundreds of thousands of times; and they are removed at the end,
-/// those of cases that hang included. Returns whether it passed.
+/// Runs this test in a child process and returns whether it passed. Its folders are in memory if
+/// possible, because the cases sync hundreds of thousands of times. All folders are removed at the
+/// end, including those of hanging cases.
 fn run_in_child() -> bool {
     let folders = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let run = |mut command: Command| {
@@ -164,7 +165,7 @@ fn run_in_child() -> bool {
     };
     let own = std::env::current_exe().unwrap();
     if opens_every_file() {
-        // Without these two rights even root cannot open a file without permission.
+        // Without these two capabilities, even root cannot open a file without permission.
         let mut limited = Command::new("setpriv");
         limited.args(["--bounding-set", "-dac_override,-dac_read_search"]).arg(&own);
         if let Ok(status) = run(limited) {

@@ -130,7 +130,7 @@ impl Scene {
         2
     }
 
-    /// Leaves what a power cut amid a fetch, a merge and the writes of records leaves.
+    /// Leaves the files that a power cut leaves during a fetch, a merge and the writes of records.
     pub fn interrupt(car: &mut TestCar, fleet: &Fleet) {
         release(fleet, car.now, &[&VERSIONS.deltas[2]]);
         let half = std::fs::metadata(&VERSIONS.deltas[2]).unwrap().len() / 2;
@@ -151,7 +151,7 @@ impl Scene {
             }
         }
         drop(steps);
-        // A record that is replaced has a part file for a moment.
+        // A record that is being replaced has a part file for a moment.
         for file in files_in(&car.folder) {
             let is_record = ["flash/", "sync/"].iter().any(|start| {
                 file.strip_prefix(start).is_some_and(|name| !name.contains(['/', '.']))

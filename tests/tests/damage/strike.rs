@@ -22,7 +22,7 @@ pub struct Kept {
     pub bytes: Vec<u8>,
 }
 
-/// Damages `case.file` in `folder`. Returns what a link that it made leads to.
+/// Damages `case.file` in `folder`. If the damage is a link, returns its target.
 pub fn strike(case: &Case, folder: &Path) -> Option<Kept> {
     let path = folder.join("car").join(&case.file);
     let old = std::fs::read(&path).unwrap_or_default();
@@ -152,8 +152,8 @@ pub fn heal(
             }
         }
         let healed = car.go_to(&next.repository(), scene.newest)?;
-        // Nobody may have read the page before the next release, which then was a delta. Its rows
-        // are reported as damaged until the scrub finds it.
+        // If no request read the page before the next release, that release was a delta. Rows of
+        // the page count as damaged until the scrub finds it.
         car.may_be_damaged = case.damage == Damage::Flipped && case.file.ends_with(".seg");
         car.stop();
         car.start();

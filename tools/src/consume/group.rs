@@ -1,6 +1,6 @@
-//! The consumer group. Several processes share the partitions of a model, and the brokers move the
-//! partitions of one that stops to the others. The group only says who should read what. Whether a
-//! message counts is decided by the offsets in the windows, never here.
+//! The consumer group. Several processes share the partitions of a model, and the brokers give the
+//! partitions of a process that stops to the others. The group only decides who reads what. The
+//! offsets in the windows decide whether a message counts.
 
 use anyhow::{Result, bail};
 use rdkafka::ClientContext;
@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest wait of one call for news of the group.
+/// Longest time that one poll waits for a message of the group.
 const POLL: Duration = Duration::from_millis(100);
 
 /// A partition of a topic.
@@ -24,28 +24,29 @@ pub struct Partition {
     pub number: i32,
 }
 
-/// What the group gave to this process.
+/// The partitions that the group assigned to this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GroupShare {
-    /// Counts the changes. A share that was taken back has another number than a later one.
+    /// The number of the distribution. A share that was withdrawn has another number than every
+    /// later one.
     pub round: u64,
     /// The partitions; none while the group distributes them.
     pub partitions: Option<BTreeSet<Partition>>,
 }
 
-/// The membership of this process. It ends when the value is dropped.
+/// The membership of this process in the group; dropping it leaves the group.
 pub struct Member {
     consumer: BaseConsumer<NewestShare>,
     patience: Duration,
 }
 
-/// The share after the newest message of the group.
+/// The share of this process by the newest message of the group.
 #[derive(Default)]
 struct NewestShare(Mutex<GroupShare>);
 
 impl Member {
-    /// Joins the group of `config`, which shares the partitions of `topics`. Topics that do not
-    /// exist yet are shared once they do.
+    /// Joins the group of `config`, which shares the partitions of `topics`. A topic that does not
+    /// exist yet is shared as soon as it does.
     ///
     /// # Errors
     /// The settings or a topic's name are refused.
@@ -79,7 +80,7 @@ impl Member {
         }
     }
 
-    /// Returns whether `share` is still that of this process. Answers the brokers on the way.
+    /// Returns whether `share` is still that of this process, after the group's newest messages.
     ///
     /// # Errors
     /// The membership is broken for good.
@@ -104,7 +105,8 @@ impl Member {
         self.consumer.context().0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Serves the group. Returns an error that passes, such as a broker that does not answer.
+    /// Handles the group's messages. Returns a temporary error, such as a broker that does not
+    /// answer.
     fn poll(&self, timeout: Duration) -> Result<Option<KafkaError>> {
         match self.consumer.poll(timeout) {
             Some(Err(e @ KafkaError::MessageConsumptionFatal(_))) => Err(e.into()),
@@ -112,7 +114,7 @@ impl Member {
                 log::debug!("consumer group: {e}");
                 Ok(Some(e))
             }
-            // A message that came before the pause. The reader reads it again.
+            // A message that arrived before the pause took effect. The reader reads it again.
             Some(Ok(_)) | None => Ok(None),
         }
     }
@@ -124,7 +126,7 @@ impl ConsumerContext for NewestShare {
     fn post_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
         let partitions = match rebalance {
             Rebalance::Assign(given) => {
-                // Messages come through the reader, which starts at the offsets of the windows.
+                // The reader reads the messages, from the offsets in the windows.
                 if let Err(e) = consumer.pause(given) {
                     log::warn!("consumer group: {e}");
                 }

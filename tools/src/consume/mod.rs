@@ -1,8 +1,9 @@
 //! `consume`, with the feature `kafka`: turns the rows that HugeCTR publishes to Kafka into
-//! windows. One window holds everything that the partitions of this process had when the window was
-//! begun. Its `window.json` also has the offset at which the next window begins. So rows and
+//! windows. One window holds all messages that the partitions of this process had when the window
+//! was started. Its `window.json` also has the offset at which the next window begins, so rows and
 //! offsets become durable in one rename. A process closes a window only if its messages begin where
-//! the newest window ends. Each message counts once, whoever is killed and whoever reads twice.
+//! the newest window ends. So each message counts once, even if a process is killed or two
+//! processes read it.
 
 mod group;
 mod reader;
@@ -28,15 +29,15 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Longest time between two looks for new topics and partitions, milliseconds.
+/// Longest interval between two searches for new topics and partitions, milliseconds.
 const TOPICS_MS_MAX: u32 = 5000;
 /// Longest time between two attempts to reach a broker, milliseconds.
 const RECONNECT_MS_MAX: u32 = 5000;
-/// Heartbeats that a process sends in the time after which the group gives it up.
+/// Heartbeats that a process sends within the time of silence after which the group excludes it.
 const HEARTBEATS: f64 = 6.0;
-/// Time that writing a window may take before the group gives the process up, milliseconds.
+/// Time that writing a window may take before the group excludes the process, milliseconds.
 const WRITE_MS_MAX: u32 = 300_000;
-/// Longest wait for the lock between two answers to the group.
+/// Longest wait for the lock before the process answers the group again.
 const LOCK_WAIT: Duration = Duration::from_millis(200);
 
 /// Turns the rows that HugeCTR publishes to Kafka into windows
@@ -88,7 +89,7 @@ fn key_width(text: &str) -> Result<KeyWidth> {
     }
 }
 
-/// What one window has.
+/// The content of one window.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Consumed {
     /// The number of the window; none if there was no row.
@@ -101,7 +102,7 @@ pub struct Consumed {
     pub rows_read: u64,
     /// Rows in the window: the newest of each key.
     pub rows: u64,
-    /// Whether messages wait that the window had no room for.
+    /// Whether messages are left that did not fit into the window.
     pub is_full: bool,
 }
 
@@ -150,9 +151,9 @@ struct Consumer<'a> {
 /// The rows of a window that is not closed yet.
 struct OpenWindow {
     tables: Vec<GatheredRows>,
-    /// The offset of each partition in the newest window, when this one was begun.
+    /// The offset of each partition in the newest window, when this one was started.
     stored: BTreeMap<Partition, Option<i64>>,
-    /// What is read of each partition, up to `next` so far.
+    /// The messages to read of each partition. Those before `next` have been read.
     read: BTreeMap<Partition, Bounds>,
     done: Consumed,
     bytes_max: u64,
@@ -189,7 +190,7 @@ impl<'a> Consumer<'a> {
         Ok(Self { args, lineage, tables, topics, member, reader, patience })
     }
 
-    /// Makes the next window of everything that the partitions of this process have now.
+    /// Makes the next window of all messages that the partitions of this process have now.
     fn window(&self) -> Result<Consumed> {
         loop {
             let share = self.member.share()?;
@@ -243,7 +244,7 @@ impl<'a> Consumer<'a> {
         Ok(Newest { number: newest.number, offsets })
     }
 
-    /// Reads the messages of the window. Returns false if the group took the share back.
+    /// Reads the messages of the window. Returns false if the group withdrew the share.
     fn read(&self, share: &GroupShare, window: &mut OpenWindow) -> Result<bool> {
         let is_open = |bounds: &Bounds| bounds.next < bounds.end;
         let mut open = window.read.clone();
@@ -273,7 +274,7 @@ impl<'a> Consumer<'a> {
         Ok(true)
     }
 
-    /// Takes a message of the window. Later messages, and those that came twice, are left out.
+    /// Adds a message to the window. Skips later messages, and those that came twice.
     fn take(&self, message: &BorrowedMessage<'_>, window: &mut OpenWindow) -> Result<()> {
         let table = self.topics.iter().position(|topic| topic == message.topic());
         let at = Partition { topic: message.topic().to_owned(), number: message.partition() };
@@ -286,7 +287,7 @@ impl<'a> Consumer<'a> {
             return Ok(());
         }
 
-        // A message without a value deletes its key elsewhere; HugeCTR sends none.
+        // In general a message without a value deletes its key. HugeCTR sends none.
         if let Some(value) = message.payload() {
             let dim = self.tables[table].dim as usize;
             let decoded = HpsMessage::decode(value, dim, self.args.key_bytes)?;
@@ -319,7 +320,7 @@ impl<'a> Consumer<'a> {
         Ok(true)
     }
 
-    /// Takes the lock under which windows are closed. Stays in the group while it waits.
+    /// Takes the lock under which windows are closed. Answers the group while it waits.
     fn lock(&self) -> Result<Lock> {
         let path = self.args.windows.join("consume.lock");
         let start = Instant::now();

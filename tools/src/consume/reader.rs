@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// Longest wait of one call for a message.
 const POLL: Duration = Duration::from_millis(100);
-/// Time between two questions that a broker does not answer.
+/// Pause before an unanswered question to a broker is repeated.
 const RETRY_PAUSE: Duration = Duration::from_millis(250);
 
 /// A connection that reads.
@@ -22,12 +22,12 @@ pub struct Reader {
     patience: Duration,
 }
 
-/// The offset of the first message to read, and that after the last one.
+/// The range of messages to read of a partition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// The first.
+    /// Offset of the next message.
     pub next: i64,
-    /// That after the last.
+    /// Offset after the last message.
     pub end: i64,
 }
 
@@ -52,7 +52,7 @@ impl Reader {
         Ok(told.topics().iter().map(one).collect())
     }
 
-    /// Returns what is to be read of a partition whose messages before `stored` are in windows.
+    /// Returns the messages to read of a partition; those before `stored` are in windows.
     ///
     /// # Errors
     /// The brokers do not answer, or they no longer have the message at `stored`.
@@ -74,7 +74,7 @@ impl Reader {
         Ok(Bounds { next, end })
     }
 
-    /// Asks until there is an answer or the patience ends.
+    /// Repeats `ask` until there is an answer or the patience ends.
     fn patiently<T>(&self, ask: impl Fn(Duration) -> KafkaResult<T>) -> KafkaResult<T> {
         let start = Instant::now();
         loop {
@@ -86,7 +86,7 @@ impl Reader {
         }
     }
 
-    /// Goes to the first message of each partition.
+    /// Moves to the first message of each partition.
     ///
     /// # Errors
     /// The client refuses an offset.
@@ -99,7 +99,7 @@ impl Reader {
         self.consumer.assign(&list).context("offsets to read from")
     }
 
-    /// Returns the next message of any partition, or none if none came for a moment.
+    /// Returns the next message of any partition; `None` if none arrived within `POLL`.
     ///
     /// # Errors
     /// The broker no longer has the offset, or the client is broken for good.

@@ -1,6 +1,6 @@
-//! Gathers the rows of many messages: the newest row of each key. The messages of a partition come
-//! in order. Between partitions, which HugeCTR keeps apart by key, the time of the message decides:
-//! a topic that got more partitions has a key in two of them. Never opens a connection.
+//! Gathers the newest row of each key from many messages. The messages of a partition arrive in
+//! order. A key has rows in two partitions if its topic got more partitions; then the time of the
+//! message decides. Never opens a connection.
 
 use super::message::HpsMessage;
 use std::collections::HashMap;
@@ -44,7 +44,7 @@ impl GatheredRows {
         &self.keys
     }
 
-    /// Returns the newest row of the key at `place` `[dim]`.
+    /// Returns the newest row `[dim]` of the key at `place` in [`GatheredRows::keys`].
     pub fn row(&self, place: usize) -> &[f32] {
         &self.values[place * self.dim..][..self.dim]
     }

@@ -3,7 +3,7 @@
 
 use hatchback::limits::NAME_BYTES_MAX;
 
-/// What every topic of rows begins with.
+/// Prefix of every topic of rows.
 const PREFIX: &str = "hps_et";
 
 /// Why a name cannot be part of a topic.

@@ -1,5 +1,5 @@
-//! A typed array inside a file: the place of its bytes and their number type. Every layout consists
-//! of one to three of these. Checks sizes; never reads the array.
+//! A typed array inside a file: where its bytes are, and their number type. Every layout consists
+//! of one to three arrays. Checks sizes; never reads the array.
 
 use std::path::{Path, PathBuf};
 

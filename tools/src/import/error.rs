@@ -7,7 +7,7 @@ use std::path::Path;
 
 use thiserror::Error;
 
-use crate::limits::MESSAGE_CHARS_MAX;
+use crate::report::printable;
 
 /// The reason for which a table was refused.
 #[derive(Debug, Error)]
@@ -95,18 +95,10 @@ impl ImportError {
     }
 }
 
-/// Makes text from a damaged or hostile file safe for a terminal: without control characters and of
-/// limited length.
-fn printable(text: &str) -> String {
-    text.chars()
-        .take(MESSAGE_CHARS_MAX)
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::MESSAGE_CHARS_MAX;
 
     #[test]
     fn messages_name_file_field_and_value() {

@@ -4,7 +4,7 @@
 use crate::import::{RowSource, TakeBlock};
 use anyhow::{Context, Result, ensure};
 
-/// A source without its rare rows. A key without a row has the default row, and counts as absent.
+/// A source without its rare rows. A key whose row was left out is absent from the model.
 pub struct FrequentRows<S> {
     source: S,
     stays: Vec<bool>,
@@ -35,7 +35,7 @@ impl<S: RowSource> RowSource for FrequentRows<S> {
         self.counts.len() as u64
     }
 
-    /// The place of a row is no longer its key.
+    /// A row's position is no longer its key, because rows before it may be left out.
     fn has_keys(&self) -> bool {
         true
     }

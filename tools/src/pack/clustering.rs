@@ -1,13 +1,13 @@
 //! Orders the rows of a clustered segment so that rows of the same requests share pages. It fills
-//! one page after another: the first key of a page is the most used key that is left, the next ones
-//! are those that share the most requests with the page. Never reads a row.
+//! page after page. The first key of a page is the most used one left. Each further key is the one
+//! that shares the most requests with the page. Never reads a row.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-/// Returns `keys` in the order of a clustered segment with `per_page` rows a page. `keys` come most
-/// used first, and `requests` are the keys of each recorded request. Without requests the order
-/// stays.
+/// Returns `keys` in the order of a clustered segment with `per_page` rows a page. `keys` are in
+/// descending order of use, and `requests` has the keys of each recorded request. Without requests
+/// the order is unchanged.
 pub fn by_co_access<'a>(
     keys: &[u64],
     requests: impl Iterator<Item = &'a [u64]>,
@@ -29,7 +29,7 @@ pub fn by_co_access<'a>(
     order
 }
 
-/// Keys by rank (0 is the most used) and the requests in which they occur together.
+/// The keys by rank (0 is the most used), and the requests in which they occur together.
 struct Together {
     /// For each request its ranks, each once.
     requests: Vec<Vec<u32>>,
@@ -39,8 +39,8 @@ struct Together {
     /// For each request, whether it contains a key of the page.
     on_page: Vec<bool>,
     on_page_list: Vec<u32>,
-    /// For each rank, how many requests of the page contain it; then the ranks for which this is
-    /// not 0.
+    /// For each rank, the number of requests of the page that contain it; and the ranks for which
+    /// this number is not 0.
     shared: Vec<u32>,
     sharing: Vec<u32>,
 }
@@ -79,7 +79,7 @@ impl Together {
         self.sharing.drain(..).for_each(|rank| self.shared[rank as usize] = 0);
     }
 
-    /// Returns the rank that shares the most requests with the page, the most used one of several.
+    /// Returns the rank that shares the most requests with the page; of several, the most used one.
     fn nearest(&mut self) -> Option<usize> {
         let Self { sharing, is_taken, shared, .. } = self;
         sharing.retain(|rank| !is_taken[*rank as usize]);
@@ -88,7 +88,7 @@ impl Together {
 
     fn take(&mut self, rank: usize) {
         self.is_taken[rank] = true;
-        // The counts of the page stay until `begin_page`.
+        // `begin_page` resets these counts.
         for &request in &self.requests_of[rank] {
             if std::mem::replace(&mut self.on_page[request as usize], true) {
                 continue;
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn keys_of_the_same_requests_share_pages() {
-        // Two interests of four keys each, popularity alternating between them.
+        // Two groups of four keys each, which alternate in popularity.
         let keys = [10, 20, 11, 21, 12, 22, 13, 23];
         let requests: Vec<Vec<u64>> = (0..6)
             .map(|i| if i % 2 == 0 { vec![10, 11, 12, 13, 999] } else { vec![20, 21, 22, 23] })

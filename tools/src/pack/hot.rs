@@ -7,10 +7,10 @@ use hatchback::limits::HOT_KEYS_MAX;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-/// A delta brings a new hot list if the hottest keys changed. Compared are the first 256 keys, 512
-/// keys and so on to the whole list...
+/// A delta brings a new hot list if the hottest keys changed. The first 256 keys of both lists are
+/// compared, then the first 512, and so on up to the whole list.
 const HOT_COMPARED_MIN: usize = 256;
-/// ...and more than one key in ten of one of these must be missing from as many of the parent's.
+/// The list is new if in one comparison more than one key in ten is missing from the parent's list.
 const HOT_CHANGED_ONE_IN: usize = 10;
 
 /// Returns the most used keys, most used first; none if the source has no counts.
@@ -34,9 +34,10 @@ pub(crate) fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
     Ok(heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect())
 }
 
-/// Returns whether a cache of some size that is filled from the list `old` lacks too many of the
-/// keys of `new`. A list is written whole and can be far larger than the rest of its delta.
-pub(crate) fn is_news(old: &[u64], new: &[u64]) -> bool {
+/// Returns whether the hot list `old` is outdated: a cache of some size that is filled from it
+/// lacks too many of the hottest keys of `new`. Otherwise a delta brings no list, which can be far
+/// larger than the rest of the delta.
+pub(crate) fn is_outdated(old: &[u64], new: &[u64]) -> bool {
     let rank: HashMap<u64, usize> =
         old.iter().enumerate().map(|(rank, key)| (*key, rank)).collect();
     let sizes = (HOT_COMPARED_MIN.ilog2()..usize::BITS).map(|bits| 1 << bits);
@@ -51,24 +52,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hot_list_is_news_where_a_cache_of_some_size_would_miss_a_tenth_of_it() {
+    fn a_hot_list_is_outdated_where_a_cache_of_some_size_would_miss_a_tenth_of_it() {
         let old: Vec<u64> = (0..10_000).collect();
         let with = |changed: std::ops::Range<usize>| {
             let mut new = old.clone();
             changed.for_each(|at| new[at] += 1_000_000);
             new
         };
-        assert!(!is_news(&old, &old) && !is_news(&old, &[]) && !is_news(&[], &[]));
-        assert!(is_news(&[], &old));
-        assert!(is_news(&old, &with(0..26)) && !is_news(&old, &with(0..25)), "of the hottest 256");
+        assert!(!is_outdated(&old, &old) && !is_outdated(&old, &[]) && !is_outdated(&[], &[]));
+        assert!(is_outdated(&[], &old));
         assert!(
-            is_news(&old, &with(8_000..9_001)) && !is_news(&old, &with(9_000..10_000)),
+            is_outdated(&old, &with(0..26)) && !is_outdated(&old, &with(0..25)),
+            "of the hottest 256"
+        );
+        assert!(
+            is_outdated(&old, &with(8_000..9_001)) && !is_outdated(&old, &with(9_000..10_000)),
             "of all"
         );
         let mut turned = old.clone();
         turned.rotate_left(20);
-        assert!(!is_news(&old, &turned), "nearly the same order");
+        assert!(!is_outdated(&old, &turned), "nearly the same order");
         turned.reverse();
-        assert!(is_news(&old, &turned), "the coldest first");
+        assert!(is_outdated(&old, &turned), "the coldest first");
     }
 }

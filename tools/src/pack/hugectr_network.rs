@@ -1,6 +1,6 @@
-//! Reads a dense network as HugeCTR saves it: the graph as JSON, and the weights of all layers one
-//! after the other as f32, in the order of the graph. Makes an ONNX file of both. Each embedding
-//! becomes an input. The loss is left out, and what it takes is an output. Never reads a row.
+//! Converts a dense network of HugeCTR to ONNX. HugeCTR saves the graph as JSON, and the weights of
+//! all layers one after the other as f32, in the order of the graph. Each embedding becomes an
+//! input. The loss is left out, and its input becomes an output. Never reads a row.
 
 use crate::import::onnx_writer::{Graph, Type, int, ints};
 use anyhow::{Context, Result, bail, ensure};
@@ -131,7 +131,7 @@ struct Converter {
     /// The slots of each sparse input.
     slots: HashMap<String, usize>,
     weights: Vec<f32>,
-    /// Weights that were read.
+    /// Number of weights read so far.
     read: usize,
     constants: usize,
 }
@@ -175,7 +175,7 @@ impl Converter {
         Ok(self.shapes.get(name).with_context(|| format!("no layer makes `{name}`"))?.clone())
     }
 
-    /// Returns the values of a tensor that has one axis beside the batch.
+    /// Returns the width of a tensor `[batch, width]`.
     fn width(&self, name: &str) -> Result<usize> {
         match self.shape(name)?.as_slice() {
             [width] => Ok(*width),
@@ -236,7 +236,7 @@ impl Converter {
         Ok(())
     }
 
-    /// An embedding is an input with the vectors of its slots side by side.
+    /// Declares an embedding as an input: the vectors of its slots, side by side.
     fn embedding(&mut self, layer: &Layer) -> Result<()> {
         let (bottom, top) = (layer.bottom(0)?, layer.top(0)?);
         let slots = self.slots.get(bottom);
@@ -293,7 +293,7 @@ impl Converter {
         Ok(())
     }
 
-    /// `x' = x0 (x w) + b + x` for each layer.
+    /// Adds `x' = x0 (x w) + b + x` for each layer.
     fn cross(&mut self, layer: &Layer) -> Result<()> {
         let (first, top) = (layer.bottom(0)?, layer.top(0)?);
         let (width, layers) = (self.width(first)?, layer.size("/mc_param/num_layers")?);
@@ -315,7 +315,7 @@ impl Converter {
         Ok(())
     }
 
-    /// Each value times a vector of its own.
+    /// Adds the product of each value with a vector of its own.
     fn weight_multiply(&mut self, layer: &Layer) -> Result<()> {
         let (x, top) = (layer.bottom(0)?, layer.top(0)?);
         let (width, dims) = (self.width(x)?, layer.sizes("/weight_dims")?);
@@ -329,8 +329,8 @@ impl Converter {
         Ok(())
     }
 
-    /// The products of every two of the bottom's vector and the embedding's vectors, after the
-    /// bottom's vector and before one zero.
+    /// Adds the interaction: the bottom's vector, the products of every two vectors of bottom and
+    /// embedding, and one zero.
     fn interaction(&mut self, layer: &Layer) -> Result<()> {
         let (bottom, rows, top) = (layer.bottom(0)?, layer.bottom(1)?, layer.top(0)?);
         let (width, shape) = (self.width(bottom)?, self.shape(rows)?);
@@ -349,7 +349,7 @@ impl Converter {
         let below: Vec<usize> = (0..n).flat_map(|i| (0..i).map(move |j| i * n + j)).collect();
         let picks = self.integers(&below);
         self.graph.node("Gather", &[flat, &picks], pairs, &[int("axis", 1)]);
-        // A value minus itself, so that the zero has a batch.
+        // The zero is a value minus itself, which gives it the batch axis.
         let one = self.integers(&[0]);
         let first = format!("{top}.first");
         self.graph.node("Gather", &[flat, &one], &first, &[int("axis", 1)]);
@@ -359,7 +359,7 @@ impl Converter {
         Ok(())
     }
 
-    /// Half of the square of the vectors' sum less the sum of their squares.
+    /// Adds half of the difference: the squared sum of the vectors less the sum of their squares.
     fn fm(&mut self, layer: &Layer) -> Result<()> {
         let (x, top, dim) = (layer.bottom(0)?, layer.top(0)?, layer.size("/out_dim")?);
         let width: usize = self.shape(x)?.iter().product();
@@ -398,7 +398,7 @@ impl Converter {
         Ok(())
     }
 
-    /// Returns the axis, counted without the batch, that the layer names.
+    /// Returns the axis of the layer, which does not count the batch.
     fn axis(&self, layer: &Layer, rank: usize) -> Result<usize> {
         let axis = layer.rest.get("axis").map_or(Ok(1), |_| layer.size("/axis"))?;
         ensure!((1..=rank).contains(&axis), "axis {axis} of {rank} after the batch");
@@ -459,7 +459,7 @@ impl Converter {
         Ok(())
     }
 
-    /// Joins all operands, which have one shape, from the first to the last.
+    /// Combines all operands, which have one shape, from the first to the last.
     fn fold(&mut self, layer: &Layer, operator: &str) -> Result<()> {
         let (names, top) = (layer.bottom.all(), layer.top(0)?);
         let shape = self.shape(layer.bottom(0)?)?;

@@ -56,7 +56,7 @@ pub enum KeySpec {
         #[serde(default)]
         first: u64,
     },
-    /// The rest of a division.
+    /// The remainder of a division.
     Modulo {
         /// Number of keys.
         divisor: u64,
@@ -64,7 +64,7 @@ pub enum KeySpec {
         #[serde(default)]
         first: u64,
     },
-    /// The number of a word.
+    /// The position of a word in a vocabulary.
     Vocabulary {
         /// A file with one word a line.
         path: PathBuf,
@@ -73,11 +73,11 @@ pub enum KeySpec {
         first: u64,
         /// Least count of a word. Each line then has a tab and the count after the word.
         min_count: Option<u64>,
-        /// What any other word becomes.
+        /// The key of any other word.
         #[serde(default)]
         unknown: UnknownSpec,
     },
-    /// The number of a bucket of numbers.
+    /// The bucket in which a number is.
     Buckets {
         /// The boundaries, ascending.
         boundaries: Vec<f64>,
@@ -90,7 +90,7 @@ pub enum KeySpec {
     },
 }
 
-/// What a word becomes that is not in the vocabulary.
+/// The key of a word that is not in the vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(untagged, expecting = "unknown is a key, or a table with `first` and `buckets`")]
 pub enum UnknownSpec {
@@ -100,7 +100,7 @@ pub enum UnknownSpec {
     Absent,
     /// One key.
     Key(u64),
-    /// One of some keys, by the word's hash.
+    /// One of several keys, by the word's hash.
     Buckets(UnknownBuckets),
 }
 

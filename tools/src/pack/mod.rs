@@ -13,7 +13,7 @@ pub mod share;
 pub mod sort;
 pub mod spec;
 mod spec_line;
-mod table;
+pub(crate) mod table;
 mod table_major;
 
 use crate::import::{FrequentRows, RowSource};
@@ -61,7 +61,7 @@ pub struct Packed {
     pub schema: Schema,
     /// Bytes of the bundle file.
     pub bytes: u64,
-    /// What runs the dense network on this machine's CPU.
+    /// The engine of the dense network on this machine's CPU.
     pub dense_engine: String,
     /// Rows of the trainer's files that were left out because they are rare.
     pub rows_left_out: u64,
@@ -115,7 +115,7 @@ pub fn pack_file_onto(
     Ok(Packed { rows_left_out, ..packed })
 }
 
-/// The rows of all tables, and how many of the files' rows are not among them.
+/// The rows of all tables, and the number of rows that were left out.
 struct OpenedSources {
     sources: Vec<Box<dyn RowSource>>,
     rows_left_out: u64,
@@ -208,7 +208,8 @@ pub fn pack_onto(
         check_succession(spec, &parent.manifest().generation)?;
     }
 
-    // All that needs no rows is read first: an error in it costs no pass over the tables.
+    // Everything that needs no rows is read first, so that an error in it costs no pass over the
+    // tables.
     let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
     check_name(&generation)?;
     let keys = spec.key_functions(base)?;
@@ -271,7 +272,7 @@ fn check_name(generation: &Generation) -> Result<(), SchemaError> {
     generation.check().map_err(|problem| SchemaError { field: "name".to_owned(), problem })
 }
 
-/// Returns the tables of the schema as far as they are known without a row.
+/// Returns the tables of the schema, as far as they are known before a row is read.
 fn draft_tables(
     spec: &ModelSpec,
     sources: &[Box<dyn RowSource>],
@@ -372,7 +373,7 @@ fn learn(
 
     source.each_block(&mut |keys, values| {
         if mean {
-            // In row order, on one thread: a sum of floats depends on its order.
+            // Sequential, in row order: a sum of floats depends on its order.
             for row in values.chunks_exact(dim) {
                 learnt.sums.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(*v));
             }

@@ -1,6 +1,6 @@
-//! Reads the dense network: the ONNX file, and the weights that it keeps in files beside it. A
-//! bundle holds one file, so the weights are put into it. Never reads a file outside the folder of
-//! the ONNX file.
+//! Reads the dense network: the ONNX file, and the weights in files beside it. The bundle has one
+//! file for the network, so these weights are moved into it. Never reads a file outside the folder
+//! of the ONNX file.
 
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::limits::DENSE_BYTES_MAX;
@@ -18,7 +18,7 @@ const EXTERNAL: i32 = 1;
 /// A file cannot be read, a tensor is not in the file that it names, or all of it is too large.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let onnx = read_file(path, DENSE_BYTES_MAX)?;
-    // The loader says what is wrong with a file that does not parse.
+    // If the file does not parse, the loader reports the error.
     let Ok(mut model) = ModelProto::decode(onnx.as_slice()) else { return Ok(onnx) };
     let Some(graph) = model.graph.as_mut().filter(|graph| has_external(graph)) else {
         return Ok(onnx);

@@ -1,5 +1,5 @@
-//! Proves a new bundle at the desk: installs it into a folder beside it, as a car does, and scores
-//! its probe set. Removes the folder afterwards. Never touches another generation.
+//! Tests a new bundle before it leaves the machine: installs it into a temporary folder beside it,
+//! as a car does, and scores its probe set. Never touches another generation.
 
 use anyhow::{Context, Result, bail};
 use hatchback::Budget;
@@ -14,11 +14,11 @@ use std::path::Path;
 pub enum Proof {
     /// The probe set was scored.
     Scored(Probed),
-    /// This machine cannot score it, which says nothing about the bundle.
+    /// This machine cannot score it, which is no fault of the bundle.
     NotScored(String),
 }
 
-/// Installs the snapshot `bundle` and scores its probe set. Does nothing with a bundle without one.
+/// Installs the snapshot `bundle` and scores its probe set. Does nothing if it has no probe set.
 ///
 /// # Errors
 /// The bundle is refused, or a score differs from its recorded score by more than `difference_max`.

@@ -1,8 +1,8 @@
-//! Packs a snapshot by shares: each worker packs some of the tables, and a merge makes the bundle
-//! that one `pack` would make, byte for byte. A worker that packs tables by name opens the sources
-//! of these tables only, and the merge opens none. A table of a share has two files: its compressed
-//! blobs, and a head, which is renamed into place last. A worker that is killed leaves no head for
-//! its table in hand, and runs again.
+//! Packs a snapshot by shares: each worker packs some of the tables, and a merge makes the same
+//! bundle, byte for byte, as a single `pack`. A worker that packs tables by name opens only their
+//! sources, and the merge opens none. A packed table has two files: its compressed blobs, and a
+//! head, which is renamed into place last. A worker that is killed leaves no head of the table that
+//! it was packing, and a second run packs that table again.
 
 use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
@@ -69,7 +69,7 @@ struct Head {
     blobs: Vec<Blob>,
 }
 
-/// A model.toml that is read, with none of its tables.
+/// A model.toml that was read; no table's source is open.
 struct ReadModel {
     spec: ModelSpec,
     text: String,
@@ -103,7 +103,8 @@ impl ReadModel {
         open_source(&self.spec, number, &self.base, self.overrides.min_count, &at)
     }
 
-    /// Returns the sources of the tables of `part` by their numbers, in the order of the work.
+    /// Returns the sources of the tables of `part`, each with the table's number, in the order of
+    /// work.
     fn open_part(&self, part: Part<'_>) -> Result<Vec<(usize, OpenedSource)>> {
         match part {
             Part::Tables(names) => {
@@ -146,8 +147,8 @@ impl ReadModel {
         ours
     }
 
-    /// Returns the tables of the schema as far as they are known without a source. The number of
-    /// rows is the largest one, which refuses no key.
+    /// Returns the tables of the schema, as far as they are known without a source. Their number of
+    /// rows is the largest possible one, so that no key is refused.
     fn draft_tables(&self) -> Result<Vec<Table>> {
         let draft =
             |table: &TableSpec| Learnt::nothing(table).table(table, u64::MAX, self.overrides);

@@ -1,4 +1,4 @@
-//! Finds the line of a model.toml that an error is about. Never judges a value.
+//! Finds the line of model.toml to which an error belongs. Never checks a value.
 
 use std::path::Path;
 use toml::de::{DeTable, DeValue};
@@ -16,8 +16,8 @@ pub(crate) fn line_at(text: &str, offset: usize) -> usize {
     1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count()
 }
 
-/// Returns the line of a field such as `table[3].dim` in `text`, counted from 1. If a part of the
-/// field is missing in the file, returns the line of the part before.
+/// Returns the line of a field such as `table[3].dim` in `text`, counted from 1. If the file lacks
+/// a part of the field's path, returns the line of the part before it.
 pub(crate) fn line_of(text: &str, field: &str) -> Option<usize> {
     let document = DeTable::parse(text).ok()?;
     let mut table = document.get_ref();

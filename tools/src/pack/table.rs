@@ -4,7 +4,7 @@
 
 use crate::import::RowSource;
 use crate::pack::clustering::by_co_access;
-use crate::pack::hot::{hot_keys, is_news};
+use crate::pack::hot::{hot_keys, is_outdated};
 use crate::pack::sort::RowSorter;
 use anyhow::{Context, Result, ensure};
 use hatchback::RowFormat;
@@ -74,7 +74,7 @@ pub(crate) fn write_table(
     };
 
     let known = destination.parent.map_or(Ok(Vec::new()), |p| p.hot_keys(destination.number))?;
-    let hot = if is_news(&known, &hot) { hot } else { Vec::new() };
+    let hot = if is_outdated(&known, &hot) { hot } else { Vec::new() };
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
     Ok(TableBlobs { segment, hot, clustered })

@@ -1,7 +1,8 @@
-//! Networks that Triton's HPS ensembles feed: each input is one flat list. It has the vectors of
-//! all samples for the first table, then those for the second. Gives such a network inputs with one
-//! row a sample, which is what a bundle holds. Where the network begins by sorting the list by
-//! sample, that is left out; elsewhere the list is made of the rows. Never changes a weight.
+//! Converts networks for Triton's HPS ensembles, whose inputs are flat lists: the vectors of all
+//! samples for the first table, then those for the second, and so on. A bundle's network has inputs
+//! with one row a sample. If the network starts by sorting the list by sample, those nodes are
+//! removed. Otherwise nodes are added that make the flat list from the rows. Never changes a
+//! weight.
 
 use crate::import::onnx_writer::ints;
 use anyhow::{Context, Result, bail, ensure};
@@ -24,7 +25,7 @@ struct FlatInput<'a> {
 /// # Errors
 /// The network cannot be decoded, it lacks an input, or tables of one input have several widths.
 pub fn to_batch_major(onnx: &[u8], schema: &Schema) -> Result<Vec<u8>> {
-    let mut model = ModelProto::decode(onnx).context("is no ONNX file")?;
+    let mut model = ModelProto::decode(onnx).context("is not an ONNX file")?;
     let graph = model.graph.as_mut().context("has no graph")?;
     ensure!(
         graph.node.iter().flat_map(|node| &node.attribute).all(|a| a.g.is_none()),
@@ -67,8 +68,8 @@ fn declare(graph: &mut GraphProto, input: &FlatInput<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Leaves out the nodes that sort the flat list by sample, if that is all that reads the input.
-/// Returns false, and changes nothing, if other nodes read it.
+/// Removes the nodes that sort the flat list by sample, if only they read the input. Returns false,
+/// and changes nothing, if other nodes read it.
 fn drops_sorting(graph: &mut GraphProto, input: &FlatInput<'_>) -> bool {
     let [reader] = readers(graph, input.name)[..] else { return false };
     let reshape = &graph.node[reader];
@@ -97,7 +98,7 @@ fn drops_sorting(graph: &mut GraphProto, input: &FlatInput<'_>) -> bool {
     true
 }
 
-/// Makes the flat list of the rows, and lets all readers of the input read the list.
+/// Adds nodes that make the flat list from the rows, and connects all readers of the input to it.
 fn flatten(graph: &mut GraphProto, input: &FlatInput<'_>) {
     let part = |what: &str| format!("{}.{what}", input.name);
     let (split, tables, all, flat) = (part("split"), part("tables"), part("all"), part("flat"));
@@ -283,6 +284,6 @@ mod tests {
         graph.input("other", Type::Float, &[]);
         let missing = refused(&graph.file(), &schema([3, 3]));
         assert!(missing.contains("no input `args_0`"), "{missing}");
-        assert!(refused(&[1, 2, 3], &schema([3, 3])).contains("is no ONNX file"));
+        assert!(refused(&[1, 2, 3], &schema([3, 3])).contains("is not an ONNX file"));
     }
 }

@@ -1,5 +1,5 @@
-//! What the device that holds the model's flash directory takes for the pages of a request:
-//! random pages of the model's own segments, read past the page cache with the queue depth of the
+//! Measures how long the device of a model's flash directory takes for the pages of a request. It
+//! reads random pages of the model's own segments past the page cache, with the queue depth of the
 //! budget. Never writes.
 
 use anyhow::{Result, ensure};
@@ -11,9 +11,9 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Pages of a batch, ascending.
+/// Numbers of pages in a batch, ascending.
 const BATCHES: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
-/// Pages read for each size of a batch, in at least so many batches.
+/// Pages that are read for each batch size, in at least `REPEATS_MIN` batches.
 const PAGES: usize = 400;
 const REPEATS_MIN: usize = 20;
 
@@ -63,7 +63,7 @@ impl DeviceTimes {
             }
             us.sort_unstable_by(f64::total_cmp);
             let at = |percent: usize| us[(us.len() * percent).div_ceil(100) - 1];
-            // More pages never take less time; a lower figure is chance.
+            // More pages cannot take less time, so a lower figure is noise.
             let before: PageTime = times.last().copied().unwrap_or_default();
             let (p50_us, p99_us) = (at(50).max(before.p50_us), at(99).max(before.p99_us));
             times.push(PageTime { pages: batch, p50_us, p99_us });
@@ -71,7 +71,8 @@ impl DeviceTimes {
         Ok(Self { depth, method: reader.method().to_owned(), times })
     }
 
-    /// Returns the 99th percentile of the time of `pages` pages, µs, between the measured ones.
+    /// Returns the 99th percentile of the time of `pages` pages, µs, interpolated between
+    /// measurements.
     pub fn p99_us(&self, pages: f64) -> f64 {
         let (Some(first), Some(last)) = (self.times.first(), self.times.last()) else { return 0.0 };
         let points = self.times.windows(2).map(|pair| (pair[0], pair[1]));

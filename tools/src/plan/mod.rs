@@ -30,7 +30,7 @@ use std::time::Instant;
 const POINTS: u32 = 17;
 /// The largest size is this many times the smallest.
 const SPAN: f64 = 4096.0;
-/// Bytes that a cache takes beside each row, at most.
+/// Bytes that a cache needs for each row besides the row, at most.
 const BESIDE_BYTES: u64 = 24;
 
 /// Says how large the caches of a model should be
@@ -82,7 +82,7 @@ fn hit_percent(text: &str) -> Result<f64> {
     Ok(percent)
 }
 
-/// What one size of the caches does.
+/// The forecast for one size of the caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct PlannedSize {
     /// The size and its hit rate.
@@ -184,15 +184,15 @@ fn budget(args: &PlanArgs) -> Result<Budget> {
     Ok(budget)
 }
 
-/// Returns the sizes of the curve: from the least, or a small part of the tables, to room for every
-/// row.
+/// Returns the sizes of the curve: from the least possible one, or a small part of the tables, to
+/// room for every row.
 fn sizes(schema: &Schema, budget: &Budget) -> Result<Vec<u64>> {
     let all = |bytes: u64, table: &hatchback::schema::Table| {
         bytes.saturating_add(table.row_bytes_total()).saturating_add(table.rows * BESIDE_BYTES)
     };
     let least = least_cache_bytes(schema, budget)?;
     ensure!(least > 0, "every table is resident: the model needs no cache");
-    // A set is full before the whole cache is.
+    // Sets fill unevenly, so that every row fits only into a larger cache.
     let most = schema.tables.iter().fold(0, all) as f64 * 1.5;
     let first = (most / SPAN).max(least as f64);
     let step = (most / first).max(1.0).powf(1.0 / f64::from(POINTS - 1));
@@ -202,8 +202,8 @@ fn sizes(schema: &Schema, budget: &Budget) -> Result<Vec<u64>> {
     Ok(sizes)
 }
 
-/// Returns the size at which the curve reaches `hit_percent`, between two points by the logarithm
-/// of the size.
+/// Returns the size at which the curve reaches `hit_percent`, interpolated between two points over
+/// the logarithm of the size.
 fn size_for(points: &[CurvePoint], hit_percent: f64) -> Option<u64> {
     let at = points.iter().position(|point| point.hit_percent >= hit_percent)?;
     let (Some(before), high) = (at.checked_sub(1).map(|at| points[at]), points[at]) else {
@@ -214,15 +214,15 @@ fn size_for(points: &[CurvePoint], hit_percent: f64) -> Option<u64> {
     Some((from + share * (to - from)).exp().ceil() as u64)
 }
 
-/// What a worker did with samples.
+/// Measurements of a worker that served samples.
 struct Served {
     hit_p50_us: Option<f64>,
     pages_per_miss: f64,
 }
 
 impl Served {
-    /// Returns what to expect at a point of the curve. Misses come to requests at random, so their
-    /// number is taken as a Poisson variable.
+    /// Returns what to expect at a point of the curve. Misses are assumed to be spread over
+    /// requests at random, so their number in a request is a Poisson variable.
     fn expect(&self, point: CurvePoint, device: &DeviceTimes) -> PlannedSize {
         let pages = poisson_p99(point.misses) * self.pages_per_miss;
         let p99_us = self.hit_p50_us.map(|us| us + device.p99_us(pages));

@@ -11,8 +11,8 @@ use hatchback::schema::Schema;
 use hatchback::{RowKey, mix};
 use hatchback_kernels::cache::Cache;
 
-/// Sets that a simulated cache has at most. Sampling a cache of more sets errs by some tenths of a
-/// point.
+/// Sets that a simulated cache has at most. Larger caches are sampled, with an error of some tenths
+/// of a percentage point.
 const SETS_MAX: usize = 2048;
 /// Bytes of a simulated row, whose content does not matter.
 const ROW_BYTES: usize = 4;
@@ -45,11 +45,11 @@ struct SimulatedSize {
     caches: Vec<SimulatedCache>,
 }
 
-/// A cache that sees one of `rows_for_one` rows.
+/// A cache that simulates one of `rows_for_one` rows.
 struct SimulatedCache {
     cache: Cache,
     rows_for_one: f64,
-    /// The row is in the sample if the hash of the row is not above.
+    /// A row is in the sample if its hash is at most this.
     hash_max: u64,
     slots: u64,
     missed: u64,
@@ -116,7 +116,7 @@ impl Curve {
         Ok(())
     }
 
-    /// Takes one request: its misses are inserted after its last lookup, as a worker does it.
+    /// Simulates one request. Its misses are inserted after its last lookup, as a worker does.
     pub fn request(&mut self, lookups: &[Lookup], is_counted: bool) {
         if is_counted {
             self.lookups += lookups.len() as u64;
@@ -134,7 +134,8 @@ impl Curve {
         }
     }
 
-    /// Returns the points, by ascending size. Of sizes with equally many rows, the smallest stays.
+    /// Returns the points, by ascending size. Of several sizes with equally many rows, only the
+    /// smallest is kept.
     pub fn points(&self) -> Vec<CurvePoint> {
         let (lookups, requests) = (self.lookups.max(1) as f64, self.requests.max(1) as f64);
         let point = |size: &SimulatedSize| {

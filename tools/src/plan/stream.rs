@@ -1,6 +1,5 @@
-//! The lookups that a plan rests on: those of a log of samples, or draws from the counts of the
-//! files that a `model.toml` names. Passes each request on once, and keeps only a few samples of a
-//! log.
+//! The lookups for a plan: those of a log of samples, or draws from the counts of the files in a
+//! `model.toml`. Passes each request on immediately, and keeps only a few samples of a log.
 
 use crate::pack::spec::ModelSpec;
 use crate::plan::simulate::{Curve, Lookup};
@@ -12,9 +11,9 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// Samples of a log that are kept, to be served.
+/// Samples of a log that are kept, to be served later.
 const KEPT_SAMPLES: usize = 2000;
-/// Lookups that are drawn for each row that was ever used, and the fewest and the most of all.
+/// Draws for each row that training used, and the fewest and the most draws of all.
 const DRAWS_PER_ROW: u64 = 16;
 const DRAWS_MIN: u64 = 2_000_000;
 const DRAWS_MAX: u64 = 60_000_000;
@@ -99,7 +98,7 @@ impl CountedRows {
 }
 
 /// Draws requests from the counts of the model.toml at `spec`, and passes them to `curve`. Each key
-/// is as likely as its count says, whatever was looked up before.
+/// is drawn with the probability of its count, independently of earlier draws.
 ///
 /// # Errors
 /// The file or a table's source is refused, or a table that would be cached has no counts.
@@ -113,7 +112,8 @@ pub fn draw_counts(
     let rows: u64 = tables.iter().flatten().map(|table| table.keys.len() as u64).sum();
     let features: Vec<u16> =
         schema.features.iter().map(|f| f.table).filter(|table| curve.is_cached(*table)).collect();
-    // Counts of all tables are of the same samples, so their ratios are those of the bags' lengths.
+    // The counts of all tables come from the same samples, so their ratios are those of the bag
+    // lengths.
     let sharing = |table: u16| features.iter().filter(|of| **of == table).count().max(1) as u64;
     let per_feature = |table: u16| {
         let total = tables[usize::from(table)].as_ref().map_or(0, CountedRows::total);

@@ -6,6 +6,7 @@ pub mod metrics;
 pub mod output;
 pub mod plot;
 
+use crate::limits::MESSAGE_CHARS_MAX;
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 use std::time::Duration;
 
@@ -69,6 +70,13 @@ pub fn micros(time: Duration) -> String {
 /// Formats a share: `0.98765` as `98.77 %`.
 pub fn percent(share: f64) -> String {
     format!("{:.2} %", 100.0 * share)
+}
+
+/// Makes text from a damaged or hostile file safe for a terminal: replaces control characters and
+/// cuts the text at `MESSAGE_CHARS_MAX` characters.
+pub fn printable(text: &str) -> String {
+    let safe = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    text.chars().take(MESSAGE_CHARS_MAX).map(safe).collect()
 }
 
 /// Formats an error and its causes as one line. The runtime's errors already contain their causes,

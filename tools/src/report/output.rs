@@ -1,6 +1,6 @@
-//! The program's way to its user: lines on standard output, notes on standard error, JSON
-//! documents. Every command writes through here. A reader that closes standard output ends the
-//! program quietly, as it ends other Unix tools. Never decides what is reported.
+//! Output to the user: lines on standard output, notes on standard error, JSON documents. Every
+//! command writes through here. If the reader closes standard output, the program ends quietly, as
+//! other Unix tools do. Never decides what is reported.
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;

@@ -236,12 +236,12 @@ impl Panel {
     }
 }
 
-/// Where an axis ends.
+/// The values at which an axis begins and ends.
 #[derive(Clone, Copy)]
 enum Fit {
-    /// At the first and the last value.
+    /// The first and the last value.
     Tight,
-    /// At round values that enclose the values.
+    /// Round values that enclose all values.
     Round,
 }
 

@@ -1,6 +1,6 @@
-//! Approvals: the record that a bundle passed the accuracy gate of a policy. It stands beside the
-//! bundle and names the manifest and the policy by their hashes. `gate` writes it, and
-//! `publish --policy` refuses a bundle without it. Never evaluates a model.
+//! Approvals: the record that a bundle passed the accuracy gate of a policy. The file is beside the
+//! bundle and has the hashes of manifest, policy and samples. `gate` writes it, and `publish
+//! --policy` refuses a bundle without it. Never evaluates a model.
 
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleReader;

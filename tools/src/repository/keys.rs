@@ -287,7 +287,7 @@ fn write_root(
             let private = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())
                 .context("the system has no random numbers")?;
             let (id, key) = public(private.as_ref())?;
-            // A name with the key's id: no file is ever overwritten.
+            // The name has the key's id, so that no file is ever overwritten.
             let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
             write_new(&staged.path().join(name), private.as_ref(), 0o600)?;
             keyids.push(id.clone());
@@ -313,7 +313,7 @@ fn write_root(
         signed = signed.add_old_signatures(sign_as(old.root)??.signed().signatures.clone())?;
     }
 
-    // A car verifies the new root in this way.
+    // A car verifies the new root in the same way.
     let followed = match old {
         Some(old) => TrustedMetadataSet::from_root(old.bytes)?.update_root(signed.buffer()),
         None => TrustedMetadataSet::from_root(signed.buffer()).map(drop),
@@ -389,7 +389,8 @@ mod tests {
             1
         );
 
-        // The key that was away signs with one of the others, and all three are replaced.
+        // The key that was elsewhere signs together with one of the others; then all three are
+        // replaced.
         move_keys("root", 1, &away, &here);
         let held = files(&here, |name| name.starts_with("root-1-")).unwrap();
         assert_eq!(held.len(), 3);

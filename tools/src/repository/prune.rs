@@ -51,7 +51,7 @@ pub struct PruneArgs {
     json: Option<PathBuf>,
 }
 
-/// What a prune keeps.
+/// The rules by which a prune keeps objects.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention {
     /// Releases of each model that stay listed; `None` for all.
@@ -111,7 +111,8 @@ impl Pruned {
 /// The repository is incomplete or not signed by the keys in `keys`, and nothing was removed. Or
 /// the store fails.
 pub fn prune(store: &dyn Store, keys: &Path, retention: &Retention, now: u64) -> Result<Pruned> {
-    // The list comes first: it lacks every object that is uploaded after the metadata were read.
+    // Objects are listed first, so that the list has none that is uploaded after the metadata were
+    // read.
     let objects = store.list()?;
     let state = RepositoryState::read(store, keys)?;
     ensure!(
@@ -150,7 +151,7 @@ fn is_removable(object: &Object, grace_s: u64, now: u64) -> bool {
     let path = object.path.as_str();
     let is_version = [".targets.json", ".snapshot.json"].iter().any(|role| path.ends_with(role));
     let ours = match path.split_once('/') {
-        // A root stays: a car that was off for long needs every one.
+        // Every root stays: a car that was off for long needs all of them.
         Some(("metadata", _)) => is_version,
         Some(("chunks" | "targets", _)) => true,
         _ => false,
@@ -185,7 +186,7 @@ fn referenced(store: &dyn Store, state: &RepositoryState, since: u64) -> Result<
             referenced.insert(path);
         }
 
-        // No timestamp led to earlier metadata after this version was published.
+        // No timestamp led cars to older metadata after this version was published.
         next = if past.published() > since { past.previous() } else { 0 };
         referenced.extend(past.paths);
     }
@@ -200,8 +201,8 @@ struct Releases {
     snapshot: Option<u64>,
 }
 
-/// Returns the targets of all but the newest `releases` of each model, but none from the newest
-/// snapshot on that the whole fleet may fetch.
+/// Returns the targets of all but the newest `releases` of each model. Keeps the newest snapshot
+/// that the whole fleet may fetch, and every later release.
 fn surplus(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     let Some(releases) = releases else { return Vec::new() };
     let is_for_all = |target: &Target| {

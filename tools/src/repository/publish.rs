@@ -76,7 +76,7 @@ pub struct PublishArgs {
     json: Option<PathBuf>,
 }
 
-/// What a publish changes.
+/// The changes of a publish.
 #[derive(Clone, Debug)]
 pub struct Change {
     /// Bundles to add.
@@ -305,8 +305,8 @@ fn check_names(
     offers.iter().try_for_each(|offer| names.hold(&offer.name, &offer.target))
 }
 
-/// Returns the next versions of the metadata. A killed publish keeps the versions that it wrote: no
-/// timestamp led a car to them.
+/// Returns the next versions of the metadata: the first ones without a file in the store. A killed
+/// publish may have left files of newer versions, to which no timestamp leads.
 fn next_versions(store: &dyn Store, state: &RepositoryState) -> Result<Versions> {
     let mut next = Versions {
         timestamp: state.timestamp + 1,
@@ -494,7 +494,7 @@ impl Signing<'_> {
         editor.snapshot_version(version(self.next.snapshot)?).snapshot_expires(late);
         editor.targets_version(version(self.next.targets)?)?.targets_expires(late)?;
 
-        // Revoked targets go first: a bundle may replace a revoked one of the same name.
+        // Revoked targets are removed first: a bundle may replace a revoked one of the same name.
         for name in self.revoked {
             editor.remove_target(name)?;
         }

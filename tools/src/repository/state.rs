@@ -100,7 +100,7 @@ impl ReleaseNames {
         while next > 0 {
             let Some(past) = Past::read(store, next)? else { break };
             next = past.previous();
-            // The oldest content of a name wins: a car may still have it.
+            // The oldest content of a name counts, because a car may still have it.
             names.0.extend(
                 past.targets.targets.into_iter().map(|(n, t)| (n, t.hashes.sha256.to_vec())),
             );
@@ -109,8 +109,8 @@ impl ReleaseNames {
     }
 
     /// Records that `name` stands for the content of `target`. A (lineage, sequence) pair is
-    /// immutable, because a delta identifies its parent only by the sequence: with two contents of
-    /// one name, a car would install a delta onto the wrong parent.
+    /// immutable, because a delta identifies its parent only by the sequence. If a pair had two
+    /// contents, a car could install a delta onto the wrong parent.
     ///
     /// # Errors
     /// The name stood for other content before.
@@ -182,7 +182,7 @@ enum Verified {
     Refused(sigstore_tuf::Error),
 }
 
-/// Verifies the metadata that `timestamp` leads to with the keys of `root`, whenever they expire.
+/// Verifies the metadata that `timestamp` leads to with the keys of `root`, and ignores expiry.
 ///
 /// # Errors
 /// An object is missing, or the store fails.

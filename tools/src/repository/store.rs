@@ -48,8 +48,8 @@ pub trait Store {
     fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()>;
 
     /// Replaces the object at `path`, whose content is `before`; with `None` stores a new object. A
-    /// store without conditional writes, such as a directory, compares first and writes then, which
-    /// leaves a short moment for another writer.
+    /// store without conditional writes, such as a directory, compares first and then writes.
+    /// Between the two, another writer's change would be lost.
     ///
     /// # Errors
     /// The object has other content, or the store fails.

@@ -4,10 +4,10 @@
 use crate::window::{Window, WindowError, WindowTable};
 use hatchback::schema::{KeySpace, Table};
 
-/// Share of the expected traffic that stays from window to window.
+/// Share of the expected traffic that is kept from one window to the next.
 const TRAFFIC_KEPT: f32 = 0.5;
 
-/// What happens to a row of the fleet.
+/// A kind of change of the fleet's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowChange {
     /// The fleet holds another row for the key.
@@ -33,7 +33,7 @@ pub struct Candidate {
     pub row: u32,
     /// The number of the source that has the newest change.
     pub source: u16,
-    /// What happens.
+    /// The kind of change.
     pub change: RowChange,
     /// Whether the distance is below the floor.
     pub is_below_floor: bool,
@@ -71,7 +71,7 @@ impl Sources<'_> {
         all.sort_unstable_by_key(|candidate| (candidate.order, candidate.source));
         self.check_unique(table, &all)?;
 
-        // The newest change wins; the oldest says since when the fleet lacks one.
+        // The newest change is kept, with the age of the oldest.
         let mut kept = 0;
         for at in 0..all.len() {
             if kept > 0 && all[kept - 1].order == all[at].order {

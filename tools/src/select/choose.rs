@@ -1,8 +1,8 @@
-//! Chooses which candidates a delta brings within a budget of bytes. First come the new rows of
-//! index tables, without a gap, and at a refresh the hot rows. Then a share of the budget goes to
-//! the changes that wait longest, so that none waits for ever. The rest goes to the changes of most
-//! squared distance times traffic per byte: the error that the fleet's lookups sum up to. Never
-//! reads a row.
+//! Chooses which candidates a delta brings within a budget of bytes. New rows of index tables come
+//! first, without a gap, and at a refresh the hot rows. Then a share of the budget goes to the
+//! changes that wait longest, so that none waits for ever. The rest goes to the changes with the
+//! largest squared distance times traffic per byte. That value is the squared error that the
+//! fleet's lookups sum up to. Never reads a row.
 
 use crate::select::candidates::{Candidate, RowChange, grows};
 use crate::select::hot_lists::HotTraffic;
@@ -34,22 +34,22 @@ pub struct ChoiceRules {
     pub is_refresh: bool,
 }
 
-/// A candidate, by the number of its table and its position.
+/// A candidate, as the number of its table and its position there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pick {
     table: u32,
     at: u32,
 }
 
-/// A candidate with what ranks it. The sorts compare these fields and no candidate: a comparison
-/// that looks candidates up reads memory at random.
+/// A candidate with its ranking values. The sorts compare only these: comparing the candidates
+/// would read memory at random.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Ranked {
     since: u64,
     /// The bits of the value: values are not negative, so their bits have the same order.
     value: Reverse<u32>,
     pick: Pick,
-    /// Whether the value counts, beside the age.
+    /// Whether the candidate ranks by value too, and not only by age.
     has_rank: bool,
 }
 
@@ -62,7 +62,7 @@ pub struct Ranking<'a> {
     ageing_percent: u64,
 }
 
-/// What one delta brings: for each table whether each candidate is chosen.
+/// The choice for one delta: for each table, whether each candidate is chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
     /// `[table][candidate]`.

@@ -2,6 +2,7 @@
 //! budget counts the bytes of the file. Rows come from the backlog, one at a time. Never changes
 //! the backlog.
 
+use crate::pack::table::write_blob;
 use crate::select::candidates::{Candidate, RowChange, grows};
 use crate::select::choose::{Chosen, Ranking, TableCandidates};
 use crate::window::Window;
@@ -14,7 +15,6 @@ use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use std::io::Write;
 use std::path::Path;
 
 /// Drafts that the search for the best choice writes at most.
@@ -158,7 +158,8 @@ impl Draft<'_> {
         {
             if candidate.change == RowChange::Delete {
                 if *is_chosen && grows(held, candidate.order) {
-                    // The codec may not hold the default row. The key is deleted next time.
+                    // The codec may not be able to encode the default row; zeros always fit. The
+                    // next delta deletes the key.
                     let zeros = vec![0.0; table.dim as usize];
                     let filled = format.encode(&table.default_row, &mut encoded);
                     filled.or_else(|_| format.encode(&zeros, &mut encoded))?;
@@ -224,11 +225,4 @@ impl Draft<'_> {
         }
         Ok(best)
     }
-}
-
-fn write_blob(bundle: &mut BundleWriter, content: &[u8]) -> Result<u32> {
-    let (number, mut blob) = bundle.blob();
-    blob.write_all(content)?;
-    blob.end()?;
-    Ok(number)
 }

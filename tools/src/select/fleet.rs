@@ -1,6 +1,6 @@
 //! Compares candidates with what the fleet holds. A candidate that would bring the fleet no closer
-//! to the trainer is dropped: the fleet has the row, within the codec's error. Reads each page of
-//! the fleet once, because candidates come in the order of the pages.
+//! to the trainer is dropped, because the fleet has the row within the codec's error. Candidates
+//! are in the order of the pages, so each page of the fleet is read once.
 
 use crate::limits::GROWTH_GAP_MAX;
 use crate::select::candidates::{Candidate, RowChange, Sources, grows, key_of};
@@ -18,7 +18,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 /// The rows of one table of the fleet, for reads in the order of the keys.
 pub struct FleetTable {
     rows: TableRows,
-    /// The page that was read last of each segment; the clustered one is the last.
+    /// The page that was last read of each segment; the clustered segment is the last.
     pages: Vec<LoadedPage>,
 }
 
@@ -64,7 +64,7 @@ impl FleetTable {
     }
 }
 
-/// Lets the system read ahead: the flash tier opens its files for random reads past the page cache.
+/// Allows read-ahead, which the flash tier turns off because it reads at random.
 fn read_ahead(segment: &Segment) -> Result<()> {
     let Some(file) = segment.file().system_file() else { return Ok(()) };
     let flags = fcntl_getfl(file).with_context(|| segment.path().display().to_string())?;
@@ -129,7 +129,8 @@ impl Comparison<'_> {
                     candidate.distance = distance(&buffers.held, &self.table.default_row);
                     true
                 }
-                // A new row after this place needs a row here first; the default row fills it.
+                // New rows after this position need a row here too; a delta fills it with the
+                // default row.
                 RowChange::Delete => grows(self.table, candidate.order),
                 _ => {
                     let source = usize::from(candidate.source);
@@ -148,7 +149,7 @@ impl Comparison<'_> {
         fill_gaps(self.table, candidates)
     }
 
-    /// Compares the row in `buffers` with the held one. Returns whether sending it helps.
+    /// Compares the row in `buffers` with the fleet's row. Returns whether sending it helps.
     fn compare_row(
         &self,
         candidate: &mut Candidate,
@@ -169,9 +170,9 @@ impl Comparison<'_> {
     }
 }
 
-/// Makes the new rows at the end of an index table a run without gaps. A key that is missing in the
-/// run becomes a deleted one: the delta fills its place, and the next delta deletes it. Deleted
-/// keys after the last new row are dropped.
+/// Closes the gaps between new rows at the end of an index table. Each missing key becomes a
+/// deleted key: the delta fills its place, and the next delta deletes it. Deleted keys after the
+/// last new row are dropped.
 fn fill_gaps(table: &Table, candidates: &mut Vec<Candidate>) -> Result<()> {
     let is_idle = |c: &Candidate| c.change == RowChange::Delete && grows(table, c.order);
     while candidates.last().is_some_and(is_idle) {

@@ -1,8 +1,8 @@
-//! The rows that requests use most, as the windows count them. The backlog keeps the traffic of the
-//! hottest keys of each table, and a refresh makes new hot lists of it: a fresh start of a car then
-//! warms the rows of today. Never reads a row.
+//! The rows that requests use most, by the counts of the windows. The backlog keeps the traffic of
+//! each table's hottest keys. A refresh makes new hot lists from it, so that a car that starts
+//! later fills its cache with today's hot rows. Never reads a row.
 
-use crate::pack::hot::is_news;
+use crate::pack::hot::is_outdated;
 use crate::window::{Window, WindowError};
 use anyhow::Result;
 use hatchback::flash::Flash;
@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
 /// Share of a key's traffic that stays from window to window.
-const TRAFFIC_KEPT: f32 = 0.9;
+const HOT_TRAFFIC_KEPT: f32 = 0.9;
 /// Keys whose traffic the backlog keeps, for each key of the fleet's hot list.
 const KEPT_PER_KEY: usize = 2;
 /// The hot lists take at most this part of a budget.
@@ -26,8 +26,8 @@ pub struct HotTraffic {
 }
 
 impl HotTraffic {
-    /// Adds up what the backlog kept of the table `name` and what `windows` counted. Keeps twice as
-    /// many keys as the fleet's hot list has, so none for a model without hot lists.
+    /// Adds the traffic that the backlog kept of the table `name` to what `windows` counted. Keeps
+    /// twice as many keys as the fleet's hot list has, and none for a model without hot lists.
     ///
     /// # Errors
     /// A column cannot be read.
@@ -50,7 +50,7 @@ impl HotTraffic {
         }
 
         for window in windows {
-            all.values_mut().for_each(|traffic| *traffic *= TRAFFIC_KEPT);
+            all.values_mut().for_each(|traffic| *traffic *= HOT_TRAFFIC_KEPT);
             let Some(table) = window.table(name) else { continue };
             let columns = &table.columns;
             let traffic = columns.traffic.map(|column| window.floats(column)).transpose()?;
@@ -69,8 +69,8 @@ impl HotTraffic {
         Ok(Self { keys, traffic })
     }
 
-    /// Returns the hot list that follows `old`, of the same length: the keys of most traffic, and
-    /// then those of `old` in their order.
+    /// Returns a hot list of the same length as `old`: the keys with the most traffic, then keys of
+    /// `old` in their order.
     fn list(&self, old: &[u64]) -> Vec<u64> {
         let mut taken = HashSet::new();
         let keys = self.keys.iter().chain(old).copied();
@@ -92,7 +92,7 @@ pub fn new_lists(
     for (number, hot) in tables.iter().enumerate() {
         let old = fleet.hot_keys(number)?;
         let new = hot.list(&old);
-        lists.push(Some(new).filter(|new| is_news(&old, new)));
+        lists.push(Some(new).filter(|new| is_outdated(&old, new)));
     }
 
     let bytes: u64 = lists.iter().flatten().map(|list| 8 * list.len() as u64).sum();
@@ -102,7 +102,7 @@ pub fn new_lists(
     Ok(lists)
 }
 
-/// Returns the orders of the hot keys of a table, if they are needed.
+/// Returns the hot keys of a table, as orders; none if they are not needed.
 ///
 /// # Errors
 /// The hot list cannot be read.

@@ -92,7 +92,7 @@ fn floor(text: &str) -> Result<f32> {
     Ok(floor)
 }
 
-/// What a selection did.
+/// The result of a selection.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Selection {
     /// The generation of the delta; none if the fleet lacks nothing.
@@ -184,8 +184,8 @@ pub fn select(args: &SelectArgs) -> Result<Selection> {
     Ok(done)
 }
 
-/// Checks that no window up to `last` was closed after the newest one in the backlog. A trainer
-/// that numbers its windows anew would otherwise be ignored.
+/// Checks that no window up to `last` was closed after the newest one in the backlog. Otherwise the
+/// windows of a trainer that numbers them anew would be ignored.
 fn check_numbering(folder: &Path, last: Option<u64>, backlog: &Window) -> Result<(), WindowError> {
     for closed in closed_windows(folder)? {
         if last.is_none_or(|last| closed.number > last) {
@@ -330,8 +330,8 @@ fn changes_of(table: &Table, changes: &TableCandidates) -> TableChanges {
     }
 }
 
-/// Writes the delta that the budget allows. Its probe set has the scores of the reference runtime
-/// on the delta itself: a car lacks the rows that were deferred.
+/// Writes the delta that the budget allows. Its probe set has the scores of this runtime on the
+/// delta itself, because a car lacks the deferred rows.
 fn write_delta(
     args: &SelectArgs,
     state: &SelectState,
@@ -357,7 +357,7 @@ fn write_delta(
     let live = &fleet.manifest().generation;
     let generation = Generation { lineage: live.lineage.clone(), sequence: live.sequence + 1 };
     let mut probe = probe_of(backlog, fleet)?;
-    // A score takes five bytes, whatever it is.
+    // An encoded score takes five bytes, whatever its value.
     let outputs = schema.network.outputs.len();
     probe.iter_mut().for_each(|sample| sample.scores = vec![Some(0.5); outputs]);
     let traffic: Vec<&HotTraffic> = tables.iter().map(|table| &table.hot).collect();
@@ -382,7 +382,7 @@ fn write_delta(
     }
     if !draft.probe.is_empty() {
         draft.probe = score_probe(state, &path, draft.probe)?;
-        // A draft that stays does no harm: the next one replaces it.
+        // A draft that is left does no harm: the next one replaces it.
         let _ = state.disk().remove_file(&path);
         fitted.bytes = draft.write(&fitted.chosen, &args.out)?;
     }
@@ -390,7 +390,7 @@ fn write_delta(
     Ok(done)
 }
 
-/// Returns the report of a selection that has chosen nothing yet.
+/// Returns the report of a selection before anything is chosen.
 fn describe(
     state: &SelectState,
     tables: &[TableCandidates],
@@ -411,7 +411,7 @@ fn describe(
 }
 
 impl Selection {
-    /// Counts what `fitted` brings and what it leaves.
+    /// Adds what `fitted` brings and what it leaves.
     fn count(&mut self, draft: &Draft<'_>, fitted: &Fitted) {
         self.generation = Some(draft.generation.to_string());
         self.bytes = fitted.bytes;
@@ -438,7 +438,7 @@ fn probe_of(backlog: &Window, fleet: &Flash) -> Result<Vec<Sample>> {
     }
 }
 
-/// Returns `samples` with the scores of the reference runtime on the delta at `path`.
+/// Scores `samples` with this runtime on the delta at `path`. Returns them with these scores.
 fn score_probe(state: &SelectState, path: &Path, mut samples: Vec<Sample>) -> Result<Vec<Sample>> {
     let mut bundle = BundleReader::open(path)?;
     let directory = state.fleet.directory();

@@ -1,5 +1,5 @@
-//! The folder of `select`: what the fleet holds, as a flash directory, and the backlog, which is a
-//! window. Only bundles that were published are installed, each over its exact parent. Holds a lock
+//! The state folder of `select`: what the fleet holds, as a flash directory, and the backlog, which
+//! is a window. Only published bundles are installed, each onto its exact parent. Holds a lock
 //! while it is open. Never chooses a row.
 
 use crate::window::folder::{closed_windows, window_folder};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Deltas of a table after which `select` merges them: fewer segments to read a row from.
+/// Deltas of a table at which `select` merges them, so that a row is in few segments.
 const MERGE_DELTAS: usize = 8;
 /// Pages of one step of a merge.
 const MERGE_PAGES: u64 = 4096;
@@ -102,7 +102,7 @@ impl SelectState {
         }
     }
 
-    /// Takes the backlog that was written into the folder of [`SelectState::next_backlog`], and
+    /// Opens the backlog that was written into the folder of [`SelectState::next_backlog`], and
     /// removes the one before.
     ///
     /// # Errors
@@ -113,7 +113,7 @@ impl SelectState {
         let old = self.backlog.replace(Window::open(folder)?);
         self.next += 1;
         if let Some(old) = old {
-            // The next run removes what stays.
+            // The next run removes any rest.
             let _ = self.disk.remove_file(old.folder());
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Why a window is refused. Every message names the file, the field and the value.
 
-use crate::limits::MESSAGE_CHARS_MAX;
+use crate::report::printable;
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -39,10 +39,4 @@ impl WindowError {
         let (field, why) = (printable(&field.into()), printable(&why.into()));
         Self::Field { path: path.to_owned(), field, value: printable(&value.to_string()), why }
     }
-}
-
-/// Makes text from a damaged or hostile file safe for a terminal.
-fn printable(text: &str) -> String {
-    let safe = |c: char| if c.is_control() { '\u{fffd}' } else { c };
-    text.chars().take(MESSAGE_CHARS_MAX).map(safe).collect()
 }

@@ -34,7 +34,7 @@ pub struct WindowHead {
     pub closed_ms: u64,
     /// The other files of the window.
     pub files: Vec<WindowFile>,
-    /// What `select` remembers, if this is its backlog.
+    /// The state of `select`, if this is its backlog.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backlog: Option<BacklogState>,
     /// Where the next window begins, if the rows came through Kafka.
@@ -57,7 +57,7 @@ pub struct WindowFile {
     pub sha256: String,
 }
 
-/// What a backlog records beside its rows.
+/// Fields of a backlog beside its rows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BacklogState {
@@ -131,7 +131,7 @@ impl WindowHead {
     /// Returns the bytes of `window.json`: one line of JSON without blanks.
     ///
     /// # Errors
-    /// None for a head of this type; serde's signature has one.
+    /// Never fails for this type; serde's signature requires the `Result`.
     pub fn encode(&self) -> Result<Vec<u8>, serde_json::Error> {
         let mut text = serde_json::to_vec(self)?;
         text.push(b'\n');

@@ -13,7 +13,7 @@ use hatchback::io::disk::{Disk, SystemDisk};
 use hatchback::update::release::hex;
 use safetensors::tensor::Dtype;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::Path;
 
 /// Bytes of the buffer before the file.
@@ -42,7 +42,7 @@ pub struct TableChanges {
     pub hot_traffic: Vec<f32>,
 }
 
-/// What a window says of itself, and its small files.
+/// The fields of a window's `window.json`, and its small files.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WindowContent {
     /// The name of the model.
@@ -57,7 +57,7 @@ pub struct WindowContent {
     pub dense: Option<Vec<u8>>,
     /// Probe lines.
     pub probe: Option<Vec<u8>>,
-    /// What `select` remembers.
+    /// The state of `select`.
     pub backlog: Option<BacklogState>,
     /// Where the next window begins, if the rows came through Kafka.
     pub kafka: Option<KafkaOffsets>,
@@ -69,7 +69,7 @@ pub type FillRow<'a> = &'a mut dyn FnMut(usize, usize, &mut Vec<f32>) -> Result<
 /// Writes a window into `folder`, which is created if it is missing and holds no window yet.
 ///
 /// # Errors
-/// A file cannot be written, or `fill` fails. `folder` is no window then.
+/// A file cannot be written, or `fill` fails. `folder` is then not a window.
 pub fn write_window(
     folder: &Path,
     content: &WindowContent,
@@ -218,33 +218,32 @@ fn write_rows(folder: &Path, tables: &[TableChanges], fill: FillRow<'_>) -> Resu
 
 /// A file that is hashed while it is written.
 struct HashedFile {
-    out: BufWriter<File>,
-    /// Bytes that are not hashed yet: many short writes become one update.
-    waiting: Vec<u8>,
+    out: File,
+    /// Bytes that are neither hashed nor written yet: many short writes become one.
+    buffer: Vec<u8>,
     hash: Context,
     bytes: u64,
 }
 
 impl HashedFile {
     fn create(path: &Path) -> std::io::Result<Self> {
-        let out = BufWriter::new(File::create(path)?);
-        let waiting = Vec::with_capacity(WRITE_BYTES);
-        Ok(Self { out, waiting, hash: Context::new(&SHA256), bytes: 0 })
+        let out = File::create(path)?;
+        let buffer = Vec::with_capacity(WRITE_BYTES);
+        Ok(Self { out, buffer, hash: Context::new(&SHA256), bytes: 0 })
     }
 
-    fn pass_on(&mut self) -> std::io::Result<()> {
-        self.hash.update(&self.waiting);
-        self.bytes += self.waiting.len() as u64;
-        self.out.write_all(&self.waiting)?;
-        self.waiting.clear();
+    fn write_buffer(&mut self) -> std::io::Result<()> {
+        self.hash.update(&self.buffer);
+        self.bytes += self.buffer.len() as u64;
+        self.out.write_all(&self.buffer)?;
+        self.buffer.clear();
         Ok(())
     }
 
     /// Makes the file durable.
     fn finish(mut self, name: &str) -> std::io::Result<WindowFile> {
-        self.pass_on()?;
-        self.out.flush()?;
-        self.out.get_ref().sync_all()?;
+        self.write_buffer()?;
+        self.out.sync_all()?;
         let sha256 = hex(self.hash.finish().as_ref());
         Ok(WindowFile { name: name.to_owned(), bytes: self.bytes, sha256 })
     }
@@ -252,15 +251,15 @@ impl HashedFile {
 
 impl Write for HashedFile {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.waiting.extend_from_slice(bytes);
-        if self.waiting.len() >= WRITE_BYTES {
-            self.pass_on()?;
+        self.buffer.extend_from_slice(bytes);
+        if self.buffer.len() >= WRITE_BYTES {
+            self.write_buffer()?;
         }
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        self.pass_on()?;
+        self.write_buffer()?;
         self.out.flush()
     }
 }

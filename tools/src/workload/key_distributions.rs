@@ -1,5 +1,5 @@
-//! The keys of a load: seeded distributions over a model's key spaces, and batches drawn from them.
-//! Never scores, and never runs inside a measurement.
+//! The keys of a synthetic load: seeded distributions over a model's key spaces, and batches drawn
+//! from them. Never scores; runs outside measured time.
 //!
 //! A distribution draws popularity ranks. [`Scatter`] maps each rank to a position in the table by
 //! a fixed bijection, so that hot keys are not neighbours and share pages no more often than other

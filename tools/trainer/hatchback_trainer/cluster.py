@@ -4,8 +4,8 @@
         --scheduler tcp://10.0.0.1:8786
 
 Each table is a task: a worker fetches the table's files, runs `hatchback pack --table`, and puts the packed table into
-the folder of shares, its head last. The last task merges the shares into the bundle. A task that finds its head there
-does nothing. So a lost worker costs the table in its hands, and a driver that starts again goes on where it was.
+the folder of shares, its head last. The last task merges the shares into the bundle. A task whose head
+is there already does nothing. So a lost worker loses only its current table, and a driver that is started again continues.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"}
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know beside the number of its table."""
+    """The parameters that all tasks share."""
 
     model: str  # URL of model.toml
     shares: str  # URL of the folder of packed tables
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What a task did. `packed` is false if an earlier task had done it."""
+    """The result of a task. `packed` is false if an earlier task had already packed the table."""
 
     packed: bool
     bytes_in: int = 0
@@ -59,7 +59,7 @@ class Refused(Exception):
 
 
 def put(fs, local, remote):
-    """Writes a file of the store, which has its name only when it is whole. Returns its bytes."""
+    """Writes a file to the store under its name only when it is complete. Returns its bytes."""
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     if protocols & OBJECT_STORES:
         fs.put_file(str(local), remote)
@@ -71,7 +71,7 @@ def put(fs, local, remote):
 
 
 def run_program(job, words):
-    """Runs `hatchback pack`. The program ends with the worker, also if the worker is killed."""
+    """Runs `hatchback pack`. The program ends with the worker, even if the worker is killed."""
     ends_too = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
     command = [*ends_too, job.hatchback, "pack", *words, "--threads", str(job.threads), *job.options]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def file_names(number):
 
 
 def scratch():
-    """Returns a folder that goes with the worker: its nanny removes what a killed worker left."""
+    """Returns a temporary folder of the worker. After a kill, the nanny (Dask's parent process) removes it."""
     return tempfile.TemporaryDirectory(dir=get_worker().local_directory)
 
 
@@ -140,8 +140,8 @@ def merge(job, tables, needs, out):
 def run_tasks(client, tasks, attempts_max):
     """Runs tasks, `{name: (function, arguments)}`, in their order of priority. Returns the results by name.
 
-    Dask gives a lost worker's task to another one, and gives up after some workers. This function starts it again then,
-    and after an error of the store, up to `attempts_max` times.
+    Dask moves the task of a lost worker to another worker, and gives up after a few. This function then submits the task
+    again, and also after an error of the store, up to `attempts_max` times.
     """
     results, attempts, names = {}, dict.fromkeys(tasks, 0), {}
 
@@ -164,7 +164,7 @@ def run_tasks(client, tasks, attempts_max):
             raise error or RuntimeError(f"{name}: {future.status}")
         else:
             results[name] = future.result()
-            # The cluster then forgets the task, and never repeats it for the loss of its result.
+            # Dask then forgets the task. Otherwise it would repeat the task if the worker with the result is lost.
             future.release()
     return results
 
@@ -195,7 +195,7 @@ def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threa
 
 
 def program_version(hatchback):
-    """Returns what the program of a worker says that it is."""
+    """Returns the version that the program on a worker prints."""
     return subprocess.run([hatchback, "--version"], check=True, capture_output=True, text=True).stdout.strip()
 
 

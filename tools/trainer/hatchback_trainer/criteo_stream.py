@@ -1,7 +1,7 @@
 """A Criteo-shaped stream of samples whose truth drifts: 13 dense and 26 categorical features with power-law keys.
 
-Every key has a weight in the label's logit that swings slowly, and the large features get new keys all the time. It stands
-for click logs that may not be redistributed; its figures say nothing about real ones. The same seed gives the same stream.
+Every key has a weight in the label's logit that swings slowly, and the large features get new keys all the time. It replaces
+click logs that may not be redistributed; its figures say nothing about real ones. The same seed gives the same stream.
 """
 
 import numpy as np

@@ -1,8 +1,7 @@
 """Windows from trainers that dump their own changes: SOK (TensorFlow) and dynamicemb (TorchRec).
 
-Each tap asks its trainer for the rows that changed since the last window. Rows are whole, so a row that comes twice does
-no harm: both taps ask for a little more than the window. The trainer's function is an argument, so this file imports
-neither library.
+Each tap asks its trainer for the rows that changed since the last window, and for a little more: rows are whole, so a row
+that is sent twice does no harm. The trainer's dump function is an argument, so this file imports neither library.
 """
 
 from datetime import datetime, timedelta, timezone
@@ -13,7 +12,7 @@ from .window import Changes, as_u64
 
 
 def last_of_each(keys, rows):
-    """Returns keys and rows without earlier copies of a key that comes twice, as ranks that overlap give them."""
+    """Returns each key with its last row. A key occurs more than once if several ranks dump it."""
     keys, rows = as_u64(keys), np.asarray(rows, dtype=np.float32)
     _, last = np.unique(keys[::-1], return_index=True)
     kept = np.sort(len(keys) - 1 - last)
@@ -44,8 +43,8 @@ class DynamicEmbTap:
     """The changes of dynamicemb tables: `DynamicEmbTap(incremental_dump, model)`.
 
     `tables` maps (collection, table) of the model to table names; by default a table keeps its name. The score of a row
-    must grow with the steps (strategies TIMESTAMP and STEP). The dump includes the threshold itself, so the last step of
-    a window comes again with the next one.
+    must grow with the steps (strategies TIMESTAMP and STEP). The dump includes the threshold itself, so the next
+    window contains the last step of this one again.
     """
 
     def __init__(self, dump, model, tables=None):

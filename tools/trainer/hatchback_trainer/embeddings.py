@@ -30,6 +30,7 @@ def row_numbers(table):
 
 
 def make_batch(schema, samples):
+    """Returns the `Batch` of `samples`, with keys mapped to row numbers."""
     rows, offsets, weights = {}, {}, {}
     for feature in schema.features:
         row_of = row_numbers(schema.table(feature.table))
@@ -72,7 +73,7 @@ def pool(weight, rows, offsets, feature, weights=None):
 
 
 def divisor(offsets, feature, weights):
-    """Returns what divides the sum of each bag `[B]`, as TensorFlow does: the sum of the weights, or the root of their squares'."""
+    """Returns the divisor of each bag's sum, `[B]`, as in TensorFlow: the sum of the weights, or the root of the sum of squares."""
     bags = len(offsets) - 1
     bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())
     each = torch.ones(len(bag)) if weights is None else weights

@@ -1,8 +1,8 @@
-"""What a fleet gains from each byte of its deltas: a stream in time order, with the real `hatchback` program.
+"""Measures what a fleet gains from each byte of its deltas, on a stream in time order, with the real `hatchback` program.
 
-A base is trained first. Then each window of the stream is first scored by every fleet, and then trained on; its changes
-reach each fleet under the fleet's own policy, as real deltas of `hatchback select`. The report has the mean AUC of each
-policy on windows that its fleet had not seen, and the bytes it sent.
+A base is trained first. Then each window of the stream is scored by every fleet, and after that trained on. Its changes
+are sent to each fleet under the fleet's own policy, as deltas of `hatchback select`. The report has the mean AUC of each
+policy on windows that its fleet had not seen, and the bytes that the policy sent.
 """
 
 import json
@@ -75,7 +75,7 @@ class Fleet:
         return report["bytes"]
 
     def evaluate(self, samples):
-        """Scores the next window with what the cars hold."""
+        """Scores the samples of the next window with the generation that the cars hold."""
         held = self.folder / "state/fleet"
         model = self.published[0] if self.published else held  # `eval` installs a delta into the folder first
         words = ["--flash", held, "--samples", samples, "--batch", "64", "--json", "-"]
@@ -98,7 +98,7 @@ def publish_window(fleets, windows, dense_windows):
     for fleet in fleets:
         if fleet.with_rows and fleet.name != "all rows u8":
             if fleet.share == EIGHTH:
-                # A small model's dense network alone takes more than an eighth.
+                # The dense network of a small model alone takes more than an eighth.
                 budget = max(by_name["all rows f32"].bytes[-1] / 8, fixed + SMALLEST_SHARE * rows)
             else:
                 budget = None if fleet.share == 1.0 else fixed + fleet.share * rows

@@ -1,6 +1,6 @@
 """The flights that left New York in 2013 as a stream of samples in time order, and a DLRM that trains on streams online.
 
-The label is an arrival more than 15 minutes late; only what the schedule tells is a feature. Keys are hashes of words, so
+The label is an arrival more than 15 minutes late; the features are values of the flight schedule only. Keys are hashes of words, so
 new tail numbers and routes are new keys. The training touches only the rows of each batch (row-wise Adagrad by hand). It
 never writes a file.
 """
@@ -93,7 +93,7 @@ def flight_stream(path):
 
 
 class GrowingTable:
-    """An embedding table whose rows appear when their keys do, with the sums of row-wise Adagrad."""
+    """An embedding table that gets a row when a new key occurs, with the sums of row-wise Adagrad."""
 
     def __init__(self):
         self.row_of, self.keys = {}, []
@@ -114,7 +114,7 @@ class GrowingTable:
         return torch.tensor([self.row_of[key] for key in keys])
 
     def step(self, rows, gradient):
-        """Applies a gradient of unique rows."""
+        """Applies `gradient`, `[rows, dim]`, to distinct rows."""
         self.sums[rows] += gradient.square().mean(dim=1, keepdim=True)
         self.weight[rows] -= RATE * gradient / (self.sums[rows].sqrt() + 1e-8)
 

@@ -24,7 +24,7 @@ PROBES = 32
 HELD_OUT = 10  # one sample of so many is for the gate and is not trained on
 
 
-class Desk:
+class LoopDemo:
     """The folders and commands of the demo."""
 
     def __init__(self, program, folder):
@@ -80,11 +80,11 @@ class Desk:
         return report
 
 
-def first_score(desk, samples):
+def first_score(demo, samples):
     """Scores one sample with the updated car."""
     with open(samples, encoding="ascii") as file:
         line = file.readline()
-    done = subprocess.run([desk.program, "run", str(desk.folder / "fresh")], input=line, capture_output=True, text=True, check=True)
+    done = subprocess.run([demo.program, "run", str(demo.folder / "fresh")], input=line, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)["score"][0]
 
 
@@ -122,8 +122,8 @@ def run(data, out, program, budget_kib=64.0, weeks_max=None):
     model = OnlineDLRM(stream)
     model.train(stream.base)
     model.changes()
-    desk = Desk(str(Path(program).resolve()) if Path(program).exists() else program, out)
-    desk.begin(model)
+    demo = LoopDemo(str(Path(program).resolve()) if Path(program).exists() else program, out)
+    demo.begin(model)
     windows, report = WindowWriter(out / "windows", "flights"), {"weeks": []}
     print(f"{'week':>4} {'stale AUC':>9} {'fresh AUC':>9} {'delta':>10} {'waiting':>8} {'step to score':>14}", flush=True)
 
@@ -131,13 +131,13 @@ def run(data, out, program, budget_kib=64.0, weeks_max=None):
         held_out, seen = samples[HELD_OUT - 1 :: HELD_OUT], [one for at, one in enumerate(samples) if at % HELD_OUT != HELD_OUT - 1]
         write_lines(out / "week.jsonl", samples)
         write_lines(out / "heldout.jsonl", held_out)
-        stale, fresh = desk.score("stale", out / "week.jsonl"), desk.score("fresh", out / "week.jsonl")
+        stale, fresh = demo.score("stale", out / "week.jsonl"), demo.score("fresh", out / "week.jsonl")
         model.train(seen)
         start = time.monotonic()
         probe = "".join((out / "week.jsonl").read_text().splitlines(keepends=True)[:PROBES])
         windows.write(model.changes(), model.step, model.onnx(), probe)
-        done = desk.release(budget_kib / 1024, out / "heldout.jsonl")
-        first_score(desk, out / "week.jsonl")
+        done = demo.release(budget_kib / 1024, out / "heldout.jsonl")
+        first_score(demo, out / "week.jsonl")
         delay = time.monotonic() - start
         week = {"week": number, "stale_auc": stale, "fresh_auc": fresh, "delay_s": delay, "bytes": done["bytes"]}
         report["weeks"].append(week | {"deferred": done["deferred"], "refused": done["refused"]})

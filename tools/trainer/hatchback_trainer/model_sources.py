@@ -1,4 +1,4 @@
-"""Which files a model.toml needs from a store, table by table, and how they come from there. Needs fsspec, never torch.
+"""Finds the files that a model.toml needs from a store, table by table, and copies them. Needs fsspec, never torch.
 
 A worker of `cluster.py` fetches what one table needs and no more. Of a safetensors file it fetches the header and the
 tensors of that table; the rest of its copy is a hole.
@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-PIECE_BYTES = 32 << 20  # of a file that are in memory at a time
+PIECE_BYTES = 32 << 20  # bytes of a file that are in memory at a time
 PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, "_"))  # as SOK names its files
 
 
@@ -100,13 +100,13 @@ class ModelSources:
             (length,) = struct.unpack("<Q", self.fs.cat_file(self.at(path), start=0, end=8))
             self.headers[path] = (8 + length, json.loads(self.fs.cat_file(self.at(path), start=8, end=8 + length)))
         data, header = self.headers[path]
-        held = [header[name]["data_offsets"] for name in names if name in header]  # `pack` names a missing one
+        held = [header[name]["data_offsets"] for name in names if name in header]  # `pack` reports a missing one
         ranges = [(0, data), *((data + begin, data + end) for begin, end in held)]
         return Need(path, one.size, one.state, tuple(ranges))
 
 
 def state(info):
-    """Returns what tells one version of a file from the next: the store's tag, or the time of the last change."""
+    """Returns a text that changes with the file: its size with the store's tag or the time of the last change."""
     version = next((info[key] for key in ("ETag", "etag", "md5", "mtime", "LastModified") if info.get(key)), "")
     return f"{info['size']} {version}"
 
@@ -119,9 +119,9 @@ def identity(sources, needs, options):
 
 
 def fetch(sources_fs, base, needs, folder):
-    """Copies the needs into `folder`, below which they have the paths of model.toml. Returns the bytes moved.
+    """Copies the needs into `folder`, under the paths that model.toml gives them. Returns the bytes moved.
 
-    Raises an error if a file is no longer the version that was planned with.
+    Raises `ChangedSource` if a file has changed since the needs were listed.
     """
     moved = 0
     for need in needs:

@@ -134,7 +134,7 @@ class Recorder:
 
 
 class Pooled:
-    """What stands for TorchRec's `KeyedTensor` while the network is cut."""
+    """Takes the place of TorchRec's `KeyedTensor` while the network is cut."""
 
     def __init__(self, vectors):
         self.vectors = vectors
@@ -182,7 +182,7 @@ class Cut(nn.Module):
     def forward(self, *inputs):
         _, parts = self.dense_names()
         positional, named = list(self.positional), dict(self.named)
-        anchor = inputs[0].reshape(inputs[0].shape[0], -1)[:, :1]  # [B, 1]: what carries the batch size
+        anchor = inputs[0].reshape(inputs[0].shape[0], -1)[:, :1]  # [B, 1]: carries the batch size
         for place, value in [*enumerate(positional), *named.items()]:
             if torch.is_tensor(value) and not value.is_floating_point() and value.dim() > 0:
                 held = named if isinstance(place, str) else positional
@@ -245,7 +245,7 @@ class Exported:
 
 
 class Weights:
-    """What `export_tables` needs of an embedding part."""
+    """The part of `Embeddings` that `export_tables` reads."""
 
     def __init__(self, weights):
         self.weights = weights

@@ -74,12 +74,12 @@ class Schema:
 
 def quoted(value):
     """Writes a string, or a list of strings or numbers, which have the same form in JSON and TOML."""
-    # TOML does not take the pairs of escapes by which JSON writes an emoji in ASCII.
+    # In ASCII, JSON writes an emoji as a pair of escapes, which TOML does not accept.
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def tensor_name(schema, table, column=None):
-    """Returns the name of a table's tensor. No table's name, whatever it is, leads to the same tensor twice."""
+    """Returns the name of a table's tensor. Two tensors never get the same name, whatever the tables are called."""
     name = table.name if column is None else f"{table.name}.{column}"
     taken = {"__metadata__"} | {other.name for other in schema.tables if other is not table or column is not None}
     while name in taken:

@@ -1,7 +1,7 @@
 """The dense networks of five more families: MMoE, DIN, DIEN, BST and one block of HSTU as a ranker.
 
 A history is a feature that is not pooled: `length` vectors side by side, the last ones zero where a sample has fewer. A
-network tells a missing position by its zeros. It returns logits `[B, 1]`.
+network recognises a missing position by its zeros. It returns logits `[B, 1]`.
 
 Letters: B batch, nd dense features, L length of the history, D embedding dim.
 """
@@ -33,7 +33,7 @@ class MMoE(nn.Module):
 
 
 class History(nn.Module):
-    """What the families of histories share: the shape of the history and the mask of its positions."""
+    """Base of the families with a history: its shape, and the mask of its positions."""
 
     def __init__(self, length, dim):
         super().__init__()

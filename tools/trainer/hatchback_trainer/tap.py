@@ -2,8 +2,8 @@
 
 Put a `Tap` around the training loop and call `close` where a window ends, after `optimizer.step()`. It reads rows only
 then. It works with sparse and dense gradients. An optimizer that also changes rows that no sample touched (momentum,
-Adam with dense gradients, weight decay) is detected, said, and answered: such a table is compared row by row through
-checksums of 8 bytes a row, so no change is lost. It never changes the model.
+Adam with dense gradients, weight decay) is detected and reported with a warning. All rows of such a table are then
+compared through checksums of 8 bytes a row, so no change is lost. The tap never changes the model.
 """
 
 import io
@@ -104,7 +104,7 @@ class TableTap:
             moved = self.check_sentinels()
             why = f"the optimizer changed {moved} of {len(self.sentinels[0])} rows that no sample touched"
             self.watch_all(why)
-            rows = torch.arange(self.rows)  # which others changed before is not known
+            rows = torch.arange(self.rows)  # other rows may have changed before, so all are sent
         elif self.sums is not None:
             rows = self.sums.changed(weight)
         else:
@@ -144,7 +144,7 @@ class Tap:
             table.choose_sentinels()
 
     def inspect(self, table):
-        """Finds the optimizer of a table; says so if that optimizer may change rows that no sample touches."""
+        """Finds the optimizer of a table. Warns, and compares all rows, if it may change rows that no sample touches."""
         weight = table.module.weight
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -162,7 +162,7 @@ class Tap:
 
     def touch_since(self, step):
         """Marks all keys of windows after `step` as changed. Call it after the model was restored from a checkpoint of
-        `step`: the fleet holds rows of the steps after it, which the training takes back."""
+        `step`: the fleet may hold rows of later steps, which the restore undid."""
         from .window import closed, read
 
         for folder in closed(self.writer.folder):

@@ -2,7 +2,7 @@
 
 Make the model with `DistributedModelParallel(..., model_tracker_config=ModelTrackerConfig(consumers=["publisher"]))`.
 Every rank calls `changes` where a window ends; rank 0 gets the whole rows and writes the window. The tracker records
-lookups, not changes: optimizers with weight decay or dense moments change more rows than it says, and are refused.
+lookups, not changes: optimizers with weight decay or dense moments change more rows than it reports, and are refused.
 """
 
 import torch
