@@ -123,8 +123,8 @@ impl PoolJob<'_> {
             let to = out.as_mut_ptr();
 
             // SAFETY: the caller promises the instructions. A row has `from + N` vectors, of which
-            // the last may be read up to `OVERREAD_BYTES` past the row; `to` has room for `N`, or for
-            // `out.len()` values, which are more than `N - 1` vectors.
+            // the last may be read up to `OVERREAD_BYTES` past the row. `to` has room for `N`
+            // vectors, or for `out.len()` values, which are more than `N - 1` vectors.
             unsafe {
                 let mut sums = [V::splat(K::FIRST); N];
                 if !from_zero {
