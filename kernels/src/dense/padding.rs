@@ -127,7 +127,7 @@ impl Builder<'_> {
 /// or for pads that the mode does not have.
 fn repeated(mode: &str, pads: Pads, n: usize) -> Option<Vec<usize>> {
     let (before, after) = (usize::try_from(pads.before).ok()?, usize::try_from(pads.after).ok()?);
-    let len = before.checked_add(after)?.checked_add(n).filter(|len| *len <= LIST_MAX)?;
+    let len = before.checked_add(after)?.checked_add(n).filter(|len| n > 0 && *len <= LIST_MAX)?;
     let (n, before) = (n as i64, before as i64);
     let position = |i: i64| match mode {
         "edge" => Some(i.clamp(0, n - 1)),
@@ -139,4 +139,27 @@ fn repeated(mode: &str, pads: Pads, n: usize) -> Option<Vec<usize>> {
     };
     let all = (0..len as i64).map(|i| position(i - before).filter(|p| (0..n).contains(p)));
     all.map(|p| p.map(|p| p as usize)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_mode_repeats_what_onnx_says_and_refuses_what_it_lacks() {
+        let at = |mode, before, after, n| repeated(mode, Pads { axis: 0, before, after }, n);
+        assert_eq!(at("edge", 2, 1, 2), Some(vec![0, 0, 0, 1, 1]));
+        assert_eq!(at("reflect", 2, 1, 3), Some(vec![2, 1, 0, 1, 2, 1]));
+        assert_eq!(at("wrap", 1, 2, 3), Some(vec![2, 0, 1, 2, 0, 1]));
+        for (mode, before, after, n) in [
+            ("reflect", 3, 0, 3),
+            ("edge", -1, 0, 3),
+            ("edge", 1, 0, 0),
+            ("wrap", 1, 0, 0),
+            ("edge", i64::MAX, i64::MAX, 3),
+            ("mirror", 1, 0, 3),
+        ] {
+            assert_eq!(at(mode, before, after, n), None, "{mode}, {before}, {after}, {n}");
+        }
+    }
 }
