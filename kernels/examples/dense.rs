@@ -1,5 +1,7 @@
 //! Times one ONNX network on one core: this crate's kernels with each weight format, and rten. The
-//! runs alternate. The results are microseconds of CPU time a batch, the median of the rounds.
+//! runs alternate. The results are microseconds of CPU time a batch, the median of the rounds, and
+//! billions of multiplications and additions a second. For comparison: the time of a loop that only
+//! reads as many bytes as the weights have, over and over.
 //!
 //!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
 //!
@@ -32,6 +34,14 @@ fn time(mut call: impl FnMut()) -> f64 {
             return spent.as_secs_f64() * 1e6 / f64::from(calls);
         }
     }
+}
+
+/// Returns the microseconds of reading `bytes` bytes, which were read before.
+fn time_to_read(bytes: usize) -> f64 {
+    let words = vec![1u64; bytes / 8];
+    time(|| {
+        std::hint::black_box(std::hint::black_box(&words).iter().sum::<u64>());
+    })
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -96,7 +106,7 @@ fn main() {
     options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
 
     let rounds = std::env::var("ROUNDS").map_or(9, |r| r.parse().unwrap());
-    println!("{:>16} {:>12} bytes, largest difference from f32", "", engines[0].1.bytes());
+    println!("{:>16} {:>12} {:>12} largest difference from f32", "", "bytes", "µs to read");
     let mut scores = Vec::new();
     for (name, engine) in &engines {
         let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(256 * w)).collect();
@@ -104,7 +114,9 @@ fn main() {
         engine.run(256, &data, &mut out, &mut engine.scratch(256)).unwrap();
         scores.push(out);
         let far = scores[0].iter().zip(&scores[scores.len() - 1]).map(|(a, b)| (a - b).abs());
-        println!("{name:>16} {:>12} {:.1e}", engine.bytes(), far.fold(0.0, f32::max));
+        let read = median((0..rounds).map(|_| time_to_read(engine.bytes())).collect());
+        let far = far.fold(0.0, f32::max);
+        println!("{name:>16} {:>12} {read:>12.1} {far:.1e}", engine.bytes());
     }
 
     for batch in BATCHES.into_iter().filter(|b| is_selected("BATCH", &b.to_string())) {
@@ -131,8 +143,10 @@ fn main() {
 
         print!("batch {batch:>4}:");
         let names = engines.iter().map(|(name, _)| name.as_str()).chain(["rten"]);
+        let operations = 2.0 * (engines[0].1.parameters() * batch) as f64;
         for (name, times) in names.zip(times).filter(|(_, times)| !times.is_empty()) {
-            print!("  {name} {:.0}", median(times));
+            let us = median(times);
+            print!("  {name} {us:.0} ({:.0} G/s)", operations / us / 1e3);
         }
         println!();
     }

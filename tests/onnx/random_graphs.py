@@ -568,6 +568,37 @@ class Network:
         name = self.node("Concat", parts, axis=self.signed(axis, len(v.shape)))
         self.add(name, out, v.kind, exact)
 
+    def op_pad(self):
+        """Pads of each mode; constant ones may also be negative."""
+        kind = self.random.choice(["float", "float", "int64"]) if self.opset >= 11 else "float"
+        v = self.any(kind, fits=lambda v: len(v.shape) >= 2)
+        if not v:
+            return
+        modes = ["constant", "constant", "reflect", "edge"] + ["wrap"] * (self.opset >= 19)
+        mode = self.random.choice(modes)
+        axes = [a for a in range(len(v.shape)) if v.shape[a] != B]
+        axes = sorted(self.random.sample(axes, self.random.randint(1, len(axes))))
+        pads, shape = {}, list(v.shape)
+        for axis in axes:
+            n = v.shape[axis]
+            least = -((n - 1) // 2) if mode == "constant" else 0
+            most = {"reflect": n - 1, "wrap": n}.get(mode, 3)
+            pads[axis] = [self.random.randint(least, most) for _ in range(2)]
+            shape[axis] += sum(pads[axis])
+        value, exact = self.random.choice([-2.5, 0.0, 3.0]), v.exact
+        every = [pads.get(a, [0, 0]) for a in range(len(v.shape))]
+        if self.opset < 11:
+            flat = [p[end] for end in range(2) for p in every]
+            name = self.node("Pad", [v], pads=flat, mode=mode, value=value)
+            return self.add(name, shape, exact=exact)
+        by_axis = self.opset >= 18 and self.random.random() < 0.5
+        flat = [p[end] for end in range(2) for p in (pads.values() if by_axis else every)]
+        number = numpy.int64(value) if kind == "int64" else numpy.float32(value)
+        inputs = [v, self.ints(flat), self.constant(number) if self.random.random() < 0.7 else ""]
+        if by_axis:
+            inputs.append(self.ints([self.signed(a, len(v.shape)) for a in axes]))
+        self.add(self.node("Pad", inputs, mode=mode), shape, kind, exact)
+
     def op_slice(self):
         v = self.any(fits=lambda v: len(v.shape) >= 2)
         free = [a for a in range(len(v.shape)) if v.shape[a] != B]

@@ -47,6 +47,23 @@ class Dlrm(nn.Module):
         return self.top(torch.cat([x, flat], dim=1))
 
 
+class Padded(Dlrm):
+    """Pads its layers with zeros, as the DLRM of NVIDIA's recipe, and a sequence in other modes."""
+
+    def forward(self, dense, emb):
+        x = F.pad(self.bottom(F.pad(dense, (0, 1))), (2, 1))[:, 2:-1]
+        t = torch.cat([x.unsqueeze(1), emb.view(-1, FIELDS, DIM)], dim=1)
+        t = F.pad(F.pad(t, (1, 2), mode="reflect"), (2, 0), mode="replicate")
+        z = torch.bmm(t, t.transpose(1, 2))
+        flat = torch.index_select(z.flatten(1), 1, self.flat)
+        return self.top(F.pad(torch.cat([x, flat], dim=1), (0, 3)))
+
+    def __init__(self):
+        super().__init__("flat")
+        self.bottom, n = mlp(8, HIDDEN, DIM), DIM + self.flat.numel() + 3
+        self.top = mlp(n, HIDDEN, 1)
+
+
 class Cross(nn.Module):
     inputs = {"dense": [7], "emb": [FIELDS * DIM]}
 
@@ -441,6 +458,7 @@ ZOO = {
     "fp16_weights": HalfWeights,
     "dien": lambda: Din("dien"),
     "hstu": lambda: Transformer("hstu"),
+    "padded": Padded,
 }
 
 

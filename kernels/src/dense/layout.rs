@@ -146,9 +146,8 @@ fn fuse_silu(graph: &mut Graph) {
             (Op::Zip { zip: Zip::Mul, left, right }, &[a, b])
                 if left.is_whole() && right.is_whole() =>
             {
-                let x = if sigmoid_of.get(&b) == Some(&a) { Some(a) } else { None };
-                let x = x.or((sigmoid_of.get(&a) == Some(&b)).then_some(b));
-                if let Some(x) = x {
+                let pair = [(a, b), (b, a)].into_iter().find(|(x, y)| sigmoid_of.get(y) == Some(x));
+                if let Some((x, _)) = pair {
                     (node.op, node.inputs) = (Op::Map(Map::Silu), vec![x]);
                 }
             }

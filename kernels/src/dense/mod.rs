@@ -29,6 +29,7 @@ mod moves;
 pub mod onnx;
 pub(crate) mod onnx_graph;
 mod operators;
+mod padding;
 mod plan;
 mod products;
 mod quantize;

@@ -10,8 +10,8 @@ use crate::dense::tensor::{
 };
 use std::rc::Rc;
 
-/// Entries of a list that `Range` or `ConstantOfShape` makes, at most.
-const LIST_MAX: usize = 1 << 22;
+/// Entries of a list that an operator makes, at most.
+pub(crate) const LIST_MAX: usize = 1 << 22;
 
 impl Builder<'_> {
     /// Translates an operator on shapes and positions. Returns one result for each output.
@@ -25,6 +25,7 @@ impl Builder<'_> {
             "Expand" => self.expand(node),
             "Tile" => self.tile(node),
             "Concat" => self.concat(node),
+            "Pad" => self.pad(node),
             "Slice" => self.slice(node),
             "Gather" => self.gather(node),
             "GatherND" => self.gather_nd(node),
@@ -282,20 +283,28 @@ impl Builder<'_> {
         if all.iter().any(|t| t.batch != first.batch) || first.is_batch(axis) {
             return Err(unsupported(node, "of the batch"));
         }
+        self.join(&all, axis)
+    }
 
-        let mut shape = first.shape.clone();
+    /// Returns the tensors of `all` side by side on `axis`, which is not that of the batch. Their
+    /// types and their other axes are equal.
+    pub fn join(&mut self, all: &[Tensor], axis: usize) -> Result<Tensor, Stop> {
+        if let [one] = all {
+            return Ok(one.clone());
+        }
+        let Tensor { kind, batch, mut shape, .. } = all[0].clone();
         shape[axis] = all.iter().map(|t| t.shape[axis]).sum();
         let outer = shape[..axis].iter().product();
         let parts: Vec<usize> =
             all.iter().map(|t| t.shape[axis..].iter().product::<usize>()).collect();
         if all.iter().all(|t| t.known_values().is_some()) {
-            let values = self.concat_known(&all, &parts, outer)?;
-            return Ok(folded(first.kind, shape, first.batch, values));
+            let values = self.concat_known(all, &parts, outer)?;
+            return Ok(folded(kind, shape, batch, values));
         }
 
         let inputs = all.iter().map(|t| self.computed(t)).collect::<Result<Vec<_>, _>>()?;
-        let result = self.node(inputs, Op::Concat { outer, parts }, shape, first.batch)?;
-        Ok(Tensor { kind: first.kind, ..result })
+        let result = self.node(inputs, Op::Concat { outer, parts }, shape, batch)?;
+        Ok(Tensor { kind, ..result })
     }
 
     fn concat_known(

@@ -15,18 +15,25 @@ const FEATURE_KEYS: usize = 32;
 /// Prefetch distance of the rows, in keys, about.
 const ROW_DISTANCE: usize = 48;
 
+/// Keys of a feature, on average, from which on its own pipeline prefetches its rows early enough.
+/// A second probe of each key, for the prefetch of its row, costs more than it gains.
+const PIPELINED_KEYS: usize = 24;
+
 /// The prefetch of later features while the features of one batch are looked up in turn.
 pub struct FeaturePrefetch {
     features: usize,
     /// Prefetch distance of the rows, in features. It is 0 for a batch of so many keys that each
-    /// feature's pipeline is full.
+    /// feature's pipeline has enough to do.
     distance: usize,
 }
 
 impl FeaturePrefetch {
     /// Creates the prefetch for a batch of `keys` keys in `features` features.
     pub fn new(keys: usize, features: usize) -> Self {
-        let distance = (ROW_DISTANCE * features).checked_div(keys).unwrap_or(0);
+        let distance = match keys >= PIPELINED_KEYS * features {
+            true => 0,
+            false => (ROW_DISTANCE * features).checked_div(keys).unwrap_or(0),
+        };
         Self { features, distance: distance.min(ROW_DISTANCE) }
     }
 
@@ -44,7 +51,7 @@ impl FeaturePrefetch {
 
         // A probe reads the set headers, so they are prefetched at twice the distance of the rows.
         those(next((2 * self.distance).max(1)))
-            .for_each(|(feature, bags)| prefetch_sets(&feature, bags));
+            .for_each(|(feature, bags)| dispatch(isa, PrefetchSets { feature, bags }));
         if self.distance > 0 {
             those(next(self.distance))
                 .for_each(|(feature, bags)| dispatch(isa, PrefetchRows { feature, bags }));
@@ -52,14 +59,29 @@ impl FeaturePrefetch {
     }
 }
 
+/// Returns the first keys of a feature.
+#[inline(always)]
+fn first_keys(bags: Bags<'_>) -> &[u64] {
+    &bags.keys[..bags.keys.len().min(FEATURE_KEYS)]
+}
+
 /// Prefetches what `PrefetchRows` reads.
-fn prefetch_sets(feature: &FeatureView<'_>, bags: Bags<'_>) {
-    let keys = bags.keys.iter().take(FEATURE_KEYS);
-    match feature.rows {
-        RowStore::Cached(cache) => {
-            CachedRows::new(cache, feature.table, feature.keys_end).prefetch_sets(keys);
+struct PrefetchSets<'a> {
+    feature: FeatureView<'a>,
+    bags: Bags<'a>,
+}
+
+impl Job for PrefetchSets<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let FeatureView { rows, table, keys_end, .. } = self.feature;
+        let keys = first_keys(self.bags);
+        match rows {
+            RowStore::Cached(cache) => CachedRows::new(cache, table, keys_end).prefetch_sets(keys),
+            RowStore::Resident(table) => keys.iter().for_each(|key| table.prefetch(*key)),
         }
-        RowStore::Resident(table) => keys.for_each(|key| table.prefetch(*key)),
     }
 }
 
@@ -75,13 +97,14 @@ impl Job for PrefetchRows<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let FeatureView { rows, table, keys_end, .. } = self.feature;
-        let keys = self.bags.keys.iter().take(FEATURE_KEYS);
+        let keys = first_keys(self.bags);
         match rows {
             RowStore::Cached(cache) => {
                 CachedRows::new(cache, table, keys_end).prefetch_rows::<S>(keys);
             }
             RowStore::Resident(table) => {
-                keys.filter_map(|key| table.slot(*key)).for_each(|slot| table.prefetch_row(slot))
+                let slots = keys.iter().filter_map(|key| table.slot(*key));
+                slots.for_each(|slot| table.prefetch_row(slot));
             }
         }
     }

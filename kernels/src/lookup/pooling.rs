@@ -120,15 +120,17 @@ impl PoolJob<'_> {
             if !whole && !from_zero {
                 edge.as_flattened_mut()[..out.len()].copy_from_slice(out);
             }
-            let to = if whole { out.as_mut_ptr() } else { edge.as_mut_ptr().cast() };
+            let to = out.as_mut_ptr();
 
             // SAFETY: the caller promises the instructions. A row has `from + N` vectors, of which
-            // the last may be read up to `OVERREAD_BYTES` past the row; `to` has room for `N`.
+            // the last may be read up to `OVERREAD_BYTES` past the row. `to` has room for `N`
+            // vectors, or for `out.len()` values, which are more than `N - 1` vectors.
             unsafe {
                 let mut sums = [V::splat(K::FIRST); N];
                 if !from_zero {
+                    let before = if whole { to.cast_const() } else { edge.as_ptr().cast() };
                     for n in 0..N {
-                        sums[n] = V::load(to.add(n * VECTOR_VALUES));
+                        sums[n] = V::load(before.add(n * VECTOR_VALUES));
                     }
                 }
 
@@ -166,14 +168,15 @@ impl PoolJob<'_> {
                         sums[n].stream(to.add(n * VECTOR_VALUES));
                     }
                 } else {
-                    for n in 0..N {
+                    let last = (N - 1) * VECTOR_VALUES;
+                    for n in 0..N - 1 {
                         sums[n].store(to.add(n * VECTOR_VALUES));
                     }
+                    match whole {
+                        true => sums[N - 1].store(to.add(last)),
+                        false => sums[N - 1].store_first(to.add(last), out.len() - last),
+                    }
                 }
-            }
-
-            if !whole {
-                out.copy_from_slice(&edge.as_flattened()[..out.len()]);
             }
         }
         N

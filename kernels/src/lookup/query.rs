@@ -106,10 +106,9 @@ impl Query<'_, '_> {
             // The bags that end before the first miss, together.
             let begin = offsets[done] as usize;
             let hits_end = begin + pipeline.hits_from::<S>(begin - start);
-            let fits = |offset: &&u32| **offset as usize <= hits_end;
             let run = match feature.pooling {
                 Pooling::None => 0,
-                _ => offsets[done + 1..=samples].iter().take_while(fits).count(),
+                _ => offsets[done + 1..=samples].partition_point(|end| *end as usize <= hits_end),
             };
             let columns = &mut self.input.data[done * self.input.stride + feature.column..];
             let (bounds, stride) = (&offsets[done..=done + run], self.input.stride);
@@ -145,9 +144,14 @@ impl Query<'_, '_> {
     /// Completes bags whose rows were all hits.
     #[inline(always)]
     fn close_bags(&mut self, samples: Range<usize>) {
-        for sample in samples {
-            let keys = self.bags.offsets[sample + 1] - self.bags.offsets[sample];
+        let stays_a_sum = matches!(self.feature.pooling, Pooling::Sum | Pooling::Max);
+        let bounds = self.bags.offsets[samples.start..].windows(2);
+        for (sample, bounds) in samples.zip(bounds) {
+            let keys = bounds[1] - bounds[0];
             self.statuses[sample].fresh += keys;
+            if stays_a_sum && keys > 0 {
+                continue;
+            }
             let weights = self.bags.weights_of(sample);
             let out = self.feature.columns(self.input, sample);
             self.feature.close_bag(keys as usize, weights, out);

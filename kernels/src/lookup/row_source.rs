@@ -94,16 +94,44 @@ impl<'a> CachedRows<'a> {
         SetTag { tag: if key <= self.last { address.tag } else { 0 }, ..address }
     }
 
+    /// Hashes a group of keys, at most `GROUP_KEYS`, into `sets` and `tags`, as long as `keys`.
+    #[inline(always)]
+    fn hash_group(&self, keys: &[u64], sets: &mut [u32], tags: &mut [u64]) {
+        // The compiler vectorises the loop for a length that it knows.
+        let addresses = self.cache.addresses();
+        match <&[u64; GROUP_KEYS]>::try_from(keys) {
+            Ok(keys) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
+            Err(_) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
+        }
+    }
+
+    /// Calls `each` with the address of every key.
+    #[inline(always)]
+    fn for_each_address(&self, keys: &[u64], each: impl Fn(SetTag)) {
+        let (groups, rest) = keys.as_chunks::<GROUP_KEYS>();
+        for keys in groups {
+            let (mut sets, mut tags) = ([0; GROUP_KEYS], [0; GROUP_KEYS]);
+            self.hash_group(keys, &mut sets, &mut tags);
+            sets.into_iter().zip(tags).for_each(|(set, tag)| each(SetTag { set, tag }));
+        }
+        rest.iter().for_each(|key| each(self.address_of(*key)));
+    }
+
     /// Prefetches the set headers of `keys`.
-    pub fn prefetch_sets<'k>(&self, keys: impl Iterator<Item = &'k u64>) {
-        keys.for_each(|key| self.headers.prefetch(self.address_of(*key).set));
+    #[inline(always)]
+    pub fn prefetch_sets(&self, keys: &[u64]) {
+        self.for_each_address(keys, |address| self.headers.prefetch(address.set));
     }
 
     /// Prefetches the rows of those `keys` that are cached.
     #[inline(always)]
-    pub fn prefetch_rows<'k, S: Simd>(&self, keys: impl Iterator<Item = &'k u64>) {
-        let probes = keys.map(|key| self.headers.probe::<S>(self.address_of(*key)));
-        probes.filter(|probe| probe.is_hit()).for_each(|p| self.cache.prefetch_row(p.slot()));
+    pub fn prefetch_rows<S: Simd>(&self, keys: &[u64]) {
+        self.for_each_address(keys, |address| {
+            let probe = self.headers.probe::<S>(address);
+            if probe.is_hit() {
+                self.cache.prefetch_row(probe.slot());
+            }
+        });
     }
 
     /// Matches the tags of a group, and prefetches the set headers of the hashed keys at the
@@ -133,13 +161,7 @@ impl RowSource for CachedRows<'_> {
     fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool) {
         let (sets, tags) =
             (&mut ring.sets[at..at + keys.len()], &mut ring.tags[at..at + keys.len()]);
-        // The compiler vectorises the loop for a length that it knows.
-        let addresses = self.cache.addresses();
-        match <&[u64; GROUP_KEYS]>::try_from(keys) {
-            Ok(keys) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
-            Err(_) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
-        }
-
+        self.hash_group(keys, sets, tags);
         if first {
             let headers = self.headers;
             sets.iter().for_each(|set| headers.prefetch(*set));

@@ -14,6 +14,8 @@ pub(crate) trait Vector: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// Stores the first `count` values, at most 16.
+    unsafe fn store_first(self, to: *mut f32, count: usize);
     /// Stores past the caches if the machine can. `to` must start a cache line. The store has no
     /// order with other stores until `simd::stream_fence`.
     unsafe fn stream(self, to: *mut f32);
@@ -114,6 +116,12 @@ pub(crate) mod x86 {
             unsafe { _mm512_storeu_ps(to, self.0) }
         }
         #[inline(always)]
+        unsafe fn store_first(self, to: *mut f32, count: usize) {
+            let mask = ((1u32 << count) - 1) as u16;
+            // SAFETY: as `Vector` requires.
+            unsafe { _mm512_mask_storeu_ps(to, mask, self.0) }
+        }
+        #[inline(always)]
         unsafe fn stream(self, to: *mut f32) {
             // SAFETY: as `Vector` requires.
             unsafe { _mm512_stream_ps(to, self.0) }
@@ -194,6 +202,16 @@ pub(crate) mod x86 {
             unsafe {
                 _mm256_storeu_ps(to, self.0[0]);
                 _mm256_storeu_ps(to.add(8), self.0[1]);
+            }
+        }
+        #[inline(always)]
+        unsafe fn store_first(self, to: *mut f32, count: usize) {
+            // SAFETY: as `Vector` requires. A lane below `count` has its sign bit set.
+            unsafe {
+                let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+                let below = |n| _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes);
+                _mm256_maskstore_ps(to, below(count as i32), self.0[0]);
+                _mm256_maskstore_ps(to.wrapping_add(8), below(count as i32 - 8), self.0[1]);
             }
         }
         #[inline(always)]
@@ -360,6 +378,15 @@ pub(crate) mod arm {
             for (i, four) in self.0.into_iter().enumerate() {
                 // SAFETY: as `Vector` requires.
                 unsafe { vst1q_f32(to.add(4 * i), four) };
+            }
+        }
+        #[inline(always)]
+        unsafe fn store_first(self, to: *mut f32, count: usize) {
+            let mut values = [0.0f32; 16];
+            // SAFETY: as `Vector` requires.
+            unsafe {
+                self.store(values.as_mut_ptr());
+                values.iter().take(count).enumerate().for_each(|(i, x)| to.add(i).write(*x));
             }
         }
         #[inline(always)]
