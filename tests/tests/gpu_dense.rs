@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const OWN: DeviceOptions = DeviceOptions {
     dense: GpuDense { tensorrt: None, precision: Precision::Exact },
     batch_max: 100,
+    f16_inputs: Vec::new(),
 };
 
 /// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on the values
