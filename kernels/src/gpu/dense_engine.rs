@@ -455,11 +455,12 @@ impl Loader<'_> {
             options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
         let tensorrt = TensorRt::open(&options.shim, libraries)?;
         let with = |f16_inputs: &[usize]| {
-            let input = |(i, (name, shape)): (usize, &(_, Vec<usize>))| {
+            let mut fed = Vec::with_capacity(inputs.len());
+            for (i, (name, shape)) in inputs.iter().enumerate() {
                 let of = if f16_inputs.contains(&i) { InputType::F16 } else { InputType::F32 };
-                BuildInput { name: *name, shape: shape.clone(), of }
-            };
-            inputs.iter().enumerate().map(input).collect()
+                fed.push(BuildInput { name, shape: shape.clone(), of });
+            }
+            fed
         };
         let load = |inputs| self.load_plan(&tensorrt, options, precision, inputs);
         if precision == Precision::F16 && !self.f16_inputs.is_empty() {
