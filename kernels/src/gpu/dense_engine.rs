@@ -151,7 +151,7 @@ impl DeviceEngine {
         };
         let plan = Arc::new(DevicePlan::new(&layout, gpu)?);
         if let Some(factors) = precision.factors() {
-            match loader.load_cublas(&plan, precision, factors, &reference) {
+            match loader.load_cublas(&plan, precision, factors, &reference, &mut rejected) {
                 Ok(engine) => return Ok(Self { rejected, ..engine }),
                 Err(e) => reject(&e, &mut rejected),
             }
@@ -435,9 +435,13 @@ impl Loader<'_> {
         precision: Precision,
         factors: Factors,
         reference: &DenseEngine,
+        rejected: &mut Vec<String>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        // Every scratch opens its own handle; this one shows whether the library is present.
-        Cublas::open(self.gpu, factors)?;
+        // Every scratch opens its own handle; this one shows whether the libraries are present.
+        if let Some(why) = Cublas::open(self.gpu, factors)?.refused_epilogues() {
+            log::info!("bias and Relu are launches of their own: {why}");
+            rejected.push(format!("bias and Relu in the products: {why}"));
+        }
         let backend = Backend::Plan { plan: Arc::clone(plan), precision };
         self.engine(backend).check(reference, precision.difference_bound())
     }
