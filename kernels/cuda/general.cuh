@@ -39,7 +39,7 @@ struct AnyRow {
 
 // A bag that the warp pools.
 struct AnyBag {
-    float* out;
+    u32 sample;
     const float* weights;  // of its keys; null: none
 
     // Returns what multiplies the row at `position`. A product with 1 is exact.
@@ -97,8 +97,9 @@ __device__ __forceinline__ void pool_slots(
                 take(f, columns[0][v], value, weight);
             }
             if (f.pooling == NONE) {
-                float* to = bag.out + (u64)(position + i + u) * f.dim + rows.column;
-                store_columns<false>(to, listed, columns_end);
+                const u32 column = (position + i + u) * f.dim + rows.column;
+                u8* to = output_at(f, bag.sample, column);
+                store_columns<false>(to, listed, columns_end, f.out_bytes);
             }
         }
     }
@@ -114,11 +115,11 @@ __device__ __forceinline__ void pool_any_slots(
 
 // Writes a pooled piece of a bag of `keys` rows. All lanes of the warp call it together.
 __device__ __forceinline__ void close_bag(
-    const Feature& f, float (&columns)[1][PIECE_COLUMNS], u32 keys, float* out, u32 columns_end) {
+    const Feature& f, float (&columns)[1][PIECE_COLUMNS], u32 keys, u8* out, u32 columns_end) {
     finish_sums(f, columns[0], keys);
 #pragma unroll
     for (u32 v = 0; v < PIECE_COLUMNS; v++) {
         columns[0][v] = keys ? columns[0][v] : 0.0f;
     }
-    store_columns<false>(out, columns[0], columns_end);
+    store_columns<false>(out, columns[0], columns_end, f.out_bytes);
 }

@@ -131,10 +131,6 @@ struct SharedFinish {
 // Rows of a bag that `finish_bags` reads from the host at the same time.
 #define FINISH_ROWS 4u
 
-__device__ __forceinline__ float* output_of(const Feature& f, const volatile OpenBag& bag) {
-    return f.out + bag.sample * f.stride;
-}
-
 // Sets `word`, which all lanes of the warp read.
 __device__ __forceinline__ void set_word(volatile u32& word, u32 value) {
     __syncwarp();
@@ -148,11 +144,13 @@ __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWor
     const volatile OpenBag& bag = work.bag;
     const float start = before_first(f);
     float columns[1][PIECE_COLUMNS] = {{start, start, start, start}};
+    // Only sums of f32 are left open in the middle of a bag.
     if (bag.pooled && f.pooling != NONE) {
         const u32 column = work.first + PIECE_COLUMNS * lane_number();
 #pragma unroll
         for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-            columns[0][v] = column + v < f.dim ? output_of(f, bag)[column + v] : 0.0f;
+            const float* sum = (const float*)output_at(f, bag.sample, column + v);
+            columns[0][v] = column + v < f.dim ? *sum : 0.0f;
         }
     }
 #pragma unroll 1
@@ -160,7 +158,7 @@ __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWor
         const u32 lane = lane_number();
         const u32 some = min(bag.entries - at, 32u);
         const u32 slot = lane < some ? c.slots[bag.first + at + lane] : NO_SLOT;
-        const AnyBag any = {output_of(f, bag), f.weighted ? c.weights + bag.weights : nullptr};
+        const AnyBag any = {bag.sample, f.weighted ? c.weights + bag.weights : nullptr};
         const u32 column = work.first + PIECE_COLUMNS * lane;
         const Rows rows = {(const u8*)c.rows, 4 * c.stride, f.cache.row_bytes, column};
         pool_any_slots<FINISH_ROWS>(f, rows, slot, uniform(some), bag.pooled + at, any, columns);
@@ -168,7 +166,8 @@ __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWor
     if (f.pooling != NONE) {
         const u32 column = work.first + PIECE_COLUMNS * lane_number();
         const u32 columns_end = f.dim > column ? f.dim - column : 0;
-        close_bag(f, columns, bag.pooled + bag.entries, output_of(f, bag) + column, columns_end);
+        u8* const out = output_at(f, bag.sample, column);
+        close_bag(f, columns, bag.pooled + bag.entries, out, columns_end);
     }
 }
 
@@ -193,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(128, 8) finish_bags(const FinishBag
         }
         if (f.pooling == NONE) {
             const u32 pooled = (work.bag.pooled + work.bag.entries) * f.dim;
-            zero_fill(mine.feature, output_of(mine.feature, work.bag), pooled);
+            zero_fill(mine.feature, work.bag.sample, pooled);
         }
         set_word(work.number, work.number + gridDim.x * (blockDim.x / 32));
     }

@@ -8,8 +8,9 @@ enum Pooling { SUM, MEAN, NONE, SQRTN, MAX };
 enum Storage { CACHED, RESIDENT, RESIDENT_HASHED };
 
 // What a feature allows: a lane loads each piece of a row, and the row's scale, with one aligned
-// load; a lane stores each piece with one aligned store. All columns are then in whole pieces.
-// ALIGNED_ROWS also says that the bags have no weights and are not pooled by MAX.
+// load; a lane stores each piece with one aligned store of f32. All columns are then in whole
+// pieces, as they always are where the output is f16. ALIGNED_ROWS also says that the bags have no
+// weights and are not pooled by MAX.
 enum Alignment { UNALIGNED, ALIGNED_ROWS, ALIGNED_OUT };
 
 // One sparse feature. It is the same for every request of a worker.
@@ -21,7 +22,7 @@ struct Feature {
     u64 count;
     u64 bucket_count;
     const float* default_row;
-    float* out;            // first column in the network's input
+    u8* out;               // first column in the network's input
     u64 stride;            // columns of that input
     u64 keys_before;       // keys of one sample that the features before it have room for
     u64 weights_before;    // likewise weights
@@ -40,7 +41,7 @@ struct Feature {
     u32 lane_bits;         // a row is read by 1 << lane_bits lanes, 32 at most
     u32 aligned;           // bits of Alignment
     u32 weighted;          // whether each row is multiplied by its key's weight
-    u32 padding;
+    u32 out_bytes;         // of a column of that input: 4 is f32, 2 is f16
 };
 
 // A bag whose pooling stopped at its first missing row: `pooled` rows are added, and `entries` more

@@ -17,6 +17,9 @@ BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}
 PIECES = {"f32": 1, "f16": 2, "u8": 4, "u4": 4}
 LISTED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 5}
 POOLED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 3}
+# The store of a piece of the output: of f32, and of f16. With the latter the loop also has stores of
+# single f32 for outputs that are not aligned; one of the two kinds is predicated off.
+STORES = {"f32": "STG.E.128", "f16": "STG.E.64"}
 
 # Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, cycles of a warp's
 # conversion, cycles of a load from memory (0.65 us at 1.755 GHz), bytes of memory a cycle (3.35 TB/s).
@@ -205,14 +208,16 @@ def waits_of(texts):
 
 class Path:
     """The hot path of one codec: the costs of its loops, the innermost first. Its kind is `list` (rows
-    are written one by one), `together` (the warp finds the keys of several bags, then pools them) or
+    are written one by one, as `out`: f32 or f16), `together` (the warp finds the keys of several bags, then pools them) or
     `apart` (each team finds the keys of its own bag)."""
 
     def __init__(self, blocks, loops, codec, group):
         self.codec, self.group = codec, group
         body = loops[group]
         loads = {b for b in body if any(is_row_load(op) for op in blocks[b].ops)}
-        lists = any("STG.E.128" in blocks[b].ops for b in body)
+        ops = {op for b in body for op in blocks[b].ops}
+        self.out = next((out for out, store in STORES.items() if store in ops), "f32")
+        lists = STORES[self.out] in ops
         count = sum(is_row_load(op) for b in body for op in blocks[b].ops)
         self.rows = count // (LISTED_LOADS if lists else POOLED_LOADS)[codec]
         texts = [text for b in sorted(body) for text in blocks[b].texts]
@@ -231,7 +236,7 @@ class Path:
                     # The rare path, which is further out, probes too.
                     needed = self.needed(blocks, own, tags) if at == len(costs) else []
                 elif lists:
-                    needed += [{b} for b in body if "STG.E.128" in blocks[b].ops]
+                    needed += [{b} for b in body if STORES[self.out] in blocks[b].ops]
                 costs.append(shortest(blocks, loops, header, inner, needed))
                 inner = header
             self.costs[tags] = costs
@@ -307,9 +312,9 @@ def hot_paths(lines):
         innermost = not any(h != header and h in body for h in loops)
         if innermost and any(is_row_load(op) for b in body for op in blocks[b].ops):
             stores = {op for b in body for op in blocks[b].ops if op.startswith("STG")}
-            if stores <= {"STG.E.128"}:
+            if stores in (set(), {STORES["f32"]}, {STORES["f16"], "STG.E"}):
                 paths.append(Path(blocks, loops, codec_of(blocks, body), header))
-    return sorted(paths, key=lambda p: (list(BITS).index(p.codec), p.kind))
+    return sorted(paths, key=lambda p: (list(BITS).index(p.codec), p.kind, p.out))
 
 
 def warps_of(arch, registers, shared, threads):
@@ -326,10 +331,11 @@ def row_bytes_of(codec, dim):
 def query_lines(arch, lines, warps):
     """Yields the report's lines about the hot paths of `query_tables`."""
     paths = hot_paths(lines)
-    if len(paths) != 12:
-        raise ValueError(f"{len(paths)} hot loops of query_tables instead of 12")
+    if len(paths) != 16:
+        raise ValueError(f"{len(paths)} hot loops of query_tables instead of 16")
     for path in paths:
-        kind = "one row a bag" if path.kind == "list" else "8 rows a bag"
+        kind = "8 rows a bag" if path.kind != "list" else "one row a bag" + " as f16" * (path.out == "f16")
+        bytes_of_column = {"f32": 4, "f16": 2}[path.out]
         for data_bytes in (64, 128, 256, 512):
             dim = data_bytes * 8 // BITS[path.codec]
             lanes = max(1 << (-(-dim // (4 * PIECES[path.codec])) - 1).bit_length(), 4)
@@ -339,7 +345,7 @@ def query_lines(arch, lines, warps):
             indexed, hashed = (path.per_key(t, lanes, 8) for t in ("indexed", "hashed"))
             keys = path.keys_a_cycle(lanes, 8, warps)
             # A lookup reads a key, a header and a row, and writes its part of the output.
-            read, written = 8 + 64 + row_bytes, 4 * dim / (1 if path.kind == "list" else 8)
+            read, written = 8 + 64 + row_bytes, bytes_of_column * dim / (1 if path.kind == "list" else 8)
             share = 100 * keys * (read + written) / MEMORY
             yield (f"query_tables {arch} {path.codec} dim {dim} ({row_bytes} bytes) {kind}: "
                    f"{indexed:.1f} instructions a key, {hashed:.1f} hashed, "

@@ -234,16 +234,26 @@ struct PooledRow {
     }
 };
 
-// Writes a piece to `out`, which points to its first column: `columns` of it.
+// Returns where column `column` of a sample's part of the output is.
+__device__ __forceinline__ u8* output_at(const volatile Feature& f, u32 sample, u32 column) {
+    return (u8*)element(f.out, sample * (u32)f.stride + column, f.out_bytes);
+}
+
+// Writes a piece to `out`, which points to its first column: `columns` of it. An ALIGNED piece is
+// whole and of f32. Others have columns of `bytes`, and are whole where these are f16.
 template <bool ALIGNED>
 __device__ __forceinline__ void store_columns(
-    float* out, const float (&values)[PIECE_COLUMNS], u32 columns) {
+    u8* out, const float (&values)[PIECE_COLUMNS], u32 columns, u32 bytes) {
     if constexpr (ALIGNED) {
         store_4(out, values, columns);
     } else {
+        const bool is_half = bytes == 2;
+        store_words_2(out, narrow_2(values[0], values[1]), narrow_2(values[2], values[3]),
+                      is_half && columns);
+        const u32 singles = is_half ? 0 : columns;
 #pragma unroll
         for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-            store_1(out + v, values[v], v < columns);
+            store_1(out + 4 * v, values[v], v < singles);
         }
     }
 }
@@ -272,9 +282,11 @@ __device__ __forceinline__ void finish_sums(
     }
 }
 
-// Writes zeros to the columns of a bag's output from `column` on.
-__device__ __forceinline__ void zero_fill(const Feature& f, float* out, u32 column) {
-    for (column += lane_number(); column < f.width; column += 32) {
-        out[column] = 0.0f;
+// Writes zeros to the columns of a sample's part of the output from `column` on: whole words.
+__device__ __forceinline__ void zero_fill(const Feature& f, u32 sample, u32 column) {
+    const u32 words = f.width * f.out_bytes / 4;
+    u32* out = (u32*)output_at(f, sample, 0);
+    for (u32 i = column * f.out_bytes / 4 + lane_number(); i < words; i += 32) {
+        out[i] = 0;
     }
 }

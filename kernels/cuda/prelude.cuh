@@ -106,15 +106,29 @@ __device__ __forceinline__ T* base_address(T* address) {
     return address;
 }
 
+// Returns two values rounded to f16, to the nearest and then to the even one. The first is the low
+// half.
+__device__ __forceinline__ u32 narrow_2(float low, float high) {
+    u32 v;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+
+// Writes two words, where `wanted`; `at` is a multiple of 8 bytes.
+__device__ __forceinline__ void store_words_2(u8* at, u32 first, u32 second, bool wanted) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2}; }"
+                 ::"l"(at), "r"(first), "r"(second), "r"((u32)wanted));
+}
+
 // Writes four values, where `wanted`; `at` is a multiple of 16 bytes.
-__device__ __forceinline__ void store_4(float* at, const float (&v)[4], bool wanted) {
+__device__ __forceinline__ void store_4(u8* at, const float (&v)[4], bool wanted) {
     asm volatile(
         "{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.f32 [%0], {%1, %2, %3, %4}; }"
         ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"((u32)wanted));
 }
 
 // Writes one value, where `wanted`.
-__device__ __forceinline__ void store_1(float* at, float v, bool wanted) {
+__device__ __forceinline__ void store_1(u8* at, float v, bool wanted) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.f32 [%0], %1; }"
                  ::"l"(at), "f"(v), "r"((u32)wanted));
 }
@@ -166,12 +180,29 @@ inline const u8* element(const u8* first, u32 index, u32 bytes) {
 }
 template <class T> inline T* base_address(T* address) { return address; }
 inline u64 load_key(const u64* at, bool wanted) { return wanted ? *at : 0; }
-inline void store_4(float* at, const float (&v)[4], bool wanted) {
-    if (wanted && (size_t)at % 16) sim::fail("a store of 4 words is not aligned to them");
-    for (u32 i = 0; wanted && i < 4; i++) at[i] = v[i];
+// Rounds to f16. The exponent of the last bit that f16 keeps is that of the value less 10, and at
+// least -24.
+inline u32 narrow(float value) {
+    u32 bits = __float_as_uint(value);
+    u32 sign = bits >> 16 & 0x8000;
+    float size = __uint_as_float(bits & 0x7fffffff);
+    if (size != size) return sign | 0x7fff;
+    if (size >= 65520.0f) return sign | 0x7c00;
+    int exponent = (int)(bits >> 23 & 255) - 127;
+    if (exponent < -14) return sign | (u32)nearbyintf(ldexpf(size, 24));
+    return sign | (((u32)(exponent + 14) << 10) + (u32)nearbyintf(ldexpf(size, 10 - exponent)));
 }
-inline void store_1(float* at, float v, bool wanted) {
-    if (wanted) *at = v;
+inline u32 narrow_2(float low, float high) { return narrow(low) | narrow(high) << 16; }
+inline void store_words_2(u8* at, u32 first, u32 second, bool wanted) {
+    if (wanted && (size_t)at % 8) sim::fail("a store of 2 words is not aligned to them");
+    if (wanted) ((u32*)at)[0] = first, ((u32*)at)[1] = second;
+}
+inline void store_4(u8* at, const float (&v)[4], bool wanted) {
+    if (wanted && (size_t)at % 16) sim::fail("a store of 4 words is not aligned to them");
+    for (u32 i = 0; wanted && i < 4; i++) ((float*)at)[i] = v[i];
+}
+inline void store_1(u8* at, float v, bool wanted) {
+    if (wanted) *(float*)at = v;
 }
 inline void store_racing(u32* at, u32 v) { sim::store(at, v); }
 inline void fence_device() { __threadfence(); }

@@ -276,7 +276,7 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
         Rows rows = rows_of(f);
         rows.column = tile.column + PIECE_COLUMNS * team.lane;
         const AlignedRows<CODEC> aligned(rows, team.lanes, late.dim);
-        float* const column = base_address(late.out + rows.column);
+        u8* const column = base_address(late.out + rows.column * (ALIGNED ? 4 : late.out_bytes));
         const u32 step = PIECE_COLUMNS * team.lanes;
         // Pieces that the lane writes.
         const u32 columns = rows.column < late.dim ? late.dim - rows.column : 0;
@@ -295,15 +295,16 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
 #pragma unroll
             for (u32 u = 0; u < ROWS; u++) {
                 const u32 to = outs.word[u];
+                const u32 bytes = ALIGNED ? 4 : late.out_bytes;
                 const Scale scale = loaded[u].scale(unit);
-                float* at = column + to;
+                u8* at = column + (u64)to * bytes;
                 const u32 pieces = to != NO_OUT ? all : 0;
 #pragma unroll
                 for (u32 p = 0; p < PIECES; p++) {
                     float values[PIECE_COLUMNS];
                     loaded[u].read(values, p, scale);
-                    store_columns<ALIGNED>(at, values, p < pieces ? PIECE_COLUMNS : 0);
-                    at += step;
+                    store_columns<ALIGNED>(at, values, p < pieces ? PIECE_COLUMNS : 0, bytes);
+                    at += step * bytes;
                 }
                 if constexpr (Code<CODEC>::HAS_SCALE) {
                     // Keeps the compiler from decoding several rows at a time.
@@ -359,8 +360,7 @@ __device__ __forceinline__ void list_rows(const Query& q, const Feature& f, vola
 #pragma unroll 1
     for (; open; open &= open - 1) {
         const u32 bag = __ffs(open) - 1;
-        float* out = f.out + (tile.first + bag) * f.stride;
-        zero_fill(f, out, __shfl_sync(ALL_LANES, filled, bag));
+        zero_fill(f, tile.first + bag, __shfl_sync(ALL_LANES, filled, bag));
     }
 }
 
@@ -404,18 +404,19 @@ __device__ __forceinline__ void write_sums(
     const bool written = bag < stop && !tile.is_rare(bag);
     // Read here, and not before the rows, to leave registers for them.
     const volatile Feature& late = f;
-    float* out = late.out + (tile.first + bag) * (u32)late.stride + column;
+    u8* out = output_at(late, tile.first + bag, column);
     finish_sums(f, sums, tile.keys_of(bag, stop));
     const i32 columns = written ? late.dim - column : 0;
     const bool is_aligned = uniform(f.aligned) & ALIGNED_OUT;
+    const u32 bytes = late.out_bytes;
 #pragma unroll
     for (u32 v = 0; v < Code<CODEC>::COLUMNS; v += PIECE_COLUMNS) {
         float (&piece)[PIECE_COLUMNS] = *(float(*)[PIECE_COLUMNS])(sums + v);
         const u32 some = (i32)v < columns ? PIECE_COLUMNS : 0;
         if (is_aligned) {
-            store_columns<true>(out + v, piece, some);
+            store_columns<true>(out + 4 * v, piece, some, 4);
         } else {
-            store_columns<false>(out + v, piece, some);
+            store_columns<false>(out + bytes * v, piece, some, bytes);
         }
     }
 }

@@ -1,7 +1,8 @@
 // The rare path of a query: one bag at a time, with the whole warp. A bag that has only cached rows
 // and absent keys is pooled as a whole. Any other bag is left open at its first missing row: the
-// rows before it are pooled, and the lookups from there on go to the ring in host memory. The bags
-// of a feature with weights, with MAX or with unaligned rows all take this path.
+// rows before it are pooled, and the lookups from there on go to the ring in host memory. An output
+// of f16 has no room for a sum of f32, so that such a bag is left open as a whole. The bags of a
+// feature with weights, with MAX or with unaligned rows all take this path.
 #pragma once
 #include "general.cuh"
 #include "query.cuh"
@@ -115,10 +116,6 @@ struct RarePath {
         }
     }
 
-    __device__ __forceinline__ float* out() const {
-        return f.out + bag.sample * (u32)f.stride;
-    }
-
     __device__ __forceinline__ u32 first_weight() const {
         return (u32)f.weights_before * q.samples + bag.begin;
     }
@@ -134,7 +131,7 @@ struct RarePath {
                 bool absent;
                 const u32 slot = find(at + lane_number(), absent).row.slot;
                 const u32 some = min(bag.opened_at - at, 32u);
-                const AnyBag any = {out(), f.weighted ? q.weights + first_weight() : nullptr};
+                const AnyBag any = {bag.sample, f.weighted ? q.weights + first_weight() : nullptr};
                 Rows rows = rows_of(f);
                 rows.column = first + PIECE_COLUMNS * lane_number();
                 pool_any_slots<1>(f, rows, slot, uniform(some), at, any, columns);
@@ -145,13 +142,15 @@ struct RarePath {
                 continue;
             }
             if (bag.opened_at == bag.count) {
-                close_bag(f, columns, bag.count, out() + column, columns_end);
+                u8* const out = output_at(f, bag.sample, column);
+                close_bag(f, columns, bag.count, out, columns_end);
             } else if (bag.opened_at) {
-                store_columns<false>(out() + column, columns[0], columns_end);
+                u8* const out = output_at(f, bag.sample, column);
+                store_columns<false>(out, columns[0], columns_end, f.out_bytes);
             }
         }
         if (f.pooling == NONE && bag.opened_at == bag.count) {
-            zero_fill(f, out(), bag.count * f.dim);
+            zero_fill(f, bag.sample, bag.count * f.dim);
         }
     }
 
@@ -166,9 +165,10 @@ struct RarePath {
             bag.counted = tile.counted[number];
         }
         __syncwarp();
-        const u32 opened_at = first_missing();
+        const u32 missing_at = first_missing();
+        const bool is_sum_of_half = f.out_bytes == 2 && f.pooling != NONE;
         if (lane_number() == 0) {
-            bag.opened_at = opened_at;
+            bag.opened_at = is_sum_of_half && missing_at < bag.count ? 0 : missing_at;
         }
         __syncwarp();
         if (uniform(bag.opened_at) == bag.count || open()) {

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <memory>
+#include <string>
 
 #if !defined(TRT_MAJOR_RTX) && (NV_TENSORRT_MAJOR < 8 || (NV_TENSORRT_MAJOR == 8 && NV_TENSORRT_MINOR < 5))
 #error "TensorRT 8.5 is the oldest whose tensors have names"
@@ -24,12 +25,21 @@
 #define TYPES_FROM_FILE 0
 #endif
 
+// Before 8.6 each execution context of an engine needs an optimization profile of its own. There a
+// context gets an engine of its own. From 8.6 on contexts share profiles: on request in 8.6, and in 9
+// the request does no harm.
+#if !defined(TRT_MAJOR_RTX) && NV_TENSORRT_MAJOR == 8 && NV_TENSORRT_MINOR < 6
+#define SHARES_PROFILES 0
+#else
+#define SHARES_PROFILES 1
+#endif
+
 using namespace nvinfer1;
 
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 2;
+constexpr int32_t INTERFACE = 3;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -93,10 +103,13 @@ struct Library {
 
 struct Engine {
     std::unique_ptr<ICudaEngine> engine;
+    std::string plan; // empty where contexts share profiles
 };
 
 struct Context {
+    std::unique_ptr<ICudaEngine> own; // null where contexts share profiles
     std::unique_ptr<IExecutionContext> context;
+    int32_t profile = -1;
 };
 
 // One input of a network: `[batch, shape]`.
@@ -104,6 +117,13 @@ struct InputShape {
     char const* name;
     int64_t const* shape;
     int32_t rank;
+    int32_t is_f16; // otherwise f32
+};
+
+// Batches of one optimization profile, which is fastest for the largest.
+struct Batches {
+    int64_t least;
+    int64_t most;
 };
 
 struct Build {
@@ -112,8 +132,8 @@ struct Build {
     InputShape const* inputs;
     int32_t input_count;
     char const* output;
-    int64_t batch_typical;
-    int64_t batch_max;
+    Batches const* batches;
+    int32_t batch_count;
     uint64_t workspace_bytes_max;
     int32_t types; // 0: F32, 1: FP16, 2: TF32
     int32_t compute_capability; // TensorRT for RTX only: 86 for 8.6; 0 is this machine's GPU
@@ -180,6 +200,42 @@ static int32_t parse(nvonnxparser::IParser& parser, Log& log, Build const& build
     return DONE;
 }
 
+#if !TYPES_FROM_FILE
+// Makes the inputs of f16 so, one value after the other.
+static void set_types(Build const& build, INetworkDefinition& network) {
+    for (int32_t i = 0; i < network.getNbInputs(); i++) {
+        ITensor* input = network.getInput(i);
+        for (int32_t fed = 0; fed < build.input_count; fed++) {
+            if (!build.inputs[fed].is_f16 || strcmp(input->getName(), build.inputs[fed].name) != 0) continue;
+            input->setType(DataType::kHALF);
+            input->setAllowedFormats(1u << static_cast<uint32_t>(TensorFormat::kLINEAR));
+        }
+    }
+}
+#endif
+
+// Adds the optimization profile of some batches.
+static int32_t add_profile(IBuilder& builder, IBuilderConfig& config, Build const& build, Batches batches, Log& log, Problem problem) {
+    IOptimizationProfile* profile = builder.createOptimizationProfile();
+    if (!profile) return log.refused("no profile", problem);
+    for (int32_t i = 0; i < build.input_count; i++) {
+        InputShape const& input = build.inputs[i];
+        auto const dims = [&](int64_t batch) {
+            Dims dims{};
+            dims.nbDims = input.rank + 1;
+            dims.d[0] = static_cast<decltype(+dims.d[0])>(batch);
+            for (int32_t a = 0; a < input.rank; a++) dims.d[a + 1] = static_cast<decltype(+dims.d[0])>(input.shape[a]);
+            return dims;
+        };
+        if (input.rank + 1 > Dims::MAX_DIMS) return problem.fail(INTERFACE_OF, "input `%s`: %d axes", input.name, input.rank);
+        bool const set = profile->setDimensions(input.name, OptProfileSelector::kMIN, dims(batches.least))
+            && profile->setDimensions(input.name, OptProfileSelector::kOPT, dims(batches.most))
+            && profile->setDimensions(input.name, OptProfileSelector::kMAX, dims(batches.most));
+        if (!set) return log.refused(input.name, problem);
+    }
+    return config.addOptimizationProfile(profile) < 0 ? log.refused("profile", problem) : int32_t{DONE};
+}
+
 // Builds a plan for this GPU. The caller frees `*plan` with `hatchback_trt_drop_plan`.
 API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemory** plan, char* text, size_t size) {
     Problem const problem{text, size};
@@ -205,6 +261,10 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
     if (build->types == 1) return NO_FP16;
 #else
     if (build->types == 1) config->setFlag(BuilderFlag::kFP16);
+    set_types(*build, *network);
+#endif
+#if !defined(TRT_MAJOR_RTX) && NV_TENSORRT_MAJOR < 10 && SHARES_PROFILES
+    config->setPreviewFeature(PreviewFeature::kPROFILE_SHARING_0806, true);
 #endif
 #if !defined(TRT_MAJOR_RTX)
     // Set by default. Its 11 bits are less than f32.
@@ -216,24 +276,8 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
             return log.refused("compute capability", problem);
     }
 #endif
-    IOptimizationProfile* profile = builder->createOptimizationProfile();
-    if (!profile) return log.refused("no profile", problem);
-    for (int32_t i = 0; i < build->input_count; i++) {
-        InputShape const& input = build->inputs[i];
-        auto const dims = [&](int64_t batch) {
-            Dims dims{};
-            dims.nbDims = input.rank + 1;
-            dims.d[0] = static_cast<decltype(+dims.d[0])>(batch);
-            for (int32_t a = 0; a < input.rank; a++) dims.d[a + 1] = static_cast<decltype(+dims.d[0])>(input.shape[a]);
-            return dims;
-        };
-        if (input.rank + 1 > Dims::MAX_DIMS) return problem.fail(INTERFACE_OF, "input `%s`: %d axes", input.name, input.rank);
-        bool const set = profile->setDimensions(input.name, OptProfileSelector::kMIN, dims(1))
-            && profile->setDimensions(input.name, OptProfileSelector::kOPT, dims(build->batch_typical))
-            && profile->setDimensions(input.name, OptProfileSelector::kMAX, dims(build->batch_max));
-        if (!set) return log.refused(input.name, problem);
-    }
-    if (config->addOptimizationProfile(profile) < 0) return log.refused("profile", problem);
+    for (int32_t i = 0; i < build->batch_count; i++)
+        if (int32_t const outcome = add_profile(*builder, *config, *build, build->batches[i], log, problem)) return outcome;
     *plan = builder->buildSerializedNetwork(*network, *config);
     return *plan ? int32_t{DONE} : log.refused("build", problem);
 }
@@ -255,23 +299,29 @@ API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes,
 #endif
     std::unique_ptr<ICudaEngine> engine{library->runtime->deserializeCudaEngine(plan, bytes)};
     if (!engine) return log.refused("plan", problem);
-    *out = new Engine{std::move(engine)};
+#if SHARES_PROFILES
+    *out = new Engine{std::move(engine), {}};
+#else
+    *out = new Engine{std::move(engine), std::string(static_cast<char const*>(plan), bytes)};
+#endif
     return DONE;
 }
 
 API void hatchback_trt_drop_engine(Engine* engine) { delete engine; }
 
-// Checks that the engine has exactly these inputs and this output, in f32.
-API int32_t hatchback_trt_check(Engine const* engine, char const* const* inputs, int32_t count, char const* output, char* text, size_t size) {
+// Checks that the engine has exactly these inputs, in their types, and this output, in f32.
+API int32_t hatchback_trt_check(Engine const* engine, InputShape const* inputs, int32_t count, char const* output, char* text, size_t size) {
     Problem const problem{text, size};
     ICudaEngine const& e = *engine->engine;
     if (e.getNbIOTensors() != count + 1)
         return problem.fail(INTERFACE_OF, "%d tensors, %d expected", e.getNbIOTensors(), count + 1);
     for (int32_t i = 0; i <= count; i++) {
-        char const* name = i < count ? inputs[i] : output;
+        char const* name = i < count ? inputs[i].name : output;
+        bool const is_f16 = i < count && inputs[i].is_f16;
         auto const mode = i < count ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
         if (e.getTensorIOMode(name) != mode) return problem.fail(INTERFACE_OF, "no tensor `%s`", name);
-        if (e.getTensorDataType(name) != DataType::kFLOAT) return problem.fail(INTERFACE_OF, "`%s` is not f32", name);
+        if (e.getTensorDataType(name) != (is_f16 ? DataType::kHALF : DataType::kFLOAT))
+            return problem.fail(INTERFACE_OF, "`%s` is not %s", name, is_f16 ? "f16" : "f32");
     }
     return DONE;
 }
@@ -287,13 +337,27 @@ API uint64_t hatchback_trt_context_bytes(Engine const* engine) {
 
 // Creates one worker's context, which allocates its device memory.
 API int32_t hatchback_trt_context(Library* library, Engine* engine, Context** out, char* text, size_t size) {
-    std::unique_ptr<IExecutionContext> context{engine->engine->createExecutionContext()};
-    if (!context) return library->log.refused("context", Problem{text, size});
-    *out = new Context{std::move(context)};
+    Problem const problem{text, size};
+    std::unique_ptr<ICudaEngine> own;
+#if !SHARES_PROFILES
+    own.reset(library->runtime->deserializeCudaEngine(engine->plan.data(), engine->plan.size()));
+    if (!own) return library->log.refused("plan", problem);
+#endif
+    std::unique_ptr<IExecutionContext> context{(own ? own : engine->engine)->createExecutionContext()};
+    if (!context) return library->log.refused("context", problem);
+    *out = new Context{std::move(own), std::move(context)};
     return DONE;
 }
 
 API void hatchback_trt_drop_context(Context* context) { delete context; }
+
+// Chooses the optimization profile of the runs to come on `stream`. The caller binds all tensors after it.
+API int32_t hatchback_trt_choose(Context* context, int32_t profile, void* stream) {
+    if (context->profile == profile) return DONE;
+    if (!context->context->setOptimizationProfileAsync(profile, static_cast<cudaStream_t>(stream))) return REFUSED;
+    context->profile = profile;
+    return DONE;
+}
 
 // Sets the device address of a tensor, and the shape of an input (`shape` null: the output).
 API int32_t hatchback_trt_bind(Context* context, InputShape const* tensor, int64_t batch, void* address) {

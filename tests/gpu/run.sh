@@ -6,8 +6,9 @@
 # installed. FOLDER (default: `report` next to this file, or a new folder under TMPDIR if that cannot be
 # written) receives report.json, report.txt and the log of each part. A failed part does not stop the
 # others; each part reports its result. Exit status 1: a part failed.
-# PART is `suites`, the name of one suite, `demo`, `bench`, `bench_exact` or `shapes`; each takes less
-# than 4 minutes on a GPU. Without --only all of them run.
+# PART is `suites`, the name of one suite, `demo`, `bench`, `bench_exact`, `shapes` or `peers`; each takes
+# less than 4 minutes on a GPU. Without --only all of them run. `peers` needs python3 with torch; other
+# libraries are described in tree/tools/peers/gpu.py.
 # HATCHBACK_STANDIN=.../libcuda.so runs on that stand-in. HATCHBACK_RUN=... runs the programs through
 # another, such as an emulator. HATCHBACK_BENCH="--batch 4" measures only that.
 set -u
@@ -18,7 +19,7 @@ for argument; do
     case $argument in
     --quick) quick=--quick ;;
     --only) next=only ;;
-    -*) sed -n '2,13s/^# \?//p' "$0" >&2; exit 2 ;;
+    -*) sed -n '2,14s/^# \?//p' "$0" >&2; exit 2 ;;
     *) to=$argument ;;
     esac
 done
@@ -28,7 +29,7 @@ if [ -z "$to" ]; then
 fi
 mkdir -p "$to/bin" && to=$(cd "$to" && pwd) || exit 1
 cd "$to" || exit 1
-rm -f ./*.log report.json report.txt bench.json bench_exact.json shapes.json
+rm -f ./*.log report.json report.txt bench.json bench_exact.json shapes.json peers.json
 for program in "$here"/bin/*.gz; do
     name=$(basename "$program" .gz)
     { gzip -dc "$program" >"bin/$name" && chmod +x "bin/$name"; } || exit 1
@@ -103,6 +104,18 @@ demo_requests() {
 }
 
 suites=$(for suite in bin/*; do [ "$suite" = bin/hatchback ] || basename "$suite"; done)
+# Times other libraries on the keys of some shapes. On the stand-in only torch runs, on the CPU.
+peers() {
+    command -v python3 >/dev/null || { echo "SKIPPED: all peers: no python3"; return 0; }
+    size=8192 device=cuda
+    [ -z "${HATCHBACK_STANDIN:-}" ] || size=4 device=cpu
+    run hatchback bench gpu --shapes $quick --batch "$size" --keys keys --json peer_shapes.json &&
+        python3 "$here/tree/tools/peers/gpu.py" peer_shapes.json keys --device "$device" --json peers.json
+    outcome_of_peers=$?
+    rm -rf keys peer_shapes.json
+    return "$outcome_of_peers"
+}
+
 # Runs first, because every later part needs a driver that accepts the kernels' machine code.
 facts() { CUDA_CACHE_DISABLE=1 run hatchback bench gpu --facts; }
 say "== the driver and the GPU"
@@ -132,11 +145,12 @@ if part programs run hatchback --version && part gpu facts; then
     chosen bench && part bench run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} $tensorrt --plans "$to" --json bench.json
     chosen bench_exact && part bench_exact run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} --precision exact --json bench_exact.json
     chosen shapes && part shapes run hatchback bench gpu --shapes $quick ${HATCHBACK_BENCH:-} --json shapes.json
-    cat bench.log shapes.log 2>/dev/null | tee -a report.txt
+    chosen peers && part peers peers
+    cat bench.log shapes.log peers.log 2>/dev/null | tee -a report.txt
 else
     tensorrt=
     why="nothing can be tested here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
-    not_run "$why" $suites demo bench bench_exact shapes
+    not_run "$why" $suites demo bench bench_exact shapes peers
 fi
 rm -rf bin
 
@@ -148,6 +162,8 @@ json() { if [ -s "$1" ]; then cat "$1"; else echo null; fi; }
     json bench_exact.json
     printf ',\n"shapes":\n'
     json shapes.json
+    printf ',\n"peers":\n'
+    json peers.json
     echo '}'
 } >report.json
 say "$([ "$failed" = 0 ] && echo passed || echo FAILED): $to/report.json and report.txt have the results, the logs next to them the details"

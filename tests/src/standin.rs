@@ -60,17 +60,35 @@ pub fn load() -> Option<&'static StandIn> {
         .as_ref()
 }
 
-/// Loads the stand-in for cuBLAS, so that the product finds it; returns `false` if the tests run on
-/// the machine's own GPU. The library has the name that it has in CUDA 13.
+/// Loads the stand-ins for cuBLAS and cuBLASLt, so that the product finds them; returns `false` if
+/// the tests run on the machine's own GPU. The libraries have the names that they have in CUDA 13.
 pub fn load_cublas() -> bool {
-    static LOADED: OnceLock<Option<Library>> = OnceLock::new();
+    cublas_lt().is_some()
+}
+
+/// Makes the stand-in for cuBLASLt refuse every product, or none.
+pub fn refuse_epilogues(refuse: bool) {
+    let Some([_, lt]) = cublas_lt() else { return };
+    // SAFETY: the function has this type in tests/standin/libcublas.cpp.
+    unsafe { lt.get::<extern "C" fn(i32)>(b"standin_lt_refuse\0").unwrap()(refuse.into()) };
+}
+
+/// Returns the objects of the stand-in for cuBLASLt that are not destroyed.
+pub fn epilogue_objects() -> i32 {
+    let Some([_, lt]) = cublas_lt() else { return 0 };
+    // SAFETY: the function has this type in tests/standin/libcublas.cpp.
+    unsafe { lt.get::<extern "C" fn() -> i32>(b"standin_lt_objects\0").unwrap()() }
+}
+
+fn cublas_lt() -> Option<&'static [Library; 2]> {
+    static LOADED: OnceLock<Option<[Library; 2]>> = OnceLock::new();
     let of_driver = || {
         std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from)
     };
-    // SAFETY: the stand-in runs no code when it is loaded; its SONAME is cuBLAS's.
-    let library =
-        || unsafe { Library::new(of_driver().with_file_name("libcublas.so.13")) }.unwrap();
-    LOADED.get_or_init(|| load().map(|_| library())).is_some()
+    // SAFETY: the stand-ins run no code when they are loaded; their SONAMEs are the product's.
+    let library = |name| unsafe { Library::new(of_driver().with_file_name(name)) }.unwrap();
+    let both = || ["libcublas.so.13", "libcublasLt.so.13"].map(library);
+    LOADED.get_or_init(|| load().map(|_| both())).as_ref()
 }
 
 /// Returns whether the GPU shares the host's memory, as the stand-in does by default.

@@ -19,6 +19,10 @@ enum class OptProfileSelector { kMIN, kOPT, kMAX };
 enum class MemoryPoolType { kWORKSPACE };
 enum class BuilderFlag { kFP16, kTF32 };
 enum class NetworkDefinitionCreationFlag { kEXPLICIT_BATCH };
+enum class TensorFormat { kLINEAR };
+#if TWIN_MAJOR < 10 && (TWIN_MAJOR > 8 || TWIN_MINOR >= 6)
+enum class PreviewFeature { kPROFILE_SHARING_0806 };
+#endif
 struct Dims {
     static constexpr int32_t MAX_DIMS = 8;
     int32_t nbDims;
@@ -42,9 +46,12 @@ struct IHostMemory : Base {
 };
 struct ITensor : Base {
     virtual char const* getName() const noexcept = 0;
+    virtual void setType(DataType type) noexcept = 0;
+    virtual void setAllowedFormats(uint32_t formats) noexcept = 0;
 };
 struct INetworkDefinition : Base {
     virtual int32_t getNbInputs() const noexcept = 0;
+    virtual ITensor* getInput(int32_t i) const noexcept = 0;
     virtual int32_t getNbOutputs() const noexcept = 0;
     virtual ITensor* getOutput(int32_t i) const noexcept = 0;
     virtual void unmarkOutput(ITensor& tensor) noexcept = 0;
@@ -56,6 +63,9 @@ struct IBuilderConfig : Base {
     virtual void setMemoryPoolLimit(MemoryPoolType pool, size_t bytes) noexcept = 0;
     virtual void setFlag(BuilderFlag flag) noexcept = 0;
     virtual void clearFlag(BuilderFlag flag) noexcept = 0;
+#if TWIN_MAJOR < 10 && (TWIN_MAJOR > 8 || TWIN_MINOR >= 6)
+    virtual void setPreviewFeature(PreviewFeature feature, bool enable) noexcept = 0;
+#endif
     virtual int32_t addOptimizationProfile(IOptimizationProfile* profile) noexcept = 0;
 };
 struct IBuilder : Base {
@@ -65,6 +75,7 @@ struct IBuilder : Base {
     virtual IHostMemory* buildSerializedNetwork(INetworkDefinition& network, IBuilderConfig& config) noexcept = 0;
 };
 struct IExecutionContext : Base {
+    virtual bool setOptimizationProfileAsync(int32_t profile, cudaStream_t stream) noexcept = 0;
     virtual bool setInputShape(char const* name, Dims const& dims) noexcept = 0;
     virtual bool setTensorAddress(char const* name, void* address) noexcept = 0;
     virtual bool enqueueV3(cudaStream_t stream) noexcept = 0;

@@ -1,13 +1,17 @@
 // A twin of libnvinfer and its ONNX parser in one library, for tests of the shim and its callers. For
-// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. Plans
+// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. It
+// counts the changes of a profile in `twin_profile_changes`. With TWIN_REFUSES_HALF it builds no network
+// with inputs of f16. Plans
 // are text. It accepts and refuses the same calls as TensorRT, as far as the shim can observe. It never
 // computes a network.
 #include "NvInfer.h"
 #include "NvOnnxParser.h"
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -26,12 +30,15 @@ struct Text : IHostMemory {
 };
 struct Tensor : ITensor {
     std::string name;
+    bool is_half = false, is_linear = false;
     char const* getName() const noexcept override { return name.c_str(); }
+    void setType(DataType type) noexcept override { is_half = type == DataType::kHALF; }
+    void setAllowedFormats(uint32_t formats) noexcept override { is_linear = formats == 1u << (int)TensorFormat::kLINEAR; }
 };
 struct Network : INetworkDefinition {
     bool parser_lives = false;
-    std::vector<std::string> inputs;
-    std::vector<std::unique_ptr<Tensor>> outputs;
+    std::vector<std::unique_ptr<Tensor>> inputs, outputs;
+    ITensor* getInput(int32_t i) const noexcept override { return inputs[i].get(); }
     int32_t getNbInputs() const noexcept override { return (int32_t)inputs.size(); }
     int32_t getNbOutputs() const noexcept override { return (int32_t)outputs.size(); }
     ITensor* getOutput(int32_t i) const noexcept override { return outputs[i].get(); }
@@ -42,18 +49,24 @@ struct Network : INetworkDefinition {
 };
 struct Profile : IOptimizationProfile {
     std::vector<std::pair<std::string, Dims>> most;
+    int64_t least = 0, typical = 0;
     bool setDimensions(char const* input, OptProfileSelector which, Dims const& dims) noexcept override {
+        if (which == OptProfileSelector::kMIN) least = dims.d[0];
+        if (which == OptProfileSelector::kOPT) typical = dims.d[0];
         if (which == OptProfileSelector::kMAX) most.emplace_back(input, dims);
-        return true;
+        return which != OptProfileSelector::kMAX || (least >= 1 && least <= typical && typical <= dims.d[0]);
     }
 };
 struct Config : IBuilderConfig {
-    bool fp16 = false;
-    Profile* profile = nullptr;
+    bool fp16 = false, shares = TWIN_MAJOR >= 10;
+    std::vector<Profile*> profiles;
+#if TWIN_MAJOR < 10 && (TWIN_MAJOR > 8 || TWIN_MINOR >= 6)
+    void setPreviewFeature(PreviewFeature, bool enable) noexcept override { shares = enable; }
+#endif
     void setMemoryPoolLimit(MemoryPoolType, size_t) noexcept override {}
     void setFlag(BuilderFlag flag) noexcept override { fp16 |= flag == BuilderFlag::kFP16; }
     void clearFlag(BuilderFlag) noexcept override {}
-    int32_t addOptimizationProfile(IOptimizationProfile* p) noexcept override { profile = (Profile*)p; return 0; }
+    int32_t addOptimizationProfile(IOptimizationProfile* p) noexcept override { profiles.push_back((Profile*)p); return (int32_t)profiles.size() - 1; }
 };
 struct Builder : IBuilder {
     std::vector<std::unique_ptr<Profile>> profiles;
@@ -68,12 +81,19 @@ struct Builder : IBuilder {
         if (!network.parser_lives) { say("the parser was freed before the network was built"); return nullptr; }
         auto& config = (Config&)c;
         std::ostringstream plan;
-        plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
-        for (auto& [name, dims] : config.profile->most) {
+        plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << config.shares << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
+        for (auto& [name, dims] : config.profiles[0]->most) {
             int64_t width = 1;
             for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
-            plan << ' ' << name << ' ' << width << ' ' << dims.d[0];
+            bool is_half = false;
+            for (auto& input : network.inputs) is_half |= input->name == name && input->is_half && input->is_linear;
+#ifdef TWIN_REFUSES_HALF
+            if (is_half) { say("no kernel takes this input"); return nullptr; }
+#endif
+            plan << ' ' << name << ' ' << width << ' ' << is_half;
         }
+        plan << ' ' << config.profiles.size();
+        for (auto* profile : config.profiles) plan << ' ' << profile->least << ' ' << profile->most[0].second.d[0];
         auto text = std::make_unique<Text>();
         text->text = plan.str();
         return text.release();
@@ -106,8 +126,9 @@ struct Parser final : nvonnxparser::IParser, nvonnxparser::IParserError {
             if (depth == 1 && (id == 11 || id == 12) && !walk(p + i, size, (int)id)) return false;
             if (depth > 1 && id == 1) {
                 std::string name((char const*)p + i, size);
-                if (depth == 11) network->inputs.push_back(name);
-                else { network->outputs.push_back(std::make_unique<Tensor>()); network->outputs.back()->name = name; }
+                auto& tensors = depth == 11 ? network->inputs : network->outputs;
+                tensors.push_back(std::make_unique<Tensor>());
+                tensors.back()->name = name;
             }
             i += size;
         }
@@ -121,14 +142,27 @@ struct Parser final : nvonnxparser::IParser, nvonnxparser::IParserError {
 
 struct Input {
     std::string name;
-    int64_t width, batch_max, batch;
-    float const* address;
+    int64_t width;
+    bool is_half;
+    int64_t batch;
+    void const* address;
+    float value(int64_t i) const {
+        if (!is_half) return ((float const*)address)[i];
+        uint16_t const half = ((uint16_t const*)address)[i];
+        int const exponent = half >> 10 & 31, mantissa = half & 1023;
+        float const size = exponent ? ldexpf((float)(mantissa + 1024), exponent - 25) : ldexpf((float)mantissa, -24);
+        return half & 0x8000 ? -size : size;
+    }
 };
 struct Plan {
-    bool fp16;
+    bool fp16, shares;
     std::string output;
     std::vector<Input> inputs;
+    std::vector<std::pair<int64_t, int64_t>> profiles;
 };
+// Profiles that contexts of one engine have chosen.
+using Chosen = std::multiset<int32_t>;
+static int32_t profile_changes;
 // A run, in the order of the stream.
 struct Job {
     Plan plan;
@@ -141,7 +175,7 @@ struct Job {
         for (int64_t b = 0; b < plan.inputs[0].batch; b++) {
             float sum = 0;
             for (auto& input : plan.inputs)
-                for (int64_t i = 0; i < input.width; i++) sum += input.address[b * input.width + i];
+                for (int64_t i = 0; i < input.width; i++) sum += input.value(b * input.width + i);
             uint32_t bits;
             memcpy(&bits, &sum, 4);
             if (plan.fp16) bits &= ~0x1fffu;
@@ -152,20 +186,36 @@ struct Job {
 struct Context : IExecutionContext {
     Plan plan;
     float* out = nullptr;
+    int32_t profile = -1;
+    Chosen* chosen;
+    void choose(int32_t to) {
+        if (profile >= 0) chosen->erase(chosen->find(profile));
+        if ((profile = to) >= 0) chosen->insert(to);
+    }
+    ~Context() { choose(-1); }
+    bool setOptimizationProfileAsync(int32_t to, cudaStream_t) noexcept override {
+        if (to < 0 || (size_t)to >= plan.profiles.size()) return say("no such profile");
+        if (!plan.shares && to != profile && chosen->count(to)) return say("the profile is in use by another context");
+        choose(to);
+        profile_changes++;
+        return true;
+    }
     bool setInputShape(char const* name, Dims const& dims) noexcept override {
         for (auto& input : plan.inputs)
             if (input.name == name) {
                 int64_t width = 1;
                 for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
                 input.batch = dims.d[0];
-                return (width == input.width && dims.d[0] >= 1 && dims.d[0] <= input.batch_max) || say("shape beyond the profile");
+                if (profile < 0) return say("no profile is chosen");
+                auto const [least, most] = plan.profiles[profile];
+                return (width == input.width && dims.d[0] >= least && dims.d[0] <= most) || say("shape beyond the profile");
             }
         return say("no such input");
     }
     bool setTensorAddress(char const* name, void* address) noexcept override {
         if (plan.output == name) { out = (float*)address; return true; }
         for (auto& input : plan.inputs)
-            if (input.name == name) { input.address = (float const*)address; return true; }
+            if (input.name == name) { input.address = address; return true; }
         return say("no such tensor");
     }
     bool enqueueV3(cudaStream_t stream) noexcept override {
@@ -178,6 +228,7 @@ struct Context : IExecutionContext {
 };
 struct Engine : ICudaEngine {
     Plan plan;
+    Chosen chosen;
     int32_t getNbIOTensors() const noexcept override { return (int32_t)plan.inputs.size() + 1; }
     TensorIOMode getTensorIOMode(char const* name) const noexcept override {
         if (plan.output == name) return TensorIOMode::kOUTPUT;
@@ -185,7 +236,11 @@ struct Engine : ICudaEngine {
             if (input.name == name) return TensorIOMode::kINPUT;
         return TensorIOMode::kNONE;
     }
-    DataType getTensorDataType(char const*) const noexcept override { return DataType::kFLOAT; }
+    DataType getTensorDataType(char const* name) const noexcept override {
+        for (auto& input : plan.inputs)
+            if (input.name == name && input.is_half) return DataType::kHALF;
+        return DataType::kFLOAT;
+    }
 #if TWIN_MAJOR >= 11
     int64_t getDeviceMemorySizeV2() const noexcept override { return 4096; }
 #else
@@ -194,6 +249,9 @@ struct Engine : ICudaEngine {
     IExecutionContext* createExecutionContext() noexcept override {
         auto context = new Context;
         context->plan = plan;
+        context->chosen = &chosen;
+        // Only the first context has a profile from the start.
+        if (!chosen.count(0)) context->choose(0);
         return context;
     }
 };
@@ -206,13 +264,17 @@ struct Runtime : IRuntime {
         int version = 0;
         size_t inputs = 0;
         auto engine = std::make_unique<Engine>();
-        text >> magic >> version >> engine->plan.fp16 >> engine->plan.output >> inputs;
+        text >> magic >> version >> engine->plan.fp16 >> engine->plan.shares >> engine->plan.output >> inputs;
         if (magic != "twin" || version != NV_TENSORRT_VERSION) { say("the plan is of another release"); return nullptr; }
         for (size_t i = 0; i < inputs; i++) {
             Input input{};
-            text >> input.name >> input.width >> input.batch_max;
+            text >> input.name >> input.width >> input.is_half;
             engine->plan.inputs.push_back(input);
         }
+        size_t profiles = 0;
+        text >> profiles;
+        engine->plan.profiles.resize(profiles);
+        for (auto& [least, most] : engine->plan.profiles) text >> least >> most;
 #if TWIN_MAJOR > 8 || TWIN_MINOR >= 6
         if (host_code) { say("host code is allowed"); return nullptr; }
 #endif
@@ -221,6 +283,7 @@ struct Runtime : IRuntime {
 };
 
 #define API extern "C" __attribute__((visibility("default")))
+API int32_t twin_profile_changes() { return profile_changes; }
 API int32_t getInferLibVersion() { return NV_TENSORRT_VERSION; }
 #ifndef TWIN_LACKS_BUILDER
 API void* createInferBuilder_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IBuilder*>(new Builder); }

@@ -11,7 +11,10 @@ use hatchback_kernels::cache::{Cache, Epoch};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::cuda::memory::Mapped;
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
+use hatchback_kernels::gpu::InputType;
+use hatchback_kernels::gpu::lookup::{
+    FeatureOnDevice, GpuLookup, Keys, LookupLimits, PIECE_COLUMNS,
+};
 use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
 use hatchback_kernels::lookup::miss_list::{Miss, MissList, RowState};
 use hatchback_kernels::lookup::{Bags, FeatureView, Input, LookupStatus, Pooling, RowStore};
@@ -59,6 +62,7 @@ struct World {
     tables: Vec<Table>,
     features: Vec<Plan>,
     strides: [usize; 2],
+    types: [InputType; 2],
     caches: Vec<Cache>,
     residents: Vec<Resident>,
     misses_max: usize,
@@ -140,6 +144,7 @@ impl World {
             tables,
             features: Vec::new(),
             strides: [0; 2],
+            types: [InputType::F32; 2],
             caches: Vec::new(),
             residents,
             misses_max,
@@ -147,6 +152,15 @@ impl World {
         world.caches = world.make_caches(&widths);
         for _ in 0..1 + random.below(6) {
             world.add_feature(random);
+        }
+        for input in 0..2 {
+            let in_pieces = |plan: &Plan| {
+                let dim = world.tables[plan.table].format.dim();
+                plan.input != input || dim.is_multiple_of(PIECE_COLUMNS)
+            };
+            if world.features.iter().all(in_pieces) && random.one_in(2) {
+                world.types[input] = InputType::F16;
+            }
         }
         world
     }
@@ -240,6 +254,7 @@ impl World {
             weighted: plan.weighted,
             hotness_max: plan.hotness_max,
             input: inputs[plan.input].address(),
+            input_type: self.types[plan.input],
             stride: self.strides[plan.input],
             column: plan.column,
             width: plan.width,
@@ -394,7 +409,7 @@ impl OnGpu {
 
 #[test]
 fn queries_pool_the_same_bits() {
-    let mut several_rounds = 0;
+    let (mut several_rounds, mut halves) = (0, 0);
     for seed in 100..160 {
         let gpu = standin::gpu(seed);
         let mut random = Random::new(seed);
@@ -413,8 +428,10 @@ fn queries_pool_the_same_bits() {
             let (rounds, same) = on_gpu.answer(&world, batch, &bags);
             rounds_max = rounds_max.max(rounds);
             assert_eq!(same, statuses, "seed {seed}");
-            for (input, expected) in on_gpu.inputs.iter().zip(&inputs) {
-                assert!(reference::same_bits(&input[..expected.len()], expected), "seed {seed}");
+            for ((input, expected), of) in on_gpu.inputs.iter().zip(&inputs).zip(world.types) {
+                let expected = of.encode(expected);
+                assert!(reference::same_bits(&input[..expected.len()], &expected), "seed {seed}");
+                halves += usize::from(of == InputType::F16 && !expected.is_empty());
             }
         }
         several_rounds += usize::from(rounds_max > 1);
@@ -434,6 +451,7 @@ fn queries_pool_the_same_bits() {
         (1..30).contains(&several_rounds),
         "{several_rounds} of 60 worlds had too small a miss list"
     );
+    assert!(halves > 50, "{halves} inputs of f16");
 }
 
 /// Completes a query of 64 samples; missing rows are read in `version`. Returns the number of
@@ -507,6 +525,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
             weighted: false,
             hotness_max: 3,
             input: input.address(),
+            input_type: InputType::F32,
             stride: dim,
             column: 0,
             width: dim,

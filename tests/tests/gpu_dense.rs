@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const OWN: DeviceOptions = DeviceOptions {
     dense: GpuDense { tensorrt: None, precision: Precision::Exact },
     batch_max: 100,
+    f16_inputs: Vec::new(),
 };
 
 /// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on the values
@@ -369,6 +370,44 @@ fn products_by_cublas_are_close_to_the_cpus() {
     }
 
     assert!(apart > 0, "sums in another order have other bits");
+}
+
+/// cuBLASLt adds the bias and applies Relu in the launch of a product. Where it refuses, they are
+/// launches of their own, and the scores are within the same bound.
+#[test]
+fn a_product_that_ends_with_bias_and_relu_is_one_launch() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
+    }
+    let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
+    let inputs = [("dense", 7), ("emb", 288)];
+    let activation = Activation::Sigmoid;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, Weights::F32).unwrap();
+    let mut random = Random::new(5);
+    let fed = inputs.map(|(_, width)| (0..9 * width).map(|_| random.signed()).collect::<Vec<_>>());
+    let mut expected = vec![0.0; 9 * cpu.outputs()];
+    cpu.run(9, &fed, &mut expected, &mut cpu.scratch(9)).unwrap();
+
+    let mut launches = [0; 2];
+    for refuse in [false, true] {
+        standin::refuse_epilogues(refuse);
+        let engine = DeviceEngine::load(&gpu, &network, &with(Precision::F32)).unwrap();
+        assert!(engine.runs_on().contains("cuBLAS"), "{:?}", engine.rejected());
+        let before = gpu.calls().launches;
+        let direct = on_device(&gpu, &engine, 9, &fed, false);
+        launches[usize::from(refuse)] = gpu.calls().launches - before;
+        let recorded = on_device(&gpu, &engine, 9, &fed, true);
+        for got in [direct, recorded] {
+            let close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5;
+            assert!(got.iter().zip(&expected).all(close), "{got:?}, {expected:?}");
+        }
+    }
+    standin::refuse_epilogues(false);
+    // The network has five layers with weights; none of them scales.
+    assert_eq!(launches[1] - launches[0], 5, "{launches:?}");
+    assert_eq!(standin::epilogue_objects(), 0);
 }
 
 /// On the stand-in cuBLAS rounds factors as a tensor core does.

@@ -15,9 +15,11 @@ use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
-use hatchback_kernels::gpu::tensorrt::{Build, Plans, TensorRt, TensorRtError, Types};
+use hatchback_kernels::gpu::tensorrt::{
+    BatchClass, Build, BuildInput, Plans, TensorRt, TensorRtError, Types,
+};
 use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, Precision, TensorRtOptions,
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, TensorRtOptions,
 };
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
 use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
@@ -89,21 +91,29 @@ fn refusal(shim: &Path, library: &Path) -> TensorRtError {
 
 /// A network that computes the same as the twin does for any network: the sum of the inputs.
 fn sum_network() -> Vec<u8> {
+    sum_network_of(5)
+}
+
+/// The same of inputs that are `width` wide.
+fn sum_network_of(width: usize) -> Vec<u8> {
     let mut graph = Graph::default();
-    graph.input("x", Type::Float, &[5]);
+    graph.input("x", Type::Float, &[width]);
     graph.integers("axes", &[1], &[1]);
     graph.node("ReduceSum", &["x", "axes"], "sum", &[]);
     graph.output("sum", &[1]);
     graph.file()
 }
 
+fn input<'a>(name: &'a str, shape: &[usize]) -> BuildInput<'a> {
+    BuildInput { name, shape: shape.to_vec(), of: InputType::F32 }
+}
+
 fn build<'a>(onnx: &'a [u8], output: &'a str, fp16: bool) -> Build<'a> {
     Build {
         onnx,
-        inputs: vec![("x", vec![5])],
+        inputs: vec![input("x", &[5])],
         output,
-        batch_typical: 8,
-        batch_max: 32,
+        batches: BatchClass::up_to(32),
         workspace_bytes_max: 1 << 20,
         types: if fp16 { Types::F16 } else { Types::F32 },
         compute_capability: None,
@@ -195,9 +205,9 @@ fn networks_with_other_inputs_or_outputs_than_the_build_are_refused() {
         matches!(&said, TensorRtError::Interface(t) if t.contains("1 inputs, 0 are fed")),
         "{said}"
     );
-    let inside = Build { inputs: vec![("x\0y", vec![5])], ..build(&onnx, "sum", false) };
+    let inside = Build { inputs: vec![input("x\0y", &[5])], ..build(&onnx, "sum", false) };
     assert!(matches!(refused(&inside), TensorRtError::Interface(_)));
-    let deep = Build { inputs: vec![("x", vec![1; 8])], ..build(&onnx, "sum", false) };
+    let deep = Build { inputs: vec![input("x", &[1; 8])], ..build(&onnx, "sum", false) };
     assert!(matches!(refused(&deep), TensorRtError::Interface(_)));
     let newer = compile(11, 4, &[]);
     let said =
@@ -233,8 +243,12 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
         plans.path(&newer, "Orin", &asked),
         plans.path(&tensorrt, "Orin", &build(&onnx, "sum", true)),
         plans.path(&tensorrt, "Orin", &build(&other_onnx, "sum", false)),
-        plans.path(&tensorrt, "Orin", &Build { batch_max: 64, ..asked.clone() }),
-        plans.path(&tensorrt, "Orin", &Build { inputs: vec![("x", vec![1, 5])], ..asked.clone() }),
+        plans.path(&tensorrt, "Orin", &Build { batches: BatchClass::up_to(64), ..asked.clone() }),
+        plans.path(
+            &tensorrt,
+            "Orin",
+            &Build { inputs: vec![input("x", &[1, 5])], ..asked.clone() },
+        ),
     ];
 
     let path = plans.path(&tensorrt, "Orin", &asked);
@@ -260,7 +274,7 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
     std::fs::remove_file(&path).unwrap();
 
     // The most recently used plans are kept.
-    let sized = |batch_max| Build { batch_max, ..asked.clone() };
+    let sized = |batch_max| Build { batches: BatchClass::up_to(batch_max), ..asked.clone() };
     for batch_max in 8..20 {
         assert!(get("Orin", &sized(batch_max)).1);
         // Files of the same time have no order.
@@ -279,12 +293,15 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
 }
 
 fn options(fp16: bool, plans: &Path) -> DeviceOptions {
-    let Twin { shim, library } = twin();
+    options_of(twin(), fp16, plans)
+}
+
+fn options_of(Twin { shim, library }: Twin, fp16: bool, plans: &Path) -> DeviceOptions {
     let (libraries, plans) = (Some((library.clone(), library)), plans.to_owned());
     let tensorrt = TensorRtOptions { shim, libraries, plans, workspace_bytes_max: 1 << 20 };
     let precision = if fp16 { Precision::F16 } else { Precision::F32 };
     let dense = GpuDense { tensorrt: Some(tensorrt), precision };
-    DeviceOptions { dense, batch_max: 40 }
+    DeviceOptions { dense, batch_max: 40, f16_inputs: Vec::new() }
 }
 
 #[test]
@@ -362,21 +379,94 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
     assert!(said.contains("other scores than the CPU"), "{said}");
 }
 
+/// Contexts of several workers use the profiles of an engine at the same time: of their own engines
+/// in 8.5, and on request in 8.6.
+#[test]
+fn several_contexts_run_batches_of_every_class() {
+    let gpu = standin::gpu(4);
+    for (major, minor) in [(8, 5), (8, 6), (9, 3), (10, 3), (11, 4)] {
+        let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+        let activation = Activation::None;
+        let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation };
+        let twin = compile(major, minor, &[]);
+        let engine = DeviceEngine::load(&gpu, &network, &options_of(twin, false, folder.path()));
+        let engine = engine.unwrap();
+        assert!(engine.runs_on().contains("TensorRT"), "{major}.{minor}: {:?}", engine.rejected());
+
+        let mut scratches = [(); 3].map(|()| engine.scratch(40).unwrap());
+        let stream = gpu.stream().unwrap();
+        for batch in [40, 1, 9, 8, 2, 3, 40] {
+            let values: Vec<f32> = (0..5 * batch).map(|i| i as f32).collect();
+            let (fed, scores) = ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
+            stream.upload(&values, &fed[0], 0).unwrap();
+            for scratch in &mut scratches {
+                engine.enqueue(&stream, batch, &fed, scores.view(), scratch).unwrap();
+                let mut found = vec![0.0; batch];
+                stream.download(&scores, 0, &mut found).unwrap();
+                let sums = values.chunks(5).map(|sample| sample.iter().sum::<f32>());
+                assert!(found.iter().copied().eq(sums), "{major}.{minor}, batch {batch}");
+            }
+        }
+    }
+}
+
+/// An engine that takes no inputs of f16 gets f32, and says why.
+#[test]
+fn refused_inputs_of_f16_stay_f32() {
+    let gpu = standin::gpu(3);
+    let (onnx, folder) = (sum_network_of(8), tempfile::tempdir().unwrap());
+    let activation = Activation::None;
+    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 8)], output: "sum", activation };
+    let (shim, refusing) = (twin().shim, compile(8, 6, &["-DTWIN_REFUSES_HALF"]).library);
+    for (library, types) in [(twin().library, InputType::F16), (refusing, InputType::F32)] {
+        let plans = folder.path().join(format!("{types:?}"));
+        let twin = Twin { shim: shim.clone(), library };
+        let options = DeviceOptions { f16_inputs: vec![0], ..options_of(twin, true, &plans) };
+        let engine = DeviceEngine::load(&gpu, &network, &options).unwrap();
+        assert!(engine.runs_on().contains("TensorRT"), "{:?}", engine.rejected());
+        assert_eq!(engine.input_types(), [types]);
+        match types {
+            InputType::F16 => assert!(engine.rejected().is_empty(), "{:?}", engine.rejected()),
+            InputType::F32 => {
+                let said = &engine.rejected()[0];
+                assert!(said.starts_with("inputs of f16") && said.contains("no kernel"), "{said}");
+            }
+        }
+    }
+}
+
+/// Columns of the rows below.
+const DIM: usize = 8;
+
+fn value(key: u64, column: u64) -> f32 {
+    (5 * key + column) as f32 / 64.0
+}
+
+fn row(key: u64) -> Vec<u8> {
+    (0..DIM as u64).flat_map(|i| value(key, i).to_le_bytes()).collect()
+}
+
 /// Each batch size has a graph, and each graph its own TensorRT context; some requests have misses.
 #[test]
 fn recorded_requests_run_on_an_engine_for_every_size() {
+    for types in [InputType::F32, InputType::F16] {
+        run_recorded_requests(types);
+    }
+}
+
+fn run_recorded_requests(types: InputType) {
     let gpu = standin::gpu(5);
-    let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+    let (onnx, folder) = (sum_network_of(DIM), tempfile::tempdir().unwrap());
     let activation = Activation::None;
-    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation };
-    let engine =
-        Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
+    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", DIM)], output: "sum", activation };
+    let is_f16 = types == InputType::F16;
+    let f16_inputs = if is_f16 { vec![0] } else { Vec::new() };
+    let options = DeviceOptions { f16_inputs, ..options(is_f16, folder.path()) };
+    let engine = Arc::new(DeviceEngine::load(&gpu, &network, &options).unwrap());
     assert!(engine.graphs_own_scratch(), "{}", engine.runs_on());
+    assert_eq!(engine.input_types(), [types]);
 
-    let cache = Cache::new(20, 1 << 16, &KeySpaces::new(vec![Some(100)])).unwrap();
-    let value = |key: u64, i: u64| (5 * key + i) as f32 / 64.0;
-    let row = |key: u64| (0..5).flat_map(|i| value(key, i).to_le_bytes()).collect::<Vec<u8>>();
-
+    let cache = Cache::new(4 * DIM, 1 << 16, &KeySpaces::new(vec![Some(100)])).unwrap();
     for key in 0..50 {
         let name = RowKey { table: 0, key };
         assert!(cache.insert(name, &row(key), cache.epoch(name)));
@@ -387,55 +477,64 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
     let features = |inputs: &[u64]| {
         vec![FeatureOnDevice {
             table: 0,
-            format: RowFormat::new(Codec::F32, 5, 0).unwrap(),
+            format: RowFormat::new(Codec::F32, DIM, 0).unwrap(),
             keys_end: Some(100),
-            default_row: &[0.0; 5],
+            default_row: &[0.0; DIM],
             pooling: Pooling::Sum,
             weighted: false,
             hotness_max: 1,
             input: inputs[0],
-            stride: 5,
+            input_type: types,
+            stride: DIM,
             column: 0,
-            width: 5,
+            width: DIM,
         }]
     };
 
     for keys in [Keys::InPlace, Keys::Copied] {
-        let limits = LookupLimits { batch_max: 40, misses_max: 64, row_bytes_max: 20, keys };
-        let mut step = Step::new(&tables, &engine, &[5], None, features, limits).unwrap();
-        let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 64, 20).unwrap();
-        let mut missed = 0;
-
-        for (first, batch) in
-            [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)]
-        {
-            let keys: Vec<u64> = (first..first + batch as u64).collect();
-            let (offsets, mut statuses) =
-                ((0..=batch as u32).collect::<Vec<_>>(), vec![LookupStatus::default(); batch]);
-            step.begin(batch, |_| Bags::new(&keys, &offsets), &[]).unwrap();
-
-            assert!(!step.lookup().collect(&mut misses, &mut statuses).unwrap());
-            if !misses.is_empty() {
-                missed += misses.list().len();
-                for miss in misses.list().to_vec() {
-                    misses.row_mut(miss.slot).copy_from_slice(&row(miss.row.key));
-                    misses.set_state(miss.slot, RowState::Fresh);
-                }
-                step.complete(&misses, &mut statuses).unwrap();
-                misses.clear();
-            }
-
-            assert!(
-                statuses.iter().all(|s| *s == LookupStatus { fresh: 1, ..LookupStatus::default() })
-            );
-
-            let sums: Vec<f32> = keys.iter().map(|&k| (0..5).map(|i| value(k, i)).sum()).collect();
-            assert_eq!(step.scores(batch), sums, "{batch} from {first}");
-        }
-
+        let row_bytes_max = 4 * DIM;
+        let limits = LookupLimits { batch_max: 40, misses_max: 64, row_bytes_max, keys };
+        let mut step = Step::new(&tables, &engine, &[DIM], None, features, limits).unwrap();
+        assert!(step.refused().is_none());
+        let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 64, row_bytes_max).unwrap();
+        let missed = score_requests(&mut step, &mut misses, is_f16);
         // In the second round the rows of the first are cached.
         assert_eq!(missed > 0, keys == Keys::InPlace);
     }
+}
+
+/// Scores requests of many sizes on `step`, and returns how many rows were missing.
+fn score_requests(step: &mut Step, misses: &mut MissList, is_f16: bool) -> usize {
+    let mut missed = 0;
+    for (first, batch) in [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)]
+    {
+        let keys: Vec<u64> = (first..first + batch as u64).collect();
+        let (offsets, mut statuses) =
+            ((0..=batch as u32).collect::<Vec<_>>(), vec![LookupStatus::default(); batch]);
+        step.begin(batch, |_| Bags::new(&keys, &offsets), &[]).unwrap();
+
+        assert!(!step.lookup().collect(misses, &mut statuses).unwrap());
+        if !misses.is_empty() {
+            missed += misses.list().len();
+            for miss in misses.list().to_vec() {
+                misses.row_mut(miss.slot).copy_from_slice(&row(miss.row.key));
+                misses.set_state(miss.slot, RowState::Fresh);
+            }
+            step.complete(misses, &mut statuses).unwrap();
+            misses.clear();
+        }
+
+        assert!(
+            statuses.iter().all(|s| *s == LookupStatus { fresh: 1, ..LookupStatus::default() })
+        );
+
+        // The rows have no more bits than f16. The twin cuts the scores.
+        let cut = |sum: f32| f32::from_bits(sum.to_bits() & if is_f16 { !0x1fff } else { !0 });
+        let sum = |&key: &u64| cut((0..DIM as u64).map(|i| value(key, i)).sum());
+        let sums: Vec<f32> = keys.iter().map(sum).collect();
+        assert_eq!(step.scores(batch), sums, "{batch} from {first}");
+    }
+    missed
 }
 
 /// Names of the inputs, and their shapes for one sample.
@@ -465,7 +564,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
 
     for (path, inputs) in networks {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
-        let inputs = inputs.iter().map(|(name, shape)| (*name, shape.to_vec())).collect();
+        let inputs = inputs.iter().map(|(name, shape)| input(name, shape)).collect();
         let (workspace_bytes_max, compute_capability) = (64 << 20, Some(86));
         let asked = Build {
             inputs,

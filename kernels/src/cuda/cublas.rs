@@ -1,11 +1,12 @@
-//! cuBLAS, fenced: products of f32 on a stream, in the precision that the caller names. The
-//! products use a workspace that this crate allocates, so that a graph can record them. The library
+//! cuBLAS, fenced: products of f32 on a stream, in the precision that the caller names. Where
+//! cuBLASLt takes a product, its bias and Relu are in the same launch. The products use a workspace that this crate allocates, so that a graph can record them. The library
 //! is loaded if the machine has it, in any release from 11 on; Hatchback is not linked with it.
 //! cuBLAS adds in an order of its own: its results are within rounding of the kernels', not equal
 //! to the bit.
 
 #![allow(unsafe_code)]
 
+use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::driver::{Gpu, Stream};
 use crate::cuda::error::{CudaError, load_problem};
 use crate::cuda::matrix::DeviceMatrix;
@@ -29,8 +30,8 @@ const LIBRARY_NAMES: [&str; 4] =
 #[derive(Debug, thiserror::Error)]
 pub enum CublasError {
     /// No library could be loaded; `tried` has the loader's reason for each name.
-    #[error("no cuBLAS on this machine: {tried}")]
-    NoLibrary { tried: String },
+    #[error("no {library} on this machine: {tried}")]
+    NoLibrary { library: &'static str, tried: String },
     /// The library refused a call with this `cublasStatus_t`.
     #[error("cuBLAS: {call}: status {status}")]
     Refused { call: &'static str, status: i32 },
@@ -75,7 +76,7 @@ pub enum Factors {
 
 impl Factors {
     /// Returns the `cublasComputeType_t`.
-    fn compute_type(self) -> i32 {
+    pub(super) fn compute_type(self) -> i32 {
         match self {
             Self::F32 => 68,
             Self::F16 => 74,
@@ -101,14 +102,8 @@ impl Calls {
         if let Some(calls) = LOADED.get() {
             return Ok(*calls);
         }
-        let mut tried = Vec::new();
-        for name in LIBRARY_NAMES {
-            match Self::load_as(name) {
-                Ok(calls) => return Ok(*LOADED.get_or_init(|| calls)),
-                Err(e) => tried.push(load_problem(&e)),
-            }
-        }
-        Err(CublasError::NoLibrary { tried: tried.join("; ") })
+        let calls = load_any("cuBLAS", &LIBRARY_NAMES, Self::load_as)?;
+        Ok(*LOADED.get_or_init(|| calls))
     }
 
     fn load_as(name: &str) -> Result<Self, libloading::Error> {
@@ -137,13 +132,40 @@ pub struct Cublas {
     gpu: Arc<Gpu>,
     workspace: Buffer<u8>,
     factors: Factors,
+    /// Why bias and Relu are not in the launch of a product, where they are not.
+    lt: Result<Box<CublasLt>, CublasError>,
+}
+
+/// What a product holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Product {
+    /// The results, with scale, bias and Relu.
+    Finished,
+    /// The sums alone.
+    Unfinished,
 }
 
 // SAFETY: a handle may move between threads; `&mut self` admits one thread at a time.
 unsafe impl Send for Cublas {}
 
-fn check(call: &'static str, status: i32) -> Result<(), CublasError> {
+pub(super) fn check(call: &'static str, status: i32) -> Result<(), CublasError> {
     if status == 0 { Ok(()) } else { Err(CublasError::Refused { call, status }) }
+}
+
+/// Loads `library` under the first of `names` that `load_as` finds.
+pub(super) fn load_any<C>(
+    library: &'static str,
+    names: &[&str],
+    load_as: impl Fn(&str) -> Result<C, libloading::Error>,
+) -> Result<C, CublasError> {
+    let mut tried = Vec::new();
+    for name in names {
+        match load_as(name) {
+            Ok(calls) => return Ok(calls),
+            Err(e) => tried.push(load_problem(&e)),
+        }
+    }
+    Err(CublasError::NoLibrary { library, tried: tried.join("; ") })
 }
 
 impl Cublas {
@@ -158,14 +180,44 @@ impl Cublas {
         let mut handle = null_mut();
         // SAFETY: the call writes one handle, for the context that was bound.
         check("create", unsafe { (calls.create)(&mut handle) })?;
-        Ok(Self { calls, handle, gpu: Arc::clone(gpu), workspace, factors })
+        let lt = CublasLt::open(gpu, factors).map(Box::new);
+        Ok(Self { calls, handle, gpu: Arc::clone(gpu), workspace, factors, lt })
     }
 
-    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`, without scale, bias and Relu.
+    /// Returns why bias and Relu are launches of their own, where they are.
+    pub fn refused_epilogues(&self) -> Option<&CublasError> {
+        self.lt.as_ref().err()
+    }
+
+    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`. Returns whether scale, bias and Relu
+    /// are in it.
     ///
     /// # Errors
     /// [`CublasError::Refused`] or [`CublasError::Cuda`].
     pub fn multiply(
+        &mut self,
+        stream: &Stream,
+        m: usize,
+        a: View<f32>,
+        by: &DeviceMatrix,
+        out: View<f32>,
+    ) -> Result<Product, CublasError> {
+        if let (Ok(lt), false) = (&mut self.lt, by.is_scaled) {
+            match lt.multiply(stream, m, a, by, out, &self.workspace) {
+                Ok(()) => return Ok(Product::Finished),
+                Err(e @ CublasError::Cuda(_)) => return Err(e),
+                Err(e) => {
+                    log::warn!("bias and Relu are launches of their own: {e}");
+                    self.lt = Err(e);
+                }
+            }
+        }
+        self.multiply_alone(stream, m, a, by, out)?;
+        Ok(Product::Unfinished)
+    }
+
+    /// Puts a product onto `stream`, without scale, bias and Relu.
+    fn multiply_alone(
         &mut self,
         stream: &Stream,
         m: usize,
@@ -183,7 +235,7 @@ impl Cublas {
         const DEFAULT: i32 = -1;
         let (one, zero) = (1.0f32, 0.0f32);
         let (m, k, n) = (m as i32, k as i32, n as i32);
-        let Self { calls, handle, gpu, workspace, factors } = self;
+        let Self { calls, handle, gpu, workspace, factors, .. } = self;
         gpu.bind()?;
 
         // SAFETY: handle, stream and workspace are alive, and the sizes were checked. cuBLAS is

@@ -13,6 +13,8 @@ pub struct DeviceMatrix {
     pub weights: Buffer<f32>,
     /// `[n]`.
     pub scale: Buffer<f32>,
+    /// Whether any scale is not 1.
+    pub is_scaled: bool,
     /// `[n]`.
     pub bias: Buffer<f32>,
     /// Whether negative results become zero.

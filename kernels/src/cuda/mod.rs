@@ -11,6 +11,7 @@
 mod calls;
 mod context;
 pub mod cublas;
+mod cublas_lt;
 mod device;
 pub mod driver;
 pub(crate) mod error;

@@ -14,10 +14,12 @@ use crate::dense::{Activation, DenseEngine, DenseError, Weights, match_interface
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
+use crate::gpu::input_type::InputType;
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
-use crate::gpu::tensorrt::{self, Build, Plans, TensorRt};
+use crate::gpu::tensorrt::{self, BatchClass, Build, BuildInput, Plans, TensorRt};
 use serde::Deserialize;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -68,6 +70,9 @@ pub struct DeviceOptions {
     pub dense: GpuDense,
     /// The largest number of samples in a run.
     pub batch_max: usize,
+    /// Numbers of the inputs that may be f16, where the network computes in f16: those that only
+    /// lookups fill, in pieces of four columns.
+    pub f16_inputs: Vec<usize>,
 }
 
 /// A network on a GPU. Holding one proves that it gave the CPU's scores there, within the bound of
@@ -77,6 +82,7 @@ pub struct DeviceEngine {
     kernels: Arc<DenseKernels>,
     backend: Backend,
     widths: Vec<usize>,
+    types: Vec<InputType>,
     outputs: usize,
     activation: Activation,
     batch_max: usize,
@@ -125,14 +131,15 @@ impl DeviceEngine {
             kernels: Arc::new(DenseKernels::load(gpu)?),
             outputs: reference.outputs(),
             batch_max: options.batch_max,
+            f16_inputs: &options.f16_inputs,
         };
 
         let mut rejected = Vec::new();
         let GpuDense { tensorrt, precision } = &options.dense;
         let precision = *precision;
         if let Some(tensorrt) = tensorrt.as_ref().filter(|_| precision != Precision::Exact) {
-            match loader.load_tensorrt(tensorrt, precision, inputs.clone()) {
-                Ok(engine) => return Ok(engine),
+            match loader.load_tensorrt(tensorrt, precision, &inputs, &mut rejected) {
+                Ok(engine) => return Ok(Self { rejected, ..engine }),
                 Err(e) => reject(&e, &mut rejected),
             }
         }
@@ -144,7 +151,7 @@ impl DeviceEngine {
         };
         let plan = Arc::new(DevicePlan::new(&layout, gpu)?);
         if let Some(factors) = precision.factors() {
-            match loader.load_cublas(&plan, precision, factors, &reference) {
+            match loader.load_cublas(&plan, precision, factors, &reference, &mut rejected) {
                 Ok(engine) => return Ok(Self { rejected, ..engine }),
                 Err(e) => reject(&e, &mut rejected),
             }
@@ -189,6 +196,16 @@ impl DeviceEngine {
         self.outputs
     }
 
+    /// Returns the type of each input.
+    pub fn input_types(&self) -> &[InputType] {
+        &self.types
+    }
+
+    /// Returns the words of one sample of input `number`.
+    pub(crate) fn input_words(&self, number: usize) -> usize {
+        self.types[number].words(self.widths[number])
+    }
+
     /// Returns the bytes of the weights in device memory; 0 for TensorRT, which does not report
     /// them.
     pub fn bytes(&self) -> usize {
@@ -225,8 +242,8 @@ impl DeviceEngine {
     }
 
     /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input
-    /// i]`, `scores` has room for `[batch, outputs]`, and `scratch` is of this engine. All of them
-    /// must stay alive until the stream has run the work.
+    /// i]` values of the input's type, `scores` has room for `[batch, outputs]`, and `scratch` is of
+    /// this engine. All of them must stay alive until the stream has run the work.
     ///
     /// # Errors
     /// [`GpuDenseError::Dense`] if the batch is larger than the scratch,
@@ -242,8 +259,8 @@ impl DeviceEngine {
         if batch > scratch.batch_max {
             return Err(DenseError::Batch { batch, max: scratch.batch_max }.into());
         }
-        let short = |(values, width): (&Buffer<f32>, &usize)| values.len() < batch * width;
-        if inputs.len() != self.widths.len() || inputs.iter().zip(&self.widths).any(short) {
+        let short = |(i, words): (usize, &Buffer<f32>)| words.len() < batch * self.input_words(i);
+        if inputs.len() != self.widths.len() || inputs.iter().enumerate().any(short) {
             return Err(GpuDenseError::Buffers(format!("inputs do not hold {batch} samples")));
         }
         let values = batch * self.outputs;
@@ -322,12 +339,8 @@ impl DeviceEngine {
         let mut most = 0.0f32;
         for first in (0..all).step_by(batch_max.max(1)) {
             let batch = batch_max.min(all - first);
-            let mut uploaded = Vec::new();
-            for (values, width) in inputs.iter().zip(&self.widths) {
-                let buffer = self.gpu.buffer::<f32>(batch * width)?;
-                stream.upload(&values[first * width..][..batch * width], &buffer, 0)?;
-                uploaded.push(buffer);
-            }
+            let samples = first..first + batch;
+            let uploaded = self.upload_inputs(&stream, inputs, samples)?;
             self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch)?;
             let mut found = vec![0.0; batch * self.outputs];
             stream.download(&scores, 0, &mut found)?;
@@ -336,6 +349,22 @@ impl DeviceEngine {
             most = differences.fold(most, f32::max);
         }
         Ok(most)
+    }
+
+    /// Uploads `samples` of `inputs`, `[.., width]` each, as the types of the inputs.
+    fn upload_inputs(
+        &self,
+        stream: &Stream,
+        inputs: &[Vec<f32>],
+        samples: Range<usize>,
+    ) -> Result<Vec<Buffer<f32>>, CudaError> {
+        let upload = |(values, (width, of)): (&Vec<f32>, (&usize, &InputType))| {
+            let words = of.encode(&values[samples.start * width..samples.end * width]);
+            let buffer = self.gpu.buffer(words.len())?;
+            stream.upload(&words, &buffer, 0)?;
+            Ok(buffer)
+        };
+        inputs.iter().zip(self.widths.iter().zip(&self.types)).map(upload).collect()
     }
 
     /// Returns the engine if it gives the CPU's scores on generated samples, in a batch of one and
@@ -347,12 +376,7 @@ impl DeviceEngine {
 
         let inputs: Vec<Vec<f32>> =
             self.widths.iter().enumerate().map(|(i, w)| generate(i as u64, samples * w)).collect();
-        let mut uploaded = Vec::new();
-        for values in &inputs {
-            let buffer = self.gpu.buffer::<f32>(values.len())?;
-            stream.upload(values, &buffer, 0)?;
-            uploaded.push(buffer);
-        }
+        let uploaded = self.upload_inputs(&stream, &inputs, 0..samples)?;
 
         let scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
         for batch in [samples, 1] {
@@ -387,11 +411,13 @@ struct Loader<'a> {
     kernels: Arc<DenseKernels>,
     outputs: usize,
     batch_max: usize,
+    f16_inputs: &'a [usize],
 }
 
 impl Loader<'_> {
     fn engine(&self, backend: Backend) -> DeviceEngine {
         DeviceEngine {
+            types: vec![InputType::F32; self.network.inputs.len()],
             gpu: Arc::clone(self.gpu),
             kernels: Arc::clone(&self.kernels),
             backend,
@@ -409,30 +435,63 @@ impl Loader<'_> {
         precision: Precision,
         factors: Factors,
         reference: &DenseEngine,
+        rejected: &mut Vec<String>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        // Every scratch opens its own handle; this one shows whether the library is present.
-        Cublas::open(self.gpu, factors)?;
+        // Every scratch opens its own handle; this one shows whether the libraries are present.
+        if let Some(why) = Cublas::open(self.gpu, factors)?.refused_epilogues() {
+            log::info!("bias and Relu are launches of their own: {why}");
+            rejected.push(format!("bias and Relu in the products: {why}"));
+        }
         let backend = Backend::Plan { plan: Arc::clone(plan), precision };
         self.engine(backend).check(reference, precision.difference_bound())
     }
 
-    /// Loads the network's kept plan, or builds one and keeps it.
+    /// Loads the network on TensorRT. In f16 it takes the inputs that may be so as f16; if that is
+    /// refused, they are f32, and the reason is one of the rejected.
     fn load_tensorrt(
         &self,
         options: &TensorRtOptions,
         precision: Precision,
-        inputs: Vec<(&str, Vec<usize>)>,
+        inputs: &[(&str, Vec<usize>)],
+        rejected: &mut Vec<String>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        let reference = load_on_cpu(self.network)?;
         let libraries =
             options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
         let tensorrt = TensorRt::open(&options.shim, libraries)?;
+        let with = |f16_inputs: &[usize]| {
+            let mut fed = Vec::with_capacity(inputs.len());
+            for (i, (name, shape)) in inputs.iter().enumerate() {
+                let of = if f16_inputs.contains(&i) { InputType::F16 } else { InputType::F32 };
+                fed.push(BuildInput { name, shape: shape.clone(), of });
+            }
+            fed
+        };
+        let load = |inputs| self.load_plan(&tensorrt, options, precision, inputs);
+        if precision == Precision::F16 && !self.f16_inputs.is_empty() {
+            match load(with(self.f16_inputs)) {
+                Ok(engine) => return Ok(engine),
+                Err(e @ GpuDenseError::Cuda(_)) => return Err(e),
+                Err(e) => reject(&GpuDenseError::F16Inputs(Box::new(e)), rejected),
+            }
+        }
+        load(with(&[]))
+    }
+
+    /// Loads the kept plan of the network with such inputs, or builds one and keeps it.
+    fn load_plan(
+        &self,
+        tensorrt: &TensorRt,
+        options: &TensorRtOptions,
+        precision: Precision,
+        inputs: Vec<BuildInput<'_>>,
+    ) -> Result<DeviceEngine, GpuDenseError> {
+        let reference = load_on_cpu(self.network)?;
+        let input_types: Vec<InputType> = inputs.iter().map(|input| input.of).collect();
         let build = Build {
             onnx: self.network.onnx,
             inputs,
             output: self.network.output,
-            batch_typical: self.batch_max.min(CHECK_SAMPLES),
-            batch_max: self.batch_max,
+            batches: BatchClass::up_to(self.batch_max),
             workspace_bytes_max: options.workspace_bytes_max,
             types: precision.types(),
             compute_capability: None,
@@ -441,11 +500,12 @@ impl Loader<'_> {
         let load_plan = |plan: &[u8], origin| {
             let name = format!("TensorRT {}, {types}, plan {origin}", tensorrt.version());
             let engine = tensorrt.load(self.gpu, plan, &build)?;
-            self.engine(Backend::TensorRt { engine, name }).check(&reference, bound)
+            let engine = self.engine(Backend::TensorRt { engine, name });
+            DeviceEngine { types: input_types.clone(), ..engine }.check(&reference, bound)
         };
 
         let plans = Plans::new(&options.plans);
-        let path = plans.path(&tensorrt, self.gpu.name(), &build);
+        let path = plans.path(tensorrt, self.gpu.name(), &build);
         if let Some(plan) = plans.kept(&path)? {
             match load_plan(&plan, "kept from before") {
                 Err(e) if !matches!(e, GpuDenseError::Cuda(_)) => {

@@ -26,6 +26,9 @@ pub enum GpuDenseError {
          {bound:e} is allowed"
     )]
     ScoresDiffer { backend: String, difference: f32, bound: f32 },
+    /// The network computes in f16 and does not take inputs of f16. They stay f32.
+    #[error("inputs of f16: {0}")]
+    F16Inputs(#[source] Box<GpuDenseError>),
     #[error("dense network: {0}")]
     Cublas(String),
     #[error("dense network: {0}")]

@@ -3,7 +3,7 @@
 //! are in device memory as f32, rounded as the CPU's packed weights are. The results between nodes
 //! are in buffers that each worker allocates at its start. Never waits for a run.
 
-use crate::cuda::cublas::{Cublas, CublasError};
+use crate::cuda::cublas::{Cublas, CublasError, Product};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};
@@ -145,8 +145,10 @@ impl<'a> Run<'a, '_> {
         match &node.op {
             DeviceOp::Matrix { rows, matrix } => match cublas {
                 Some(cublas) => {
-                    cublas.multiply(stream, samples * rows, read(0), matrix, out)?;
-                    kernels.finish(stream, samples * rows, matrix, out)?;
+                    let product = cublas.multiply(stream, samples * rows, read(0), matrix, out)?;
+                    if product == Product::Unfinished {
+                        kernels.finish(stream, samples * rows, matrix, out)?;
+                    }
                 }
                 None => kernels.matrix(stream, samples * rows, read(0), matrix, out)?,
             },
@@ -231,11 +233,12 @@ impl Upload<'_> {
             Op::Matrix { rows, matrix } => {
                 let (k, n, relu) = (matrix.k, matrix.n, matrix.relu);
                 let (scale, bias) = matrix.finish();
+                let is_scaled = scale.iter().any(|scale| *scale != 1.0);
                 let (scale, bias) = (self.floats(scale)?, self.floats(bias)?);
                 let weights = self.floats(&matrix.unpacked())?;
                 DeviceOp::Matrix {
                     rows: *rows,
-                    matrix: DeviceMatrix { k, n, weights, scale, bias, relu },
+                    matrix: DeviceMatrix { k, n, weights, scale, is_scaled, bias, relu },
                 }
             }
 

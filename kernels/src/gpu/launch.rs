@@ -110,7 +110,7 @@ pub(crate) struct DeviceFeature {
     pub lane_bits: u32,
     pub aligned: u32,
     pub weighted: u32,
-    pub padding: u32,
+    pub out_bytes: u32,
 }
 
 /// `OpenBag` of `lookup.cuh`: a bag that waits for rows.

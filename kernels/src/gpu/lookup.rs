@@ -9,6 +9,7 @@ use crate::cache::address::{RowKey, TableHasher};
 use crate::cache::codec::{Codec, RowFormat};
 use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped};
+use crate::gpu::input_type::InputType;
 use crate::gpu::launch::{
     AbsentCount, BagNumber, DeviceBag, DeviceCacheView, DeviceFeature, Entry, MissRing, NO_SLOT,
     OpenBags, QueryBags, QueryMemory, RequestAddresses, RingCounts, StagedRows,
@@ -36,8 +37,10 @@ pub struct FeatureOnDevice<'a> {
     pub weighted: bool,
     /// The largest number of keys in a bag.
     pub hotness_max: usize,
-    /// Device address of the network input that the feature fills, `[batch_max, stride]` f32.
+    /// Device address of the network input that the feature fills, `[batch_max, stride]`.
     pub input: u64,
+    /// The type of that input. F16 needs `stride`, `column` and the row's columns in fours.
+    pub input_type: InputType,
     /// Columns of that input.
     pub stride: usize,
     /// First column of the feature.
@@ -571,12 +574,17 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
     assert!(!feature.weighted || feature.pooling == Pooling::Sum);
+    let in_pieces = [format.dim(), feature.column, feature.stride]
+        .iter()
+        .all(|columns| columns.is_multiple_of(PIECE_COLUMNS));
+    assert!(feature.input_type == InputType::F32 || (in_pieces && feature.input.is_multiple_of(8)));
     // A bag of at most one key without a weight is its row.
     let one_row = feature.hotness_max == 1 && !feature.weighted && feature.pooling != Pooling::Max;
     let pooling = if one_row { Pooling::None } else { feature.pooling };
 
     let view = DeviceFeature {
-        out: feature.input + 4 * feature.column as u64,
+        out: address_of(feature),
+        out_bytes: feature.input_type.bytes() as u32,
         stride: feature.stride as u64,
         keys_end: feature.keys_end.unwrap_or(0),
         has_end: feature.keys_end.is_some().into(),
@@ -597,7 +605,12 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
 }
 
 /// Columns of a piece of a row.
-const PIECE_COLUMNS: usize = 4;
+pub const PIECE_COLUMNS: usize = 4;
+
+/// Returns the device address of the first column that `feature` fills.
+fn address_of(feature: &FeatureOnDevice<'_>) -> u64 {
+    feature.input + (feature.input_type.bytes() * feature.column) as u64
+}
 
 /// Returns the base-2 logarithm of the lanes that read one row together: 4 to 32. A lane has up to
 /// four pieces, as `Code` of `pool.cuh` says.
@@ -624,8 +637,9 @@ fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
         // The scale is the last word.
         Codec::U8 | Codec::U4 => row_bytes.is_multiple_of(4),
     };
-    let out = feature.input + 4 * feature.column as u64;
-    let out_is_aligned = out.is_multiple_of(16) && feature.stride.is_multiple_of(PIECE_COLUMNS);
+    let out_is_aligned = feature.input_type == InputType::F32
+        && address_of(feature).is_multiple_of(16)
+        && feature.stride.is_multiple_of(PIECE_COLUMNS);
     let bit = |is: bool, bit: Alignment| if is { bit as u32 } else { 0 };
     bit(whole && is_aligned && is_plain, Alignment::AlignedRows)
         | bit(whole && out_is_aligned, Alignment::AlignedOut)

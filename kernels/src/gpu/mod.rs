@@ -6,8 +6,8 @@
 //!   embedded here.
 //! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch;
 //!   `turns`: the order of queries and changes.
-//! * `dense_plan`, `dense_engine`, `precision`: the dense network; [`tensorrt`]: the network by
-//!   TensorRT.
+//! * `dense_plan`, `dense_engine`, `precision`, `input_type`: the dense network; [`tensorrt`]: the
+//!   network by TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
 //! * [`device_info`]: a report about a GPU and its driver; [`gather`]: what lookups are compared
 //!   with.
@@ -18,6 +18,7 @@ mod dense_kernels;
 mod dense_plan;
 pub mod device_info;
 pub mod gather;
+mod input_type;
 mod launch;
 pub mod lookup;
 mod numbers;
@@ -31,4 +32,5 @@ pub use dense_engine::{
     DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, TensorRtOptions,
 };
 pub use dense_error::GpuDenseError;
+pub use input_type::InputType;
 pub use precision::Precision;

@@ -11,6 +11,7 @@ use crate::cuda::memory::{Buffer, Mapped};
 use crate::gpu::dense_engine::{DeviceEngine, DeviceScratch};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::ResultShape;
+use crate::gpu::input_type::InputType;
 use crate::gpu::lookup::{FeatureOnDevice, GpuLookup, LookupLimits};
 use crate::gpu::tables::DeviceTables;
 use crate::lookup::miss_list::MissList;
@@ -44,9 +45,10 @@ struct Resources {
     engine: Arc<DeviceEngine>,
     /// One for all batch sizes, or one for each where every graph needs its own.
     scratches: Vec<DeviceScratch>,
-    /// One for each network input, `[batch_max, width]`.
+    /// One for each network input, `[batch_max, words of a sample]`.
     inputs: Vec<Buffer<f32>>,
-    widths: Vec<usize>,
+    /// Words of a sample of each input.
+    words: Vec<usize>,
     dense: Option<DenseFeatures>,
     /// `[batch_max, outputs]`; the host reads them.
     scores: Mapped<f32>,
@@ -59,7 +61,7 @@ struct LateSamples {
     /// Their numbers, ascending, `[batch_max]`; the host writes them.
     numbers: Mapped<u32>,
     count: usize,
-    /// Their inputs, one for each network input, `[batch_max, width]`.
+    /// Their inputs, one for each network input, `[batch_max, words of a sample]`.
     inputs: Vec<Buffer<f32>>,
     /// Their scores, `[batch_max, outputs]`; the host reads them.
     scores: Mapped<f32>,
@@ -82,9 +84,9 @@ impl Resources {
 
     /// Puts the network of batch size `number`, which is `samples`, onto the stream.
     fn score(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
-        let Self { lookup, engine, scratches, inputs, widths, dense, scores, .. } = self;
+        let Self { lookup, engine, scratches, inputs, words, dense, scores, .. } = self;
         if let Some(DenseFeatures { input, values }) = dense {
-            let all = samples * widths[*input];
+            let all = samples * words[*input];
             engine.copy(lookup.stream(), values.view().first(all), inputs[*input].view())?;
         }
         let number = number.min(scratches.len() - 1);
@@ -94,10 +96,10 @@ impl Resources {
     /// Puts the completion of a request with `samples` late samples onto the stream, for after
     /// their rows were read.
     fn complete(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
-        let Self { lookup, engine, scratches, inputs, widths, misses_max, late, .. } = self;
+        let Self { lookup, engine, scratches, inputs, words, misses_max, late, .. } = self;
         let LateSamples { numbers, inputs: late_inputs, scores, .. } = late;
         lookup.finish(*misses_max)?;
-        for ((from, to), &width) in inputs.iter().zip(&*late_inputs).zip(&*widths) {
+        for ((from, to), &width) in inputs.iter().zip(&*late_inputs).zip(&*words) {
             let shape = ResultShape { samples, width };
             engine.gather(lookup.stream(), from.view(), numbers.view(), shape, to.view())?;
         }
@@ -138,23 +140,23 @@ impl Step {
         let (batch_max, misses_max) = (limits.batch_max, limits.misses_max.max(1));
         let gpu = tables.gpu();
 
-        let inputs = widths
-            .iter()
-            .map(|w| gpu.buffer(batch_max * w))
-            .collect::<Result<Vec<Buffer<f32>>, _>>()?;
+        let words: Vec<usize> = (0..widths.len()).map(|i| engine.input_words(i)).collect();
+        let buffers = || words.iter().map(|words| gpu.buffer(batch_max * words));
+        let inputs = buffers().collect::<Result<Vec<Buffer<f32>>, _>>()?;
         let addresses: Vec<u64> = inputs.iter().map(Buffer::address).collect();
         let dense = match dense {
             None => None,
             Some(input) => {
+                // The host writes them as f32.
+                assert_eq!(engine.input_types()[input], InputType::F32);
                 let values = gpu.mapped(batch_max * widths[input])?;
                 Some(DenseFeatures { input, values })
             }
         };
-        let buffers = |width: &usize| gpu.buffer(batch_max * width);
         let late = LateSamples {
             numbers: gpu.mapped(batch_max)?,
             count: 0,
-            inputs: widths.iter().map(buffers).collect::<Result<_, _>>()?,
+            inputs: buffers().collect::<Result<_, _>>()?,
             scores: gpu.mapped(batch_max * engine.outputs())?,
         };
         let resources = Resources {
@@ -164,7 +166,7 @@ impl Step {
                 .collect::<Result<_, _>>()?,
             scores: gpu.mapped(batch_max * engine.outputs())?,
             engine: Arc::clone(engine),
-            widths: widths.to_vec(),
+            words,
             inputs,
             dense,
             misses_max,
@@ -264,7 +266,7 @@ impl Step {
         let resources = self.graphs.resources_mut();
         resources.lookup.write_request(batch, self.batches[number], bags);
         if let Some(DenseFeatures { input, values }) = &mut resources.dense {
-            let all = self.batches[number] * resources.widths[*input];
+            let all = self.batches[number] * resources.words[*input];
             values[..dense.len()].copy_from_slice(dense);
             // The samples that pad the batch.
             values[dense.len()..all].fill(0.0);

@@ -8,10 +8,11 @@ use crate::model::backend::ModelBackend;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::served_tables::{ServedTable, Storage};
 use crate::schema::batch::Batch;
-use crate::schema::{InputSource, MissPolicy, Schema};
+use crate::schema::{InputSource, MissPolicy, NetworkInput, Schema};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::Device;
+use hatchback_kernels::gpu::lookup::PIECE_COLUMNS;
 use std::sync::Arc;
 
 /// A model ready to serve.
@@ -245,6 +246,24 @@ impl Model {
     /// Returns the values per sample of each input of the dense network.
     pub(crate) fn input_widths(&self) -> Vec<usize> {
         self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
+    }
+
+    /// Returns the inputs of the dense network that a GPU may fill with f16: those that only lookups
+    /// fill, all of whose vectors are whole pieces.
+    pub(crate) fn f16_inputs(&self) -> Vec<usize> {
+        let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
+        let of_feature = |f: usize, input: usize| {
+            let table = usize::from(self.schema.features[f].table);
+            let dim = self.tables[table].format.dim();
+            self.columns[f].input != input || (in_pieces(self.columns[f].column) && in_pieces(dim))
+        };
+        let fits = |(number, input): (usize, &NetworkInput)| {
+            let filled = matches!(input.source, InputSource::Features(_))
+                && in_pieces(self.schema.input_width(input))
+                && (0..self.schema.features.len()).all(|f| of_feature(f, number));
+            filled.then_some(number)
+        };
+        self.schema.network.inputs.iter().enumerate().filter_map(fits).collect()
     }
 
     /// Returns the bytes of the widest row of any table: those of one row in a miss list.

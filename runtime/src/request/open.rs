@@ -247,7 +247,8 @@ impl Model {
     ) -> Result<Option<DeviceEngine>, OpenError> {
         let ModelBackend::GpuTables { tables, .. } = self.backend() else { return Ok(None) };
         let batch_max = self.budget().batch_max as usize;
-        let options = DeviceOptions { dense: dense.clone(), batch_max };
+        let f16_inputs = self.f16_inputs();
+        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs };
         let onnx = flash.dense()?;
         match load_dense_on(self.schema(), tables.gpu(), &onnx, &options) {
             Ok(engine) => Ok(Some(engine)),

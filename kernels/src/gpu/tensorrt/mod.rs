@@ -9,7 +9,7 @@ mod library;
 mod plans;
 mod shim;
 
-pub use build::{Build, Types};
+pub use build::{BatchClass, Build, BuildInput, Types};
 pub use error::{TensorRtError, Version};
 pub use library::{Engine, TensorRt};
 pub use plans::Plans;

@@ -93,16 +93,15 @@ impl Plans {
         take(build.onnx);
         take(&tensorrt.version().0.to_le_bytes());
         take(gpu.as_bytes());
-        for (name, shape) in &build.inputs {
-            take(name.as_bytes());
-            shape.iter().for_each(|s| take(&(*s as u64).to_le_bytes()));
+        for input in &build.inputs {
+            take(input.name.as_bytes());
+            input.shape.iter().for_each(|s| take(&(*s as u64).to_le_bytes()));
+            take(&[input.of.bytes() as u8]);
         }
         take(build.output.as_bytes());
-        for number in
-            [build.batch_typical as u64, build.batch_max as u64, build.workspace_bytes_max]
-        {
-            take(&number.to_le_bytes());
-        }
+        let batches = build.batches.iter().flat_map(|class| [class.least, class.most]);
+        let numbers = batches.map(|batch| batch as u64).chain([build.workspace_bytes_max]);
+        numbers.for_each(|number| take(&number.to_le_bytes()));
         take(&[build.types as u8]);
         take(&build.compute_capability.unwrap_or(0).to_le_bytes());
         let name: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();

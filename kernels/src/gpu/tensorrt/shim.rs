@@ -6,7 +6,8 @@
 use crate::cuda::driver::Stream;
 use crate::cuda::error::load_problem;
 use crate::cuda::memory::{Buffer, View};
-use crate::gpu::tensorrt::build::Build;
+use crate::gpu::input_type::InputType;
+use crate::gpu::tensorrt::build::{BatchClass, Build, BuildInput};
 use crate::gpu::tensorrt::error::{TensorRtError, Version};
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -15,7 +16,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 2;
+const INTERFACE: i32 = 3;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -34,6 +35,13 @@ struct InputShape {
     name: *const c_char,
     shape: *const i64,
     rank: i32,
+    is_f16: i32,
+}
+
+#[repr(C)]
+struct Batches {
+    least: i64,
+    most: i64,
 }
 
 #[repr(C)]
@@ -43,8 +51,8 @@ struct BuildArguments {
     inputs: *const InputShape,
     input_count: i32,
     output: *const c_char,
-    batch_typical: i64,
-    batch_max: i64,
+    batches: *const Batches,
+    batch_count: i32,
     workspace_bytes_max: u64,
     types: i32,
     compute_capability: i32,
@@ -76,7 +84,7 @@ struct Calls {
     drop_engine: Drop1,
     check: unsafe extern "C" fn(
         Opaque,
-        *const *const c_char,
+        *const InputShape,
         i32,
         *const c_char,
         *mut c_char,
@@ -85,6 +93,7 @@ struct Calls {
     context_bytes: unsafe extern "C" fn(Opaque) -> u64,
     context: unsafe extern "C" fn(Opaque, Opaque, *mut Opaque, *mut c_char, usize) -> i32,
     drop_context: Drop1,
+    choose: unsafe extern "C" fn(Opaque, i32, *mut c_void) -> i32,
     bind: unsafe extern "C" fn(Opaque, *const InputShape, i64, *mut c_void) -> i32,
     enqueue: unsafe extern "C" fn(Opaque, *mut c_void) -> i32,
 }
@@ -130,14 +139,38 @@ pub(super) struct Shim {
 /// A network that is ready on this GPU. It is read-only; workers share it.
 pub(super) struct Engine {
     engine: Owned,
-    inputs: Vec<(CString, Vec<i64>)>,
+    inputs: Vec<Input>,
     output: CString,
+    batches: Vec<BatchClass>,
     shim: Arc<Shim>,
 }
 
 // SAFETY: TensorRT documents an engine as usable from several threads. Of a shared engine this file
 // only calls `getDeviceMemorySize` and, under the shim's lock, `createExecutionContext`.
 unsafe impl Sync for Engine {}
+
+/// An input, as the shim takes it.
+struct Input {
+    name: CString,
+    shape: Vec<i64>,
+    of: InputType,
+}
+
+impl Input {
+    fn shape(&self) -> InputShape {
+        InputShape {
+            name: self.name.as_ptr(),
+            shape: self.shape.as_ptr(),
+            rank: self.shape.len() as i32,
+            is_f16: i32::from(self.of == InputType::F16),
+        }
+    }
+
+    /// Returns the words of one sample.
+    fn words(&self) -> usize {
+        self.of.words(self.shape.iter().product::<i64>() as usize)
+    }
+}
 
 /// One worker's execution context of an engine, with its device memory.
 pub struct Context {
@@ -221,6 +254,7 @@ impl Calls {
                 context_bytes: call(library, "hatchback_trt_context_bytes")?,
                 context: call(library, "hatchback_trt_context")?,
                 drop_context: call(library, "hatchback_trt_drop_context")?,
+                choose: call(library, "hatchback_trt_choose")?,
                 bind: call(library, "hatchback_trt_bind")?,
                 enqueue: call(library, "hatchback_trt_enqueue")?,
             })
@@ -278,16 +312,18 @@ impl Shim {
     /// Builds a plan.
     pub fn build(&self, build: &Build) -> Result<Vec<u8>, TensorRtError> {
         let inputs = c_inputs(build)?;
-        let shapes: Vec<_> = inputs.iter().map(|(name, shape)| input_shape(name, shape)).collect();
+        let shapes: Vec<_> = inputs.iter().map(Input::shape).collect();
         let output = c_string(build.output)?;
+        let class = |c: &BatchClass| Batches { least: c.least as i64, most: c.most as i64 };
+        let batches: Vec<_> = build.batches.iter().map(class).collect();
         let arguments = BuildArguments {
             onnx: build.onnx.as_ptr().cast(),
             onnx_bytes: build.onnx.len(),
             inputs: shapes.as_ptr(),
             input_count: shapes.len() as i32,
             output: output.as_ptr(),
-            batch_typical: build.batch_typical as i64,
-            batch_max: build.batch_max as i64,
+            batches: batches.as_ptr(),
+            batch_count: batches.len() as i32,
             workspace_bytes_max: build.workspace_bytes_max,
             types: build.types as i32,
             compute_capability: build.compute_capability.unwrap_or(0),
@@ -321,7 +357,7 @@ impl Shim {
     pub fn load(self: &Arc<Self>, plan: &[u8], build: &Build) -> Result<Engine, TensorRtError> {
         let (inputs, output) = (c_inputs(build)?, c_string(build.output)?);
         let (mut engine, mut problem) = (null_mut(), Problem::new());
-        let names: Vec<_> = inputs.iter().map(|(name, _)| name.as_ptr()).collect();
+        let shapes: Vec<_> = inputs.iter().map(Input::shape).collect();
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
 
         // SAFETY: the plan outlives the call, which copies what it needs; the lock admits one
@@ -333,12 +369,12 @@ impl Shim {
         problem.check(code, self.versions())?;
         let engine = Owned::new(engine, self.calls.drop_engine)?;
 
-        // SAFETY: `count` names, which end in a zero byte and outlive the call.
+        // SAFETY: `count` inputs, whose names end in a zero byte and outlive the call.
         let code = unsafe {
-            let (count, text) = (names.len() as i32, problem.0.as_mut_ptr());
+            let (count, text) = (shapes.len() as i32, problem.0.as_mut_ptr());
             (self.calls.check)(
                 engine.get(),
-                names.as_ptr(),
+                shapes.as_ptr(),
                 count,
                 output.as_ptr(),
                 text,
@@ -347,7 +383,8 @@ impl Shim {
         };
         problem.check(code, self.versions())?;
         drop(library);
-        Ok(Engine { engine, inputs, output, shim: Arc::clone(self) })
+        let batches = build.batches.clone();
+        Ok(Engine { engine, inputs, output, batches, shim: Arc::clone(self) })
     }
 }
 
@@ -388,9 +425,7 @@ impl Context {
         output: View<f32>,
     ) -> Result<(), TensorRtError> {
         let calls = &self.engine.shim.calls;
-        let short = |(values, (_, shape)): (&Buffer<f32>, &(CString, Vec<i64>))| {
-            values.len() < batch * shape.iter().product::<i64>() as usize
-        };
+        let short = |(words, input): (&Buffer<f32>, &Input)| words.len() < batch * input.words();
         if inputs.len() != self.engine.inputs.len()
             || inputs.iter().zip(&self.engine.inputs).any(short)
         {
@@ -399,23 +434,34 @@ impl Context {
             )));
         }
 
+        // A larger batch than the last class has is refused when it is bound.
+        let classes = &self.engine.batches;
+        let class = classes.partition_point(|c| c.most < batch).min(classes.len() - 1);
+        let context = self.context.get();
+        // SAFETY: the context is one of the shim's, and the stream is alive.
+        let code = unsafe { (calls.choose)(context, class as i32, stream.raw().cast()) };
+        if code != outcome::DONE {
+            let problem = format!("the profile of batch {batch} cannot be chosen");
+            return Err(TensorRtError::Refused(problem));
+        }
+
         let refused = |name: &CStr| TensorRtError::Refused(format!("{name:?}, batch {batch}"));
         let bind = |name: &CStr, tensor: InputShape, address: u64| {
             // SAFETY: the name and the shape outlive the call; the address is of memory of the
             // tensor's size.
-            let code = unsafe {
-                (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void)
-            };
+            let code =
+                unsafe { (calls.bind)(context, &tensor, batch as i64, address as *mut c_void) };
             if code == outcome::DONE { Ok(()) } else { Err(refused(name)) }
         };
-        for ((name, shape), values) in self.engine.inputs.iter().zip(inputs) {
-            bind(name, input_shape(name, shape), values.address())?;
+        for (input, words) in self.engine.inputs.iter().zip(inputs) {
+            bind(&input.name, input.shape(), words.address())?;
         }
         let name = self.engine.output.as_c_str();
-        bind(name, InputShape { name: name.as_ptr(), shape: null(), rank: 0 }, output.address())?;
+        let output_shape = InputShape { name: name.as_ptr(), shape: null(), rank: 0, is_f16: 0 };
+        bind(name, output_shape, output.address())?;
 
         // SAFETY: every tensor is bound; the stream is alive.
-        let code = unsafe { (calls.enqueue)(self.context.get(), stream.raw().cast()) };
+        let code = unsafe { (calls.enqueue)(context, stream.raw().cast()) };
         if code != outcome::DONE {
             return Err(refused(name));
         }
@@ -424,14 +470,11 @@ impl Context {
     }
 }
 
-/// Returns the names and shapes of the inputs for the shim.
-fn c_inputs(build: &Build) -> Result<Vec<(CString, Vec<i64>)>, TensorRtError> {
-    let input = |(name, shape): &(&str, Vec<usize>)| {
-        Ok((c_string(name)?, shape.iter().map(|&s| s as i64).collect()))
+/// Returns the inputs for the shim.
+fn c_inputs(build: &Build) -> Result<Vec<Input>, TensorRtError> {
+    let input = |input: &BuildInput| {
+        let shape = input.shape.iter().map(|&s| s as i64).collect();
+        Ok(Input { name: c_string(input.name)?, shape, of: input.of })
     };
     build.inputs.iter().map(input).collect()
-}
-
-fn input_shape(name: &CStr, shape: &[i64]) -> InputShape {
-    InputShape { name: name.as_ptr(), shape: shape.as_ptr(), rank: shape.len() as i32 }
 }

@@ -16,10 +16,10 @@ use crate::schema::{Feature, InputSource, KeySpace};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
-use hatchback_kernels::gpu::DeviceEngine;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::DeviceTables;
+use hatchback_kernels::gpu::{DeviceEngine, InputType};
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::sync::Arc;
@@ -42,7 +42,8 @@ impl GpuBackend {
         let dense = CpuDense::new(model, engine, &model.lookup_device())?;
         let addresses: Vec<u64> =
             dense.inputs().iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
-        let features = features_on_device(model, &addresses, dense.widths());
+        let types = vec![InputType::F32; addresses.len()];
+        let features = features_on_device(model, &addresses, dense.widths(), &types);
         let lookup = GpuLookup::new(tables, &features, lookup_limits(model, tables.gpu()))?;
         Ok(Self::Lookup { lookup: Box::new(lookup), dense })
     }
@@ -60,7 +61,7 @@ impl GpuBackend {
             engine,
             &widths,
             inputs.iter().position(|input| input.source == InputSource::Dense),
-            |addresses| features_on_device(model, addresses, &widths),
+            |addresses| features_on_device(model, addresses, &widths, engine.input_types()),
             lookup_limits(model, tables.gpu()),
         );
         let step = step.map_err(|e| e.into_cuda(tables.gpu()))?;
@@ -165,11 +166,13 @@ pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
     }
 }
 
-/// Returns the features as a GPU looks them up, into inputs that begin at `addresses` there.
+/// Returns the features as a GPU looks them up, into inputs of such `types` that begin at
+/// `addresses` there.
 fn features_on_device<'a>(
     model: &'a Model,
     addresses: &[u64],
     widths: &[usize],
+    types: &[InputType],
 ) -> Vec<FeatureOnDevice<'a>> {
     let schema = model.schema();
     let on_device = |(f, feature): (usize, &Feature)| {
@@ -183,6 +186,7 @@ fn features_on_device<'a>(
             weighted: feature.weighted,
             hotness_max: feature.hotness_max as usize,
             input: addresses[at.input],
+            input_type: types[at.input],
             stride: widths[at.input],
             column: at.column,
             width: schema.feature_width(f),

@@ -48,6 +48,9 @@ pub struct GpuArgs {
     /// Measures lookups of many shapes beside a plain gather of the same rows, and nothing else
     #[arg(long)]
     shapes: bool,
+    /// With --shapes, writes the keys of each shape to FOLDER, for tools/peers/gpu.py
+    #[arg(long, value_name = "FOLDER", requires = "shapes")]
+    keys: Option<PathBuf>,
     /// Loads the kernels from FOLDER instead of the built-in ones, to try others
     #[arg(long, value_name = "FOLDER")]
     kernels: Option<PathBuf>,
@@ -76,7 +79,8 @@ impl GpuArgs {
             (true, false) => vec![1, 64, 1024, 8192, 65536],
         };
         let rows = self.rows.unwrap_or(if self.quick { 60 } else { 40_000 });
-        ShapeOptions { rows, batches, quick: self.quick, json: self.json.clone() }
+        let (json, keys) = (self.json.clone(), self.keys.clone());
+        ShapeOptions { rows, batches, quick: self.quick, json, keys }
     }
 
     fn rig_options(&self, batch_max: usize) -> RigOptions {

@@ -18,7 +18,7 @@ use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLim
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
 use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, Precision, TensorRtOptions,
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, TensorRtOptions,
 };
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
@@ -93,13 +93,19 @@ impl RigNetwork {
             workspace_bytes_max: WORKSPACE_BYTES,
         });
         let dense = GpuDense { tensorrt, precision: options.precision };
-        let device = DeviceOptions { dense, batch_max: options.batch_max };
+        let f16_inputs = vec![1];
+        let device = DeviceOptions { dense, batch_max: options.batch_max, f16_inputs };
         Ok(Arc::new(DeviceEngine::load(gpu, &network, &device)?))
     }
 }
 
 /// Returns the features: one bag of each table, whose vector goes to `input`.
-fn features(format: RowFormat, default_row: &[f32], input: u64) -> Vec<FeatureOnDevice<'_>> {
+fn features(
+    format: RowFormat,
+    default_row: &[f32],
+    input: u64,
+    input_type: InputType,
+) -> Vec<FeatureOnDevice<'_>> {
     let dim = format.dim();
     let feature = |table: usize| FeatureOnDevice {
         table: table as u16,
@@ -110,6 +116,7 @@ fn features(format: RowFormat, default_row: &[f32], input: u64) -> Vec<FeatureOn
         weighted: false,
         hotness_max: 1,
         input,
+        input_type,
         stride: TABLES * dim,
         column: table * dim,
         width: dim,
@@ -186,13 +193,15 @@ impl Rig {
         let keys = Keys::on(&gpu);
         let row_bytes_max = format.row_bytes();
         let limits = LookupLimits { batch_max, misses_max, row_bytes_max, keys };
-        let of_step = |inputs: &[u64]| features(format, &default_row, inputs[1]);
+        let of_rows = engine.input_types()[1];
+        let of_step = |inputs: &[u64]| features(format, &default_row, inputs[1], of_rows);
         let step = Step::new(&tables, &engine, &network.widths(), Some(0), of_step, limits)?;
 
         let vectors = gpu.buffer::<f32>(batch_max * TABLES * dim)?;
         let lookup = |keys| {
             let limits = LookupLimits { keys, misses_max: TABLES, ..limits };
-            GpuLookup::new(&tables, &features(format, &default_row, vectors.address()), limits)
+            let features = features(format, &default_row, vectors.address(), InputType::F32);
+            GpuLookup::new(&tables, &features, limits)
         };
         let (copying, in_place) = (lookup(Keys::Copied)?, lookup(Keys::InPlace)?);
         let misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), misses_max, row_bytes_max)?;

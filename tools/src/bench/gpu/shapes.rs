@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use hatchback::{Codec, Pooling, RowFormat};
 use hatchback_kernels::cuda::driver::{Gpu, Stream};
 use hatchback_kernels::cuda::memory::Buffer;
+use hatchback_kernels::gpu::InputType;
 use hatchback_kernels::gpu::gather::PlainGather;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
 use hatchback_kernels::gpu::tables::DeviceTables;
@@ -50,6 +51,8 @@ pub struct ShapeOptions {
     pub quick: bool,
     /// Where the report goes as JSON.
     pub json: Option<PathBuf>,
+    /// The folder that receives the keys of each shape.
+    pub keys: Option<PathBuf>,
 }
 
 /// One shape.
@@ -65,6 +68,10 @@ pub struct ShapeFigures {
     pub hotness: usize,
     /// `uniform` or `zipf`.
     pub keys: String,
+    /// Rows of each table.
+    pub rows: usize,
+    /// The file of the keys, if they were written: those of f32 and f16 rows.
+    pub keys_file: Option<String>,
     /// Samples.
     pub batch: usize,
     /// Median time of a lookup on the GPU, µs.
@@ -202,6 +209,7 @@ impl<'a> Bench<'a> {
             weighted: false,
             hotness_max: hotness,
             input: out.address(),
+            input_type: InputType::F32,
             stride: TABLES * dim,
             column: table * dim,
             width: dim,
@@ -214,6 +222,13 @@ impl<'a> Bench<'a> {
 
         let offsets: Vec<u32> = (0..=batch).map(|i| (i * hotness) as u32).collect();
         let keys = self.keys(batch * hotness, zipf);
+        let kind = if zipf { "zipf" } else { "uniform" };
+        let codec = format.codec().name();
+        let file = format!("{codec}.{dim}.{hotness}.{batch}.{kind}.keys");
+        // The peers have no quantised rows.
+        let is_written = self.options.keys.is_some() && !format.codec().is_quantized();
+        let keys_file = is_written.then_some(file);
+        self.write_keys(&keys, keys_file.as_deref())?;
         lookup.write_request(batch, batch, |f| Bags::new(&keys[f], &offsets));
         lookup.copy_keys(batch)?;
         lookup.stream().wait()?;
@@ -225,11 +240,13 @@ impl<'a> Bench<'a> {
         let gb_per_s = bytes as f64 / p50 / 1e3;
         let gather_gb_per_s = self.gathered_gb_per_s(lookups, &keys)?;
         Ok(ShapeFigures {
-            codec: format.codec().name().to_owned(),
+            codec: codec.to_owned(),
             dim,
             row_bytes: row_bytes_max,
             hotness,
-            keys: if zipf { "zipf" } else { "uniform" }.to_owned(),
+            keys: kind.to_owned(),
+            rows: self.options.rows,
+            keys_file,
             batch,
             gpu_us_p50: p50,
             gpu_us_p99: p99,
@@ -251,6 +268,15 @@ impl<'a> Bench<'a> {
             (0..count).map(|_| key()).collect()
         };
         cached_keys.iter().map(of_table).collect()
+    }
+
+    /// Writes `keys`, table after table, as little-endian u64 to a file of the folder of keys.
+    fn write_keys(&self, keys: &[Vec<u64>], file: Option<&str>) -> Result<()> {
+        let (Some(folder), Some(file)) = (&self.options.keys, file) else { return Ok(()) };
+        let bytes: Vec<u8> = keys.iter().flatten().flat_map(|key| key.to_le_bytes()).collect();
+        let written =
+            std::fs::create_dir_all(folder).and_then(|()| std::fs::write(folder.join(file), bytes));
+        written.with_context(|| format!("{}: cannot write {file}", folder.display()))
     }
 
     /// Returns the speed of a gather of as many rows, at the places that the keys stand for.
@@ -299,6 +325,8 @@ mod tests {
             row_bytes,
             hotness: 1,
             keys: "zipf".to_owned(),
+            rows: 1,
+            keys_file: None,
             batch,
             gpu_us_p50: 1.0,
             gpu_us_p99: 1.0,
