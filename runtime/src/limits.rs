@@ -84,6 +84,14 @@ pub const HOT_BYTES_MAX: u64 = HOT_KEYS_MAX as u64 * 8;
 /// Threads that read pages where io_uring is not available. More threads do not keep the device
 /// busier.
 pub const READ_THREADS_MAX: usize = 16;
+/// Page reads that a background thread has in flight. Reads of requests queue behind these only.
+pub const BACKGROUND_READS_MAX: usize = 4;
+/// Pages that a background thread reads at a time where they follow each other on flash.
+pub const BACKGROUND_RUN_PAGES: usize = 16;
+/// Bytes of a bundle that an install checks and writes between two pauses. Whole pages.
+pub const INSTALL_PIECE_BYTES: usize = 32 * PAGE_BYTES;
+/// Files that an install writes before it makes them durable together.
+pub const UNSYNCED_FILES_MAX: usize = 32;
 /// Longest single wait for io_uring. The kernel refuses times that its own clock cannot hold.
 pub const URING_WAIT_MAX: Duration = Duration::from_secs(1 << 30);
 

@@ -379,7 +379,7 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
             Err(e) => damage.push(e.to_string()),
             Ok(table) => {
                 let segments = table.segments().iter().chain(table.clustered());
-                segments.for_each(|s| s.verify(|e| damage.push(e.to_string())));
+                damage.extend(segments.flat_map(|s| s.verify()).map(|e| e.to_string()));
             }
         }
         damage.extend(flash.hot_keys(number).err().map(|e| e.to_string()));

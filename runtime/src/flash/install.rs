@@ -14,13 +14,15 @@ use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
 use crate::flash::segment::verifier::{RowCopies, SegmentVerifier};
 use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
-use crate::io::disk::{Disk, Lock};
-use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX, PAGE_BYTES};
+use crate::io::disk::{Disk, Lock, Output};
+use crate::limits::{
+    DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, UNSYNCED_FILES_MAX,
+};
 use crate::schema::sample::Sample;
 use crate::schema::{Schema, Table};
 use hatchback_kernels::dense::Weights;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Flash {
@@ -91,7 +93,8 @@ impl Flash {
 
         let folder = folder_of(directory, bundle.manifest().generation.sequence);
         let base = live.as_ref().filter(|_| bundle.manifest().parent.is_some());
-        let incoming = Incoming { disk: disk.as_ref(), folder: &folder, base, progress };
+        let incoming =
+            Incoming { disk: disk.as_ref(), folder: &folder, base, progress, unsynced: Vec::new() };
         let counts = incoming.write(bundle)?;
         disk.sync_dir(directory).map_err(io_error(directory))?;
 
@@ -328,6 +331,14 @@ struct Incoming<'a, P> {
     /// The live generation that a delta starts from; `None` for a snapshot.
     base: Option<&'a Flash>,
     progress: P,
+    /// Files that are written and not durable yet.
+    unsynced: Vec<Written>,
+}
+
+/// A file of the bundle that is written.
+struct Written {
+    path: PathBuf,
+    file: Box<dyn Output>,
 }
 
 impl<P: FnMut(u64)> Incoming<'_, P> {
@@ -350,6 +361,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             Sample::decode_set(&set).map_err(refused)?;
             self.copy(bundle, probe, "probe", |_| Ok(()))?;
         }
+        self.sync_written()?;
 
         let path = self.folder.join("manifest");
         atomic_write::replace(self.disk, &path, bundle.manifest_bytes())
@@ -426,7 +438,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         Ok(verifier.finish_clustered()?)
     }
 
-    /// Writes blob `blob` to the file `name` and makes it durable. `check` sees each chunk first.
+    /// Writes blob `blob` to the file `name`. `check` sees each piece first.
     fn copy(
         &mut self,
         bundle: &mut BundleReader,
@@ -437,10 +449,26 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         let path = self.folder.join(name);
         let mut file = self.disk.create(&path).map_err(io_error(&path))?;
         bundle.read_blob(blob, |chunk| {
-            check(chunk)?;
-            (self.progress)(chunk.len() as u64);
-            file.write_all(chunk).map_err(io_error(&path))
+            for piece in chunk.chunks(INSTALL_PIECE_BYTES) {
+                check(piece)?;
+                (self.progress)(piece.len() as u64);
+                file.write_all(piece).map_err(io_error(&path))?;
+            }
+            Ok::<_, FlashError>(())
         })?;
-        file.sync().map_err(io_error(&path))
+        file.flush().map_err(io_error(&path))?;
+
+        self.unsynced.push(Written { path, file });
+        if self.unsynced.len() < UNSYNCED_FILES_MAX { Ok(()) } else { self.sync_written() }
+    }
+
+    /// Makes the written files durable. The first sync writes the file system's journal for all of
+    /// them, so that requests meet few pauses of the device.
+    fn sync_written(&mut self) -> Result<(), FlashError> {
+        for Written { path, mut file } in self.unsynced.drain(..) {
+            (self.progress)(0);
+            file.sync().map_err(io_error(&path))?;
+        }
+        Ok(())
     }
 }

@@ -7,10 +7,11 @@
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, ReadMethod, read_at};
 use crate::limits::PAGE_BYTES;
-use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::fs::{Advice, FlockOperation, OFlags, fadvise, flock};
 use rustix::io::{Errno, preadv};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, IoSliceMut, Read, Seek, SeekFrom, Write};
+use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -150,13 +151,42 @@ pub fn system() -> Arc<dyn Disk> {
     Arc::new(SystemDisk)
 }
 
-/// Bytes of a write buffer. Flash devices are faster with long writes.
-const WRITE_BYTES: usize = 1 << 20;
+/// Bytes of a write. Reads of requests wait behind one write at most: the device gets each write
+/// when it is made, not all of them together at the sync.
+const WRITE_BYTES: usize = 1 << 17;
 
-impl Output for BufWriter<File> {
+/// A file of the system whose writes start on the device without delay.
+struct SteadyFile {
+    file: File,
+    /// Where the next write goes.
+    at: u64,
+}
+
+impl SteadyFile {
+    fn buffered(file: File, at: u64) -> BufWriter<Self> {
+        BufWriter::with_capacity(WRITE_BYTES, Self { file, at })
+    }
+}
+
+impl Write for SteadyFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(&bytes[..bytes.len().min(WRITE_BYTES)])?;
+        // The kernel starts to write pages that the caller does not need in memory. A kernel that
+        // refuses the advice writes them at the sync.
+        let _ = fadvise(&self.file, self.at, NonZeroU64::new(written as u64), Advice::DontNeed);
+        self.at += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+impl Output for BufWriter<SteadyFile> {
     fn sync(&mut self) -> io::Result<()> {
         self.flush()?;
-        self.get_ref().sync_all()
+        self.get_ref().file.sync_all()
     }
 }
 
@@ -260,14 +290,14 @@ impl Disk for SystemDisk {
             }
             created => created?,
         };
-        Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, file)))
+        Ok(Box::new(SteadyFile::buffered(file, 0)))
     }
 
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>> {
         let mut file = open_regular(path, OpenOptions::new().write(true))?;
         file.set_len(bytes)?;
         file.seek(SeekFrom::Start(bytes))?;
-        Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, file)))
+        Ok(Box::new(SteadyFile::buffered(file, bytes)))
     }
 
     fn lock(&self, path: &Path, wait: Duration) -> io::Result<Option<Lock>> {

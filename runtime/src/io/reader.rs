@@ -100,6 +100,8 @@ struct Job {
 pub struct PageReader {
     backend: Backend,
     device: Arc<DeviceDepth>,
+    /// Reads of this reader in flight at most.
+    depth: usize,
     /// Depth taken from the device: all reads in flight except the first, which needs none.
     taken: usize,
 }
@@ -137,10 +139,16 @@ impl PageReader {
 
     /// Returns a reader that shares the depth of `device` with the device's other readers.
     pub fn on(device: &Arc<DeviceDepth>, method: ReadMethod) -> Self {
-        let depth = device.max();
-        device.spare.fetch_sub(1, Ordering::Relaxed);
+        Self::with_depth(device, device.max(), method)
+    }
 
-        Self { backend: Backend::new(depth, method), device: Arc::clone(device), taken: 0 }
+    /// Returns a reader with up to `depth` reads in flight, which shares the depth of `device` with
+    /// the device's other readers.
+    pub fn with_depth(device: &Arc<DeviceDepth>, depth: usize, method: ReadMethod) -> Self {
+        let depth = depth.clamp(1, device.max());
+        device.spare.fetch_sub(1, Ordering::Relaxed);
+        let (backend, device) = (Backend::new(depth, method), Arc::clone(device));
+        Self { backend, device, depth, taken: 0 }
     }
 
     /// Returns the bytes of memory of a reader with `depth` reads in flight.
@@ -170,10 +178,10 @@ impl PageReader {
     /// the next read completes.
     pub fn has_room(&mut self) -> bool {
         let in_flight = self.in_flight();
-        if in_flight > self.taken && in_flight < self.device.max() && self.device.take() {
+        if in_flight > self.taken && in_flight < self.depth && self.device.take() {
             self.taken += 1;
         }
-        in_flight <= self.taken && in_flight < self.device.max()
+        in_flight <= self.taken && in_flight < self.depth
     }
 
     /// Returns the depth that this reader no longer needs to the device.
@@ -393,6 +401,12 @@ mod tests {
         assert!(readers[0].next(None, |_, _| ()) && readers[0].next(None, |_, _| ()));
         assert_eq!(readers.iter_mut().rev().map(fill).collect::<Vec<_>>(), [3, 1, 2]);
         drop(readers);
+        assert_eq!(device.spare.load(Ordering::Relaxed), 6, "depth of the device was lost");
+        // A reader of a smaller depth leaves the rest of the device's depth to others.
+        let mut few = PageReader::with_depth(&device, 2, ReadMethod::InPlace);
+        let mut rest = PageReader::on(&device, ReadMethod::InPlace);
+        assert_eq!([fill(&mut few), fill(&mut rest)], [2, 4]);
+        drop((few, rest));
         assert_eq!(device.spare.load(Ordering::Relaxed), 6, "depth of the device was lost");
         // More readers than depth: each reader still has one read.
         let mut readers: Vec<_> =

@@ -4,6 +4,7 @@
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
+use crate::limits::BACKGROUND_READS_MAX;
 use crate::model::backend::ModelBackend;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::served_tables::{ServedTable, Storage};
@@ -221,6 +222,11 @@ impl Model {
     /// Returns a reader of the model's pages, within the depth of its device.
     pub(crate) fn page_reader(&self) -> PageReader {
         PageReader::on(&self.read_depth, self.read_method)
+    }
+
+    /// Returns a reader for a background thread, which leaves the device's depth to requests.
+    pub(crate) fn background_reader(&self) -> PageReader {
+        PageReader::with_depth(&self.read_depth, BACKGROUND_READS_MAX, self.read_method)
     }
 
     pub(crate) fn memory_mut(&mut self) -> &mut MemoryPlan {

@@ -6,7 +6,7 @@ use crate::flash::segment::SegmentError;
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::PageReader;
-use crate::limits::VERIFY_PAGES;
+use crate::limits::{BACKGROUND_RUN_PAGES, VERIFY_PAGES};
 use crate::model::opened::Model;
 use crate::model::served_tables::{ServedTable, Storage};
 use hatchback_kernels::cache::address::RowKey;
@@ -15,28 +15,36 @@ use std::io;
 /// Puts the trainer's most used keys into the caches in host memory, up to each table's fair share.
 /// Does nothing for a model whose caches are on a GPU.
 pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&dyn Fn()>) {
-    let caches = model.backend().cpu_caches();
     let mut preloader = Preloader::new(model, yield_now);
-    for (number, table) in model.tables().iter().enumerate() {
-        let Storage::Cached(cache_number) = table.storage else { continue };
-        let (rows, Some(cache)) = (&table.rows, caches.get(cache_number)) else { continue };
-        let sharing = rows_of_cache(model.tables(), cache_number).max(1);
-        let share = cache.slots() as u128 * u128::from(rows.base_rows()) / u128::from(sharing);
-
-        // The hot list only says which rows to read first.
-        let mut keys = flash.hot_keys(number).unwrap_or_else(|e| {
-            log::error!("table {number} starts with a cold cache: {e}");
-            Vec::new()
-        });
-        // Some sets overflow before all slots are taken. Three quarters of the keys almost surely
-        // find a slot.
-        keys.truncate((share * 3 / 4) as usize);
-        let read = preloader.read_rows(rows, &keys, |key, bytes| {
+    for number in 0..model.tables().len() {
+        let Some(cache) = model.cpu_cache(number as u16) else { continue };
+        let keys = hot_keys(model, flash, number);
+        let read = preloader.read_rows(model.rows(number as u16), &keys, |key, bytes| {
             let row = RowKey { table: number as u16, key };
             cache.insert(row, bytes, cache.epoch(row));
         });
         read.unwrap_or_else(|e| log::error!("table {number} starts with a colder cache: {e}"));
     }
+}
+
+/// Returns the keys of table `number` that the trainer used most, the most used key first, up to
+/// the table's fair share of its cache. Returns none for a table without a cache in host memory.
+pub(crate) fn hot_keys(model: &Model, flash: &Flash, number: usize) -> Vec<u64> {
+    let Some(table) = model.tables().get(number) else { return Vec::new() };
+    let Storage::Cached(cache_number) = table.storage else { return Vec::new() };
+    let Some(cache) = model.backend().cpu_caches().get(cache_number) else { return Vec::new() };
+    let sharing = rows_of_cache(model.tables(), cache_number).max(1);
+    let share = cache.slots() as u128 * u128::from(table.rows.base_rows()) / u128::from(sharing);
+
+    // The hot list only says which rows to read first.
+    let mut keys = flash.hot_keys(number).unwrap_or_else(|e| {
+        log::error!("table {number} starts with a cold cache: {e}");
+        Vec::new()
+    });
+    // Some sets overflow before all slots are taken. Three quarters of the keys almost surely find
+    // a slot.
+    keys.truncate((share * 3 / 4) as usize);
+    keys
 }
 
 /// Returns the rows of all tables that share cache `number`.
@@ -65,54 +73,35 @@ fn take_rows(
     Ok(())
 }
 
-/// Reads the pages that follow each other on flash, up to a mebibyte at a time, as a device reads
-/// fastest. Returns the pages that it left out because few follow each other, and the first error.
-fn read_runs<'a>(
-    rows: &TableRows,
-    pages: &[WantedPage<'a>],
-    take: &mut impl FnMut(u64, &[u8]),
-) -> (Vec<WantedPage<'a>>, Option<SegmentError>) {
-    /// Pages of a run at least. Shorter ones take less time with many reads in flight.
-    const RUN_PAGES_MIN: usize = 16;
-    let follows = |a: &WantedPage<'_>, b: &WantedPage<'_>| {
-        let next = RowLocation { page: a[0].0.page.saturating_add(1), ..a[0].0 };
-        next == b[0].0
-    };
+/// Pages of a run at least. Shorter ones take less time with many reads in flight.
+const RUN_PAGES_MIN: usize = 16;
 
-    let (mut left, mut failed, mut buffer) = (Vec::new(), None, Vec::new());
-    for run in pages.chunk_by(follows) {
-        if run.len() < RUN_PAGES_MIN {
-            left.extend_from_slice(run);
-            continue;
-        }
-        buffer.resize_with(run.len().min(VERIFY_PAGES).max(buffer.len()), AlignedPage::zeroed);
-        for some in run.chunks(VERIFY_PAGES) {
-            let location = some[0][0].0;
-            let buffer = &mut buffer[..some.len()];
-            if rows.segment(location).file().read_pages(location.page, buffer).is_err() {
-                left.extend_from_slice(some);
-                continue;
-            }
-            for (wanted, page) in some.iter().zip(buffer) {
-                let taken = take_rows(rows, wanted, Ok(&page.0), take);
-                failed = failed.take().or(taken.err());
-            }
-        }
-    }
-    (left, failed)
+/// What [`Preloader::read_runs`] left to do.
+struct AfterRuns<'a> {
+    /// The pages that it left out because few follow each other.
+    scattered: Vec<WantedPage<'a>>,
+    /// The first error.
+    failed: Option<SegmentError>,
 }
 
-/// Reads rows. With a `yield_now` it calls that before each batch of reads, while no
-/// read is in flight, so that reads of requests do not queue behind its own.
+/// Reads rows. With a `yield_now` it is a background reader: it has few reads in flight, and calls
+/// `yield_now` before each few, while none is in flight. Reads of requests then queue behind few
+/// reads of its own.
 pub(crate) struct Preloader<'a> {
     reader: PageReader,
     yield_now: Option<&'a dyn Fn()>,
+    /// Pages of a run, empty before the first run.
+    run: Vec<AlignedPage>,
 }
 
 impl<'a> Preloader<'a> {
     /// Reads pages of `model` through a reader of its own, within the depth of the model's device.
     pub fn new(model: &Model, yield_now: Option<&'a dyn Fn()>) -> Self {
-        Self { reader: model.page_reader(), yield_now }
+        let reader = match yield_now {
+            Some(_) => model.background_reader(),
+            None => model.page_reader(),
+        };
+        Self { reader, yield_now, run: Vec::new() }
     }
 
     /// Reads the pages of `keys` in file order and passes the row of each key to `take`. A key that
@@ -131,12 +120,49 @@ impl<'a> Preloader<'a> {
         located.sort_unstable();
         let pages: Vec<WantedPage<'_>> = located.chunk_by(|a, b| a.0 == b.0).collect();
 
-        let (pages, failed) = match self.yield_now {
-            None => read_runs(rows, &pages, &mut take),
-            Some(_) => (pages, None),
-        };
-        let scattered = self.read_scattered(rows, &pages, &mut take);
+        let AfterRuns { scattered, failed } = self.read_runs(rows, &pages, &mut take);
+        let scattered = self.read_scattered(rows, &scattered, &mut take);
         failed.map_or(scattered, Err)
+    }
+
+    /// Reads the pages that follow each other on flash, many at a time, as a device reads fastest.
+    fn read_runs<'p>(
+        &mut self,
+        rows: &TableRows,
+        pages: &[WantedPage<'p>],
+        take: &mut impl FnMut(u64, &[u8]),
+    ) -> AfterRuns<'p> {
+        let follows = |a: &WantedPage<'_>, b: &WantedPage<'_>| {
+            let next = RowLocation { page: a[0].0.page.saturating_add(1), ..a[0].0 };
+            next == b[0].0
+        };
+        let pages_max = if self.yield_now.is_some() { BACKGROUND_RUN_PAGES } else { VERIFY_PAGES };
+
+        let mut after = AfterRuns { scattered: Vec::new(), failed: None };
+        for run in pages.chunk_by(follows) {
+            if run.len() < RUN_PAGES_MIN {
+                after.scattered.extend_from_slice(run);
+                continue;
+            }
+            let room = run.len().min(pages_max).max(self.run.len());
+            self.run.resize_with(room, AlignedPage::zeroed);
+            for some in run.chunks(pages_max) {
+                if let Some(yield_now) = self.yield_now {
+                    yield_now();
+                }
+                let location = some[0][0].0;
+                let read = &mut self.run[..some.len()];
+                if rows.segment(location).file().read_pages(location.page, read).is_err() {
+                    after.scattered.extend_from_slice(some);
+                    continue;
+                }
+                for (wanted, page) in some.iter().zip(read) {
+                    let taken = take_rows(rows, wanted, Ok(&page.0), take);
+                    after.failed = after.failed.take().or(taken.err());
+                }
+            }
+        }
+        after
     }
 
     /// Reads pages, many in flight.

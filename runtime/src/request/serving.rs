@@ -140,7 +140,7 @@ impl Serving {
             return Err(ServingError::Loaded(name.to_owned()));
         }
 
-        let pipeline = self.open(name, flash, budget, &|| {})?;
+        let pipeline = self.open(name, flash, budget, None)?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
         drop(models);
@@ -195,7 +195,7 @@ impl Serving {
         budget: Budget,
         yield_now: &dyn Fn(),
     ) -> Result<Swapped, ServingError> {
-        let mut pipeline = self.open(name, flash, budget, yield_now)?;
+        let mut pipeline = self.open(name, flash, budget, Some(yield_now))?;
         let old = self.with(name, Pipeline::model);
         if let Some(old) = old {
             check_shape(&old, &pipeline.model()).map_err(|e| e.of(name))?;
@@ -243,13 +243,13 @@ impl Serving {
     }
 
     /// Opens the live generation of `flash`, reads its hot keys into the caches and starts its
-    /// pipeline.
+    /// pipeline. With a `yield_now` it reads as a background thread does.
     fn open(
         &self,
         name: &str,
         flash: &Flash,
         budget: Budget,
-        yield_now: &dyn Fn(),
+        yield_now: Option<&dyn Fn()>,
     ) -> Result<Pipeline, ServingError> {
         self.check_reads(name, budget.workers)?;
         let (budget, taken) = self.budget_beside(budget);
@@ -295,10 +295,11 @@ impl Serving {
         &self,
         flash: &Flash,
         budget: Budget,
-        yield_now: &dyn Fn(),
+        yield_now: Option<&dyn Fn()>,
     ) -> Result<Model, OpenError> {
-        let model = Model::open_cold(flash, budget, Arc::clone(&self.read_depth), yield_now)?;
-        preload_hot_keys(&model, flash, Some(yield_now));
+        let (depth, rest) = (Arc::clone(&self.read_depth), yield_now.unwrap_or(&|| {}));
+        let model = Model::open_cold(flash, budget, depth, rest)?;
+        preload_hot_keys(&model, flash, yield_now);
         let model = model.move_to_device(&self.lookups)?;
         model.move_dense_to_gpu(flash, &self.dense)
     }

@@ -1,20 +1,25 @@
 //! `bench delta`: installs deltas of one row in a hundred and swaps them in while callers send
 //! requests. Half of the updates meet callers that never pause, the other half callers that send at
-//! a stated part of the full rate. Windows without and with an update take turns, so that a quiet
-//! minute of the machine favours neither. The callers draw every request before its clock starts,
-//! so some rows come from flash. One process plays the daemon. Never measures the link.
+//! a stated part of the full rate. A window without an update goes before each update, and one
+//! after it, so that a quiet minute of the machine favours neither. The callers draw every request
+//! before its clock starts, so some rows come from flash. One process plays the daemon. Never
+//! measures the link.
 
+mod callers;
+mod figures;
+
+use self::callers::{Caller, CurrentStep, Sent, Step, send_during};
+use self::figures::{AtLoad, UpdateFigures, bars, publish};
 use super::bars::Bar;
 use super::results::{
-    BenchReport, HostMachine, open_files, prints_tables, resident_memory, restart_peak,
-    written_bytes,
+    BenchReport, HostMachine, open_files, resident_memory, restart_peak, written_bytes,
 };
-use crate::report::metrics::{Latencies, Percentiles};
+use crate::report;
+use crate::report::metrics::Percentiles;
 use crate::serve::{install, progress_bar};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use crate::workload::synthetic::{SyntheticGeneration, pack_criteo_at};
-use crate::{report, say};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
@@ -24,30 +29,17 @@ use hatchback::io::disk;
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
-use hatchback::request::pipeline::RequestError;
-use hatchback::request::serving::{Serving, Swapped};
+use hatchback::request::serving::Serving;
 use hatchback::schema::MissPolicy;
 use hatchback::schema::batch::Batch;
 use rustix::time::{ClockId, clock_gettime};
-use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// One row in this many changes from each generation to the next.
 const CHANGED_ONE_IN: u64 = 100;
-/// Largest p99 while an update is applied, in multiples of the idle p99.
-const P99_RATIO_BAR: f64 = 1.2;
-/// Most bytes written per changed byte.
-const AMPLIFICATION_BAR: f64 = 1.2;
-/// Longest time from the staged bundle to the first answer of its generation, in seconds.
-const SERVED_S_BAR: f64 = 1.0;
-/// Most memory during an update, in multiples of the memory before.
-const MEMORY_BAR: f64 = 1.1;
-/// Largest loss of hit rate by a swap, in points.
-const HIT_POINTS_BAR: f64 = 1.0;
 /// Largest drift of memory and latency over many swaps, in multiples of the first.
 const FLAT_BAR: f64 = 1.02;
 /// Swaps at each end of many swaps that are compared.
@@ -97,51 +89,14 @@ pub struct DeltaArgs {
     /// Directory that the model is installed into [default: a temporary folder]
     #[arg(long)]
     flash: Option<PathBuf>,
+    /// Folder that keeps the packed generations for the next run, which must have the same
+    /// --rows-max [default: a temporary folder]
+    #[arg(long)]
+    bundles: Option<PathBuf>,
     /// Writes the report as JSON to FILE; without FILE, to standard output
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
           value_parser = report::json_file)]
     json: Option<PathBuf>,
-}
-
-/// The figures of one update.
-#[derive(Clone, Debug, Serialize)]
-pub struct UpdateFigures {
-    /// Sequence of the new generation.
-    pub sequence: u64,
-    /// Rate of the callers, per cent of the rate without pauses.
-    pub load_percent: u32,
-    /// Rows that changed.
-    pub rows: u64,
-    /// Bytes of the bundle.
-    pub bundle_bytes: u64,
-    /// Bytes that the install wrote to flash.
-    pub written_bytes: u64,
-    /// Bytes of the changed keys and rows, and of the network.
-    pub changed_bytes: u64,
-    /// Time from the bundle to a durable live record.
-    pub install_s: f64,
-    /// Time from the live record to the last request on the old generation, with warm caches.
-    pub swap_s: f64,
-    /// Time from the bundle to the first answer of the new generation.
-    pub served_s: f64,
-    /// Resident memory before the update, in bytes.
-    pub memory_before: u64,
-    /// The most resident memory during the update, in bytes.
-    pub memory_peak: u64,
-    /// CPU time of the update, per cent of the time that it took.
-    pub cpu_percent: f64,
-    /// Time for which the swap let no lookup start, µs.
-    pub pause_us: f64,
-    /// What the swap did with the rows in memory.
-    pub swapped: Swapped,
-    /// Latency of requests before the update.
-    pub idle: Percentiles,
-    /// Latency of requests during the update.
-    pub applying: Percentiles,
-    /// Share of lookups that hit the cache before the update.
-    pub hit_rate_before: f64,
-    /// Share of lookups of the new generation that hit the cache.
-    pub hit_rate_after: f64,
 }
 
 /// Runs the measurement.
@@ -153,7 +108,9 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     let deltas = args.deltas.unwrap_or(if args.quick { 4 } else { 20 });
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let place = args.flash.clone().unwrap_or_else(|| folder.path().join("flash"));
-    let bundles = pack_generations(rows_max, deltas, [MissPolicy::Wait; 2], folder.path())?;
+    let kept = args.bundles.as_deref().unwrap_or(folder.path());
+    std::fs::create_dir_all(kept).with_context(|| kept.display().to_string())?;
+    let bundles = pack_generations(rows_max, deltas, [MissPolicy::Wait; 2], kept)?;
     let flash = install(&bundles[0], &place)?;
 
     let budget = Budget {
@@ -167,14 +124,14 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     serving.load(NAME, &flash, budget)?;
     let busy = BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
     let updates = Updates { serving: &serving, flash: &flash, budget, busy };
-    let Measured { points, last } = measure(args, &updates, &bundles[1..])?;
-    let mut bars = bars(&points);
+    let Measured { points, loads, last } = measure(args, &updates, &bundles[1..])?;
+    let mut bars = bars(&points, &loads);
     if args.swaps > 0 {
         bars.extend(swap_often(args, &updates, &last)?);
     }
 
     let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
-    publish(args, &BenchReport { bench: "delta", machine, model, bars, points })
+    publish(args, &BenchReport { bench: "delta", machine, model, bars, points }, &loads)
 }
 
 /// Returns the bytes of all rows of the model.
@@ -183,7 +140,7 @@ fn all_rows_bytes(flash: &Flash) -> u64 {
 }
 
 /// Packs a snapshot and `deltas` deltas that follow it. `misses` are the miss policies of the
-/// tables with even and with odd numbers.
+/// tables with even and with odd numbers. Packs nothing if `folder` has the last one already.
 ///
 /// # Errors
 /// A bundle cannot be written.
@@ -193,11 +150,16 @@ pub fn pack_generations(
     misses: [MissPolicy; 2],
     folder: &Path,
 ) -> Result<Vec<PathBuf>> {
+    let bundle_path = |sequence: u64| folder.join(format!("{sequence}.hatch"));
+    if bundle_path(deltas + 1).exists() {
+        return Ok((1..=deltas + 1).map(bundle_path).collect());
+    }
+
     let bar = progress_bar(0, "packing", "{human_pos}/{human_len} rows");
     let mut bundles: Vec<PathBuf> = Vec::new();
 
     for sequence in 1..=deltas + 1 {
-        let out = folder.join(format!("{sequence}.hatch"));
+        let out = bundle_path(sequence);
         let parent = bundles.last().map(|bundle| -> Result<Flash> {
             let mut bundle = BundleReader::open(bundle)?;
             Ok(Flash::install(&disk::system(), &folder.join("parent"), &mut bundle, |_| ())?)
@@ -238,6 +200,7 @@ impl Updates<'_> {
         let workload = Workload::new(self.flash, &keys, BagSizes::Full, 0)?;
         let samples = args.batch as usize;
         let caller = |seed| Caller {
+            name: NAME,
             workload: workload.with_seed(seed),
             batch: Batch::new(&self.flash.manifest().schema, samples),
             samples,
@@ -247,62 +210,73 @@ impl Updates<'_> {
     }
 }
 
-/// Applies all deltas; each update follows an idle window of about the same length. Callers never
-/// pause at the first update, at the second they do, and so on.
+/// Applies all deltas, each between two windows without an update. The window after an update takes
+/// as long as the update, the window before it as long as the update before. Callers never pause at
+/// the first update, at the second they do, and so on.
 fn measure(args: &DeltaArgs, updates: &Updates<'_>, deltas: &[PathBuf]) -> Result<Measured> {
     let mut callers = updates.callers(args)?;
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
     let window_min = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
     let serving = updates.serving;
     let idle_for = |callers: &mut [Caller], time: Duration| {
-        send_during(callers, serving, move || {
+        let (sent, ()) = send_during(callers, serving, move |_| {
             thread::sleep(time);
             Ok(())
-        })
+        })?;
+        anyhow::Ok(sent)
     };
     let counters = || serving.stats(NAME).unwrap_or_default().counters;
 
     // The cache fills before the first window.
     idle_for(&mut callers, WARM_WINDOWS * window_min)?;
-    let requests = idle_for(&mut callers, window_min)?.0.latencies.percentiles().requests.max(1);
+    let requests = idle_for(&mut callers, window_min)?.latencies.percentiles().requests.max(1);
     let at_full_load = args.seconds * f64::from(args.callers) / requests as f64;
     let paced = Duration::from_secs_f64(at_full_load * 100.0 / f64::from(args.load_percent));
 
+    let mut loads = [AtLoad::of(100), AtLoad::of(args.load_percent)];
     let (mut points, mut window, mut last) = (Vec::new(), window_min, Vec::new());
     for (number, delta) in deltas.iter().enumerate() {
-        let is_full = number.is_multiple_of(2);
-        let interval = if is_full { Duration::ZERO } else { paced };
+        let load = &mut loads[number % 2];
+        let interval = if number % 2 == 0 { Duration::ZERO } else { paced };
         callers.iter_mut().for_each(|caller| caller.interval = interval);
 
-        let before = counters();
-        let (idle, ()) = idle_for(&mut callers, window)?;
-        let hit_rate_before = counters().since(&before).hit_rate();
+        let start = counters();
+        let before = idle_for(&mut callers, window)?;
+        let hit_rate_before = counters().since(&start).hit_rate();
 
         let start = Instant::now();
-        let (applying, applied) = send_during(&mut callers, serving, || updates.apply(delta))?;
+        let (applying, applied) =
+            send_during(&mut callers, serving, |step| updates.apply(delta, step))?;
         let Applied { mut figures, installed } = applied;
         last.truncate(1);
         last.insert(0, installed);
-        window = start.elapsed().max(window_min);
-        idle_for(&mut callers, window_min)?;
+        window = start.elapsed();
+        let after = idle_for(&mut callers, window)?;
 
-        figures.load_percent = if is_full { 100 } else { args.load_percent };
         let served = applying.changed.context("no request was answered after the swap")?;
         figures.served_s = served.duration_since(start).as_secs_f64();
-        figures.idle = idle.latencies.percentiles();
-        figures.applying = applying.latencies.percentiles();
         figures.hit_rate_before = hit_rate_before;
         figures.hit_rate_after = counters().hit_rate();
+        load.add(&mut figures, Windows { before, applying, after });
         points.push(figures);
         progress.inc(1);
     }
     progress.finish_and_clear();
-    Ok(Measured { points, last })
+    Ok(Measured { points, loads, last })
+}
+
+/// What the callers sent around one update.
+struct Windows {
+    before: Sent,
+    applying: Sent,
+    after: Sent,
 }
 
 /// What the updates gave.
 struct Measured {
     points: Vec<UpdateFigures>,
+    /// The requests at full load, and those of the callers that pause.
+    loads: [AtLoad; 2],
     /// The live generation, then the one before, as far as deltas brought them.
     last: Vec<Flash>,
 }
@@ -331,7 +305,7 @@ fn swap_often(args: &DeltaArgs, updates: &Updates<'_>, last: &[Flash]) -> Result
     let some = SWAPS_COMPARED.min(args.swaps as usize / 2).max(1);
     let mut done = 0;
     let mut swap = |count: usize| {
-        let (sent, ()) = send_during(&mut callers, updates.serving, || {
+        let (sent, ()) = send_during(&mut callers, updates.serving, |_| {
             for _ in 0..count {
                 let to = if done % 2 == 0 { previous } else { live };
                 updates.serving.swap(NAME, to, updates.budget, &|| {})?;
@@ -365,86 +339,10 @@ fn swap_often(args: &DeltaArgs, updates: &Updates<'_>, last: &[Flash]) -> Result
     ])
 }
 
-/// A caller that sends one request after another.
-struct Caller {
-    workload: Workload,
-    batch: Batch,
-    samples: usize,
-    /// Time from the start of a request to that of the next. Zero means no pause.
-    interval: Duration,
-}
-
-impl Caller {
-    /// Sends requests until `stop` is set. Returns their latencies, and when the last answer was of
-    /// another generation than the one before. A request that starts late, because the one before
-    /// took long, counts from the time at which it should have started.
-    fn send_until(&mut self, stop: &AtomicBool, serving: &Serving) -> Result<Sent> {
-        let (mut latencies, mut due) = (Latencies::default(), Instant::now());
-        let (mut generation, mut changed) = (None, None);
-        while !stop.load(Ordering::Acquire) {
-            self.workload.fill(&mut self.batch, self.samples)?;
-            if self.interval.is_zero() {
-                due = Instant::now();
-            } else {
-                due += self.interval;
-                thread::sleep(due.saturating_duration_since(Instant::now()));
-            }
-            match serving.submit(NAME, &self.batch, None) {
-                Ok(ticket) => {
-                    let sequence = Some(ticket.wait()?.generation().sequence);
-                    if generation.is_some() && generation != sequence {
-                        changed = Some(Instant::now());
-                    }
-                    generation = sequence;
-                }
-                Err(RequestError::Busy(_)) => thread::yield_now(),
-                Err(e) => return Err(e.into()),
-            }
-            latencies.record(due.elapsed());
-        }
-        Ok(Sent { latencies, changed })
-    }
-}
-
-/// What a caller or all callers sent in a window.
-#[derive(Default)]
-struct Sent {
-    latencies: Latencies,
-    /// The first answer of another generation than the one before.
-    changed: Option<Instant>,
-}
-
-/// Lets all `callers` send requests while `work` runs on another thread. Returns what they sent and
-/// the result of `work`.
-fn send_during<T: Send>(
-    callers: &mut [Caller],
-    serving: &Serving,
-    work: impl FnOnce() -> Result<T> + Send,
-) -> Result<(Sent, T)> {
-    let stop = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let send = |caller| scope.spawn(|| Caller::send_until(caller, &stop, serving));
-        let senders: Vec<_> = callers.iter_mut().map(send).collect();
-        let worker = scope.spawn(|| {
-            let done = work();
-            stop.store(true, Ordering::Release);
-            done
-        });
-
-        let mut sent = Sent::default();
-        for sender in senders {
-            let one = sender.join().map_err(|_| anyhow!("a caller panicked"))??;
-            sent.latencies.add(&one.latencies);
-            sent.changed = [sent.changed, one.changed].into_iter().flatten().min();
-        }
-        let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
-        Ok((sent, done))
-    })
-}
-
 impl Updates<'_> {
-    /// Installs `delta` and swaps it in. The caller fills in the latencies and hit rates.
-    fn apply(&self, delta: &Path) -> Result<Applied> {
+    /// Installs `delta` and swaps it in, in the steps that `step` shows. The caller fills in the
+    /// latencies and hit rates.
+    fn apply(&self, delta: &Path, step: &CurrentStep) -> Result<Applied> {
         let background = Background::enter(self.busy);
         let rest = || background.yield_now(thread::sleep);
         restart_peak()?;
@@ -452,7 +350,9 @@ impl Updates<'_> {
         let (before, start, cpu) = (written_bytes()?, Instant::now(), thread_cpu_time());
         let mut bundle = BundleReader::open(delta)?;
         let directory = self.flash.directory();
-        let installed = Flash::install(&disk::system(), directory, &mut bundle, |_| rest())?;
+        let prepared = Flash::prepare(&disk::system(), directory, &mut bundle, |_| rest())?;
+        step.enter(Step::Open);
+        let installed = prepared.commit()?;
         let (install_s, written_bytes) = (start.elapsed().as_secs_f64(), written_bytes()? - before);
 
         let swap_start = Instant::now();
@@ -480,6 +380,7 @@ impl Updates<'_> {
             swapped,
             idle: none,
             applying: none,
+            idle_after: none,
             hit_rate_before: 0.0,
             hit_rate_after: 0.0,
         };
@@ -516,107 +417,6 @@ fn changed(flash: &Flash) -> Result<Changed> {
             + 8 * newest.deletes;
     }
     Ok(Changed { rows, bytes })
-}
-
-fn bars(points: &[UpdateFigures]) -> Vec<Bar> {
-    let worst = |of: fn(&UpdateFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
-    let mut bars = vec![
-        Bar::at_most(
-            "longest time from the staged delta to its first answer, seconds",
-            worst(|p| p.served_s),
-            SERVED_S_BAR,
-        ),
-        Bar::at_most(
-            "longest pause of a swap, batches",
-            worst(|p| p.pause_us / p.idle.p50_us),
-            1.0,
-        ),
-        Bar::at_most(
-            "most memory during an update, times that before",
-            worst(|p| p.memory_peak as f64 / p.memory_before as f64),
-            MEMORY_BAR,
-        ),
-        Bar::at_most(
-            "bytes written for each byte that changed",
-            worst(|p| p.written_bytes as f64 / p.changed_bytes.max(1) as f64),
-            AMPLIFICATION_BAR,
-        ),
-        Bar::at_most(
-            "largest loss of hit rate by a swap, points",
-            worst(|p| 100.0 * (p.hit_rate_before - p.hit_rate_after)),
-            HIT_POINTS_BAR,
-        ),
-    ];
-    for of_load in [true, false] {
-        let of_load: Vec<_> =
-            points.iter().filter(|p| (p.load_percent == 100) == of_load).collect();
-        let Some(first) = of_load.first() else { continue };
-        let mean = |of: fn(&UpdateFigures) -> f64| {
-            of_load.iter().map(|p| of(p)).sum::<f64>() / of_load.len() as f64
-        };
-        let ratio = mean(|p| p.applying.p99_us) / mean(|p| p.idle.p99_us).max(1e-9);
-        let name = format!("p99 while applying at {} % load, times idle", first.load_percent);
-        bars.push(Bar::at_most(name, ratio, P99_RATIO_BAR));
-    }
-    bars
-}
-
-fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
-        say!(
-            "{}: deltas of one row in {CHANGED_ONE_IN}, {} samples a request",
-            report.model,
-            args.batch
-        )?;
-
-        let heads = [
-            "to",
-            "load",
-            "rows",
-            "written",
-            "install",
-            "swap",
-            "served after",
-            "memory",
-            "CPU",
-            "pause",
-            "idle p99",
-            "applying p99",
-            "read anew",
-            "hits before",
-            "after",
-        ];
-
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(UpdateFigures::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-
-    report.write_to(args.json.as_ref())
-}
-
-impl UpdateFigures {
-    fn cells(&self) -> [String; 15] {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
-        [
-            self.sequence.to_string(),
-            format!("{} %", self.load_percent),
-            report::count(self.rows),
-            report::bytes(self.written_bytes),
-            format!("{:.2} s", self.install_s),
-            format!("{:.2} s", self.swap_s),
-            format!("{:.2} s", self.served_s),
-            format!("x {:.3}", self.memory_peak as f64 / self.memory_before as f64),
-            format!("{:.1} %", self.cpu_percent),
-            us(self.pause_us),
-            us(self.idle.p99_us),
-            us(self.applying.p99_us),
-            report::count(self.swapped.read as u64),
-            report::percent(self.hit_rate_before),
-            report::percent(self.hit_rate_after),
-        ]
-    }
 }
 
 #[cfg(test)]
@@ -663,6 +463,7 @@ mod tests {
             busy_percent: 100,
             quick: true,
             flash: None,
+            bundles: Some(folder.path().join("bundles")),
             json: Some(json.clone()),
         };
         run(&args).unwrap();
