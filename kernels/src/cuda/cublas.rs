@@ -1,14 +1,14 @@
 //! cuBLAS, fenced: products of f32 on a stream, in the precision that the caller names. Where
-//! cuBLASLt takes a product, its bias and Relu are in the same launch. The products use a workspace that this crate allocates, so that a graph can record them. The library
-//! is loaded if the machine has it, in any release from 11 on; Hatchback is not linked with it.
-//! cuBLAS adds in an order of its own: its results are within rounding of the kernels', not equal
-//! to the bit.
+//! cuBLASLt takes a product, its bias and Relu are in the same launch. The products use a workspace
+//! that this crate allocates, so that a graph can record them. The library is loaded if the machine
+//! has it, in any release from 11 on; Hatchback is not linked with it. cuBLAS adds in an order of
+//! its own: its results are within rounding of the kernels', not equal to the bit.
 
 #![allow(unsafe_code)]
 
+use crate::cuda::cublas_library::{CublasError, Factors, check, load_any};
 use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::driver::{Gpu, Stream};
-use crate::cuda::error::{CudaError, load_problem};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};
 use libloading::Library;
@@ -24,20 +24,6 @@ fn workspace_bytes(sm: u32) -> usize {
 /// File names of the library: the development link, and those of CUDA 13 to 11.
 const LIBRARY_NAMES: [&str; 4] =
     ["libcublas.so", "libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
-
-/// Why cuBLAS is not used.
-#[allow(missing_docs)]
-#[derive(Debug, thiserror::Error)]
-pub enum CublasError {
-    /// No library could be loaded; `tried` has the loader's reason for each name.
-    #[error("no {library} on this machine: {tried}")]
-    NoLibrary { library: &'static str, tried: String },
-    /// The library refused a call with this `cublasStatus_t`.
-    #[error("cuBLAS: {call}: status {status}")]
-    Refused { call: &'static str, status: i32 },
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-}
 
 type Handle = *mut c_void;
 type Floats = *const f32;
@@ -62,28 +48,6 @@ type Gemm = unsafe extern "C" fn(
     i32,
     i32,
 ) -> i32;
-
-/// What the factors of a product are rounded to. Sums are f32 in any case.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Factors {
-    /// f32: not rounded.
-    F32,
-    /// TF32: 11 bits, with the range of f32.
-    Tf32,
-    /// f16: 11 bits.
-    F16,
-}
-
-impl Factors {
-    /// Returns the `cublasComputeType_t`.
-    pub(super) fn compute_type(self) -> i32 {
-        match self {
-            Self::F32 => 68,
-            Self::F16 => 74,
-            Self::Tf32 => 77,
-        }
-    }
-}
 
 /// The functions that are called. Their types are the same in releases 11 to 13.
 #[derive(Clone, Copy)]
@@ -147,26 +111,6 @@ pub enum Product {
 
 // SAFETY: a handle may move between threads; `&mut self` admits one thread at a time.
 unsafe impl Send for Cublas {}
-
-pub(super) fn check(call: &'static str, status: i32) -> Result<(), CublasError> {
-    if status == 0 { Ok(()) } else { Err(CublasError::Refused { call, status }) }
-}
-
-/// Loads `library` under the first of `names` that `load_as` finds.
-pub(super) fn load_any<C>(
-    library: &'static str,
-    names: &[&str],
-    load_as: impl Fn(&str) -> Result<C, libloading::Error>,
-) -> Result<C, CublasError> {
-    let mut tried = Vec::new();
-    for name in names {
-        match load_as(name) {
-            Ok(calls) => return Ok(calls),
-            Err(e) => tried.push(load_problem(&e)),
-        }
-    }
-    Err(CublasError::NoLibrary { library, tried: tried.join("; ") })
-}
 
 impl Cublas {
     /// Loads the library and creates a handle for `gpu`, for products of such `factors`.

@@ -4,7 +4,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::cuda::cublas::{CublasError, Factors, check, load_any};
+use crate::cuda::cublas_library::{CublasError, Factors, check, load_any};
 use crate::cuda::driver::{Gpu, Stream};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};

@@ -11,6 +11,7 @@
 mod calls;
 mod context;
 pub mod cublas;
+pub mod cublas_library;
 mod cublas_lt;
 mod device;
 pub mod driver;

@@ -5,7 +5,8 @@
 //! kernels alone, within the bound of its precision for the others. Never chooses silently: the
 //! engine keeps and logs which backend it uses and why it rejected those before.
 
-use crate::cuda::cublas::{Cublas, Factors};
+use crate::cuda::cublas::Cublas;
+use crate::cuda::cublas_library::Factors;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::layout::Layout;
@@ -242,8 +243,8 @@ impl DeviceEngine {
     }
 
     /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input
-    /// i]` values of the input's type, `scores` has room for `[batch, outputs]`, and `scratch` is of
-    /// this engine. All of them must stay alive until the stream has run the work.
+    /// i]` values of the input's type, `scores` has room for `[batch, outputs]`, and `scratch` is
+    /// of this engine. All of them must stay alive until the stream has run the work.
     ///
     /// # Errors
     /// [`GpuDenseError::Dense`] if the batch is larger than the scratch,

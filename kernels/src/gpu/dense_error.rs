@@ -1,7 +1,7 @@
 //! Why a dense network cannot run on the GPU. Never decides what happens then: the caller keeps the
 //! network on the CPU or refuses to start.
 
-use crate::cuda::cublas::CublasError;
+use crate::cuda::cublas_library::CublasError;
 use crate::cuda::driver::{CudaError, Gpu};
 use crate::dense::DenseError;
 use crate::gpu::tensorrt::TensorRtError;

@@ -3,7 +3,8 @@
 //! are in device memory as f32, rounded as the CPU's packed weights are. The results between nodes
 //! are in buffers that each worker allocates at its start. Never waits for a run.
 
-use crate::cuda::cublas::{Cublas, CublasError, Product};
+use crate::cuda::cublas::{Cublas, Product};
+use crate::cuda::cublas_library::CublasError;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};

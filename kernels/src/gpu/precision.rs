@@ -1,7 +1,7 @@
 //! How precisely a GPU may compute the dense network, and by how much its scores may then differ
 //! from the CPU's. Never computes a score.
 
-use crate::cuda::cublas::Factors;
+use crate::cuda::cublas_library::Factors;
 use crate::gpu::tensorrt::Types;
 use serde::Deserialize;
 

@@ -254,8 +254,8 @@ impl Model {
         self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
     }
 
-    /// Returns the inputs of the dense network that a GPU may fill with f16: those that only lookups
-    /// fill, all of whose vectors are whole pieces.
+    /// Returns the inputs of the dense network that a GPU may fill with f16: those that only
+    /// lookups fill, all of whose vectors are whole pieces.
     pub(crate) fn f16_inputs(&self) -> Vec<usize> {
         let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
         let of_feature = |f: usize, input: usize| {

@@ -9,6 +9,7 @@ use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError, Prepared};
 use crate::io::disk::Lock;
+use crate::maintenance::background::outside_idle_class;
 use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::update::error::UpdateError;
@@ -423,7 +424,8 @@ impl Updater {
             }
         }
 
-        match prepared.commit() {
+        // In the idle class the last steps would wait until no request needs the processor.
+        match outside_idle_class(|| prepared.commit()) {
             // The record may be durable although a later step failed.
             Err(e) if !self.is_live(release)? => Ok(abandon(e.to_string())),
             _ => Ok(Verdict::Advance(InstallState::Probation)),

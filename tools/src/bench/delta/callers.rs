@@ -42,7 +42,7 @@ impl CurrentStep {
 }
 
 /// A caller that sends one request after another to the model `name`.
-pub struct Caller {
+pub struct PacedCaller {
     pub name: &'static str,
     pub workload: Workload,
     pub batch: Batch,
@@ -51,7 +51,7 @@ pub struct Caller {
     pub interval: Duration,
 }
 
-impl Caller {
+impl PacedCaller {
     /// Sends requests until `stop` is set. Returns their latencies, and when the last answer was of
     /// another generation than the one before. A request that starts late, because the one before
     /// took long, counts from the time at which it should have started.
@@ -122,14 +122,14 @@ impl Sent {
 /// # Errors
 /// A request fails, and the errors of `work`.
 pub fn send_during<T: Send>(
-    callers: &mut [Caller],
+    callers: &mut [PacedCaller],
     serving: &Serving,
     work: impl FnOnce(&CurrentStep) -> Result<T> + Send,
 ) -> Result<(Sent, T)> {
     let (stop, step) = (AtomicBool::new(false), CurrentStep::default());
     let until = Until { serving, step: &step, stop: &stop };
     thread::scope(|scope| {
-        let send = |caller| scope.spawn(move || Caller::send_until(caller, &until));
+        let send = |caller| scope.spawn(move || PacedCaller::send_until(caller, &until));
         let senders: Vec<_> = callers.iter_mut().map(send).collect();
         let worker = scope.spawn(|| {
             let done = work(&step);

@@ -2,8 +2,8 @@
 //! that of all requests beside updates over that of all requests in the windows around them, so
 //! that no single window decides it. Never sends a request.
 
+use super::args::DeltaArgs;
 use super::callers::Sent;
-use super::{CHANGED_ONE_IN, DeltaArgs, Windows};
 use crate::bench::bars::Bar;
 use crate::bench::results::{BenchReport, prints_tables};
 use crate::report::metrics::{Latencies, Percentiles};
@@ -13,6 +13,9 @@ use hatchback::request::serving::Swapped;
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
+
+/// One row in this many changes from each generation to the next.
+pub const CHANGED_ONE_IN: u64 = 100;
 
 /// Largest p99 while an update is applied, in multiples of the idle p99.
 const P99_RATIO_BAR: f64 = 1.2;
@@ -82,6 +85,13 @@ pub struct AtLoad {
     idle_p99_us: Vec<f64>,
     /// p99 of each update over that of the windows around it.
     ratios: Vec<f64>,
+}
+
+/// What the callers sent around one update.
+pub struct Windows {
+    pub before: Sent,
+    pub applying: Sent,
+    pub after: Sent,
 }
 
 impl AtLoad {

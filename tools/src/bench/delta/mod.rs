@@ -5,28 +5,28 @@
 //! before its clock starts, so some rows come from flash. One process plays the daemon. Never
 //! measures the link.
 
+mod args;
 mod callers;
 mod figures;
 
-use self::callers::{Caller, CurrentStep, Sent, Step, send_during};
-use self::figures::{AtLoad, UpdateFigures, bars, publish};
+pub use self::args::DeltaArgs;
+use self::callers::{CurrentStep, PacedCaller, Step, send_during};
+use self::figures::{AtLoad, CHANGED_ONE_IN, UpdateFigures, Windows, bars, publish};
 use super::bars::Bar;
 use super::results::{
     BenchReport, HostMachine, open_files, resident_memory, restart_peak, written_bytes,
 };
-use crate::report;
 use crate::report::metrics::Percentiles;
 use crate::serve::{install, progress_bar};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use crate::workload::synthetic::{SyntheticGeneration, pack_criteo_at};
 use anyhow::{Context, Result, bail};
-use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::maintenance::background::Background;
+use hatchback::maintenance::background::{Background, outside_idle_class};
 use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
@@ -38,8 +38,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// One row in this many changes from each generation to the next.
-const CHANGED_ONE_IN: u64 = 100;
 /// Largest drift of memory and latency over many swaps, in multiples of the first.
 const FLAT_BAR: f64 = 1.02;
 /// Swaps at each end of many swaps that are compared.
@@ -48,56 +46,6 @@ const SWAPS_COMPARED: usize = 100;
 const WARM_WINDOWS: u32 = 5;
 /// Name of the served model.
 const NAME: &str = "model";
-
-/// Measures updates applied while requests are served
-#[derive(Args, Debug)]
-pub struct DeltaArgs {
-    /// Rows of the largest tables of the synthetic model [default: 1900000, 10 million in all;
-    /// quick: 100000]
-    #[arg(long)]
-    rows_max: Option<u64>,
-    /// Deltas to apply one after the other [default: 20; quick: 4]
-    #[arg(long)]
-    deltas: Option<u64>,
-    /// Swaps back and forth between the last two generations, after the deltas
-    #[arg(long, default_value_t = 0)]
-    swaps: u64,
-    /// Samples in a request
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: u32,
-    /// Callers that send requests; at least one for each CPU leaves no CPU idle at full load
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
-    callers: u32,
-    /// Rate of the callers at every other update, per cent of the rate without pauses
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100))]
-    load_percent: u32,
-    /// Embedding cache, per cent of the bytes of all rows
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100))]
-    cache_percent: u64,
-    /// Least time of a window without an update
-    #[arg(long, default_value_t = 2.0, value_parser = report::args::seconds)]
-    seconds: f64,
-    /// Share of the time that applying gets, as `busy_percent_min` of a target
-    #[arg(long, default_value_t = 25, value_parser = clap::value_parser!(u64).range(1..=100))]
-    busy_percent_min: u64,
-    /// Share of the time that applying may take, as `busy_percent_max` of a target
-    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=100))]
-    busy_percent: u64,
-    /// A smaller model, fewer deltas
-    #[arg(long)]
-    quick: bool,
-    /// Directory that the model is installed into [default: a temporary folder]
-    #[arg(long)]
-    flash: Option<PathBuf>,
-    /// Folder that keeps the packed generations for the next run, which must have the same
-    /// --rows-max [default: a temporary folder]
-    #[arg(long)]
-    bundles: Option<PathBuf>,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
-}
 
 /// Runs the measurement.
 ///
@@ -195,11 +143,11 @@ struct Updates<'a> {
 
 impl Updates<'_> {
     /// Returns the callers of `args`, which send without pauses.
-    fn callers(&self, args: &DeltaArgs) -> Result<Vec<Caller>> {
+    fn callers(&self, args: &DeltaArgs) -> Result<Vec<PacedCaller>> {
         let keys = Distribution::PowerLaw { alpha: ALPHA };
         let workload = Workload::new(self.flash, &keys, BagSizes::Full, 0)?;
         let samples = args.batch as usize;
-        let caller = |seed| Caller {
+        let caller = |seed| PacedCaller {
             name: NAME,
             workload: workload.with_seed(seed),
             batch: Batch::new(&self.flash.manifest().schema, samples),
@@ -218,7 +166,7 @@ fn measure(args: &DeltaArgs, updates: &Updates<'_>, deltas: &[PathBuf]) -> Resul
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
     let window_min = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
     let serving = updates.serving;
-    let idle_for = |callers: &mut [Caller], time: Duration| {
+    let idle_for = |callers: &mut [PacedCaller], time: Duration| {
         let (sent, ()) = send_during(callers, serving, move |_| {
             thread::sleep(time);
             Ok(())
@@ -263,13 +211,6 @@ fn measure(args: &DeltaArgs, updates: &Updates<'_>, deltas: &[PathBuf]) -> Resul
     }
     progress.finish_and_clear();
     Ok(Measured { points, loads, last })
-}
-
-/// What the callers sent around one update.
-struct Windows {
-    before: Sent,
-    applying: Sent,
-    after: Sent,
 }
 
 /// What the updates gave.
@@ -352,7 +293,7 @@ impl Updates<'_> {
         let directory = self.flash.directory();
         let prepared = Flash::prepare(&disk::system(), directory, &mut bundle, |_| rest())?;
         step.enter(Step::Open);
-        let installed = prepared.commit()?;
+        let installed = outside_idle_class(|| prepared.commit())?;
         let (install_s, written_bytes) = (start.elapsed().as_secs_f64(), written_bytes()? - before);
 
         let swap_start = Instant::now();
