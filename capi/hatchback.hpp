@@ -179,7 +179,7 @@ public:
     }
 
     /// Scores `from` into `to`. Returns HATCHBACK_REQUEST if a span does not have the size that the
-    /// shape and the number of samples require.
+    /// shape and the number of samples require. hatchback_error() does not describe that mistake.
     result try_score(const request &from, answer &to) const noexcept {
         const std::size_t samples = from.samples;
         if (from.dense.size() != samples * shape_.dense_features ||
