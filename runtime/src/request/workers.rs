@@ -138,9 +138,10 @@ impl Workers {
             Ok(all) => Ok(all),
             Err(e) => Err((e, self.queue.is_current(worker.model().generation()))),
         };
+        let took = self.queue.now().saturating_sub(start);
         self.answer(in_flight, scored);
         if worker.counters().misses == misses {
-            self.queue.note_time(batch.size(), self.queue.now().saturating_sub(start));
+            self.queue.note_time(batch.size(), took);
         }
     }
 
@@ -152,9 +153,10 @@ impl Workers {
         let WorkerState { worker, batch, in_flight, .. } = state;
         let start = self.queue.now();
         let Some(scored) = worker.score_in_memory(batch) else { return false };
+        let took = self.queue.now().saturating_sub(start);
         // The worker is on the current generation.
         self.answer(in_flight, scored.map_err(|e| (e, true)));
-        self.queue.note_time(batch.size(), self.queue.now().saturating_sub(start));
+        self.queue.note_time(batch.size(), took);
         self.queue.count_work(state);
         true
     }
