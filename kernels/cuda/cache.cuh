@@ -1,20 +1,21 @@
 // The embedding cache in device memory. Its layout equals the CPU's to the byte;
-// kernels/src/cache/mod.rs describes it. A set has a header (the tags of its rows, a sequence
-// number, use counts), a writer state (epoch, eviction) and 14 slots of `row_words` words.
+// kernels/src/cache/mod.rs describes it. A set has a header, a writer state and 14 slots of
+// `row_words` words. The header has the tags of the rows, a sequence number and use counts; the
+// writer state has the epoch and the state of eviction.
 //
 // A query probes 32 rows together, four lanes a row: `probe_lanes`. A change looks for one row with
 // the whole warp, each lane at one word of the header: `match_tags`.
 //
-// No query runs while a cache changes: kernels/src/gpu/turns.rs orders them. So a query finds every
-// header and row whole. Queries run beside each other; they write use counts only.
+// No query runs while a cache changes: kernels/src/gpu/turns.rs orders them. A query therefore
+// finds every header and row whole. Queries run concurrently; they write use counts only.
 #pragma once
 #include "prelude.cuh"
 
 #define WAYS 14u
 #define WAY_BITS 0x3fffu
-// Words of one header line (64 bytes). A header has one line, or two where tags are 64 bits wide.
+// Words of one header line (64 bytes). A header has one line, or two if tags have 64 bits.
 #define LINE_WORDS 16u
-// Words of the header's first line after the tags. On a GPU nobody reads the sequence number.
+// Words of the header's first line after the tags. On a GPU no code reads the sequence number.
 #define SEQUENCE_WORD 14u
 #define USES_WORD 15u
 #define USES_MAX 3u
@@ -32,11 +33,11 @@ struct Cache {
     u32 row_bytes;
     u32 row_words;
     u32 header_words;
-    // A tag is a hash above this many bits of table number; 0 where every table is indexed.
+    // A tag is a hash above this many bits of table number; 0 if every table is indexed.
     u32 table_bits;
 };
 
-// Where a row may be cached: its set, and its tag within the set. No row has tag 0.
+// The address of a row: its set, and its tag within the set. No row has tag 0.
 struct SetTag {
     u32 set;
     u64 tag;
@@ -54,8 +55,8 @@ __device__ __forceinline__ u32* slot_row(const Cache& cache, u32 set, u32 way) {
     return cache.rows + ((u64)set * WAYS + way) * cache.row_words;
 }
 
-// Loads the lane's word of a set's header. The first line holds the low halves of the tags, the
-// second line, where tags are wide, the high halves.
+// Loads the lane's word of a set's header. The first line holds the low halves of the tags. If tags
+// are wide, the second line holds the high halves.
 __device__ __forceinline__ u32 load_header(const Cache& cache, u32 set, u32 lane) {
     return load_racing(set_header(cache, set) + (lane & (cache.header_words - 1)));
 }
@@ -70,18 +71,18 @@ __device__ __forceinline__ u32 match_tags(const Cache& cache, u64 tag, u32 heade
     return tag == 0 || hits == 0 ? WAYS : (u32)__ffs(hits) - 1;
 }
 
-// Stands for no slot, and for no set.
+// Marks no slot, and no set.
 #define NO_SLOT 0xffffffffu
 
-// What a probe found of a lane's row.
+// The result of a probe for a lane's row.
 struct Found {
     u32 slot;       // NO_SLOT: the row is not cached
     bool uncounted; // whether the row's use count is not full
 };
 
 // Probes 32 rows, one a lane. The four lanes of a group load the headers of their four rows one
-// after the other, 16 bytes a lane. `row.set` is NO_SLOT where the lane has no row. All lanes of
-// the warp call it together.
+// after the other, 16 bytes a lane. `row.set` is NO_SLOT if the lane has no row. All lanes of the
+// warp call it together.
 __device__ __forceinline__ Found probe_lanes(const Cache& cache, const SetTag& row) {
     const u32 lane = lane_number();
     const u32 quarter = lane % 4;

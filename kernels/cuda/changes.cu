@@ -2,17 +2,17 @@
 // read its state (`probe_rows`, `dump_rows`). The result equals that of kernels/src/cache/mod.rs to
 // the byte, for the same rows in the same order.
 //
-// The host sorts a list of changes by set, keeping their order within one set, and one warp makes
-// all changes of a set. So a set has one writer in a launch. All launches of this file are on one
-// stream, and no query runs beside them (kernels/src/gpu/turns.rs). So a change needs no fence: the
-// lanes of its warp meet (`__syncwarp`) between two changes, and a launch ends before the next
-// reads.
+// The host sorts a list of changes by set, and keeps their order within one set. One warp makes all
+// changes of a set, so a set has one writer in a launch. All launches of this file are on one
+// stream, and no query runs during them (kernels/src/gpu/turns.rs). A change therefore needs no
+// fence. The lanes of its warp synchronise (`__syncwarp`) between two changes, and a launch ends
+// before the next one reads.
 #include "eviction.cuh"
 
 struct Change {
     u64 tag;
     u32 set;
-    // The set's epoch from before the row was read (insert).
+    // The set's epoch before the row was read (insert).
     u32 epoch;
     // Index of the row's bytes in `rows`.
     u32 slot;
@@ -23,13 +23,13 @@ struct Change {
 struct Changes {
     Cache cache;
     const Change* list;
-    // Where each set's changes begin in the list, `[sets + 1]`.
+    // The position of each set's first change in the list, `[sets + 1]`.
     const u32* runs;
     u32 sets;
     // Words from one row in `rows` to the next.
     u32 stride;
     const u32* rows;
-    // 1 where the row was inserted (insert), or was cached (update, invalidate).
+    // 1 if the row was inserted (insert), or was cached (update, invalidate).
     u8* done;
 };
 
@@ -47,7 +47,7 @@ struct ProbeRows {
 
 struct DumpRows {
     Cache cache;
-    // The first slot, and how many.
+    // The first slot, and the number of slots.
     u64 first;
     u32 count;
     // `[count]`, and `[count, cache.row_words]`.
@@ -66,10 +66,10 @@ __device__ __forceinline__ u32 warp_in_grid() {
     return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
 }
 
-// Words of a row that a lane reads before it knows where the row goes.
+// Words of a row that a lane reads before the row's slot is known.
 #define EARLY_WORDS 4u
 
-// A row of the caller, which may be in host memory. The loads of its first 512 bytes are under way
+// A row of the caller, which may be in host memory. The loads of its first 512 bytes are in flight
 // while the set's header is read.
 struct NewRow {
     const u32* from;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
             if (VERB != INSERT) {
                 store_racing(epoch, since + 1);
             }
-            // As on the CPU, so that both leave the same bytes.
+            // As on the CPU, so that both caches have the same bytes.
             store_racing(sequence, before + 2);
             c.done[change.number] = done;
         }
@@ -176,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(128) invalidate_rows(Changes change
 
 // The next two kernels are on the stream of the changes, so no set changes while they run.
 
-// Writes for each row of the list whether it is cached, and its set's epoch: for rows that are to
-// be prefetched. One warp a row.
+// Writes for each row of the list whether it is cached, and its set's epoch. The host uses it for
+// rows to prefetch. One warp a row.
 extern "C" __global__ void __launch_bounds__(128) probe_rows(ProbeRows p) {
     u32 lane = threadIdx.x % 32;
     u32 warp = warp_in_grid();

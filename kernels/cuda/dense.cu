@@ -1,7 +1,7 @@
 // The dense network's operators, which kernels/src/gpu/dense_plan.rs launches in the order of its
-// plan. Each gives the bits of the CPU's operator (kernels/src/dense/{plan,gemm,math}.rs): a sum is
-// one chain of fused multiply-adds in the order of its inputs, whatever the tiles. So no kernel
-// here splits a sum over threads. All matrices are row-major.
+// plan. Each gives the same bits as the CPU's operator (kernels/src/dense/{plan,gemm,math}.rs). A
+// sum is one chain of fused multiply-adds in the order of its inputs, for any tiles, so no kernel
+// splits a sum over threads. All matrices are row-major.
 //
 // Each kernel takes one structure, which kernels/src/gpu/dense_kernels.rs has too.
 #include "prelude.cuh"
@@ -81,7 +81,7 @@ static __device__ __forceinline__ void end_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until the thread's copies are done. Others see them after the next barrier.
+// Waits until the thread's copies are done. Other threads see them after the next barrier.
 static __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -97,8 +97,8 @@ static inline void wait_for_copies() {}
 #endif
 
 // A block of 256 threads computes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS
-// neighbours of them. DEPTH columns of a and rows of w pass through shared memory at a time: while
-// the block multiplies one part, the loads of the next are under way.
+// neighbours of them. DEPTH columns of a and rows of w pass through shared memory at a time. While
+// the block multiplies one part, the loads of the next are in flight.
 template <int ROWS, int COLUMNS, int EACH_ROWS, int EACH_COLUMNS, int DEPTH>
 static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     constexpr int THREADS_X = COLUMNS / EACH_COLUMNS;
@@ -152,12 +152,12 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     for (int depth = 0; depth < k; depth += DEPTH) {
         const int side = depth / DEPTH % 2;
         wait_for_copies();
-        // All threads are done with the other side.
+        // All threads have finished with the other half.
         __syncthreads();
         if (depth + DEPTH < k) {
             load(side ^ 1, depth + DEPTH);
         }
-        // Not into the padding: a product with it could turn a sum of -0 into +0.
+        // Stops before the padding: a product with it could turn a sum of -0 into +0.
         const int end = k - depth < DEPTH ? k - depth : DEPTH;
 #pragma unroll 4
         for (int at = 0; at < end; at++) {
@@ -186,8 +186,8 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     }
 }
 
-// For many rows: 64 x 64 results a block. One block for each tile, one row of tiles after the
-// other.
+// For many rows: 64 x 64 results a block. Each tile has one block; the tiles are in row-major
+// order.
 extern "C" __global__ void __launch_bounds__(256, 4) dense_matrix(MatrixProduct p) {
     multiply<64, 64, 4, 4, 16>(p);
 }
@@ -237,9 +237,9 @@ static __device__ __forceinline__ void multiply_small(
     }
 }
 
-// `products` small products `[m, k] x [k, n]` of two computed operands. Each takes one block: they
-// are the dot products between a sample's vectors, tens by tens. The operands pass through shared
-// memory if they fit.
+// Computes `products` small products `[m, k] x [k, n]` of two computed operands. Each takes one
+// block. They are the dot products between a sample's vectors, some tens by some tens. The operands
+// pass through shared memory if they fit.
 extern "C" __global__ void __launch_bounds__(256, 4) dense_products(SmallProducts p) {
     __shared__ float operands[SMALL_VALUES];
     const int m = p.m;
@@ -313,9 +313,9 @@ static __device__ __forceinline__ float exponential(float x) {
 
     const float e = fmaf(p, r * r, r) + 1.0f;
     const u32 power = (__float_as_uint(rounded) - __float_as_uint(ROUND) + 127u) << 23;
-    // This product is exact because the second factor is a power of two. Fused into the next
-    // addition or not, the bits are the same. No other product here meets a sum that is not written
-    // as fmaf.
+    // This product is exact because the second factor is a power of two. The bits are the same
+    // whether or not it is fused into the next addition. Every other sum of a product here is
+    // written as fmaf.
     return e * __uint_as_float(power);
 }
 
@@ -337,8 +337,8 @@ extern "C" __global__ void __launch_bounds__(256) dense_map(MapValues p) {
 // kernels/src/gpu/numbers.rs has the same numbers.
 enum ZipFunction { ADD, SUBTRACT, MULTIPLY, DIVIDE };
 
-// One side of a zip. With `picks`, value picks[i] of the sample. Without, value i of the sample; a
-// `width` of 0 then gives the same values for every sample.
+// One operand of a zip. With `picks` it has value picks[i] of the sample, otherwise value i.
+// Without `picks`, a `width` of 0 means that all samples have the same values.
 struct ZipSide {
     const float* values;
     const u32* picks;

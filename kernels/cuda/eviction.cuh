@@ -4,7 +4,7 @@
 #include "cache.cuh"
 
 #define PROBATION_WAYS 2u
-#define GHOSTS 16u
+#define GHOSTS 8u
 
 // The eviction state of one set.
 struct SetEviction {
@@ -15,7 +15,7 @@ struct SetEviction {
     u32 main_hand;
     u32 probation_hand;
     u32 ghost_hand;
-    // Fingerprints of rows that were evicted from probation, four in a word, 0 for none.
+    // Fingerprints of rows that were evicted from probation, two in a word, 0 for none.
     u32 ghosts[GHOST_WORDS];
 };
 
@@ -45,9 +45,9 @@ __device__ inline void store_eviction(const Cache& cache, u32 set, const SetEvic
     }
 }
 
-// Returns the 8-bit fingerprint of a tag; never 0.
+// Returns the 16-bit fingerprint of a tag; never 0.
 __device__ inline u32 fingerprint_of(const Cache& cache, u64 tag) {
-    u32 fingerprint = (u32)(tag >> cache.table_bits) & 0xff;
+    u32 fingerprint = (u32)(tag >> cache.table_bits) & 0xffff;
     return fingerprint ? fingerprint : 1;
 }
 
@@ -65,13 +65,14 @@ __device__ inline u32 next_way(u32& hand, u32 ways) {
     return way;
 }
 
-// Takes `way` for the row with this fingerprint. A row that the ghosts remember skips probation.
+// Assigns `way` to the row with this fingerprint. A row whose fingerprint is a ghost skips
+// probation.
 __device__ inline void occupy_way(SetEviction& e, u32 way, u32 fingerprint) {
     bool returns = false;
     for (u32 i = 0; i < GHOSTS; i++) {
-        u32 shift = 8 * (i % 4);
-        if (!returns && (e.ghosts[i / 4] >> shift & 0xff) == fingerprint) {
-            e.ghosts[i / 4] &= ~(0xffu << shift);
+        u32 shift = 16 * (i % 2);
+        if (!returns && (e.ghosts[i / 2] >> shift & 0xffff) == fingerprint) {
+            e.ghosts[i / 2] &= ~(0xffffu << shift);
             returns = true;
         }
     }
@@ -80,12 +81,12 @@ __device__ inline void occupy_way(SetEviction& e, u32 way, u32 fingerprint) {
     e.probation = (e.probation & ~(1u << way)) | (returns ? 0u : 1u << way);
 }
 
-// Remembers the fingerprint of a row that is evicted from probation.
+// Stores the fingerprint of a row that is evicted from probation.
 __device__ inline void remember_ghost(SetEviction& e, u32 fingerprint) {
-    u32 shift = 8 * (e.ghost_hand % 4);
+    u32 shift = 16 * (e.ghost_hand % 2);
     for (u32 i = 0; i < GHOST_WORDS; i++) {
-        if (i == e.ghost_hand / 4) {
-            e.ghosts[i] = (e.ghosts[i] & ~(0xffu << shift)) | fingerprint << shift;
+        if (i == e.ghost_hand / 2) {
+            e.ghosts[i] = (e.ghosts[i] & ~(0xffffu << shift)) | fingerprint << shift;
         }
     }
     e.ghost_hand = (e.ghost_hand + 1) % GHOSTS;

@@ -1,6 +1,5 @@
-// A plain gather: rows at known places are copied, without a cache, a codec or a sum. `hatchback
-// bench gpu` measures it on the rows of a lookup, as the speed that a lookup cannot exceed. Nothing
-// else runs it.
+// A plain gather: copies rows at known slots, without a cache, a codec or a sum. `hatchback bench
+// gpu` measures it on the rows of a lookup, as the limit of a lookup's speed. No request runs it.
 #include "prelude.cuh"
 
 struct PlainGather {

@@ -1,5 +1,5 @@
-// The general way to pool a bag: with the whole warp, one piece a lane, whatever the alignment of
-// its rows, with weights or without, sums or maxima. `rare.cuh` and `finish_bags` use it.
+// The general way to pool a bag: with the whole warp, one piece a lane. It works for any alignment
+// of rows, with and without weights, and for sums and maxima. `rare.cuh` and `finish_bags` use it.
 #pragma once
 #include "pool.cuh"
 
@@ -40,21 +40,21 @@ struct AnyRow {
 // A bag that the warp pools.
 struct AnyBag {
     u32 sample;
-    const float* weights;  // of its keys; null: none
+    const float* weights;  // of its keys; null for none
 
-    // Returns what multiplies the row at `position`. A product with 1 is exact.
+    // Returns the factor of the row at `position`. A product with 1 is exact.
     __device__ __forceinline__ float weight(u32 position) const {
         return weights ? weights[position] : 1.0f;
     }
 };
 
-// Returns what a column of a bag is before its first row.
+// Returns the value of a column of a bag before its first row.
 __device__ __forceinline__ float before_first(const Feature& f) {
     return f.pooling == MAX ? __uint_as_float(0xff800000u) : 0.0f;
 }
 
-// Takes `value` times `weight`, or the larger of both, into a column of a bag. A product is rounded
-// before it is added, as on the CPU.
+// Adds `value` times `weight` to a column of a bag; with MAX, keeps the larger value. A product is
+// rounded before it is added, as on the CPU.
 __device__ __forceinline__ void take(const Feature& f, float& column, float value, float weight) {
     if (f.pooling == MAX) {
         column = value > column ? value : column;
@@ -63,9 +63,9 @@ __device__ __forceinline__ void take(const Feature& f, float& column, float valu
     }
 }
 
-// Pools rows of one bag: lane `i` has in `slot` the row of the lookup at `position + i`, or NO_SLOT
-// for the default row. ROWS rows are in flight. Where the feature does not pool, each row is
-// written at its own position of the output.
+// Pools rows of one bag. `slot` of lane `i` is the row of the lookup at `position + i`, or NO_SLOT
+// for the default row. ROWS rows are in flight. If the feature does not pool, each row is written
+// at its own position of the output.
 template <u32 CODEC, u32 ROWS>
 __device__ __forceinline__ void pool_slots(
     const Feature& f, const Rows& rows, u32 slot, u32 count, u32 position, const AnyBag& bag,

@@ -1,15 +1,16 @@
 // `query_tables` probes the caches, decodes rows, pools them and writes the sums into the dense
-// network's input: all tables in one launch. What it leaves open goes to a ring in host memory: the
-// missing keys with their epochs, copies of the cached rows that follow them in the same bag,
-// and counts. `finish_bags` pools the rest of those bags from rows that the host has read. The bits
-// are those of kernels/src/lookup/, but for the payloads of NaNs.
+// network's input, for all tables in one launch. Bags with missing rows are left open and go to a
+// ring in host memory. The ring has the missing keys with their epochs, copies of the cached rows
+// that follow them in the same bag, and counts. `finish_bags` pools the rest of those bags from
+// rows that the host has read. The bits equal those of kernels/src/lookup/, except the payloads of
+// NaNs.
 //
-// No cache changes while a query runs (kernels/src/gpu/turns.rs). So a query reads each row once,
-// without a lock, a fence or a second look, and through loads of constant memory.
+// No cache changes while a query runs (kernels/src/gpu/turns.rs). A query therefore reads each row
+// once, without a lock, a fence or a validation, and with loads for memory that does not change.
 #include "rare.cuh"
 
-// What the warps of a block have in shared memory. There a feature takes no registers, and no store
-// to the output makes the compiler load it again.
+// The shared memory of a block's warps. A feature in it takes no registers, and the compiler need
+// not load it again after a store to the output.
 struct Shared {
     struct {
         Feature feature;
@@ -65,7 +66,8 @@ __device__ __forceinline__ void query_tile(
     }
 }
 
-// Hands the counts to the host and zeroes them for the next launch. The last block to end runs it.
+// Copies the counts to host memory and zeroes them for the next launch. The last block to end calls
+// it.
 __device__ __forceinline__ void publish_counts(const Query& q) {
     u32* counts = (u32*)q.counts;
     *q.ring.counts = {
@@ -78,8 +80,8 @@ __device__ __forceinline__ void publish_counts(const Query& q) {
     fence_system();
 }
 
-// Queries all features in one launch: tiles by feature, then by samples; or the single bags of
-// `only`. A warp takes one tile, then the next.
+// Queries all features in one launch. Tiles are ordered by feature, then by samples; with `only`
+// each bag is a tile. A warp takes one tile after the other.
 extern "C" __global__ void __launch_bounds__(128, 8) query_tables(Query q) {
     SHARED(Shared, shared)
     auto& mine = shared.of_warp[threadIdx.x / 32];
@@ -138,7 +140,8 @@ __device__ __forceinline__ void set_word(volatile u32& word, u32 value) {
     __syncwarp();
 }
 
-// Pools one pass over the rest of a bag, onto the rows that the query has pooled.
+// Pools one pass over the rest of a bag, and adds it to the sum of the rows that the query has
+// pooled.
 __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWork& work) {
     const volatile FinishBags& c = work.bags;
     const volatile OpenBag& bag = work.bag;
@@ -171,7 +174,7 @@ __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWor
     }
 }
 
-// Pools the rest of the open bags. A warp takes one bag, then the next.
+// Pools the rest of the open bags. A warp takes one bag after the other.
 extern "C" __global__ void __launch_bounds__(128, 8) finish_bags(const FinishBags* at) {
     SHARED(SharedFinish, shared)
     auto& mine = shared.of_warp[threadIdx.x / 32];

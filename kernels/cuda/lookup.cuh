@@ -1,5 +1,5 @@
-// What a lookup takes and what it leaves for the host: the structures of kernels/src/gpu/launch.rs,
-// field by field, and the numbers of kernels/src/gpu/numbers.rs.
+// The arguments of a lookup and its results for the host: the structures of
+// kernels/src/gpu/launch.rs, field by field, and the numbers of kernels/src/gpu/numbers.rs.
 #pragma once
 #include "cache.cuh"
 
@@ -7,10 +7,10 @@ enum Codec { F32, F16, U8, U4 };
 enum Pooling { SUM, MEAN, NONE, SQRTN, MAX };
 enum Storage { CACHED, RESIDENT, RESIDENT_HASHED };
 
-// What a feature allows: a lane loads each piece of a row, and the row's scale, with one aligned
-// load; a lane stores each piece with one aligned store of f32. All columns are then in whole
-// pieces, as they always are where the output is f16. ALIGNED_ROWS also says that the bags have no
-// weights and are not pooled by MAX.
+// The accesses that a feature's alignment allows. ALIGNED_ROWS: a lane loads each piece of a row,
+// and the row's scale, with one aligned load. ALIGNED_OUT: a lane stores each piece with one
+// aligned store of f32. All columns are then in whole pieces, as they always are if the output is
+// f16. ALIGNED_ROWS also means that the bags have no weights and are not pooled by MAX.
 enum Alignment { UNALIGNED, ALIGNED_ROWS, ALIGNED_OUT };
 
 // One sparse feature. It is the same for every request of a worker.
@@ -18,24 +18,24 @@ struct Feature {
     Cache cache;           // CACHED; of a resident table the shape of its rows
     const u32* rows;       // all rows of the cache or of the resident table
     const u64* hashes;     // RESIDENT_HASHED: of the keys, ascending, in row order
-    const u32* buckets;    // where each equal part of the hash space begins, `[bucket_count + 1]`
+    const u32* buckets;    // first row of each equal part of the hash space, `[bucket_count + 1]`
     u64 count;
     u64 bucket_count;
     const float* default_row;
     u8* out;               // first column in the network's input
     u64 stride;            // columns of that input
-    u64 keys_before;       // keys of one sample that the features before it have room for
+    u64 keys_before;       // keys of one sample for which the earlier features have room
     u64 weights_before;    // likewise weights
-    u64 keys_end;          // keys from here up are absent, where `has_end`
-    u64 salt;              // of the hash, where tables are not all indexed
-    u32 base;              // where they are: number of the first row,
-    u32 end;               // and of rows
+    u64 keys_end;          // keys from here up are absent, if `has_end`
+    u64 salt;              // of the hash, if not all tables are indexed
+    u32 base;              // if they are: number of the first row,
+    u32 end;               // and number of rows
     u32 has_end;
     u32 table;
     u32 dim;
     u32 width;
     u32 codec;
-    u32 pooling;           // NONE also where no bag has more than one key
+    u32 pooling;           // NONE also if no bag has more than one key
     u32 storage;
     float unit;
     u32 lane_bits;         // a row is read by 1 << lane_bits lanes, 32 at most
@@ -64,7 +64,7 @@ struct Entry {
     u32 kind;
 };
 
-// How many lookups of one whole bag are of keys that the table does not have.
+// The number of lookups of one whole bag whose keys the table does not have.
 struct AbsentCount {
     u32 sample;
     u32 count;
@@ -82,7 +82,7 @@ struct RingCounts {
     u32 requeries;
 };
 
-// What the last query left open, in host memory.
+// The bags that the last query left open, in host memory.
 struct MissRing {
     RingCounts* counts;
     OpenBag* bags;         // `[entries_max]`
@@ -99,19 +99,19 @@ struct Query {
     const Feature* features;
     const u64* keys;       // by feature, with room for the longest bags of `samples`
     const u32* offsets;    // `[features, samples + 1]`
-    const float* weights;  // by feature that has some, as the keys
+    const float* weights;  // by feature with weights, in the order of the keys
     MissRing ring;
     RingCounts* counts;    // counts in device memory while the kernel runs; zeros between launches
     u32* blocks_done;      // likewise
-    const BagNumber* only; // the bags to query, each a tile; null: all
+    const BagNumber* only; // the bags to query, each a tile; null for all
     u32 samples;
     u32 tile;              // samples of one feature that one warp takes, 32 at most
     u32 tiles_each;        // tiles of one feature
     u32 tiles;
 };
 
-// The open bags whose rows the host has found. The structure is in host memory, so that a recorded
-// launch reads it when it runs.
+// The open bags, after the host has read their rows. The structure is in host memory, so that a
+// recorded launch reads it when it runs.
 struct FinishBags {
     const Feature* features;
     const OpenBag* bags;

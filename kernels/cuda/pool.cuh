@@ -1,7 +1,7 @@
 // Pooling: rows are loaded, decoded to the bit as kernels/src/cache/codec.rs does, and added column
 // by column in key order. The lanes that read one row together are a *team*; a warp has 32 / lanes
 // teams. A lane has up to four *pieces* of a row. A piece is four columns, which are 16 bytes of
-// the output; the pieces of a team's lanes are neighbours. So a team writes whole sectors of
+// the output; the pieces of a team's lanes are neighbours. A team therefore writes whole sectors of
 // memory, and a lane reads 16 bytes of a row (8 of U4). Wider rows are pooled in several passes.
 //
 // A sum starts with +0, as on the CPU, so that no sum is -0.
@@ -23,8 +23,8 @@
 // Columns of a piece.
 #define PIECE_COLUMNS 4u
 
-// Rows of a team that are in flight together. The rows of all teams are never more than the warp's
-// 32 keys, and those of one team never more than its lanes, of which it has 4 at least.
+// Rows of a team that are in flight together. All teams together have at most the warp's 32 rows.
+// One team has at most as many rows as lanes, and it has at least 4 lanes.
 #define GROUP_ROWS 4u
 
 template <u32 CODEC>
@@ -34,7 +34,7 @@ struct Code {
     static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
     // Pieces of a lane.
     static constexpr u32 PIECES = CODEC == F32 ? 1 : CODEC == F16 ? 2 : 4;
-    // Rows of a team that are in flight together where rows are pooled. On compute capability 8.0
+    // Rows of a team that are in flight together when rows are pooled. On compute capability 8.0
     // the compiler has no registers for four rows of U8 or U4.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
     static constexpr u32 POOLED_ROWS = CODEC == U8 || CODEC == U4 ? 2 : GROUP_ROWS;
@@ -57,8 +57,8 @@ struct Rows {
     __device__ __forceinline__ const u8* row(u32 slot) const { return first + (u64)slot * bytes; }
 };
 
-// Returns the codes of a word of U8 or of half a word of U4, a byte each; those of U4 in the order
-// 0, 2, 1, 3.
+// Returns the codes of a word of U8 or of half a word of U4, a byte each. The codes of U4 come in
+// the order 0, 2, 1, 3.
 template <u32 CODEC>
 __device__ __forceinline__ u32 codes_of(u32 word) {
     return CODEC == U8 ? word : (word | word << 12) & 0x0f0f0f0f;
@@ -70,7 +70,7 @@ __device__ __forceinline__ float code_of(u32 codes, u32 v) {
     return byte_as_float(codes, CODEC == U8 || v == 0 || v == 3 ? v : 3 - v);
 }
 
-// What turns the codes of a row into numbers. The products are exact: see
+// The scale and bias that convert the codes of a row to numbers. The products are exact: see
 // kernels/src/cache/codec.rs.
 struct Scale {
     float scale;
@@ -94,8 +94,8 @@ __device__ __forceinline__ float decode(
     }
 }
 
-// Rows whose columns and scales are aligned to their loads: where the lane's pieces of a row and
-// its scale are.
+// Rows whose columns and scales are aligned to their loads: the addresses of the lane's pieces of a
+// row and of its scale.
 template <u32 CODEC>
 struct AlignedRows {
     static constexpr u32 PIECES = Code<CODEC>::PIECES;
@@ -105,7 +105,7 @@ struct AlignedRows {
     u32 scale;             // likewise to the scale
 
     // The pieces of the team's `lanes` lanes are neighbours. For a piece after the row's last
-    // column the lane reads another piece of the row, and uses nothing of it.
+    // column the lane reads another piece of the row and does not use it.
     __device__ __forceinline__ AlignedRows(const Rows& rows, u32 lanes, u32 dim)
         : bytes(rows.bytes) {
         const u32 column = rows.column < dim ? rows.column : 0;
@@ -163,16 +163,16 @@ struct LaneRow {
     }
 };
 
-// Aligned rows that are pooled: where the lane's columns and the scale of a row are. Unlike the
-// pieces of `AlignedRows`, the columns of a lane are consecutive, so that every load has the same
-// address but for a constant.
+// Aligned rows that are pooled: the addresses of the lane's columns and of the scale of a row.
+// Unlike the pieces of `AlignedRows`, the columns of a lane are consecutive, so that every load has
+// the same address but for a constant.
 template <u32 CODEC>
 struct PooledRows {
     const u8* first;       // the lane's first column of the first row
     u32 bytes;
     u32 scale;             // bytes from the lane's first column to the scale
 
-    // A lane without columns reads those of another lane, and uses nothing of them.
+    // A lane without columns reads those of another lane and does not use them.
     __device__ __forceinline__ PooledRows(const Rows& rows, u32 dim) : bytes(rows.bytes) {
         const u32 column = rows.column < dim ? rows.column : 0;
         const u32 from = column * Code<CODEC>::BITS / 8;
@@ -185,7 +185,7 @@ struct PooledRows {
 template <u32 CODEC>
 struct PooledRow {
     static constexpr u32 WORDS = Code<CODEC>::COLUMNS * Code<CODEC>::BITS / 32;
-    // Words of a load: as many as every row is aligned to.
+    // Words of a load: the alignment of every row, in words.
     static constexpr u32 LOADED = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
     u32 words[WORDS / LOADED][LOADED];
     u32 scale_and_bias;
@@ -220,7 +220,7 @@ struct PooledRow {
         }
     }
 
-    // Adds the row to `sums`, where `wanted`. No sum is -0.
+    // Adds the row to `sums` if `wanted`. No sum is -0.
     __device__ __forceinline__ void add_to(
         float (&sums)[Code<CODEC>::COLUMNS], float unit, bool wanted) const {
         // With zeros every code is +0. With a bias of +0 instead of -0 no number is -0.
@@ -234,13 +234,13 @@ struct PooledRow {
     }
 };
 
-// Returns where column `column` of a sample's part of the output is.
+// Returns the address of column `column` of a sample's part of the output.
 __device__ __forceinline__ u8* output_at(const volatile Feature& f, u32 sample, u32 column) {
     return (u8*)element(f.out, sample * (u32)f.stride + column, f.out_bytes);
 }
 
-// Writes a piece to `out`, which points to its first column: `columns` of it. An ALIGNED piece is
-// whole and of f32. Others have columns of `bytes`, and are whole where these are f16.
+// Writes `columns` columns of a piece to `out`, which points to its first column. An ALIGNED piece
+// is whole and of f32. Other pieces have columns of `bytes` bytes, and are whole if these are f16.
 template <bool ALIGNED>
 __device__ __forceinline__ void store_columns(
     u8* out, const float (&values)[PIECE_COLUMNS], u32 columns, u32 bytes) {
@@ -258,7 +258,7 @@ __device__ __forceinline__ void store_columns(
     }
 }
 
-// Returns what the sum of `keys` rows is divided by: 1, or what the feature's pooling wants.
+// Returns the divisor of the sum of `keys` rows, by the feature's pooling; 1 for none.
 __device__ __forceinline__ float divisor_of(const Feature& f, u32 keys) {
     const float count = (float)keys;
     return keys < 2 ? 1.0f

@@ -1,8 +1,8 @@
-// What every kernel source starts from: fixed-width names, reads and writes that race by design,
-// f16. Includes nothing on the device, so that the compiler alone builds it. On the host `host.h`
-// of the stand-in (tests/standin) defines CUDA's own names.
+// The common part of every kernel source: fixed-width names, reads and writes that race by design,
+// f16. Device code includes no header of CUDA, so the compiler alone builds it. On the host
+// `host.h` of the stand-in (tests/standin) defines CUDA's own names.
 //
-// Floor: compute capability 8.0, PTX ISA 7.4 (CUDA 11.4).
+// Minimum: compute capability 8.0, PTX ISA 7.4 (CUDA 11.4).
 #pragma once
 
 typedef unsigned char u8;
@@ -15,8 +15,8 @@ typedef long long i64;
 // Mask of a warp's 32 lanes.
 #define ALL_LANES 0xffffffffu
 
-// Returns `value`, which all lanes of the warp have, so that the compiler knows it: what depends on
-// it needs no code for lanes that disagree.
+// Returns `value`, which is the same in all lanes of the warp, and tells the compiler so. Code that
+// depends on it then needs no handling of lanes that disagree.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(ALL_LANES, value, 0); }
 
 #if defined(__CUDA_ARCH__)
@@ -24,17 +24,17 @@ __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(ALL_LANES
 // Declares `name`, a TYPE that the threads of a block share.
 #define SHARED(TYPE, name) __shared__ TYPE name;
 
-// Returns the thread's number in its warp. The compiler takes it as new each time: it would keep
-// everything that follows from it in registers, which rows in flight need.
+// Returns the thread's number in its warp. The compiler treats each call as a new value. Otherwise
+// it would keep derived values in registers, which rows in flight need.
 __device__ __forceinline__ u32 lane_number() {
     u32 lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// Reads one word that another thread may be writing. The value is never torn and comes from where
-// all threads of the device see it. The read orders nothing: the compiler may keep what it knows of
-// other memory.
+// Reads one word that another thread may be writing. The value is never torn and is read from
+// memory that all threads of the device see. The read orders no other access: the compiler may keep
+// values of other memory in registers.
 __device__ __forceinline__ u32 load_racing(const u32* at) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
@@ -53,7 +53,7 @@ __device__ __forceinline__ uint4 load_racing_4(const u32* at, bool wanted) {
 }
 
 // The next functions read memory that no thread writes while the kernel runs. No branch guards a
-// load, so that the loads of several rows are in flight together.
+// load, so the loads of several rows can be in flight together.
 
 // Reads `WORDS` words (1, 2 or 4) of a row; `at` is a multiple of their size.
 template <u32 WORDS>
@@ -91,15 +91,15 @@ __device__ __forceinline__ float byte_as_float(u32 word, u32 byte) {
     return v;
 }
 
-// Returns where element `index` of an array is, whose elements have `bytes`.
+// Returns the address of element `index` of an array with elements of `bytes` bytes.
 __device__ __forceinline__ const u8* element(const u8* first, u32 index, u32 bytes) {
     const u8* at;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(index), "r"(bytes), "l"(first));
     return at;
 }
 
-// Returns `address` as a value that the compiler knows nothing of: it adds an index to it with one
-// instruction, where it would take it apart and add its parts one by one.
+// Returns `address` as a value whose origin is hidden from the compiler. The compiler then adds an
+// index to it with one instruction, and does not add the parts of the address one by one.
 template <class T>
 __device__ __forceinline__ T* base_address(T* address) {
     asm("" : "+l"(address));
@@ -114,20 +114,20 @@ __device__ __forceinline__ u32 narrow_2(float low, float high) {
     return v;
 }
 
-// Writes two words, where `wanted`; `at` is a multiple of 8 bytes.
+// Writes two words if `wanted`; `at` is a multiple of 8 bytes.
 __device__ __forceinline__ void store_words_2(u8* at, u32 first, u32 second, bool wanted) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2}; }"
                  ::"l"(at), "r"(first), "r"(second), "r"((u32)wanted));
 }
 
-// Writes four values, where `wanted`; `at` is a multiple of 16 bytes.
+// Writes four values if `wanted`; `at` is a multiple of 16 bytes.
 __device__ __forceinline__ void store_4(u8* at, const float (&v)[4], bool wanted) {
     asm volatile(
         "{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.f32 [%0], {%1, %2, %3, %4}; }"
         ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"((u32)wanted));
 }
 
-// Writes one value, where `wanted`.
+// Writes one value if `wanted`.
 __device__ __forceinline__ void store_1(u8* at, float v, bool wanted) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.f32 [%0], %1; }"
                  ::"l"(at), "f"(v), "r"((u32)wanted));
@@ -138,10 +138,10 @@ __device__ __forceinline__ void store_racing(u32* at, u32 v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
-// Orders the calling lane's racing reads and writes before the fence against those after it, as all
-// threads of the device see them. It says nothing about other lanes: a `__syncwarp` after the fence
-// orders one lane's reads before another's, and a `__syncwarp` before the fence orders one lane's
-// writes before another's.
+// Orders the calling lane's racing reads and writes before the fence against those after it, for
+// all threads of the device. It does not order other lanes. A `__syncwarp` after the fence orders
+// one lane's reads before another's. A `__syncwarp` before the fence orders one lane's writes
+// before another's.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // `fence_device`, for the host too.
@@ -164,7 +164,7 @@ inline uint4 load_racing_4(const u32* at, bool wanted) {
     if (!wanted) return {0, 0, 0, 0};
     return {sim::load(at), sim::load(at + 1), sim::load(at + 2), sim::load(at + 3)};
 }
-// Through the machine's own loads, so that a row that changes while it is read becomes visible.
+// Uses the machine's own loads, so that a test can detect a row that changes during a read.
 template <u32 WORDS>
 inline void load_constant(u32 (&v)[WORDS], const void* at) {
     if ((size_t)at % (4 * WORDS)) sim::fail("a load of %u words is not aligned to them", WORDS);

@@ -2,8 +2,8 @@
 // samples of one feature, whose keys are consecutive in memory. Each lane hashes and probes one key
 // (`Lookup`); then the teams of the warp (`pool.cuh`) read the rows, GROUP_ROWS a team in flight.
 //
-// A bag with any other key is rare: the functions here write nothing for it that counts, and leave
-// it to `rare.cuh`.
+// A bag with any other key is rare. The functions here may write values for it, but `rare.cuh`
+// pools it again.
 #pragma once
 #include "pool.cuh"
 
@@ -65,10 +65,10 @@ __device__ __forceinline__ void count_use(const Cache& cache, u32 slot) {
 // The lane's own key.
 struct Lookup {
     u64 key;
-    u32 set;    // NO_SLOT: no row can have the key, or the table is resident
+    u32 set;    // NO_SLOT if no row can have the key, or the table is resident
     Found row;
 
-    // Finds the row of the key at `at` of the feature's keys, where `wanted`. All lanes of the warp
+    // Finds the row of the key at `at` of the feature's keys, if `wanted`. All lanes of the warp
     // call it together.
     __device__ __forceinline__ Lookup(
         const Query& q, const Feature& f, u32 at, bool wanted) {
@@ -87,7 +87,7 @@ struct Lookup {
 };
 
 // The samples of one feature that a warp takes, and their bags. It is in shared memory and
-// volatile: the compiler reads it where it is used, and registers are left for rows.
+// volatile. The compiler then reads it at each use, which leaves registers for rows.
 struct Tile {
     u32 number;
     u32 had_rare;     // whether this tile of the warp or one before had rare bags
@@ -102,9 +102,9 @@ struct Tile {
     u32 found;        // whether any key of the round, or of the teams' chunks, has a row
     u32 step;         // the first of the round's bags that the teams pool together
     u32 stop;         // the first bag after the round's
-    // Of 32 keys the slots of the rows to load; a group may load four more, and uses none of these;
+    // The slots of the rows to load, of 32 keys; a group may load four more, which are not used;
     alignas(16) u32 slots[32 + GROUP_ROWS];
-    alignas(16) u32 outs[32];   // and where their outputs begin; NO_OUT for none
+    alignas(16) u32 outs[32];   // and the first words of their outputs; NO_OUT for none
     u32 ends[32];     // of each bag; after the last bag, of the last one
     u32 counted[32];  // keys of a rare bag whose uses are counted already
 
@@ -139,7 +139,8 @@ struct Tile {
         return bag < stop ? ends[at] - begin_of(at) : 0;
     }
 
-    // Returns the bag of the key at `at`, which is before `end()`: how many bags end before.
+    // Returns the bag of the key at `at`, which is before `end()`: the number of bags that end
+    // before it.
     __device__ __forceinline__ u32 bag_of(u32 at) const volatile {
         u32 bag = 0;
 #pragma unroll
@@ -168,8 +169,8 @@ struct Tile {
 
     __device__ __forceinline__ bool is_rare(u32 bag) const volatile { return rare >> bag & 1; }
 
-    // Puts the lane's slot where all teams read it, and sets `found`. All lanes of the warp call it
-    // together.
+    // Writes the lane's slot to `slots`, which all teams read, and sets `found`. All lanes of the
+    // warp call it together.
     __device__ __forceinline__ void share_slot(u32 slot) volatile;
 
     // Returns the bag that the lane's team pools in this round. All lanes of the warp call it
@@ -196,7 +197,7 @@ struct Tile {
     }
 };
 
-// The lane's place in its team.
+// The lane's position in its team.
 struct Team {
     u32 lanes;
     u32 teams;
@@ -222,9 +223,9 @@ __device__ __forceinline__ Rows rows_of(const Feature& f) {
     return {(const u8*)f.rows, 4 * f.cache.row_words, f.cache.row_bytes, 0};
 }
 
-// Returns a slot for each lane: its own, or, for NO_SLOT, that of another lane, so that all lanes
-// load rows without a branch and no lane loads a row that none wants. At least one lane has a slot.
-// All lanes of the warp call it together.
+// Returns a slot for each lane: its own, or that of another lane for NO_SLOT. All lanes can then
+// load rows without a branch, and only wanted rows are loaded. At least one lane has a slot. All
+// lanes of the warp call it together.
 __device__ __forceinline__ u32 loaded_slot(u32 slot) {
     const u32 lanes = __ballot_sync(ALL_LANES, slot != NO_SLOT);
     const u32 other = __shfl_sync(ALL_LANES, slot, __ffs(lanes) - 1);
@@ -245,7 +246,7 @@ __device__ __forceinline__ void Tile::share_slot(u32 slot) volatile {
     set(found, any);
 }
 
-// Stands for no place in an output.
+// Marks no position in an output.
 #define NO_OUT NO_SLOT
 
 // Four words of shared memory, which one instruction loads.
@@ -385,7 +386,7 @@ __device__ __forceinline__ void add_rows(
         for (u32 u = 0; u < ROWS; u++) {
             loaded[u].load(rows, slots[u]);
         }
-        // Keeps the compiler from taking the first row before it loads the last.
+        // Keeps the compiler from using the first row before it loads the last.
         __syncwarp();
         const float unit = late.unit;
 #pragma unroll
@@ -441,8 +442,8 @@ __device__ __forceinline__ void pool_round(const Feature& f, volatile Tile& tile
     }
 }
 
-// Pools the tile's bags, none of which has more than 32 keys. The warp finds the keys of as many
-// bags as it has lanes for, then pools these bags, one a team at a time.
+// Pools the tile's bags, each of which has at most 32 keys. The warp finds the rows of the keys of
+// as many bags as it has lanes for. Then it pools these bags, one a team at a time.
 __device__ __forceinline__ void pool_together(
     const Query& q, const Feature& f, volatile Tile& tile) {
 #pragma unroll 1
@@ -466,8 +467,8 @@ __device__ __forceinline__ void pool_together(
     }
 }
 
-// Pools the tile's bags, one a team at a time. Each team finds the keys of its own bag, as many at
-// a time as it has lanes.
+// Pools the tile's bags, one a team at a time. Each team finds the rows of its own bag's keys, as
+// many at a time as it has lanes.
 template <u32 CODEC>
 __device__ __forceinline__ void pool_apart(const Query& q, const Feature& f, volatile Tile& tile) {
 #pragma unroll 1
@@ -511,8 +512,8 @@ __device__ __forceinline__ void pool_apart(const Query& q, const Feature& f, vol
     }
 }
 
-// Whether `pool_together` is the faster way: with few teams, one bag each has fewer keys than the
-// warp has lanes. All lanes of the warp call it together.
+// Returns whether `pool_together` is faster. With few teams, one bag for each team has fewer keys
+// than the warp has lanes. All lanes of the warp call it together.
 __device__ __forceinline__ bool are_together(const Feature& f, const volatile Tile& tile) {
     const u32 lane = lane_number();
     const u32 keys = tile.ends[lane] - tile.begin_of(lane);

@@ -1,13 +1,13 @@
 // The rare path of a query: one bag at a time, with the whole warp. A bag that has only cached rows
 // and absent keys is pooled as a whole. Any other bag is left open at its first missing row: the
-// rows before it are pooled, and the lookups from there on go to the ring in host memory. An output
-// of f16 has no room for a sum of f32, so that such a bag is left open as a whole. The bags of a
-// feature with weights, with MAX or with unaligned rows all take this path.
+// rows before it are pooled. The later lookups go to the ring in host memory. An output of f16 has
+// no room for a sum of f32, so such a bag is left open as a whole. The bags of a feature with
+// weights, with MAX or with unaligned rows all take this path.
 #pragma once
 #include "general.cuh"
 #include "query.cuh"
 
-// The bag in work, in shared memory and volatile as `Tile` is.
+// The current bag, in shared memory and volatile as `Tile` is.
 struct RareBag {
     u32 left;       // the tile's rare bags from this one on, one bit a bag
     u32 sample;
@@ -154,7 +154,7 @@ struct RarePath {
         }
     }
 
-    // Works on the first bag that is left.
+    // Processes the first of the remaining bags.
     __device__ __forceinline__ void run() const {
         const u32 number = __ffs(bag.left) - 1;
         const u32 begin = tile.begin_of(number);

@@ -1,11 +1,11 @@
 //! Times one ONNX network on one core: this crate's kernels with each weight format, and rten. The
 //! runs alternate. The results are microseconds of CPU time a batch, the median of the rounds, and
-//! billions of multiplications and additions a second. For comparison: the time of a loop that only
-//! reads as many bytes as the weights have, over and over.
+//! billions of multiplications and additions a second. For comparison it prints the time of a loop
+//! that only reads as many bytes as the weights have.
 //!
 //!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
 //!
-//! The environment may select: `ISA=avx2`, `WEIGHTS=int8`, `BATCH=64` (which leaves rten out).
+//! Environment variables limit the runs: `ISA=avx2`, `WEIGHTS=int8`, `BATCH=64` (without rten).
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -36,7 +36,8 @@ fn time(mut call: impl FnMut()) -> f64 {
     }
 }
 
-/// Returns the microseconds of reading `bytes` bytes, which were read before.
+/// Returns the microseconds of a loop that reads `bytes` bytes, which are in the CPU's caches if
+/// they fit.
 fn time_to_read(bytes: usize) -> f64 {
     let words = vec![1u64; bytes / 8];
     time(|| {

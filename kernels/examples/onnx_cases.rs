@@ -1,6 +1,6 @@
-//! Runs networks and compares their outputs with those that ONNX Runtime gave. `tests/onnx/*.py`
-//! write the files. Prints one line a case, with its difference and its engine, and the counts.
-//! With `--time` it prints the microseconds of a run at three batch sizes instead.
+//! Runs networks and compares their outputs with those of ONNX Runtime. The programs
+//! `tests/onnx/*.py` write the files. Prints one line a case, with its difference and its engine,
+//! and the counts. With `--time` it prints the microseconds of a run at three batch sizes instead.
 //!
 //!     cargo run --release -p hatchback-kernels --example onnx_cases -- [--time] FILE...
 
@@ -15,7 +15,7 @@ use std::time::Instant;
 
 /// Batches whose runs are timed.
 const BATCHES: [usize; 3] = [1, 8, 64];
-/// Rounds of which the fastest counts.
+/// Rounds, of which the fastest counts.
 const ROUNDS: usize = 15;
 
 fn main() -> ExitCode {
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(compare(&all) > 0))
 }
 
-/// Prints the outcome of each case; returns how many are wrong.
+/// Prints the outcome of each case; returns the number of wrong ones.
 fn compare(all: &[cases::Case]) -> usize {
     let (mut wrong, mut own, mut furthest) = (0, 0, 0.0f32);
     for case in all {

@@ -1,12 +1,12 @@
-//! The kernels: what runs on an accelerator or on the CPU's vector units. Every verb that a GPU
-//! runs has a CPU twin, which defines the result: a GPU must give the same bytes and, but for
-//! library matrix products, the same bits.
+//! The kernels: the code that runs on an accelerator or on the CPU's vector units. Each operation
+//! of a GPU has a CPU twin, which defines the result. A GPU must give the same bytes in caches and,
+//! except for matrix products of libraries, the same bits in scores.
 //!
 //! * [`cache`]: row codecs, the embedding cache, resident tables.
 //! * [`lookup`]: the fused lookup of a batch, and the miss list.
 //! * [`dense`]: the dense network on the CPU.
-//! * [`gpu`]: the twins of these verbs on a CUDA GPU.
-//! * [`cuda`]: the fence around the CUDA driver, which knows no table and no network.
+//! * [`gpu`]: the same operations on a CUDA GPU.
+//! * [`cuda`]: the safe wrapper of the CUDA driver, which knows no table and no network.
 //! * [`simd`]: vector instructions, prefetches, atomics, huge pages.
 //!
 //! This crate reads no files but shared libraries and TensorRT plans, and opens no sockets. Imports

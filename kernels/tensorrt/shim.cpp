@@ -1,10 +1,11 @@
-// TensorRT behind a C interface: one source for the headers of 8.5 to 11.x and of TensorRT for RTX 1.x.
-// Four entry points of TensorRT are looked up by name; all other calls are virtual, so the shim is not
-// linked with TensorRT. `make` in this folder builds it; its only caller is
+// A C interface to TensorRT: one source for the headers of 8.5 to 11.x and of TensorRT for RTX 1.x.
+// Four entry points of TensorRT are looked up by name; all other calls are virtual, so the shim is
+// not linked with TensorRT. `make` in this folder builds it; its only caller is
 // ../src/gpu/tensorrt/shim.rs.
 //
-// Never starts CUDA, never throws, and never calls a library of another version than the headers: the
-// headers give the order of virtual functions, and a wrong order would call wrong functions silently.
+// The shim never starts CUDA, never throws, and never calls a library of another version than the
+// headers. The headers give the order of virtual functions, and a wrong order would call wrong
+// functions silently.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
 #include <cstdarg>
@@ -25,9 +26,9 @@
 #define TYPES_FROM_FILE 0
 #endif
 
-// Before 8.6 each execution context of an engine needs an optimization profile of its own. There a
-// context gets an engine of its own. From 8.6 on contexts share profiles: on request in 8.6, and in 9
-// the request does no harm.
+// Before 8.6 each execution context of an engine needs its own optimization profile, so each
+// context gets its own engine. From 8.6 on contexts can share profiles. In 8.6 this must be
+// requested, and in 9 the request has no effect.
 #if !defined(TRT_MAJOR_RTX) && NV_TENSORRT_MAJOR == 8 && NV_TENSORRT_MINOR < 6
 #define SHARES_PROFILES 0
 #else
@@ -39,7 +40,7 @@ using namespace nvinfer1;
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 3;
+constexpr int32_t INTERFACE = 4;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -47,7 +48,7 @@ enum Outcome : int32_t {
     NO_LIBRARY = 1,    // the loader did not find or accept the library
     NO_ENTRY = 2,      // the library lacks an entry point
     VERSION = 3,       // the library is of another version than the headers
-    REFUSED = 4,       // TensorRT refused; `problem` has its own words
+    REFUSED = 4,       // TensorRT refused; `problem` has its text
     NO_FP16 = 5,       // this TensorRT takes the types from the ONNX file
     INTERFACE_OF = 6,  // the network does not have such an input or output
 };
@@ -104,6 +105,7 @@ struct Library {
 struct Engine {
     std::unique_ptr<ICudaEngine> engine;
     std::string plan; // empty where contexts share profiles
+    size_t plan_bytes;
 };
 
 struct Context {
@@ -201,7 +203,7 @@ static int32_t parse(nvonnxparser::IParser& parser, Log& log, Build const& build
 }
 
 #if !TYPES_FROM_FILE
-// Makes the inputs of f16 so, one value after the other.
+// Sets the type f16, and the linear format, for the inputs that have it.
 static void set_types(Build const& build, INetworkDefinition& network) {
     for (int32_t i = 0; i < network.getNbInputs(); i++) {
         ITensor* input = network.getInput(i);
@@ -300,9 +302,9 @@ API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes,
     std::unique_ptr<ICudaEngine> engine{library->runtime->deserializeCudaEngine(plan, bytes)};
     if (!engine) return log.refused("plan", problem);
 #if SHARES_PROFILES
-    *out = new Engine{std::move(engine), {}};
+    *out = new Engine{std::move(engine), {}, bytes};
 #else
-    *out = new Engine{std::move(engine), std::string(static_cast<char const*>(plan), bytes)};
+    *out = new Engine{std::move(engine), std::string(static_cast<char const*>(plan), bytes), bytes};
 #endif
     return DONE;
 }
@@ -326,12 +328,16 @@ API int32_t hatchback_trt_check(Engine const* engine, InputShape const* inputs, 
     return DONE;
 }
 
-// Returns the bytes of device memory that a context takes.
+// Returns the bytes that an engine takes: its weights, counted as the bytes of its plan, which contains them, and the
+// plan itself where it is kept. TensorRT does not report them.
+API uint64_t hatchback_trt_engine_bytes(Engine const* engine) { return engine->plan_bytes + engine->plan.size(); }
+
+// Returns the bytes that a context takes: its device memory, and its own weights where contexts do not share profiles.
 API uint64_t hatchback_trt_context_bytes(Engine const* engine) {
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
     return static_cast<uint64_t>(engine->engine->getDeviceMemorySizeV2());
 #else
-    return engine->engine->getDeviceMemorySize();
+    return engine->engine->getDeviceMemorySize() + engine->plan.size();
 #endif
 }
 

@@ -1,5 +1,5 @@
-//! The networks of the repository on this crate's kernels: a run allocates nothing, and its bits
-//! depend on neither the batch nor the instruction set.
+//! Tests of the repository's networks on this crate's kernels. A run allocates nothing, and its
+//! bits depend on neither the batch nor the instruction set.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 // The allocator trait is unsafe.
@@ -111,7 +111,7 @@ fn a_run_allocates_nothing() {
         }
     }
 
-    // The allocator counts.
+    // Check that the allocator counts.
     let before = ALLOCATIONS.get();
     drop(std::hint::black_box(vec![1u8]));
     assert_eq!(ALLOCATIONS.get() - before, 1);

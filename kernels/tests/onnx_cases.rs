@@ -1,6 +1,6 @@
-//! Networks whose outputs ONNX Runtime computed: random graphs over the operators that the engine
-//! claims, and the architectures of the field from PyTorch's exporters. `tests/onnx/README.md` says
-//! how the files are made and how 5,000 random graphs are compared.
+//! Tests with networks whose outputs ONNX Runtime computed. They are random graphs of the operators
+//! that the engine supports, and the architectures of the field from PyTorch's exporters.
+//! `tests/onnx/README.md` explains how the files are made and how 5,000 random graphs are compared.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ fn read(file: &str) -> Vec<cases::Case> {
     cases::read(&std::fs::read(path).unwrap())
 }
 
-/// Runs all cases of `file`; returns how many there are.
+/// Runs all cases of `file`; returns their number.
 fn all_run_on_our_engine(file: &str) -> usize {
     let all = read(file);
     let mut furthest = 0.0f32;

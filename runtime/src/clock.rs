@@ -1,4 +1,4 @@
-//! The clock: the seam through which the runtime reads the time, so that a simulation can set it.
+//! The clock: the trait through which the runtime reads the time, so that a simulation can set it.
 //! It never reads the time of day.
 
 use std::time::{Duration, Instant};

@@ -45,8 +45,8 @@ pub const PREFETCH_MAX: usize = 4096;
 pub const NEGATIVE_CACHE_KEYS_MAX: usize = 4096;
 /// Absolute difference that narrow weights of the dense network may make to a score.
 pub const SCORE_DIFFERENCE_MAX: f32 = 1e-3;
-/// Samples of the probe set that the check of narrow weights scores: enough to show a network that
-/// does not tolerate them, few enough for a start.
+/// Samples of the probe set that the check of narrow weights scores. They are enough to detect a
+/// network that does not tolerate such weights, and few enough for a start.
 pub const WEIGHT_CHECK_SAMPLES_MAX: usize = 512;
 
 // Bundles and the flash tier.
@@ -65,15 +65,15 @@ pub const DENSE_BYTES_MAX: u64 = 256 << 20;
 pub const PROBE_BYTES_MAX: u64 = 64 << 20;
 /// Keys of one table's hot list.
 pub const HOT_KEYS_MAX: usize = 1 << 22;
-/// A clustered segment repeats at most one of so many rows of its table, so that the index of its
-/// keys takes less than 1.3 bits for each key of the table. [`CLUSTERED_ROWS_MIN`] is allowed in
+/// A clustered segment repeats at most one of this many rows of its table. The index of its keys
+/// then takes less than 1.3 bits for each key of the table. [`CLUSTERED_ROWS_MIN`] is allowed in
 /// any case.
 pub const CLUSTERED_ONE_IN: u64 = 100;
 /// Rows that a clustered segment of a small table may repeat.
 pub const CLUSTERED_ROWS_MIN: u64 = 256;
 /// Deltas over one base. Compaction merges deltas long before this is reached.
 pub const DELTAS_MAX: usize = 64;
-/// Overlays of a table. Each takes a lookup a cache miss, which the others overlap.
+/// Overlays of a table. A lookup has one CPU cache miss in each overlay; these misses overlap.
 pub const OVERLAYS_MAX: usize = 8;
 /// Pages of one delta or of one clustered segment.
 pub const DELTA_PAGES_MAX: u32 = 1 << 24;
@@ -84,12 +84,10 @@ pub const HOT_BYTES_MAX: u64 = HOT_KEYS_MAX as u64 * 8;
 /// Threads that read pages where io_uring is not available. More threads do not keep the device
 /// busier.
 pub const READ_THREADS_MAX: usize = 16;
-/// Page reads that a background thread has in flight. Reads of requests queue behind these only.
-pub const BACKGROUND_READS_MAX: usize = 4;
-/// Pages that a background thread reads at a time where they follow each other on flash.
-pub const BACKGROUND_RUN_PAGES: usize = 16;
+/// Page reads that a background thread has in flight. A request's read waits for at most these.
+pub const BACKGROUND_READS_MAX: usize = 2;
 /// Bytes of a bundle that an install checks and writes between two pauses. Whole pages.
-pub const INSTALL_PIECE_BYTES: usize = 32 * PAGE_BYTES;
+pub const INSTALL_PIECE_BYTES: usize = 8 * PAGE_BYTES;
 /// Files that an install writes before it makes them durable together.
 pub const UNSYNCED_FILES_MAX: usize = 32;
 /// Longest single wait for io_uring. The kernel refuses times that its own clock cannot hold.
@@ -97,7 +95,7 @@ pub const URING_WAIT_MAX: Duration = Duration::from_secs(1 << 30);
 
 // Maintenance.
 
-/// Damaged pages that one scrub lists. The next scrub, after the repair of these, lists the rest.
+/// Damaged pages that one scrub lists. The next scrub lists the rest, after these are repaired.
 pub const DAMAGE_MAX: usize = 1024;
 /// Quarantined catalogs that are kept for inspection.
 pub const QUARANTINED_CATALOGS_MAX: usize = 2;
@@ -107,7 +105,7 @@ pub const THROTTLE_STEP_MAX: Duration = Duration::from_millis(20);
 pub const THROTTLE_PAGES_MAX: u64 = 256;
 /// Pages that a check of a segment reads at a time: a mebibyte, for the device's sequential rate.
 pub const VERIFY_PAGES: usize = 256;
-/// Time that one step of a late clock adds to the wear budget.
+/// Longest time between two steps that counts as elapsed time for the wear budget.
 pub const WEAR_STEP_MAX: Duration = Duration::from_secs(60 * 60);
 
 // Updates.
@@ -124,21 +122,21 @@ pub const TARGETS_BYTES_MAX: u64 = 5 << 20;
 pub const ROTATIONS_MAX: u32 = 256;
 /// Seconds by which the car's clock may be behind the newest signed time.
 pub const CLOCK_SLACK_S: u64 = 3600;
-/// Trials of a release in a row that may end with the process. A trial begins before the release's
-/// code runs and ends with its probe or its first answers.
+/// Trials of a release in a row that a crash of the process may end. A trial begins before the
+/// release's code runs and ends with its probe or its first answers.
 pub const TRIALS_MAX: u32 = 5;
-/// Trials of a release in a row that may end with the power. A release that resets the machine at
-/// every start must not do so for ever.
+/// Trials of a release in a row that a restart of the machine may end. A release that resets the
+/// machine at every start is thus rejected after some starts.
 pub const TRIAL_CUTS_MAX: u32 = 30;
-/// Answers after which a trial has ended well.
+/// Answers after which a trial counts as passed.
 pub const TRIAL_ANSWERS: u64 = 1;
-/// Age of a process, in seconds, at which a trial without requests has ended well.
+/// Age of a process, in seconds, at which a trial without requests counts as passed.
 pub const TRIAL_S: u64 = 60;
-/// Looks for which a process that follows another one leaves a generation alone that it refused.
+/// Looks of a `Follower` at the directory for which it does not retry a generation that it refused.
 pub const REFUSED_LOOKS: u32 = 60;
-/// Looks in a row at which a step may fail for a fault of the car before the attempt is abandoned.
+/// Steps in a row that may fail through a fault of the car before the attempt is abandoned.
 pub const FAILED_STEPS_MAX: u32 = 30;
-/// Longest pause before a release is tried again that a fault of the car stopped, seconds.
+/// Longest pause, in seconds, before a retry of a release that a fault of the car stopped.
 pub const RETRY_S_MAX: u64 = 24 * 3600;
 /// Rejected releases that the serving process remembers.
 pub const REFUSED_MAX: usize = 64;
@@ -180,13 +178,14 @@ const _: () =
     assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");
 const _: () = assert!(SLOTS_MAX <= u16::MAX as usize, "u16 numbers the slots");
 const _: () = assert!(DELTA_PAGES_MAX <= 1 << 24, "a page of a delta has a number of 24 bits");
-/// Time after its deadline by which a request is answered, µs: with scores, or with the error that
-/// the deadline is exceeded. The scheduler of the system comes on top.
+/// Time after its deadline within which a request is answered, µs: with scores, or with the error
+/// that the deadline is exceeded. Delays of the system's scheduler are not included.
 pub const DEADLINE_GRACE_US: u64 = 1_000;
-/// Time after its deadline for which a caller waits, µs. The rest of the grace is for its way back.
+/// Time after its deadline for which a caller waits for scores, µs. The rest of the grace is for
+/// the return to the caller.
 pub const DEADLINE_WAIT_US: u64 = 500;
 const _: () = assert!(DEADLINE_WAIT_US < DEADLINE_GRACE_US);
-/// Longest time that requests are expected to take on the thread of a caller that offers it, µs.
-/// Longer ones go to a worker, so that the caller's other requests keep their deadlines.
+/// Longest expected time of a request that is scored on its caller's thread, µs. Longer ones go to
+/// a worker, so that the caller's other requests keep their deadlines.
 pub const CALLER_SCORE_US_MAX: u64 = 200;
 const _: () = assert!(CALLER_SCORE_US_MAX < DEADLINE_GRACE_US - DEADLINE_WAIT_US);

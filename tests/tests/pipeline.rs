@@ -21,6 +21,7 @@ use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::rewrite::{keys_on, pages_of};
 use hatchback_tools::pack::spec::CodecChoice;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::ThreadId;
@@ -428,6 +429,23 @@ fn a_panic_is_an_error_of_the_requests_in_flight_and_of_no_other() {
             .take(3)
             .collect();
         tickets.iter().for_each(|t| check(t, &fixture.reference, &samples));
+    }
+}
+
+#[test]
+fn a_caller_that_panics_while_it_fills_its_request_frees_the_slot() {
+    let fixture = Fixture::new(MissPolicy::Deadline);
+    let budget = Budget { slots: 2, ..Budget::default() };
+    let pipeline = fixture.open(budget, Arc::new(Gate::default()));
+    for _ in 0..5 {
+        let fill = AssertUnwindSafe(|| {
+            pipeline.submit_with(FOREVER, |_, _| -> Result<(), RequestError> { panic!("a fault") })
+        });
+        assert!(catch_unwind(fill).is_err());
+    }
+    let tickets = [1, 2].map(|at| submit(&pipeline, &fixture.known(at, 1), FOREVER).unwrap());
+    for (at, ticket) in [1, 2].into_iter().zip(&tickets) {
+        check(ticket, &fixture.reference, &fixture.known(at, 1));
     }
 }
 

@@ -379,6 +379,9 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
     assert!(said.contains("other scores than the CPU"), "{said}");
 }
 
+/// Device memory of a context of `twin.cpp`.
+const CONTEXT_BYTES: u64 = 4096;
+
 /// Contexts of several workers use the profiles of an engine at the same time: of their own engines
 /// in 8.5, and on request in 8.6.
 #[test]
@@ -392,6 +395,10 @@ fn several_contexts_run_batches_of_every_class() {
         let engine = DeviceEngine::load(&gpu, &network, &options_of(twin, false, folder.path()));
         let engine = engine.unwrap();
         assert!(engine.runs_on().contains("TensorRT"), "{major}.{minor}: {:?}", engine.rejected());
+        // The engine keeps its plan in 8.5, and each context has its own weights.
+        let own_weights = if (major, minor) == (8, 5) { engine.bytes() / 2 } else { 0 };
+        assert!(engine.bytes() > 0);
+        assert_eq!(engine.scratch_bytes(40), CONTEXT_BYTES + own_weights, "{major}.{minor}");
 
         let mut scratches = [(); 3].map(|()| engine.scratch(40).unwrap());
         let stream = gpu.stream().unwrap();

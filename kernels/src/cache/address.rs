@@ -15,15 +15,15 @@ pub struct RowKey {
 }
 
 impl RowKey {
-    /// Returns a 64-bit hash: the key is combined with the table's salt and mixed as MurmurHash3
-    /// finishes.
+    /// Returns a 64-bit hash: the key is combined with the table's salt and mixed with
+    /// MurmurHash3's finalizer.
     #[inline(always)]
     pub fn hash(self) -> u64 {
         mix(self.key ^ salt(self.table))
     }
 }
 
-/// Returns the number that tells the keys of `table` apart from equal keys of other tables.
+/// Returns the salt of `table`, by which equal keys of different tables get different hashes.
 #[inline(always)]
 fn salt(table: u16) -> u64 {
     (u64::from(table) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -87,9 +87,9 @@ impl KeySpaces {
         self.ends[usize::from(table)]
     }
 
-    /// Returns the number of the first row of each table, `[tables + 1]`, the end of the last table
-    /// included. Rows are numbered from 1 across all tables. Returns `None` if a table is sparse or
-    /// 32 bits are too few.
+    /// Returns the number of the first row of each table, and the end of the last table, `[tables +
+    /// 1]`. Rows are numbered from 1 across all tables. Returns `None` if a table is sparse or 32
+    /// bits are too few.
     fn bases(&self) -> Option<Box<[u32]>> {
         let mut bases = vec![1u32];
         for end in &self.ends {
@@ -109,13 +109,13 @@ impl KeySpaces {
         if self.bases().is_some() { 1 } else { 1 << self.table_bits() }
     }
 
-    /// Returns true if a tag has 32 bits.
+    /// Returns whether a tag has 32 bits.
     pub fn is_narrow(&self) -> bool {
         self.bases().is_some()
     }
 }
 
-/// The hash function of one table: how its keys become sets and tags.
+/// The hash function of one table, which maps a key to a set and a tag.
 #[derive(Clone, Copy)]
 pub(crate) enum TableHasher {
     Indexed { base: u32, end: u64 },
@@ -159,13 +159,14 @@ impl AddressMap {
         self.sets
     }
 
-    /// Returns an 8-bit fingerprint of `tag`, never 0, in which the tags of one set mostly differ.
-    pub fn fingerprint(&self, tag: u64) -> u8 {
+    /// Returns a 16-bit fingerprint of `tag`, never 0. Different tags of one set mostly have
+    /// different fingerprints.
+    pub fn fingerprint(&self, tag: u64) -> u16 {
         let hash = match &self.tables {
             Tables::Indexed { .. } => tag,
             Tables::Hashed { table_bits } => tag >> table_bits,
         };
-        (hash as u8).max(1)
+        (hash as u16).max(1)
     }
 
     /// Returns the hash function of `table`.
@@ -221,8 +222,8 @@ impl AddressMap {
             (*set, *tag) = (address.set, if key <= last { address.tag } else { 0 });
         };
 
-        // One loop for each kind of table: in a common loop the compiler computes both for each
-        // key.
+        // Each kind of table has its own loop. In a common loop the compiled code would compute
+        // both hashes for each key.
         match hasher {
             TableHasher::Indexed { base, end } => {
                 addresses.for_each(|(&key, (set, tag))| {
@@ -239,7 +240,7 @@ impl AddressMap {
     #[inline(always)]
     fn indexed(&self, base: u32, end: u64, key: u64) -> SetTag {
         let hash = if key < end { mix_32(base + key as u32) } else { 0 };
-        // There are fewer than 2^32 sets. The cast tells the compiler.
+        // There are fewer than 2^32 sets. The cast lets the compiler use a 32-bit factor.
         let set = (u64::from(hash) * u64::from(self.sets as u32)) >> 32;
         SetTag { set: set as u32, tag: hash.into() }
     }
@@ -261,7 +262,7 @@ impl AddressMap {
             }
             Tables::Hashed { table_bits } => {
                 // The tag lacks the upper `table_bits` bits of the hash. The set bounds the hash to
-                // a range that is narrower than those bits.
+                // a range in which only one value has the tag's lower bits.
                 let table = (address.tag & ((1 << table_bits) - 1)) as u16 - 1;
                 let low = address.tag >> table_bits;
                 let from = (u128::from(address.set) << 64).div_ceil(self.sets as u128) as u64;

@@ -6,7 +6,7 @@ use crate::simd::{Plain, Simd};
 use half::f16;
 use serde::{Deserialize, Serialize};
 
-/// Bytes of an encoded row, at most. With its 64-bit key, a row must fit into one flash page beside
+/// Maximum bytes of an encoded row. A row with its 64-bit key must fit into one flash page beside
 /// the page's header.
 pub const ROW_BYTES_MAX: usize = 4064;
 
@@ -44,7 +44,7 @@ impl Codec {
         }
     }
 
-    /// Returns true if rows have a scale and a bias, which the table's unit multiplies.
+    /// Returns whether rows have a scale and a bias, which are multiplied by the table's unit.
     pub fn is_quantized(self) -> bool {
         self.code_max().is_some()
     }
@@ -76,7 +76,7 @@ pub enum RowFault {
         /// The value.
         value: f32,
     },
-    /// The value is finite but too large for the codec.
+    /// The value is finite, but the codec cannot hold a value so large.
     #[error("column {column} holds {value}, beyond what {codec} holds", codec = codec.name())]
     TooLarge {
         /// Column of the value.
@@ -89,7 +89,7 @@ pub enum RowFault {
 }
 
 /// The encoding of one table's rows. Holding one proves that `unit` is a power of two in
-/// `2^-64..=2^64` (1 for float codecs). Therefore no product in `decode` is rounded or subnormal,
+/// `2^-64..=2^64` (1 for float codecs). No product in `decode` is therefore rounded or subnormal,
 /// and its multiplications give the same bits in any order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowFormat {
@@ -240,8 +240,8 @@ impl RowFormat {
         }
     }
 
-    /// Replaces each column of `out` `[dim]` by that of the decoded `row` if that is larger, or if
-    /// `first`.
+    /// Replaces each column of `out` `[dim]` with the decoded value of `row` if that value is
+    /// larger, or if `first`.
     #[inline(always)]
     pub(crate) fn maximize<S: Simd>(&self, row: &[u8], out: &mut [f32], first: bool) {
         let take = |o: &mut f32, value: f32| {
@@ -318,9 +318,10 @@ impl RowFormat {
     }
 }
 
-/// Chooses a table's unit exponent. It is 0 (the bytes of other libraries) if every scale is a
-/// normal f16 without a unit. Else it is the power of two that puts the largest magnitude just
-/// under 2^14, so that rows a millionth of that magnitude still have a normal scale.
+/// Chooses a table's unit exponent. If every scale is a normal f16 without a unit, the exponent is
+/// 0, and the bytes are those of other libraries. Otherwise the unit is the power of two that
+/// brings the largest magnitude just under 2^14. Rows of a millionth of that magnitude then still
+/// have a normal scale.
 ///
 /// `magnitude_max` is the largest absolute value of the table. `range_min` is the smallest `max -
 /// min` of a row that is not zero.

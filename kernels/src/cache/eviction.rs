@@ -1,17 +1,17 @@
-//! Which row of a full set is evicted: S3-FIFO (Yang et al., "FIFO Queues are All You Need for
-//! Cache Eviction", SOSP 2023) inside one set. A new row starts on probation. A row that is used on
-//! probation moves to the main part, which is a CLOCK. The set remembers the fingerprint of a row
-//! that left probation unused (a ghost), and the row enters the main part when it returns. A scan
-//! therefore passes through the probation ways and leaves the other ways alone. This file never
-//! reads or writes a row.
+//! The eviction policy of a full set: S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache
+//! Eviction", SOSP 2023) inside one set. A new row starts on probation. A row that is used on
+//! probation moves to the main part, which is a CLOCK. The set keeps the fingerprint of a row that
+//! left probation unused (a ghost). Such a row enters the main part when it is inserted again. A
+//! scan therefore replaces only rows on probation. This file never reads or writes a row.
 
 /// Slots of a set.
 pub(crate) const WAYS: usize = if cfg!(loom) { 2 } else { 14 };
 
-/// Rows on probation in a full set from which on one of them is evicted.
+/// If a full set has at least so many rows on probation, one of them is evicted.
 const PROBATION_WAYS: u32 = 2;
-/// Fingerprints of rows that left probation, for each set.
-pub(crate) const GHOSTS: usize = 16;
+/// Number of fingerprints of rows that left probation, for each set. More of them, of fewer bits
+/// each, would take new rows for rows that return.
+pub(crate) const GHOSTS: usize = 8;
 /// The largest use count of a way.
 const USES_MAX: u32 = 3;
 /// The smallest use count with which a row leaves probation for the main part.
@@ -29,7 +29,7 @@ pub(crate) struct Ways {
     /// The way at which the FIFO of the probation part continues.
     pub probation_hand: u8,
     /// Fingerprints, 0 for none.
-    pub ghosts: [u8; GHOSTS],
+    pub ghosts: [u16; GHOSTS],
     /// The ghost to be replaced next.
     pub ghost_hand: u8,
 }
@@ -50,9 +50,9 @@ impl Ways {
         self.uses = self.uses & !(3 << (2 * way)) | uses << (2 * way);
     }
 
-    /// Assigns `way` to the row with this fingerprint: to the main part if the row is a ghost, else
-    /// on probation.
-    pub fn assign(&mut self, way: usize, fingerprint: u8) {
+    /// Assigns `way` to the row with this fingerprint. The row enters the main part if it is a
+    /// ghost; otherwise it starts on probation.
+    pub fn assign(&mut self, way: usize, fingerprint: u16) {
         let ghost = self.ghosts.iter_mut().find(|g| **g == fingerprint);
         let returns = ghost.is_some();
         if let Some(ghost) = ghost {
@@ -64,7 +64,7 @@ impl Ways {
 
     /// Chooses the way of a full set whose row is evicted. `fingerprint_of` returns the fingerprint
     /// of the row in a way.
-    pub fn evict(&mut self, fingerprint_of: impl Fn(usize) -> u8) -> usize {
+    pub fn evict(&mut self, fingerprint_of: impl Fn(usize) -> u16) -> usize {
         // The loop ends: each turn takes a use from a row, or a row from probation.
         loop {
             let probation = self.probation.count_ones();

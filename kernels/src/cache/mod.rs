@@ -1,13 +1,13 @@
 //! The embedding cache: one flat, set-associative array of encoded rows, shared by all cached
 //! tables whose rows have the same width. A query takes no lock: each set has a sequence number, by
-//! which a reader rejects a torn or half-replaced row. The cache never reads flash. It decides
-//! nothing but which row of a full set is evicted (`eviction.rs`).
+//! which a reader rejects a torn or half-replaced row. The cache never reads flash. Its only policy
+//! is which row of a full set it evicts (`eviction.rs`).
 //!
 //! A set keeps a *tag* for each of its ways, so one vector comparison finds a row. The tag and the
-//! number of the set together are a bijection of (table, key): equal tags are equal keys, and
-//! nothing is left to compare. Tags, sequence number and use counts share one cache line (two if
-//! tags are wide), so a lookup reads that line and the row. A slot takes 6.3 bytes beside its row
-//! if all tables are indexed, else 10.9.
+//! number of the set together are a bijection of (table, key), so equal tags mean equal keys. Tags,
+//! sequence number and use counts share one cache line (two if tags are wide), so a lookup reads
+//! that line and the row. A slot takes 6.3 bytes beside its row if all tables are indexed, else
+//! 10.9.
 //!
 //! A set has three parts, each in an array of its own:
 //!
@@ -39,9 +39,9 @@ use crate::simd::huge_pages::Zeroed;
 use crate::simd::prefetch::prefetch_lines;
 use crate::simd::{LINE_WORDS, OVERREAD_BYTES, Plain, READ_BYTES, Simd};
 
-/// The epoch of a set before a row was read from flash. The cache refuses an insert with an older
-/// epoch, because the row may have been updated or invalidated since. A late insert therefore never
-/// brings an old row back.
+/// The epoch of a set, taken before a row is read from flash. Each update or invalidation of a row
+/// starts a new epoch of its set. The cache refuses an insert with an older epoch, because the row
+/// may have changed since. A late insert therefore never brings an old row back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u32);
 
@@ -55,7 +55,7 @@ impl Epoch {
         self.0
     }
 
-    /// Returns an epoch with which an insert is refused: epochs only grow.
+    /// Returns an earlier epoch, with which the cache refuses an insert.
     pub fn outdated(self) -> Self {
         Self(self.0.wrapping_sub(1))
     }
@@ -63,19 +63,20 @@ impl Epoch {
 
 /// Position of the epoch in a set's writer state, in words.
 const EPOCH: usize = 0;
-/// Position of the eviction's hands in a set's writer state, in words; the ghosts follow.
+/// Position of the eviction policy's hands in a set's writer state, in words; the ghosts follow.
 const HANDS: usize = 1;
 /// Words of a set's writer state.
-const WRITER_WORDS: usize = 2 + GHOSTS / 4;
-/// Words of one racing read.
+const WRITER_WORDS: usize = 2 + GHOSTS / 2;
+/// Words of one racing read: a read of memory that a writer may change.
 const READ_WORDS: usize = READ_BYTES / 4;
 /// Sets that an estimate of the cached rows reads.
 const SAMPLED_SETS: usize = 1024;
-/// Reads of a row in a set that a writer is changing, before the row counts as missing.
+/// Attempts to read a row from a set that a writer is changing. After these the row counts as
+/// missing.
 const READ_RETRIES_MAX: usize = if cfg!(loom) { 2 } else { 1000 };
 
-/// The cache. [`Cache::new`] takes all memory, which never grows. Headers are apart from rows,
-/// because headers are few enough to stay near the core.
+/// The cache. [`Cache::new`] allocates all memory, which never grows. Headers are stored apart from
+/// rows, because all headers together are small enough for the CPU's caches.
 pub struct Cache {
     row_bytes: usize,
     /// Words of a row.
@@ -146,7 +147,7 @@ impl Cache {
         self.sets * WAYS
     }
 
-    /// Returns how many rows are cached, estimated from an evenly spaced sample of the sets.
+    /// Returns an estimate of the number of cached rows, from an evenly spaced sample of the sets.
     pub fn rows_estimated(&self) -> usize {
         let step = self.sets.div_ceil(SAMPLED_SETS).max(1);
         let (mut sampled, mut rows) = (0, 0);
@@ -214,6 +215,14 @@ impl Cache {
         RawRows::racing(&self.rows, self.row_words)
     }
 
+    /// Prefetches what [`Cache::insert`] reads of the row's set.
+    #[cfg(not(loom))]
+    pub fn prefetch_insert(&self, row: RowKey) {
+        let set = self.addresses.address_of(row).set;
+        self.headers().prefetch(set);
+        prefetch_lines(self.set_writer_state(set));
+    }
+
     /// Prefetches the row in `slot`.
     #[cfg(not(loom))]
     #[inline(always)]
@@ -236,8 +245,8 @@ impl Cache {
         }
     }
 
-    /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row
-    /// that writers change for too long counts as missing.
+    /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. If
+    /// writers change the set for too long, the row counts as missing.
     #[inline(always)]
     pub(crate) fn read<S: Simd>(&self, address: SetTag, out: &mut [u8]) -> bool {
         for _ in 0..READ_RETRIES_MAX {
@@ -266,7 +275,7 @@ impl Cache {
         hit
     }
 
-    /// Returns whether the cache can ever hold `row`: its key is in the key space of its table.
+    /// Returns whether the cache can hold `row`: whether its key is in the key space of its table.
     pub fn can_hold(&self, row: RowKey) -> bool {
         self.addresses.address_of(row).tag != 0
     }
@@ -314,16 +323,20 @@ impl Cache {
         assert_eq!(bytes.len(), self.row_bytes);
         self.set_tag(address.set, way, address.tag);
         let row = self.row(address.set * WAYS as u32 + way);
-        for (word, bytes) in row.iter().zip(bytes.chunks(4)) {
-            let mut full = [0; 4];
-            full[..bytes.len()].copy_from_slice(bytes);
-            word.store(u32::from_le_bytes(full), Ordering::Relaxed);
+        let (words, rest) = bytes.as_chunks();
+        for (word, bytes) in row.iter().zip(words) {
+            word.store(u32::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        if !rest.is_empty() {
+            let mut last = [0; 4];
+            last[..rest.len()].copy_from_slice(rest);
+            row[words.len()].store(u32::from_le_bytes(last), Ordering::Relaxed);
         }
     }
 
     /// Inserts a row, and evicts another one if the set is full. `since` is the epoch that the
-    /// caller took before it read the row. If the row may have changed after that, the cache stays
-    /// as it is. Returns true if the row was inserted.
+    /// caller took before it read the row. If the row may have changed after that, the cache is not
+    /// changed. Returns whether the row was inserted.
     pub fn insert(&self, row: RowKey, bytes: &[u8], since: Epoch) -> bool {
         self.write_set(row, |address| {
             if address.tag == 0 || self.epoch_at(address) != since {
@@ -339,7 +352,8 @@ impl Cache {
         })
     }
 
-    /// Returns an empty way of the set or evicts a row, and tells the eviction policy.
+    /// Returns an empty way of the set, or evicts a row, and records the way in the eviction
+    /// policy.
     fn assign_way(&self, address: SetTag) -> u32 {
         let mut ways = self.load_ways(address.set);
         let empty = (0..WAYS).find(|&way| self.tag(address.set, way as u32) == 0);
@@ -351,13 +365,13 @@ impl Cache {
         way as u32
     }
 
-    /// Overwrites the row if it is cached. Returns true if it was. Inserts of the row with an older
+    /// Overwrites the row if it is cached. Returns whether it was. Inserts of the row with an older
     /// epoch are refused from now on.
     pub fn update(&self, row: RowKey, bytes: &[u8]) -> bool {
         self.change(row, |address, way| self.store_row(address, way, bytes))
     }
 
-    /// Removes the row if it is cached. Returns true if it was. Inserts of the row with an older
+    /// Removes the row if it is cached. Returns whether it was. Inserts of the row with an older
     /// epoch are refused from now on.
     pub fn invalidate(&self, row: RowKey) -> bool {
         self.change(row, |address, way| self.set_tag(address.set, way, 0))
@@ -367,7 +381,7 @@ impl Cache {
     fn change(&self, row: RowKey, change: impl FnOnce(SetTag, u32)) -> bool {
         self.write_set(row, |address| {
             let epoch = &self.set_writer_state(address.set)[EPOCH];
-            // Who reads the new epoch also sees what the writer stored before the change.
+            // A thread that reads the new epoch also sees the writer's earlier stores.
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
 
             let way = self.headers().probe::<Plain>(address).way;
@@ -408,8 +422,9 @@ impl Cache {
         let word = |i: usize| state[i].load(Ordering::Relaxed);
         let hands = word(HANDS).to_le_bytes();
         let mut ghosts = [0; GHOSTS];
-        for (i, four) in ghosts.chunks_exact_mut(4).enumerate() {
-            four.copy_from_slice(&word(HANDS + 1 + i).to_le_bytes());
+        for (i, two) in ghosts.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            let both = word(HANDS + 1 + i);
+            *two = [both as u16, (both >> 16) as u16];
         }
 
         Ways {
@@ -429,8 +444,8 @@ impl Cache {
 
         self.set_header(set)[USES].store(ways.uses, Ordering::Relaxed);
         state[HANDS].store(u32::from_le_bytes(hands), Ordering::Relaxed);
-        for (word, four) in state[HANDS + 1..].iter().zip(ways.ghosts.chunks_exact(4)) {
-            word.store(u32::from_le_bytes([four[0], four[1], four[2], four[3]]), Ordering::Relaxed);
+        for (word, [low, high]) in state[HANDS + 1..].iter().zip(ways.ghosts.as_chunks().0) {
+            word.store(u32::from(*high) << 16 | u32::from(*low), Ordering::Relaxed);
         }
     }
 }
@@ -594,8 +609,8 @@ mod tests {
         assert!(cache.bytes() <= 100 * 1024);
     }
 
-    /// With indexed tables of 16 columns in u8, a megabyte holds three times as many rows as a
-    /// cache of f32 rows whose slots have 8 bytes of key and 8 bytes of counter.
+    /// A megabyte of indexed tables of 16 columns in u8 holds three times as many rows as one of
+    /// f32 rows. The slots of the latter would have 8 bytes of key and 8 bytes of counter.
     #[test]
     fn a_slot_is_small() {
         let spaces = KeySpaces::new(vec![Some(1 << 20)]);

@@ -12,7 +12,8 @@ use std::marker::PhantomData;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Encoded rows in memory, `stride` bytes apart, and `OVERREAD_BYTES` after the last.
+/// Encoded rows in memory, `stride` bytes apart, with `OVERREAD_BYTES` readable bytes after the
+/// last.
 #[derive(Clone, Copy)]
 pub(crate) struct RawRows<'a> {
     start: *const u8,

@@ -1,6 +1,7 @@
 //! Resident tables: small tables whose rows are all in memory, so that no lookup misses. The keys
 //! of a resident table never change. [`Resident::write`] replaces the row of a key; its caller
-//! keeps lookups away meanwhile. A lookup beside a write reads a torn row, but stays in bounds.
+//! makes sure that no lookup runs during the write. Such a lookup would read a torn row, but would
+//! stay in bounds.
 
 use crate::cache::address::mix;
 use crate::cache::codec::ROW_BYTES_MAX;
@@ -21,7 +22,7 @@ pub struct Resident {
     count: usize,
     /// Words of a row.
     row_words: usize,
-    /// The rows, and `OVERREAD_BYTES` after the last.
+    /// The rows, with `OVERREAD_BYTES` readable bytes after the last.
     rows: Zeroed<AtomicU32>,
 }
 
@@ -85,8 +86,8 @@ impl Resident {
         table
     }
 
-    /// Replaces the row in `slot` by `bytes` `[row_bytes]`. The caller makes sure that no lookup
-    /// reads the row meanwhile.
+    /// Replaces the row in `slot` with `bytes` `[row_bytes]`. The caller makes sure that no lookup
+    /// reads the row during the write.
     pub fn write(&self, slot: u32, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.row_bytes);
         let row = &self.rows[slot as usize * self.row_words..][..self.row_words];
@@ -144,7 +145,7 @@ impl Resident {
         RawRows::racing(&self.rows, self.row_words)
     }
 
-    /// Prefetches what `slot` reads for `key`.
+    /// Prefetches the memory that `slot` reads for `key`.
     #[inline(always)]
     pub(crate) fn prefetch(&self, key: u64) {
         if let Some(index) = &self.index {

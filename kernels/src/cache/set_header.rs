@@ -1,8 +1,7 @@
-//! The headers of a cache's sets: everything that a lookup reads before the row itself. A header is
-//! one cache line with the tags, the sequence number and the use counts of the set's ways. Where
-//! tags have 64 bits, a second line holds their high halves. Readers take no lock: what a reader
-//! read is valid if the set's sequence number did not change. This file changes nothing but use
-//! counts.
+//! The headers of a cache's sets, which a lookup reads before the row. A header is one cache line
+//! with the tags, the sequence number and the use counts of the set's ways. If tags have 64 bits, a
+//! second line holds their high halves. Readers take no lock: a read is valid if the set's sequence
+//! number did not change. This file changes only use counts.
 
 use crate::cache::address::SetTag;
 use crate::cache::eviction::{WAYS, used};
@@ -15,7 +14,7 @@ pub(crate) const SEQUENCE: usize = LINE_WORDS - 2;
 /// Position of the use counts of the set's ways in its header, in words.
 pub(crate) const USES: usize = LINE_WORDS - 1;
 
-/// The result of a probe: where the row is, and the state of its set just before the probe.
+/// The result of a probe: the location of the row, and the sequence number before the probe.
 #[derive(Clone, Copy)]
 pub(crate) struct Probe {
     pub set: u32,
@@ -28,7 +27,7 @@ impl Probe {
     /// Creates the probe from the mask `hits` of the ways whose tags matched.
     #[inline(always)]
     pub fn from_hits(address: SetTag, hits: u32, sequence: u32) -> Self {
-        // No row has tag 0. An empty way has.
+        // Tag 0 marks an empty way; no row has it.
         let hits = if address.tag == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
         Self { set: address.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
     }
@@ -39,14 +38,14 @@ impl Probe {
         self.set.wrapping_mul(WAYS as u32).wrapping_add(self.way)
     }
 
-    /// Returns true if the row was found in a set that no writer was changing.
+    /// Returns whether the row was found in a set that no writer was changing.
     #[inline(always)]
     pub fn is_hit(self) -> bool {
         self.way < WAYS as u32 && self.sequence & 1 == 0
     }
 }
 
-/// The tags of one set compared with a tag, and what the header said beside the tags.
+/// The result of comparing the tags of one set with a tag, and the rest of the header.
 pub(crate) struct TagMatch {
     /// One bit for each way whose tag is equal, the first way in the lowest bit. Bits from `WAYS`
     /// up have no meaning.
@@ -57,11 +56,12 @@ pub(crate) struct TagMatch {
     pub uses: u32,
 }
 
-/// The headers of all sets. A copy of this struct stays in registers, whatever a caller stores.
+/// The headers of all sets. A copy of this struct can stay in registers while the caller stores to
+/// memory.
 #[derive(Clone, Copy)]
 pub(crate) struct SetHeaders<'a> {
     lines: &'a [[AtomicU32; LINE_WORDS]],
-    /// True if a header has two lines.
+    /// Whether a header has two lines.
     wide: bool,
 }
 
@@ -72,7 +72,7 @@ impl<'a> SetHeaders<'a> {
         Self { lines: words.as_chunks().0, wide }
     }
 
-    /// Returns true if tags have 64 bits.
+    /// Returns whether tags have 64 bits.
     #[inline(always)]
     pub fn is_wide(self) -> bool {
         self.wide
@@ -116,8 +116,8 @@ impl<'a> SetHeaders<'a> {
         TagMatch { hits, sequence, uses: header[USES].load(Ordering::Relaxed) }
     }
 
-    /// Looks for a row in its set. What the caller then reads of the row is valid only if
-    /// `validate` returns true.
+    /// Looks for a row in its set. The bytes of the row that the caller then reads are valid only
+    /// if `validate` returns true.
     #[inline(always)]
     pub fn probe<S: Simd>(self, address: SetTag) -> Probe {
         let found = if self.wide {
@@ -128,7 +128,7 @@ impl<'a> SetHeaders<'a> {
         Probe::from_hits(address, found.hits, found.sequence)
     }
 
-    /// Returns true if the sets of all `rows`, which must be hits, are unchanged since they were
+    /// Returns whether the sets of all `rows`, which must be hits, are unchanged since they were
     /// probed. Every row that the caller read since then was complete and belongs to its key.
     /// Counts a use of each row.
     #[inline(always)]

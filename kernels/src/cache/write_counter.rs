@@ -1,13 +1,13 @@
 //! The number of writes to a cache that have started and that have ended. A lookup uses the two
-//! numbers to validate all rows that it read with one comparison: if `started` still equals the
-//! `ended` that the lookup sampled before its reads, no write overlapped them. The sequence numbers
-//! of the sets then need no check. This counter never tells which row was written.
+//! numbers to validate all rows that it read with one comparison. It samples `ended` before its
+//! reads. If `started` still equals that sample after them, no write overlapped them, and the
+//! sequence numbers of the sets need no check. The counter does not record which row was written.
 
 use crate::simd::atomics::{AtomicU32, Ordering, fence};
 
 /// The write counter of one cache: a sequence lock for any number of writers (after Boehm, see
 /// `set_header.rs`). Every ended write was started before, so equal numbers count the same writes.
-/// The comparison fails to see a write only if 2^32 writes start within one lookup.
+/// The comparison misses a write only if 2^32 writes start within one lookup.
 #[derive(Default)]
 // Every write changes the counter. The alignment keeps it off the cache lines that lookups read.
 #[repr(align(128))]
@@ -34,7 +34,7 @@ impl WriteCounter {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Returns true if no write overlapped the reads since `ended()` returned `since`.
+    /// Returns whether no write overlapped the reads since `ended()` returned `since`.
     #[inline(always)]
     pub fn no_writes_since(&self, since: u32) -> bool {
         fence(Ordering::Acquire);

@@ -1,6 +1,6 @@
-//! The functions of the CUDA driver that this crate calls, with results that are numbers: a driver
-//! that is newer than any list returns codes that no list has. A function that the driver lacks is
-//! a typed error, found when the driver is opened. Checks no argument.
+//! The functions of the CUDA driver that this crate calls. Their results are plain numbers, because
+//! a newer driver may return codes that are in no list. If the driver lacks a function, opening the
+//! driver returns a typed error. Checks no argument.
 
 #![allow(unsafe_code)]
 
@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
 
-/// What keeps the driver's functions from being called.
+/// Why the driver's functions cannot be called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MissingDriver {
     /// The machine has no driver library.

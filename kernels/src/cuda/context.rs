@@ -1,5 +1,5 @@
-//! The driver's context on one GPU, and the streams in it. All programs' threads share the primary
-//! context. Knows no kernels and no memory.
+//! The driver's context on one GPU, and the streams in it. All threads of the process share the
+//! primary context. Knows no kernels and no memory.
 
 #![allow(unsafe_code)]
 
@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUcontext, CUctx_flags, CUdevice_attribute, CUstream, 
 use std::ffi::{CStr, c_char};
 use std::ptr::null_mut;
 
-/// Bytes of a GPU's name, as the driver limits them.
+/// The driver's limit on the bytes of a GPU's name.
 const NAME_BYTES: usize = 256;
 
 /// The primary context of a GPU. It is released when the value is dropped.
@@ -44,7 +44,7 @@ impl Context {
         Ok(context)
     }
 
-    /// Makes the context that of the calling thread, as nearly all calls need it.
+    /// Binds the context to the calling thread. Nearly all calls need this.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
@@ -151,7 +151,7 @@ impl RawStream {
         self.stream
     }
 
-    /// Waits until all work that was put onto the stream is done.
+    /// Waits until all work on the stream is done.
     ///
     /// # Errors
     /// [`CudaError::Driver`] if some of the work failed.
@@ -182,9 +182,9 @@ fn no_gpu(e: CudaError) -> CudaError {
     }
 }
 
-/// Makes a thread that waits for the GPU spin. A request waits once, for far less than a
-/// millisecond. A driver that chooses for itself may put the thread to sleep, as on a Tegra, and
-/// its wake-up takes longer than the request. A driver that refuses keeps its choice.
+/// Lets threads spin while they wait for the GPU. A request waits once, for far less than a
+/// millisecond. By default a driver may put the thread to sleep, as on a Tegra, and the wake-up
+/// takes longer than the request. If the driver refuses the setting, its default stays.
 fn wait_by_spinning(calls: &Calls, device: i32) {
     let flags = CUctx_flags::CU_CTX_SCHED_SPIN as u32;
     // SAFETY: the device exists; the call changes no memory of this process.

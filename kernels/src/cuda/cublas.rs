@@ -1,8 +1,9 @@
-//! cuBLAS, fenced: products of f32 on a stream, in the precision that the caller names. Where
-//! cuBLASLt takes a product, its bias and Relu are in the same launch. The products use a workspace
-//! that this crate allocates, so that a graph can record them. The library is loaded if the machine
-//! has it, in any release from 11 on; Hatchback is not linked with it. cuBLAS adds in an order of
-//! its own: its results are within rounding of the kernels', not equal to the bit.
+//! A safe wrapper of cuBLAS: products of f32 on a stream, in the precision that the caller chooses.
+//! If cuBLASLt accepts a product, its bias and Relu are in the same launch. The products use a
+//! workspace that this crate allocates, so that a graph can record them. The library is loaded if
+//! the machine has it, in any release from 11 on; Hatchback is not linked with it. The library adds
+//! in another order than the kernels, so its results are within rounding of theirs, but not equal
+//! to the bit.
 
 #![allow(unsafe_code)]
 
@@ -49,7 +50,7 @@ type Gemm = unsafe extern "C" fn(
     i32,
 ) -> i32;
 
-/// The functions that are called. Their types are the same in releases 11 to 13.
+/// The library's functions that this file calls. Their types are the same in releases 11 to 13.
 #[derive(Clone, Copy)]
 struct Calls {
     create: unsafe extern "C" fn(*mut Handle) -> i32,
@@ -96,11 +97,11 @@ pub struct Cublas {
     gpu: Arc<Gpu>,
     workspace: Buffer<u8>,
     factors: Factors,
-    /// Why bias and Relu are not in the launch of a product, where they are not.
+    /// The handle of cuBLASLt, or the reason why bias and Relu are not in the launch of a product.
     lt: Result<Box<CublasLt>, CublasError>,
 }
 
-/// What a product holds.
+/// Whether a product includes scale, bias and Relu.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Product {
     /// The results, with scale, bias and Relu.
@@ -113,7 +114,7 @@ pub enum Product {
 unsafe impl Send for Cublas {}
 
 impl Cublas {
-    /// Loads the library and creates a handle for `gpu`, for products of such `factors`.
+    /// Loads the library and creates a handle for `gpu`, for products with `factors`.
     ///
     /// # Errors
     /// [`CublasError::NoLibrary`], or another if cuBLAS does not start.
@@ -128,13 +129,13 @@ impl Cublas {
         Ok(Self { calls, handle, gpu: Arc::clone(gpu), workspace, factors, lt })
     }
 
-    /// Returns why bias and Relu are launches of their own, where they are.
+    /// Returns the reason why bias and Relu are separate launches; `None` if they are not.
     pub fn refused_epilogues(&self) -> Option<&CublasError> {
         self.lt.as_ref().err()
     }
 
-    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`. Returns whether scale, bias and Relu
-    /// are in it.
+    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`. Returns whether it includes scale, bias
+    /// and Relu.
     ///
     /// # Errors
     /// [`CublasError::Refused`] or [`CublasError::Cuda`].
@@ -186,7 +187,7 @@ impl Cublas {
         // column-major: there a row-major product is the product of the operands in swapped order.
         unsafe {
             check("stream", (calls.set_stream)(*handle, stream.raw().cast()))?;
-            // Setting a stream resets cuBLAS to its own workspace, for which it would allocate.
+            // A new stream resets cuBLAS to its own workspace, for which it would allocate memory.
             let place = workspace.address() as *mut c_void;
             check("workspace", (calls.set_workspace)(*handle, place, workspace.len()))?;
             let (w, a, out) = (by.weights.address(), a.address(), out.address());

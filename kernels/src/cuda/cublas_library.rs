@@ -1,5 +1,5 @@
-//! The parts that cuBLAS and cuBLASLt share: their errors, the rounding of factors, and how a
-//! library of several possible names is loaded. Calls no function of either library.
+//! The parts that cuBLAS and cuBLASLt share: their errors, the rounding of factors, and the loading
+//! of a library that has several possible names. Calls no function of either library.
 
 use crate::cuda::error::{CudaError, load_problem};
 
@@ -17,7 +17,7 @@ pub enum CublasError {
     Cuda(#[from] CudaError),
 }
 
-/// What the factors of a product are rounded to. Sums are f32 in any case.
+/// The type to which the factors of a product are rounded. Sums are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Factors {
     /// f32: not rounded.
@@ -43,7 +43,7 @@ pub(super) fn check(call: &'static str, status: i32) -> Result<(), CublasError> 
     if status == 0 { Ok(()) } else { Err(CublasError::Refused { call, status }) }
 }
 
-/// Loads `library` under the first of `names` that `load_as` finds.
+/// Loads `library` under the first of `names` that `load_as` can load.
 pub(super) fn load_any<C>(
     library: &'static str,
     names: &[&str],

@@ -1,6 +1,7 @@
-//! cuBLASLt, fenced: products by a weight matrix that end with its bias and Relu, one launch each.
-//! The library is loaded if the machine has it, as cuBLAS is. The caller falls back to cuBLAS and a
-//! launch for bias and Relu. Never scales a product: a matrix with a scale is not for this file.
+//! A safe wrapper of cuBLASLt: products by a weight matrix with its bias and Relu, one launch each.
+//! The library is loaded if the machine has it, as cuBLAS is. After an error the caller uses
+//! cuBLAS, and a separate launch for bias and Relu. A matrix with a scale is refused by an
+//! assertion.
 
 #![allow(unsafe_code)]
 
@@ -21,7 +22,7 @@ type Opaque = *mut c_void;
 type Destroy = unsafe extern "C" fn(Opaque) -> i32;
 type Set = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
 
-/// `cublasLtMatmulHeuristicResult_t`: an algorithm, then what it takes.
+/// `cublasLtMatmulHeuristicResult_t`: an algorithm, then its needs.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Algorithm {
@@ -34,7 +35,7 @@ struct Algorithm {
 
 const _: () = assert!(size_of::<Algorithm>() == 96);
 
-/// The functions that are called. Their types are the same in releases 11 to 13.
+/// The library's functions that this file calls. Their types are the same in releases 11 to 13.
 #[derive(Clone, Copy)]
 struct Calls {
     create: unsafe extern "C" fn(*mut Opaque) -> i32,
@@ -159,7 +160,7 @@ unsafe impl Send for CublasLt {}
 const F32: i32 = 0;
 
 impl CublasLt {
-    /// Loads the library and creates a handle for `gpu`, for products of such `factors`.
+    /// Loads the library and creates a handle for `gpu`, for products with `factors`.
     pub fn open(gpu: &Arc<Gpu>, factors: Factors) -> Result<Self, CublasError> {
         let calls = Calls::load()?;
         gpu.bind()?;
@@ -170,8 +171,8 @@ impl CublasLt {
     }
 
     /// Puts `out[m, n] = finish(a[m, k] x by[k, n])` onto `stream`, where `by` has no scale.
-    /// `finish` adds the bias, then applies Relu if the matrix has it. If an error returns, nothing
-    /// is on the stream.
+    /// `finish` adds the bias, then applies Relu if the matrix has it. After an error, nothing was
+    /// put onto the stream.
     pub fn multiply(
         &mut self,
         stream: &Stream,

@@ -1,4 +1,4 @@
-//! The device that a process looks embeddings up on, and host memory that this device can access.
+//! The device on which a process looks up embeddings, and host memory that this device can access.
 //! Never allocates device memory.
 
 use crate::cuda::driver::{Gpu, Profile};
@@ -8,7 +8,7 @@ use crate::simd::huge_pages::{Zeroable, Zeroed};
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-/// Where embeddings are looked up. A process chooses its device once, at start.
+/// The device that looks up embeddings. A process chooses its device once, at start.
 #[derive(Clone, Default)]
 pub enum Device {
     /// The CPU.

@@ -1,11 +1,11 @@
-//! The CUDA driver, fenced: one GPU with its streams, events and kernels; `memory.rs` has its
-//! memory. The first call checks that the driver library is present. Only the driver's own JIT ever
-//! compiles a kernel, and only where the profile allows that. No work is ever put onto the legacy
-//! stream, which is not ordered with other streams. Knows nothing of embeddings.
+//! A safe wrapper of the CUDA driver: one GPU with its streams, events and kernels; `memory.rs` has
+//! its memory. The first call checks that the driver library is present. Only the driver's own JIT
+//! ever compiles a kernel, and only if the profile allows that. No work is ever put onto the legacy
+//! stream, which is not ordered with other streams. Knows no embeddings.
 //!
 //! Work on a stream is asynchronous. Memory that a launch uses must stay alive, and the host must
-//! not touch it, until the host has waited for the stream or for an event after the launch. Freeing
-//! memory waits for the whole device.
+//! not touch it. Both hold until the host has waited for the stream or for an event after the
+//! launch. Freeing memory waits for the whole device.
 
 #![allow(unsafe_code)]
 
@@ -22,10 +22,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) use crate::cuda::error::Result;
 pub use crate::cuda::error::{CudaError, DriverError};
 
-/// How the target lets a GPU be used.
+/// The target's restriction on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// As on the board: kernels must be present as machine code; the driver may not compile PTX.
+    /// Whether the GPU is used as on the board: kernels must be present as machine code, and the
+    /// driver may not compile PTX.
     pub tegra: bool,
 }
 
@@ -36,7 +37,7 @@ pub struct Images {
     pub name: &'static str,
     /// Machine code by compute capability.
     pub cubins: &'static [(u32, &'static [u8])],
-    /// PTX, which the driver compiles for every later GPU.
+    /// PTX, which the driver can compile for any later GPU.
     pub ptx: &'static str,
 }
 
@@ -49,14 +50,14 @@ pub struct Calls {
     pub waits: u64,
 }
 
-/// Held while work is recorded: a wait for the whole device would invalidate the recording. The
-/// lock is global, as the context is, however often the GPU is opened.
+/// Held while work is recorded, because a wait for the whole device would invalidate the recording.
+/// The lock is global like the context, even if the GPU is opened several times.
 static RECORDING: Mutex<()> = Mutex::new(());
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
-    /// For work that is waited for immediately and belongs to no caller's stream. Dropped before
-    /// the context.
+    /// A stream for work of no caller, for which the host waits immediately. Dropped before the
+    /// context.
     own: RawStream,
     context: Context,
     profile: Profile,
@@ -139,7 +140,7 @@ impl Gpu {
         }))
     }
 
-    /// Returns the GPU's name, as the driver has it.
+    /// Returns the GPU's name from the driver.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -183,7 +184,7 @@ impl Gpu {
         self.context.attribute(attribute)
     }
 
-    /// Makes the GPU's context that of the calling thread.
+    /// Binds the GPU's context to the calling thread.
     pub(super) fn bind(&self) -> Result<()> {
         self.context.bind()
     }
@@ -213,8 +214,8 @@ impl Gpu {
         self.context.wait_for_all()
     }
 
-    /// Creates a stream of the highest priority: its work runs before that of other programs'
-    /// streams on the GPU.
+    /// Creates a stream of the highest priority. Its work runs before work of streams with a lower
+    /// priority on the GPU.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
@@ -246,7 +247,7 @@ impl Gpu {
         Ok(Event { event, gpu: Arc::clone(self) })
     }
 
-    /// Loads the image for this GPU: its machine code, or the PTX where there is none and the
+    /// Loads the image for this GPU: its machine code. If there is none, loads the PTX, if the
     /// profile allows the driver to compile it.
     ///
     /// # Errors
@@ -300,7 +301,7 @@ impl Gpu {
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
     }
 
-    /// Loads the image `name` of `folder`: its machine code, else its PTX.
+    /// Loads the image `name` of `folder`: its machine code, or else its PTX.
     fn module_of(self: &Arc<Self>, folder: &Path, name: &str) -> Result<Arc<Module>> {
         let cubin = folder.join(format!("{name}.sm_{}.cubin", self.sm));
         let path = if cubin.exists() { cubin } else { folder.join(format!("{name}.ptx")) };
@@ -393,8 +394,8 @@ impl Stream {
         self.gpu.bind()
     }
 
-    /// Launches `kernel` on `blocks` blocks of `threads` threads, and does not wait. No block
-    /// launches nothing. Every kernel takes one argument.
+    /// Launches `kernel` on `blocks` blocks of `threads` threads, and does not wait. With 0 blocks
+    /// nothing is launched. Every kernel takes one argument.
     ///
     /// # Safety
     /// `A` has the layout of the kernel's parameter. The memory that `argument` points to is as
@@ -430,7 +431,7 @@ impl Stream {
         self.gpu.launches.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits until all work that was put onto the stream is done.
+    /// Waits until all work on the stream is done.
     ///
     /// # Errors
     /// [`CudaError::Driver`] if some of the work failed.
@@ -439,7 +440,7 @@ impl Stream {
         self.stream.wait()
     }
 
-    /// Records `event` after all work that was put onto the stream.
+    /// Records `event` after all work on the stream.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
@@ -509,8 +510,8 @@ impl Event {
         check("wait for an event", unsafe { (self.gpu.driver().wait_event)(self.event) })
     }
 
-    /// Returns the µs on the GPU between the last recordings of `start` and of this event, both of
-    /// [`Gpu::timed_event`], after the host has waited for both.
+    /// Returns the µs on the GPU between the last recordings of `start` and of this event. Both
+    /// must be of [`Gpu::timed_event`], and the host must have waited for both.
     ///
     /// # Errors
     /// [`CudaError::Driver`].

@@ -1,5 +1,5 @@
-//! Why the GPU cannot be used: the driver's errors, typed, and how errors that no caller can
-//! receive are logged. Never calls the driver, except for the name of an error.
+//! Why the GPU cannot be used: the driver's errors as types, and the log of errors that no caller
+//! can receive. Never calls the driver, except for the name of an error.
 
 use crate::cuda::calls::{Calls, MissingDriver};
 use std::error::Error;
@@ -42,10 +42,10 @@ pub enum CudaError {
     /// The driver library has no such function.
     #[error("the CUDA driver has no function {function}, which drivers from 11.4 on have")]
     Lacks { function: &'static str },
-    /// No image of the kernels runs on this GPU; `problem` says which images were tried.
+    /// No image of the kernels runs on this GPU; `problem` lists the images that were tried.
     #[error("no kernels for {gpu}: {problem}")]
     NoKernels { gpu: String, problem: String },
-    /// A call into the driver failed; `call` says what it was for.
+    /// A call into the driver failed; `call` is its purpose.
     #[error("CUDA: {call}: {error}")]
     Driver { call: &'static str, error: DriverError },
 }
@@ -61,7 +61,7 @@ impl From<MissingDriver> for CudaError {
 
 pub(crate) type Result<T> = std::result::Result<T, CudaError>;
 
-/// Makes a typed error of the number that a call into the driver returned.
+/// Converts the number that a call into the driver returned to a typed error.
 pub(super) fn check(call: &'static str, result: u32) -> Result<()> {
     match result {
         0 => Ok(()),
@@ -69,16 +69,15 @@ pub(super) fn check(call: &'static str, result: u32) -> Result<()> {
     }
 }
 
-/// Logs the failure to free or destroy something: a destructor has no caller that could receive the
-/// error.
+/// Logs the failure of a destructor, which has no caller that could receive the error.
 pub(super) fn report(done: Result<()>) {
     if let Err(e) = done {
         log::error!("in a destructor: {e}");
     }
 }
 
-/// Returns the loader's reason why a library cannot be loaded; `libloading`'s own text only says
-/// that it cannot.
+/// Returns the loader's reason why a library cannot be loaded. The text of `libloading` itself does
+/// not include the reason.
 pub(crate) fn load_problem(e: &libloading::Error) -> String {
     e.source().unwrap_or(e).to_string()
 }

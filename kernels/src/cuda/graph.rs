@@ -1,6 +1,6 @@
 //! CUDA graphs: work that is recorded once and launched as a whole, with one call into the driver
-//! for many kernels. What differs between launches is in memory that the kernels read. Never waits
-//! for a launch.
+//! for many kernels. Data that differs between launches is in memory that the kernels read. Never
+//! waits for a launch.
 
 #![allow(unsafe_code)]
 
@@ -10,7 +10,8 @@ use cudarc::driver::sys;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-/// Attempts to record: code elsewhere in the process that uses the GPU may invalidate a recording.
+/// Number of attempts to record. Other code of the process that uses the GPU may invalidate a
+/// recording.
 const RECORD_ATTEMPTS: usize = 4;
 
 impl Stream {
@@ -22,7 +23,7 @@ impl Stream {
     }
 }
 
-/// Returns whether other code of the process has spoiled a recording.
+/// Returns whether other code of the process has invalidated a recording.
 fn is_invalidated(e: &CudaError) -> bool {
     matches!(e, CudaError::Driver { error: DriverError::RECORDING_INVALIDATED, .. })
 }
@@ -49,8 +50,8 @@ impl Recording {
     fn end(stream: &Stream) -> Result<Self, CudaError> {
         let (driver, gpu) = (stream.gpu().driver(), Arc::clone(stream.gpu()));
         let (mut recorded, mut graph) = (null_mut(), null_mut());
-        // SAFETY: the stream is alive; the calls write one handle each. The graph needs what was
-        // recorded no more once it is made.
+        // SAFETY: the stream is alive; the calls write one handle each. After the graph is made, it
+        // no longer needs the recording.
         unsafe {
             check("end a graph", (driver.end_recording)(stream.raw(), &mut recorded))?;
             if recorded.is_null() {
@@ -92,15 +93,15 @@ impl Drop for Recording {
 unsafe impl<T: Send> Send for Graphs<T> {}
 
 impl<T> Graphs<T> {
-    /// Creates a set without graphs.
+    /// Creates an empty set of graphs with `resources`.
     pub fn new(resources: T) -> Self {
         Self { graphs: Vec::new(), resources }
     }
 
-    /// Records what `work` puts onto the stream that `stream` returns, and returns the graph's
+    /// Records the work that `work` puts onto the stream that `stream` returns. Returns the graph's
     /// number; numbers count from 0. `work` must not wait, allocate or free memory that the device
-    /// can access, or use another stream. A recording that other code of the process invalidates is
-    /// repeated, up to `RECORD_ATTEMPTS` times, so `work` may run more than once.
+    /// can access, or use another stream. If other code of the process invalidates a recording, it
+    /// is repeated, up to `RECORD_ATTEMPTS` times. So `work` may run more than once.
     ///
     /// # Errors
     /// The error of `work`, or [`CudaError::Driver`] if the work cannot be recorded.
@@ -109,7 +110,7 @@ impl<T> Graphs<T> {
         stream: impl Fn(&T) -> &Stream,
         mut work: impl FnMut(&mut T) -> Result<(), E>,
     ) -> Result<usize, E> {
-        // Records this thread only: other threads may allocate at the same time.
+        // Records this thread only, so other threads may allocate at the same time.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let gpu = Arc::clone(stream(&self.resources).gpu());
         let _no_wait = gpu.recording();
@@ -132,8 +133,8 @@ impl<T> Graphs<T> {
         Ok(self.graphs.len() - 1)
     }
 
-    /// Launches graph `number` on its stream, and does not wait. `turn` calls its second argument
-    /// when the graph may be launched.
+    /// Launches graph `number` on its stream, and does not wait. `turn` calls its second argument,
+    /// which launches the graph, in the right order with other work.
     ///
     /// # Errors
     /// [`CudaError::Driver`], or the error of `turn`.
@@ -154,8 +155,8 @@ impl<T> Graphs<T> {
         &self.resources
     }
 
-    /// Returns the resources, to write what the next launch reads. The caller must have waited for
-    /// the last launch.
+    /// Returns the resources, so that the caller can write the data of the next launch. The caller
+    /// must have waited for the last launch.
     pub fn resources_mut(&mut self) -> &mut T {
         &mut self.resources
     }

@@ -1,4 +1,4 @@
-//! A weight matrix in device memory, as the dense kernels and cuBLAS multiply by it.
+//! A weight matrix in device memory, for the dense kernels and cuBLAS.
 
 use crate::cuda::memory::Buffer;
 

@@ -1,6 +1,7 @@
 //! Memory that the GPU can access: its own ([`Buffer`]), or pinned and mapped host memory
 //! ([`Mapped`]). A launch receives either as a [`View`]. Freeing waits until the device no longer
-//! uses the memory. Never uses what a Tegra lacks (managed memory, memory pools, IPC), on any GPU.
+//! uses the memory. On all GPUs this file avoids features that a Tegra lacks: managed memory,
+//! memory pools, IPC.
 
 #![allow(unsafe_code)]
 
@@ -102,8 +103,8 @@ impl<T> Drop for Buffer<T> {
     }
 }
 
-/// Values in pinned host memory that the device can access too, `[len]`. The host reads what the
-/// device wrote only after it has waited for the device.
+/// Values in pinned host memory that the device can access too, `[len]`. The host reads values that
+/// the device wrote only after it has waited for the device.
 pub struct Mapped<T> {
     host: NonNull<T>,
     address: sys::CUdeviceptr,
@@ -149,7 +150,7 @@ impl<T> Drop for Mapped<T> {
     fn drop(&mut self) {
         let free = || {
             self.gpu.bind()?;
-            // A kernel may still write to the memory. A GPU that fails this wait runs no kernel.
+            // A kernel may still write to the memory. If this wait fails, the GPU runs no kernel.
             report(self.gpu.wait_for_all());
             // SAFETY: the only owner is being dropped, and the device was waited for.
             let result = unsafe { (self.gpu.driver().free_pinned)(self.host.as_ptr().cast()) };
@@ -174,8 +175,8 @@ impl Gpu {
         check("allocate device memory", result)?;
         let buffer = Buffer { address, len, gpu: Arc::clone(self), of: PhantomData };
 
-        // On a stream of this crate, and waited for: the driver's own `memset` returns before it
-        // is done and is not ordered with other streams.
+        // The memory is zeroed on a stream of this crate, and the host waits. The driver's own
+        // `memset` returns before it is done and is not ordered with other streams.
         let stream = self.own_stream();
         // SAFETY: `bytes` bytes were just allocated at `address`.
         let result = unsafe { (self.driver().set_bytes)(address, 0, bytes, stream.handle()) };
@@ -184,9 +185,9 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// Allocates `len` zeros in host memory that the device can access too. On a GPU with memory of
-    /// its own every access by the device crosses the bus, so this is for small data and for data
-    /// that the device reads once.
+    /// Allocates `len` zeros in host memory that the device can access too. If the GPU has its own
+    /// memory, every access by the device crosses the bus. This memory is therefore for small data
+    /// and for data that the device reads once.
     ///
     /// # Errors
     /// `CudaError::Driver` if there is not enough memory.

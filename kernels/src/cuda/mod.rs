@@ -1,4 +1,4 @@
-//! The fence around CUDA. It knows no table and no network.
+//! The safe wrapper of CUDA. It knows no table and no network.
 //!
 //! * [`driver`]: the GPU, its streams, events and kernels; [`memory`]: device memory and pinned
 //!   host memory; [`graph`]: recorded work.
@@ -6,7 +6,7 @@
 //! * `calls`: the driver's functions; `context`: the context on a GPU, and its streams.
 //! * `device`: the choice between CPU and GPU; `error`: why a GPU cannot be used.
 //!
-//! What runs on the GPU for tables and networks is in `gpu`.
+//! The GPU code for tables and networks is in `gpu`.
 
 mod calls;
 mod context;

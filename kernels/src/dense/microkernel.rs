@@ -8,14 +8,18 @@
 // The rows and columns of a tile are numbers, not elements.
 #![allow(clippy::needless_range_loop)]
 
+#[cfg(target_arch = "aarch64")]
+use crate::dense::lanes::neon;
+use crate::dense::lanes::{Lanes, Plain, Stored};
 use crate::simd::isa::{Family, Isa};
 use crate::simd::prefetch::{prefetch, prefetch_l2};
-use half::f16;
 
 /// Rows of a tile, at most.
 pub(super) const ROWS_MAX: usize = 6;
 /// Columns of a panel, at most. A panel is 16, 32 or 64 wide.
 pub(super) const WIDTH_MAX: usize = 64;
+/// Columns of a row of unfinished sums: two panels.
+pub(super) const SUMS_WIDTH: usize = 2 * WIDTH_MAX;
 
 /// The operations on a complete sum: `sum * scale + bias`, then perhaps Relu. `scale` and `bias`
 /// are as wide as the panel.
@@ -26,35 +30,113 @@ pub(super) struct Finish<'a> {
     pub relu: bool,
 }
 
-/// Part of a product: some rows of `a` by one panel.
+impl Finish<'_> {
+    /// Returns the operations from column `first` on.
+    pub fn from(self, first: usize) -> Self {
+        Self { scale: &self.scale[first..], bias: &self.bias[first..], relu: self.relu }
+    }
+}
+
+/// The sums of a block of `k`, which continue those of the blocks before.
+pub(super) struct Sums<'a> {
+    /// The sums of earlier blocks, `[rows, SUMS_WIDTH]`. Unused if the first block is the last.
+    pub partial: &'a mut [f32],
+    /// The sums start at zero.
+    pub is_first: bool,
+    /// Columns of the product here, without padding.
+    pub columns: usize,
+    /// Where the last block stores its sums; `None` stores them in `partial`.
+    pub result: Option<Output<'a>>,
+}
+
+/// Where complete sums go: `[rows, columns]`, rows `stride` apart.
+pub(super) struct Output<'a> {
+    pub out: &'a mut [f32],
+    pub stride: usize,
+    /// `None` stores the sums as they are.
+    pub finish: Option<Finish<'a>>,
+}
+
+impl Sums<'_> {
+    /// Checks that the slices hold `rows` rows of `width` columns, the padded ones included.
+    pub fn check(&self, rows: usize, width: usize) {
+        assert!((1..=width).contains(&self.columns) && width <= SUMS_WIDTH && rows > 0);
+        if !self.is_first || self.result.is_none() {
+            assert!(self.partial.len() >= (rows - 1) * SUMS_WIDTH + width);
+        }
+        if let Some(result) = &self.result {
+            assert!(result.out.len() >= (rows - 1) * result.stride + self.columns);
+            if let Some(finish) = &result.finish {
+                assert!(finish.scale.len() >= width && finish.bias.len() >= width);
+            }
+        }
+    }
+
+    /// Returns the sums of a row so far, in `C` vectors of columns from `first` on.
+    ///
+    /// # Safety
+    /// `check` passed for more rows than `row` and for these columns.
+    #[inline(always)]
+    pub unsafe fn start<V: Lanes, const C: usize>(&self, row: usize, first: usize) -> [V; C] {
+        // SAFETY: the caller keeps the contract of this function.
+        unsafe {
+            let mut sums = [V::splat(0.0); C];
+            if !self.is_first {
+                let partial = self.partial.as_ptr().add(row * SUMS_WIDTH + first);
+                for c in 0..C {
+                    sums[c] = V::load(partial.add(c * V::N));
+                }
+            }
+            sums
+        }
+    }
+
+    /// Stores the sums of a row, in `C` vectors of columns from `first` on.
+    ///
+    /// # Safety
+    /// As for `start`; `first` is a column of the product.
+    #[inline(always)]
+    pub unsafe fn end<V: Lanes, const C: usize>(&mut self, row: usize, first: usize, sums: [V; C]) {
+        // SAFETY: the caller keeps the contract of this function.
+        unsafe {
+            match &mut self.result {
+                None => {
+                    let partial = self.partial.as_mut_ptr().add(row * SUMS_WIDTH + first);
+                    for c in 0..C {
+                        sums[c].store(partial.add(c * V::N));
+                    }
+                }
+                Some(result) => {
+                    let out = result.out.as_mut_ptr().add(row * result.stride + first);
+                    put(sums, result.finish, first, self.columns - first, out);
+                }
+            }
+        }
+    }
+}
+
+/// Part of a product: some rows of `a` by a block of one panel.
 pub(super) struct Tile<'a, W> {
-    /// `[rows, k]`.
+    /// `[rows, k]`, rows `a_stride` apart.
     pub a: &'a [f32],
+    pub a_stride: usize,
     pub k: usize,
     pub rows: usize,
     /// `[k, width]`.
     pub panel: &'a [W],
     pub width: usize,
-    /// `[rows, columns]`, rows `stride` apart; `columns` is at most `width`.
-    pub out: &'a mut [f32],
-    pub stride: usize,
-    pub columns: usize,
-    /// `None` stores the sums as they are.
-    pub finish: Option<Finish<'a>>,
+    pub sums: Sums<'a>,
     /// Prefetched during the tile, a cache line for each `k`; never read.
-    pub ahead: *const W,
+    pub ahead: *const u8,
 }
 
 impl<W: Stored> Tile<'_, W> {
     /// Computes the tile.
     pub fn run(&mut self, isa: Isa) {
-        assert!((1..=ROWS_MAX).contains(&self.rows) && (1..=self.width).contains(&self.columns));
+        assert!((1..=ROWS_MAX).contains(&self.rows));
         assert!(matches!(self.width, 16 | 32 | 64) && self.panel.len() == self.k * self.width);
-        assert!(self.a.len() >= self.rows * self.k);
-        assert!(self.out.len() >= (self.rows - 1) * self.stride + self.columns);
-        if let Some(finish) = &self.finish {
-            assert!(finish.scale.len() >= self.width && finish.bias.len() >= self.width);
-        }
+        assert!(self.a.len() >= (self.rows - 1) * self.a_stride + self.k);
+        self.sums.check(self.rows, self.width);
         match isa.family() {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: an `Isa` proves the instructions; the slices were checked.
@@ -147,45 +229,6 @@ fn any_each(values: &mut [f32], f: impl Fn(f32) -> f32) {
     values.iter_mut().for_each(|x| *x = f(*x));
 }
 
-/// A vector of `N` f32. Its functions are `unsafe`: the machine must have the instructions, and
-/// each pointer must be valid for `N` values.
-pub(super) trait Lanes: Copy {
-    const N: usize;
-    unsafe fn splat(x: f32) -> Self;
-    unsafe fn load(p: *const f32) -> Self;
-    unsafe fn load_f16(p: *const f16) -> Self;
-    unsafe fn store(self, p: *mut f32);
-    /// Returns `self * x + sum`, rounded once.
-    unsafe fn mul_add(self, x: Self, sum: Self) -> Self;
-    /// Returns 0 for a negative lane, else the lane. NaN stays NaN.
-    unsafe fn relu(self) -> Self;
-}
-
-/// A type in which weights are stored.
-pub(super) trait Stored: Copy {
-    /// Loads `V::N` weights.
-    ///
-    /// # Safety
-    /// `p` is valid for `V::N` values and the machine has the instructions of `V`.
-    unsafe fn lanes<V: Lanes>(p: *const Self) -> V;
-}
-
-impl Stored for f32 {
-    #[inline(always)]
-    unsafe fn lanes<V: Lanes>(p: *const Self) -> V {
-        // SAFETY: the caller keeps the contract of this function.
-        unsafe { V::load(p) }
-    }
-}
-
-impl Stored for f16 {
-    #[inline(always)]
-    unsafe fn lanes<V: Lanes>(p: *const Self) -> V {
-        // SAFETY: the caller keeps the contract of this function.
-        unsafe { V::load_f16(p) }
-    }
-}
-
 /// Applies `finish` to `C` vectors of sums from column `first` on, and stores `columns` columns.
 #[inline(always)]
 unsafe fn put<V: Lanes, const C: usize>(
@@ -224,14 +267,16 @@ unsafe fn put<V: Lanes, const C: usize>(
 /// Computes `R` rows by the `C` vectors of columns from `first` on.
 #[inline(always)]
 unsafe fn tile<V: Lanes, W: Stored, const R: usize, const C: usize>(t: &mut Tile<W>, first: usize) {
-    if first >= t.columns {
+    if first >= t.sums.columns {
         return;
     }
-    let columns = t.columns - first;
     // SAFETY: `Tile::run` checked that the slices hold what is read and written here.
     unsafe {
-        let (a, out) = (t.a.as_ptr(), t.out.as_mut_ptr().add(first));
+        let a = t.a.as_ptr();
         let mut sums = [[V::splat(0.0); C]; R];
+        for r in 0..R {
+            sums[r] = t.sums.start(r, first);
+        }
         let mut panel = t.panel.as_ptr().add(first);
         for i in 0..t.k {
             let mut w = [V::splat(0.0); C];
@@ -243,17 +288,17 @@ unsafe fn tile<V: Lanes, W: Stored, const R: usize, const C: usize>(t: &mut Tile
             }
 
             for r in 0..R {
-                let x = V::splat(*a.add(r * t.k + i));
+                let x = V::splat(*a.add(r * t.a_stride + i));
                 for c in 0..C {
                     sums[r][c] = w[c].mul_add(x, sums[r][c]);
                 }
             }
             panel = panel.wrapping_add(t.width);
-            prefetch_l2(t.ahead.wrapping_add(i * (64 / size_of::<W>())));
+            prefetch_l2(t.ahead.wrapping_add(i * 64));
         }
 
         for r in 0..R {
-            put(sums[r], t.finish, first, columns, out.add(r * t.stride));
+            t.sums.end(r, first, sums[r]);
         }
     }
 }
@@ -335,121 +380,10 @@ unsafe fn any_decode<V: Lanes, W: Stored>(from: &[W], to: &mut [f32]) {
     }
 }
 
-/// Eight values in plain Rust: the reference for the other vectors.
-#[derive(Clone, Copy)]
-struct Plain([f32; 8]);
-
-impl Lanes for Plain {
-    const N: usize = 8;
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        Self([x; 8])
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> Self {
-        // SAFETY: as `Lanes` requires; an array of `f32` has the alignment of one.
-        unsafe { Self(*p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(p: *const f16) -> Self {
-        // SAFETY: as `Lanes` requires.
-        unsafe { Self((*p.cast::<[f16; 8]>()).map(f16::to_f32)) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
-        // SAFETY: as `Lanes` requires.
-        unsafe { *p.cast() = self.0 }
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, x: Self, sum: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i].mul_add(x.0[i], sum.0[i])))
-    }
-    #[inline(always)]
-    unsafe fn relu(self) -> Self {
-        Self(self.0.map(|x| if 0.0 > x { 0.0 } else { x }))
-    }
-}
-
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::*;
-    use std::arch::x86_64::*;
-
-    #[derive(Clone, Copy)]
-    struct F32x16(__m512);
-    #[derive(Clone, Copy)]
-    struct F32x8(__m256);
-
-    // SAFETY of both: `Lanes` requires exactly what the instructions need.
-    impl Lanes for F32x16 {
-        const N: usize = 16;
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm512_set1_ps(x)) }
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm512_loadu_ps(p)) }
-        }
-        #[inline(always)]
-        unsafe fn load_f16(p: *const f16) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))) }
-        }
-        #[inline(always)]
-        unsafe fn store(self, p: *mut f32) {
-            // SAFETY: see the implementation's head.
-            unsafe { _mm512_storeu_ps(p, self.0) }
-        }
-        #[inline(always)]
-        unsafe fn mul_add(self, x: Self, sum: Self) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm512_fmadd_ps(self.0, x.0, sum.0)) }
-        }
-        #[inline(always)]
-        unsafe fn relu(self) -> Self {
-            // SAFETY: see the implementation's head. MAXPS gives its second operand unless the
-            // first is greater.
-            unsafe { Self(_mm512_max_ps(_mm512_setzero_ps(), self.0)) }
-        }
-    }
-
-    impl Lanes for F32x8 {
-        const N: usize = 8;
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm256_set1_ps(x)) }
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm256_loadu_ps(p)) }
-        }
-        #[inline(always)]
-        unsafe fn load_f16(p: *const f16) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
-        }
-        #[inline(always)]
-        unsafe fn store(self, p: *mut f32) {
-            // SAFETY: see the implementation's head.
-            unsafe { _mm256_storeu_ps(p, self.0) }
-        }
-        #[inline(always)]
-        unsafe fn mul_add(self, x: Self, sum: Self) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm256_fmadd_ps(self.0, x.0, sum.0)) }
-        }
-        #[inline(always)]
-        unsafe fn relu(self) -> Self {
-            // SAFETY: see the implementation's head. MAXPS gives its second operand unless the
-            // first is greater.
-            unsafe { Self(_mm256_max_ps(_mm256_setzero_ps(), self.0)) }
-        }
-    }
+    use crate::dense::lanes::x86::{F32x8, F32x16};
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
     pub(super) unsafe fn tile_avx512<W: Stored>(t: &mut Tile<W>) {
@@ -516,63 +450,5 @@ mod x86 {
     pub(super) unsafe fn decode_avx2<W: Stored>(from: &[W], to: &mut [f32]) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { any_decode::<F32x8, W>(from, to) }
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
-mod neon {
-    use super::*;
-    use std::arch::aarch64::*;
-
-    #[derive(Clone, Copy)]
-    pub(super) struct F32x4(float32x4_t);
-
-    // SAFETY: `Lanes` requires exactly what the instructions need, and every AArch64 machine has
-    // them.
-    impl Lanes for F32x4 {
-        const N: usize = 4;
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(vdupq_n_f32(x)) }
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(vld1q_f32(p)) }
-        }
-        #[inline(always)]
-        unsafe fn load_f16(p: *const f16) -> Self {
-            let wide;
-            // SAFETY: see the implementation's head. The conversion is in assembly because the f16
-            // vector type is not stable in this compiler.
-            unsafe {
-                std::arch::asm!(
-                    "fcvtl {w:v}.4s, {h:v}.4h",
-                    w = lateout(vreg) wide,
-                    h = in(vreg) vld1_u16(p.cast()),
-                    options(pure, nomem, nostack, preserves_flags)
-                );
-            }
-            Self(wide)
-        }
-        #[inline(always)]
-        unsafe fn store(self, p: *mut f32) {
-            // SAFETY: see the implementation's head.
-            unsafe { vst1q_f32(p, self.0) }
-        }
-        #[inline(always)]
-        unsafe fn mul_add(self, x: Self, sum: Self) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(vfmaq_f32(sum.0, self.0, x.0)) }
-        }
-        #[inline(always)]
-        unsafe fn relu(self) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe {
-                let zero = vdupq_n_f32(0.0);
-                Self(vbslq_f32(vcgtq_f32(zero, self.0), zero, self.0))
-            }
-        }
     }
 }

@@ -9,6 +9,7 @@
 //! A file passes these steps: `onnx.rs` (read and check), `onnx_graph.rs` and the files of the
 //! operators (typed nodes), `layout.rs` (fused nodes and their buffers), `plan.rs` (a run).
 
+mod blocks;
 mod casts;
 mod elementwise;
 mod engine;
@@ -21,6 +22,7 @@ mod int8;
 mod int8_kernel;
 mod interface;
 mod joined_outputs;
+mod lanes;
 pub(crate) mod layout;
 mod math;
 mod microkernel;
@@ -38,6 +40,7 @@ mod reductions;
 mod selections;
 mod sequences;
 mod shape_operators;
+mod sparse_rows;
 mod stop;
 mod stored;
 pub(crate) mod tensor;

@@ -28,7 +28,6 @@ const VALUES_CACHED: usize = 512 << 10;
 pub(super) struct Plan {
     layout: Layout,
     isa: Isa,
-    gemm: GemmSizes,
     /// The patterns of the index tables of each node, in the order of its operands.
     patterns: Vec<[Pattern; 3]>,
     /// Floats of the widest state of a GRU, with its products, for one sample.
@@ -47,14 +46,13 @@ pub(super) struct PlanScratch {
 impl Plan {
     /// Plans a run of `layout` on `isa`.
     pub fn new(layout: Layout, isa: Isa) -> Self {
-        let gemm = gemm_sizes(&layout);
         let state = |node: &Node| match &node.op {
             Op::Gru { hidden, .. } => Gru::state_width(*hidden),
             _ => 0,
         };
         let state_max = layout.nodes.iter().map(state).max().unwrap_or(0);
         let patterns = layout.nodes.iter().map(|n| patterns_of(&n.op)).collect();
-        Self { layout, isa, gemm, patterns, state_max }
+        Self { layout, isa, patterns, state_max }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -95,7 +93,6 @@ impl Plan {
         });
         let (Some(own), Some(repacked)) = ({ own }.nth(at), repacked) else { return false };
         **own = repacked;
-        self.gemm = gemm_sizes(&self.layout);
         true
     }
 
@@ -116,18 +113,39 @@ impl Plan {
         (VALUES_CACHED / (4 * values).max(1)).clamp(BLOCK_MIN, BLOCK_MAX)
     }
 
+    /// Returns what the products of `block` samples need of a worker's memory.
+    fn gemm(&self, block: usize) -> GemmSizes {
+        let mut sizes = GemmSizes::default();
+        for node in &self.layout.nodes {
+            match &node.op {
+                Op::Matrix { rows, matrix } => sizes.add_matrix(rows * block, matrix),
+                Op::Gru { matrix, .. } => sizes.add_matrix(block, matrix),
+                Op::Products { m, k, n, .. } => {
+                    sizes.add_packed(ProductShape { m: *m, k: *k, n: *n });
+                }
+                Op::Pairs { rows, k } => {
+                    let n = rows.iter().sum();
+                    sizes.add_packed(ProductShape { m: n, k: *k, n });
+                }
+                _ => {}
+            }
+        }
+        sizes
+    }
+
     /// Creates the memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
         let block = batch_max.min(self.block());
         let buffers = self.layout.buffers.iter().map(|w| vec![0.0; w * block]).collect();
         let state = vec![0.0; self.state_max * block];
-        PlanScratch { block, buffers, gemm: GemmScratch::new(self.gemm), state }
+        PlanScratch { block, buffers, gemm: GemmScratch::new(self.gemm(block)), state }
     }
 
     /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         let floats = self.layout.buffers.iter().sum::<usize>() + self.state_max;
-        4 * floats * batch_max.min(self.block()) + GemmScratch::bytes(self.gemm)
+        let block = batch_max.min(self.block());
+        4 * floats * block + GemmScratch::bytes(self.gemm(block))
     }
 
     /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
@@ -195,13 +213,12 @@ impl Plan {
             Op::Products { count, m, k, n: columns, transposed } => {
                 debug_assert!(out.len() == n * count * m * columns);
                 let shape = ProductShape { m: *m, k: *k, n: *columns };
-                let packed = scratch.gemm.packed();
-                products(self.isa, shape, *transposed, [read(0), read(1)], out, packed);
+                products(self.isa, shape, *transposed, [read(0), read(1)], out, &mut scratch.gemm);
             }
             Op::Pairs { rows, k } => {
                 for (sample, out) in out.chunks_exact_mut(width).enumerate() {
                     let part = |i: usize| &read(i)[sample * rows[i] * k..][..rows[i] * k];
-                    pairs(rows, *k, part, out, self.isa, scratch.gemm.packed());
+                    pairs(rows, *k, part, out, self.isa, &mut scratch.gemm);
                 }
             }
             Op::Map(map) => {
@@ -259,20 +276,6 @@ fn patterns_of(op: &Op) -> [Pattern; 3] {
     }
 }
 
-/// Returns what the products of `layout` need of a worker's memory.
-fn gemm_sizes(layout: &Layout) -> GemmSizes {
-    let mut sizes = GemmSizes::default();
-    for node in &layout.nodes {
-        match &node.op {
-            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => sizes.add_matrix(matrix),
-            Op::Products { k, n, .. } => sizes.add_packed(*k, *n),
-            Op::Pairs { rows, k } => sizes.add_packed(*k, rows.iter().sum()),
-            _ => {}
-        }
-    }
-    sizes
-}
-
 impl Operand {
     fn len(&self) -> usize {
         match self {
@@ -297,13 +300,13 @@ fn products(
     transposed: bool,
     [a, b]: [&[f32]; 2],
     out: &mut [f32],
-    packed: &mut [f32],
+    scratch: &mut GemmScratch,
 ) {
     let ProductShape { m, k, n } = shape;
     let pairs = a.chunks_exact(m * k).zip(b.chunks_exact(k * n));
     for ((a, b), out) in pairs.zip(out.chunks_exact_mut(m * n)) {
-        pack_columns(b, k, n, transposed, packed);
-        multiply_packed(packed, shape, a, out, isa);
+        pack_columns(b, k, n, transposed, scratch.packed());
+        multiply_packed(shape, a, out, isa, scratch);
     }
 }
 
@@ -314,17 +317,18 @@ fn pairs<'a>(
     part: impl Fn(usize) -> &'a [f32],
     out: &mut [f32],
     isa: Isa,
-    packed: &mut [f32],
+    scratch: &mut GemmScratch,
 ) {
     let n = rows.iter().sum();
     let mut first = 0;
     for (i, rows) in rows.iter().enumerate() {
-        pack_rows(part(i), k, first, n, packed);
+        pack_rows(part(i), k, first, n, scratch.packed());
         first += rows;
     }
     first = 0;
     for (i, &m) in rows.iter().enumerate() {
-        multiply_packed(packed, ProductShape { m, k, n }, part(i), &mut out[first * n..], isa);
+        let (shape, out) = (ProductShape { m, k, n }, &mut out[first * n..]);
+        multiply_packed(shape, part(i), out, isa, scratch);
         first += m;
     }
 }

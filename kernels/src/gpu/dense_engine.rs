@@ -1,9 +1,9 @@
 //! The dense network on a GPU. Three backends are tried in this order: TensorRT, the plan of
-//! Hatchback's kernels with cuBLAS for the products, the plan of Hatchback's kernels alone. The
+//! Hatchback's kernels with cuBLAS for the products, and the plan of Hatchback's kernels alone. The
 //! first two are tried only if the target allows another precision than the CPU's. A backend is
-//! used only if it first gives the CPU's scores on generated samples: equal to the bit for the
-//! kernels alone, within the bound of its precision for the others. Never chooses silently: the
-//! engine keeps and logs which backend it uses and why it rejected those before.
+//! used only if it gives the CPU's scores on generated samples. They must be equal to the bit for
+//! the kernels alone, and within the bound of its precision for the others. The engine logs the
+//! backend that it uses, and why it rejected the earlier ones.
 
 use crate::cuda::cublas::Cublas;
 use crate::cuda::cublas_library::Factors;
@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// Samples on which a GPU's scores are compared with the CPU's.
 const CHECK_SAMPLES: usize = 64;
 
-/// A dense network, and its inputs and output as the schema names them.
+/// A dense network, and the names of its inputs and output in the schema.
 #[derive(Clone, Copy, Debug)]
 pub struct DenseNetwork<'a> {
     /// The ONNX file.
@@ -40,7 +40,7 @@ pub struct DenseNetwork<'a> {
     pub activation: Activation,
 }
 
-/// How TensorRT may be used.
+/// Options of TensorRT.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorRtOptions {
@@ -55,7 +55,7 @@ pub struct TensorRtOptions {
     pub workspace_bytes_max: u64,
 }
 
-/// How a target lets a GPU run dense networks.
+/// A target's options for dense networks on a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuDense {
     /// TensorRT, which is tried first.
@@ -64,20 +64,20 @@ pub struct GpuDense {
     pub precision: Precision,
 }
 
-/// Which backends may run a network, for which batches.
+/// The options for one network: its backends, and its batches.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
     /// The backends.
     pub dense: GpuDense,
     /// The largest number of samples in a run.
     pub batch_max: usize,
-    /// Numbers of the inputs that may be f16, where the network computes in f16: those that only
-    /// lookups fill, in pieces of four columns.
+    /// Numbers of the inputs that may be f16 if the network computes in f16. Only lookups fill
+    /// these inputs, in pieces of four columns.
     pub f16_inputs: Vec<usize>,
 }
 
-/// A network on a GPU. Holding one proves that it gave the CPU's scores there, within the bound of
-/// its backend.
+/// A network on a GPU. Holding one proves that it gave the CPU's scores on that GPU, within the
+/// bound of its backend.
 pub struct DeviceEngine {
     gpu: Arc<Gpu>,
     kernels: Arc<DenseKernels>,
@@ -95,7 +95,7 @@ enum Backend {
     Plan { plan: Arc<DevicePlan>, precision: Precision },
 }
 
-/// The memory and handles of one worker's runs: the GPU's `DenseScratch`.
+/// The memory and handles of one worker's runs, like `DenseScratch` on the CPU.
 pub struct DeviceScratch {
     batch_max: usize,
     backend: BackendScratch,
@@ -176,12 +176,12 @@ impl DeviceEngine {
         }
     }
 
-    /// Returns the reasons why the backends before were rejected.
+    /// Returns the reasons why earlier backends were rejected.
     pub fn rejected(&self) -> &[String] {
         &self.rejected
     }
 
-    /// Returns whether the scores are the CPU's to the bit.
+    /// Returns whether the scores equal the CPU's to the bit.
     pub fn is_exact(&self) -> bool {
         matches!(self.backend, Backend::Plan { precision: Precision::Exact, .. })
     }
@@ -207,10 +207,13 @@ impl DeviceEngine {
         self.types[number].words(self.widths[number])
     }
 
-    /// Returns the bytes of the weights in device memory; 0 for TensorRT, which does not report
-    /// them.
-    pub fn bytes(&self) -> usize {
-        if let Backend::Plan { plan, .. } = &self.backend { plan.bytes() } else { 0 }
+    /// Returns the bytes of the weights in device memory. For TensorRT, which does not report them,
+    /// it is the size of the plan.
+    pub fn bytes(&self) -> u64 {
+        match &self.backend {
+            Backend::TensorRt { engine, .. } => engine.bytes(),
+            Backend::Plan { plan, .. } => plan.bytes() as u64,
+        }
     }
 
     /// Returns the bytes of device memory of a scratch for up to `batch_max` samples.
@@ -311,8 +314,8 @@ impl DeviceEngine {
         self.kernels.concat(stream, from, Columns { rows: 1, part: n, stride: n, first: 0 }, to)
     }
 
-    /// Puts onto `stream` a copy of the samples `numbers` of `from` to the start of `to`: `shape`
-    /// says how many, and the columns of both.
+    /// Puts a copy of the samples `numbers` of `from` to the start of `to` onto `stream`. `shape`
+    /// has the number of samples, and of the columns of both.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
@@ -328,7 +331,8 @@ impl DeviceEngine {
     }
 
     /// Returns the largest difference of a score from `expected`, `[samples, outputs]`, for
-    /// `inputs`, `[samples, width]` each: as a part of the score, or of 1 for scores below 1.
+    /// `inputs`, `[samples, width]` each. The difference is relative to the score, or to 1 for
+    /// scores below 1.
     ///
     /// # Errors
     /// [`GpuDenseError`] if the network does not run.
@@ -352,7 +356,7 @@ impl DeviceEngine {
         Ok(most)
     }
 
-    /// Uploads `samples` of `inputs`, `[.., width]` each, as the types of the inputs.
+    /// Uploads `samples` of `inputs`, `[.., width]` each, converted to the types of the inputs.
     fn upload_inputs(
         &self,
         stream: &Stream,
@@ -405,7 +409,7 @@ fn load_on_cpu(network: &DenseNetwork) -> Result<DenseEngine, DenseError> {
     DenseEngine::load(onnx.to_vec(), inputs, output, activation, Weights::F32)
 }
 
-/// What every backend of one network is made from.
+/// The common parts of all backends of one network.
 struct Loader<'a> {
     gpu: &'a Arc<Gpu>,
     network: &'a DenseNetwork<'a>,
@@ -438,7 +442,8 @@ impl Loader<'_> {
         reference: &DenseEngine,
         rejected: &mut Vec<String>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        // Every scratch opens its own handle; this one shows whether the libraries are present.
+        // Every scratch opens its own handle. This one only checks whether the libraries are
+        // present.
         if let Some(why) = Cublas::open(self.gpu, factors)?.refused_epilogues() {
             log::info!("bias and Relu are launches of their own: {why}");
             rejected.push(format!("bias and Relu in the products: {why}"));
@@ -447,8 +452,8 @@ impl Loader<'_> {
         self.engine(backend).check(reference, precision.difference_bound())
     }
 
-    /// Loads the network on TensorRT. In f16 it takes the inputs that may be so as f16; if that is
-    /// refused, they are f32, and the reason is one of the rejected.
+    /// Loads the network on TensorRT. With precision f16 it first tries f16 for the inputs that may
+    /// be f16. If that is refused, they are f32, and the reason is added to `rejected`.
     fn load_tensorrt(
         &self,
         options: &TensorRtOptions,
@@ -478,7 +483,7 @@ impl Loader<'_> {
         load(with(&[]))
     }
 
-    /// Loads the kept plan of the network with such inputs, or builds one and keeps it.
+    /// Loads the stored plan of the network with `inputs`, or builds one and stores it.
     fn load_plan(
         &self,
         tensorrt: &TensorRt,
@@ -518,7 +523,7 @@ impl Loader<'_> {
 
         let plan = tensorrt.build(&build)?;
         let loaded = load_plan(&plan, "built now");
-        // Another build would give the same scores, so an empty plan records that it is useless.
+        // Another build would give the same scores. An empty plan records that.
         let useless = matches!(loaded, Err(GpuDenseError::ScoresDiffer { .. }));
         plans.keep(&path, if useless { &[] } else { &plan });
         loaded
@@ -530,8 +535,8 @@ fn reject(why: &GpuDenseError, rejected: &mut Vec<String>) {
     rejected.push(why.to_string());
 }
 
-/// Returns the difference of `a` from `b` as a part of `b`. It is 0 only if their bits are equal or
-/// both are NaN, and infinite if only one is NaN.
+/// Returns the difference of `a` from `b`, relative to `b`, or to 1 if `b` is below 1. It is 0 only
+/// if their bits are equal or both are NaN, and infinite if only one is NaN.
 fn difference(a: f32, b: f32) -> f32 {
     let part = (a - b).abs() / b.abs().max(1.0);
     match a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan() {
@@ -541,7 +546,7 @@ fn difference(a: f32, b: f32) -> f32 {
     }
 }
 
-/// Returns values from -1 to 1, the same for the same seed, a few of them zero.
+/// Returns values from -1 to 1, some of them zero. The same seed gives the same values.
 fn generate(seed: u64, len: usize) -> Vec<f32> {
     let value = |i: u64| {
         let bits = (seed << 40 ^ i).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);

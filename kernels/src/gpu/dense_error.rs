@@ -1,5 +1,5 @@
-//! Why a dense network cannot run on the GPU. Never decides what happens then: the caller keeps the
-//! network on the CPU or refuses to start.
+//! Why a dense network cannot run on the GPU. The caller then keeps the network on the CPU, or
+//! refuses to start.
 
 use crate::cuda::cublas_library::CublasError;
 use crate::cuda::driver::{CudaError, Gpu};
@@ -19,8 +19,8 @@ pub enum GpuDenseError {
     /// A buffer of the caller is too short, or belongs to another engine.
     #[error("dense network: {0}")]
     Buffers(String),
-    /// A score on the GPU differs from the CPU's by more than `bound`: as a part of the score where
-    /// that is above 1.
+    /// A score on the GPU differs from the CPU's by more than `bound`, relative to the score, or to
+    /// 1 if that is larger.
     #[error(
         "dense network: {backend}: a score differs from the CPU's by {difference:e}, \
          {bound:e} is allowed"
@@ -38,7 +38,7 @@ pub enum GpuDenseError {
 }
 
 impl GpuDenseError {
-    /// Returns the driver's error, or says that `gpu` has no kernels for the network.
+    /// Returns the driver's error; any other error becomes [`CudaError::NoKernels`] for `gpu`.
     pub fn into_cuda(self, gpu: &Gpu) -> CudaError {
         match self {
             Self::Cuda(e) => *e,

@@ -1,6 +1,5 @@
-//! The kernels of `cuda/dense.cu`, one function each: it checks the sizes and launches. The
-//! argument structures are those of `dense.cu`, field by field. Never waits, and decides nothing
-//! but the shape of the launch.
+//! The kernels of `cuda/dense.cu`, with one function for each, which checks the sizes and launches
+//! the kernel. The argument structures are those of `dense.cu`, field by field. Never waits.
 
 #![allow(unsafe_code)]
 
@@ -22,9 +21,9 @@ pub(crate) const IMAGES: Images = Images {
     ptx: include_str!("../../cuda/built/dense.ptx"),
 };
 
-/// Threads of a block, of every kernel.
+/// Threads of a block, for every kernel.
 const THREADS: u32 = 256;
-/// Blocks of the largest grid of a kernel whose blocks stride over the values.
+/// Maximum blocks of a kernel whose blocks stride over the values.
 const STRIDED_GRID_BLOCKS: usize = 1 << 16;
 /// A product of at most this many rows uses the small tiles.
 const FEW_ROWS: usize = 64;
@@ -184,9 +183,9 @@ pub(crate) struct Columns {
 #[derive(Clone, Copy)]
 pub(crate) struct Side<'a> {
     pub values: View<'a, f32>,
-    /// For each value of a result the index to read in the sample; empty: each in order.
+    /// For each value of a result the index to read in the sample; empty to read all in order.
     pub picks: View<'a, u32>,
-    /// Values of one sample; 0: the same values for all samples.
+    /// Values of one sample; 0 if all samples have the same values.
     pub width: usize,
 }
 
@@ -227,7 +226,7 @@ impl DenseKernels {
         })
     }
 
-    /// `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
+    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
     pub fn matrix(
         &self,
         stream: &Stream,
@@ -259,7 +258,7 @@ impl DenseKernels {
         unsafe { stream.launch(kernel, blocks as u32, THREADS, argument) }
     }
 
-    /// Adds scale, bias and Relu to a product by `by` that a library left in `out[m, n]`.
+    /// Applies scale, bias and Relu to a product by `by` that a library wrote to `out[m, n]`.
     pub fn finish(
         &self,
         stream: &Stream,
@@ -281,7 +280,7 @@ impl DenseKernels {
         unsafe { stream.launch(&self.finish, strided(values), THREADS, argument) }
     }
 
-    /// `products` products of `shape`: `out[products, m, n]` from `left` and `right`.
+    /// Computes `products` products of `shape`: `out[products, m, n]` from `left` and `right`.
     pub fn products(
         &self,
         stream: &Stream,
@@ -325,7 +324,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.map, strided(from.len()), THREADS, argument) }
     }
 
-    /// `out[samples, width] = function(left, right)`. Picks must be below the width of their side.
+    /// Computes `out[samples, width] = function(left, right)`. Picks must be below the width of
+    /// their side.
     pub fn zip(
         &self,
         stream: &Stream,
@@ -362,7 +362,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.zip, strided(values), THREADS, argument) }
     }
 
-    /// `out[outer, inner]` from `from[outer, n, inner]`, added in order, divided by `divisor`.
+    /// Computes `out[outer, inner]` from `from[outer, n, inner]`: adds in order, then divides by
+    /// `divisor`.
     pub fn sum(
         &self,
         stream: &Stream,
@@ -410,8 +411,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.concat, strided(values), THREADS, argument) }
     }
 
-    /// `to[samples, width]`: the rows `numbers[..samples]` of `from`, which is as wide. Every
-    /// number must be one of a row of `from`.
+    /// Copies the rows `numbers[..samples]` of `from` to `to[samples, width]`. Both have rows of
+    /// `width` values. Every number must be that of a row of `from`.
     pub fn gather(
         &self,
         stream: &Stream,
@@ -436,8 +437,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.gather, blocks, THREADS, argument) }
     }
 
-    /// `out[samples, picks.len()]`: values `picks[..]` of each sample of `from[samples,
-    /// from_width]`. Picks must be below `from_width`.
+    /// Copies the values `picks[..]` of each sample of `from[samples, from_width]` to `out[samples,
+    /// picks.len()]`. Picks must be below `from_width`.
     pub fn pick(
         &self,
         stream: &Stream,

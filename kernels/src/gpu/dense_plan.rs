@@ -1,7 +1,7 @@
-//! The plan of a dense network on the GPU: the nodes of the CPU's layout, each one launch or a few
-//! on a stream. Unless cuBLAS computes the products, the results are the CPU's to the bit. Weights
-//! are in device memory as f32, rounded as the CPU's packed weights are. The results between nodes
-//! are in buffers that each worker allocates at its start. Never waits for a run.
+//! The plan of a dense network on the GPU: the nodes of the CPU's layout, each as one or a few
+//! launches on a stream. Unless cuBLAS computes the products, the results equal the CPU's to the
+//! bit. Weights are in device memory as f32, rounded like the CPU's packed weights. The results
+//! between nodes are in buffers that each worker allocates at its start. Never waits for a run.
 
 use crate::cuda::cublas::{Cublas, Product};
 use crate::cuda::cublas_library::CublasError;
@@ -53,7 +53,7 @@ pub(crate) struct DevicePlan {
 /// One worker's memory for runs of a plan.
 pub(crate) struct DevicePlanScratch {
     buffers: Vec<Buffer<f32>>,
-    /// Computes the products by weights; `None`: this crate's kernels do.
+    /// Computes the products by weights; `None` if this crate's kernels do.
     pub cublas: Option<Cublas>,
 }
 

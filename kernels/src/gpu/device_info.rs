@@ -1,5 +1,5 @@
-//! A report about a GPU and its driver: what must be known first about a new board. A question that
-//! has no answer states the driver's error. Runs no kernel.
+//! A report about a GPU and its driver, with the first facts to know about a new board. If a fact
+//! cannot be read, the report has the driver's error instead. Runs no kernel.
 
 use crate::cuda::driver::{CudaError, Gpu, Images, Profile};
 use crate::gpu::{dense_kernels, launch};
@@ -28,8 +28,8 @@ const ATTRIBUTES: [(&str, Attribute); 9] = [
     ("host memory can be mapped", Attribute::CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY),
 ];
 
-/// Returns questions and answers, the most important first: whether the machine code of the kernels
-/// loads, and how long the driver takes to compile their PTX.
+/// Returns names and values of facts. They include whether the machine code of the kernels loads,
+/// and how long the driver takes to compile their PTX.
 ///
 /// # Errors
 /// As [`Gpu::open`], if no GPU can be used at all.

@@ -1,5 +1,5 @@
-//! A plain gather of rows: the speed that a lookup cannot exceed, for `hatchback bench gpu`. No
-//! request runs it. Never waits.
+//! A plain gather of rows, whose speed is the limit for a lookup. Only `hatchback bench gpu` runs
+//! it. Never waits.
 
 #![allow(unsafe_code)]
 
@@ -19,7 +19,7 @@ const IMAGES: Images = Images {
     ptx: include_str!("../../cuda/built/gather.ptx"),
 };
 
-/// Threads of a block, and units that each has in flight.
+/// Threads of a block, and units that each thread has in flight.
 const THREADS: u32 = 256;
 const UNITS: u64 = 4;
 

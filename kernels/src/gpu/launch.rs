@@ -1,5 +1,5 @@
-//! One typed function for each kernel of the lookup: it checks that all memory which the kernel
-//! will access is allocated, launches and returns. The structures are those of
+//! One typed function for each kernel of the lookup. It checks that all memory which the kernel
+//! will access is allocated, launches the kernel and returns. The structures are those of
 //! `kernels/cuda/{cache,lookup}.cuh` and `changes.cu`, field by field. Never waits, except in
 //! `Kernels::warm`.
 
@@ -40,7 +40,7 @@ pub(crate) const QUERY_BLOCKS: u32 = 8;
 /// Threads of a block. A warp of 32 takes a row, a set, a bag or a tile of samples.
 const THREADS: u32 = 128;
 
-/// Stands for the default row in place of a slot.
+/// Marks the default row, in place of a slot.
 pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 fn blocks(warps: usize) -> u32 {
@@ -134,7 +134,7 @@ pub(crate) struct Entry {
     pub kind: u32,
 }
 
-/// `RingCounts` of `lookup.cuh`: how much a query left open.
+/// `RingCounts` of `lookup.cuh`: the numbers of items in the ring that a query left.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RingCounts {
@@ -192,7 +192,7 @@ const _: () = assert!(size_of::<DeviceBag>() == 24 && size_of::<Entry>() == 16);
 const _: () = assert!(size_of::<RingCounts>() == 16 && size_of::<AbsentCount>() == 8);
 const _: () = assert!(size_of::<BagNumber>() == 8 && size_of::<FinishArgument>() == 48);
 
-/// `Changes` of `changes.cu`: what `insert_rows`, `update_rows` and `invalidate_rows` take.
+/// `Changes` of `changes.cu`: the argument of `insert_rows`, `update_rows` and `invalidate_rows`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ChangesArgument {
@@ -240,7 +240,7 @@ struct RingArgument {
     hit_stride: u32,
 }
 
-/// `Query` of `lookup.cuh`: what `query_tables` takes.
+/// `Query` of `lookup.cuh`: the argument of `query_tables`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct QueryArgument {
@@ -261,7 +261,7 @@ struct QueryArgument {
 const _: () = assert!(size_of::<ChangesArgument>() == 88 && size_of::<ProbeArgument>() == 72);
 const _: () = assert!(size_of::<DumpArgument>() == 80 && size_of::<QueryArgument>() == 128);
 
-/// How a cache changes.
+/// The kind of change to a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verb {
     Insert,
@@ -282,10 +282,10 @@ impl StagedRows<'_> {
     }
 }
 
-/// Changes to caches, as the kernels take them: by set.
+/// Changes to caches, grouped by set for the kernels.
 pub(crate) struct ChangeList {
     pub list: Mapped<Change>,
-    /// Where each set's changes begin in the list.
+    /// The position of each set's first change in the list.
     pub runs: Mapped<u32>,
     /// Whether each change, by its number, happened.
     pub done: Mapped<u8>,
@@ -293,8 +293,9 @@ pub(crate) struct ChangeList {
 }
 
 impl ChangeList {
-    /// Writes the changes of one cache, which are sorted by set, from `first` on, and where each
-    /// set's changes begin from `first_run` on. Returns the number of sets.
+    /// Writes the changes of one cache, which are sorted by set, to `list` from `first` on. Writes
+    /// the position of each set's first change to `runs` from `first_run` on. Returns the number of
+    /// sets.
     pub fn write(
         &mut self,
         first: usize,
@@ -333,7 +334,7 @@ pub(crate) struct SlotRange {
     pub count: usize,
 }
 
-/// What a query leaves open, in host memory.
+/// The bags and lookups that a query leaves open, in host memory.
 pub(crate) struct MissRing {
     pub counts: Mapped<RingCounts>,
     pub bags: Mapped<DeviceBag>,
@@ -368,10 +369,10 @@ pub(crate) struct RequestAddresses {
     pub weights: u64,
 }
 
-/// A request, and the counters that the kernel keeps between launches.
+/// A request, and the counters that stay in device memory between launches.
 pub(crate) struct QueryMemory<'a> {
     pub features: &'a Buffer<DeviceFeature>,
-    /// Of `samples` samples.
+    /// The addresses of a request of `samples` samples.
     pub request: RequestAddresses,
     pub samples: usize,
     pub ring: &'a MissRing,
@@ -388,10 +389,10 @@ pub(crate) enum QueryBags<'a> {
     Only { bags: &'a Mapped<BagNumber>, count: usize },
 }
 
-/// The bags that a query left open, and where their rows are.
+/// The bags that a query left open, and the slots of their rows.
 pub(crate) struct OpenBags {
     pub bags: Mapped<DeviceBag>,
-    /// By entry: the row, or `NO_SLOT`.
+    /// For each entry the row's slot, or `NO_SLOT`.
     pub slots: Mapped<u32>,
     argument: Mapped<FinishArgument>,
 }
@@ -406,10 +407,11 @@ impl OpenBags {
         })
     }
 
-    /// Makes the next launch finish the first `count` bags with rows of `staged`. The rows must
-    /// stay as they are until the caller has waited for that launch.
+    /// Sets the first `count` bags, with rows of `staged`, for the next launch. The rows must not
+    /// change until the caller has waited for that launch.
     ///
-    /// `weights` is the device address of the request's weights, whose numbers the bags have.
+    /// `weights` is the device address of the request's weights. Each bag has the number of its
+    /// first weight.
     pub fn set(
         &mut self,
         features: &Buffer<DeviceFeature>,
@@ -460,8 +462,8 @@ impl Kernels {
     }
 
     /// Launches the kernels of the caches without work. A driver loads a kernel, and allocates
-    /// memory for it, at the kernel's first launch; these kernels are first needed long after the
-    /// start.
+    /// memory for it, at the kernel's first launch. Without this call, that would happen long after
+    /// the start.
     pub fn warm(&self, stream: &Stream) -> Result<()> {
         let cache = DeviceCacheView::default();
         let changes =
@@ -592,16 +594,16 @@ impl Kernels {
             tiles_each: tiles_each as u32,
             tiles: tiles as u32,
         };
-        // A warp takes further tiles where there are more than warps.
+        // If there are more tiles than warps, a warp takes several tiles.
         let blocks = blocks(tiles).min(stream.gpu().processors() * QUERY_BLOCKS);
-        // SAFETY: the kernel's parameter; the ring has room for all that the kernel can leave, and
-        // the caller checked the rest.
+        // SAFETY: the kernel's parameter; the ring has room for everything that the kernel can
+        // write to it, and the caller checked the rest.
         unsafe { stream.launch(&self.query, blocks, THREADS, argument) }
     }
 
-    /// Pools the rest of the bags that `open` is set to when the launch runs: at most `bags_max`.
+    /// Pools the rest of the bags to which `open` is set when the launch runs: at most `bags_max`.
     pub fn finish(&self, stream: &Stream, open: &OpenBags, bags_max: usize) -> Result<()> {
-        // A warp takes further bags where there are more than warps.
+        // If there are more bags than warps, a warp takes several bags.
         let blocks = blocks(bags_max).min(stream.gpu().processors() * 16);
         // SAFETY: the kernel takes the address of its structure; every feature, entry and slot in
         // it is inside its array.

@@ -1,6 +1,6 @@
-//! The query of a batch on the GPU. One launch queries all features; if every row is cached,
-//! nothing else happens. Otherwise the host fills the miss list from the ring that the kernel left
-//! in host memory. After the caller has read the missing rows from flash, the host inserts them
+//! The query of a batch on the GPU. One launch queries all features; if every row is cached, no
+//! other work follows. Otherwise the host fills the miss list from the ring that the kernel wrote
+//! to host memory. After the caller has read the missing rows from flash, the host inserts them
 //! into the caches and the GPU pools the open bags. The miss list is the same as after a query on
 //! the CPU. Never reads flash.
 
@@ -21,17 +21,17 @@ use crate::lookup::miss_list::{Miss, MissList, RowState};
 use crate::lookup::{Bags, LookupStatus, Pooling};
 use std::sync::Arc;
 
-/// One sparse feature, and where its vectors are written on the device.
+/// One sparse feature, and the location of its vectors on the device.
 pub struct FeatureOnDevice<'a> {
     /// The table's number.
     pub table: u16,
-    /// How a row of the table is encoded.
+    /// The encoding of the table's rows.
     pub format: RowFormat,
-    /// Keys from here up are absent (tables that are indexed by key).
+    /// End of an indexed table's keys: this key and the keys above are absent.
     pub keys_end: Option<u64>,
-    /// The row that stands for an absent, damaged or late one, `[dim]`.
+    /// The row that is used for a key that is absent, damaged or late, `[dim]`.
     pub default_row: &'a [f32],
-    /// How a bag becomes a vector.
+    /// The function that makes a vector of a bag.
     pub pooling: Pooling,
     /// Whether each row is multiplied by its key's weight. Only sums have weights.
     pub weighted: bool,
@@ -39,7 +39,8 @@ pub struct FeatureOnDevice<'a> {
     pub hotness_max: usize,
     /// Device address of the network input that the feature fills, `[batch_max, stride]`.
     pub input: u64,
-    /// The type of that input. F16 needs `stride`, `column` and the row's columns in fours.
+    /// The type of that input. With F16, `stride`, `column` and the row's columns must be multiples
+    /// of four.
     pub input_type: InputType,
     /// Columns of that input.
     pub stride: usize,
@@ -49,17 +50,18 @@ pub struct FeatureOnDevice<'a> {
     pub width: usize,
 }
 
-/// Where the query reads a request's keys.
+/// The memory from which the query reads a request's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
-    /// Where the host wrote them.
+    /// The mapped host memory to which the host wrote them.
     InPlace,
-    /// In device memory, to which one copy on the stream brings them.
+    /// Device memory, to which one copy on the stream brings them.
     Copied,
 }
 
 impl Keys {
-    /// Returns the way that suits `gpu`: keys cross a bus between host and GPU once, in one piece.
+    /// Returns the choice for `gpu`. If there is a bus between host and GPU, keys should cross it
+    /// once, in one piece.
     pub fn on(gpu: &Gpu) -> Self {
         if gpu.integrated() { Self::InPlace } else { Self::Copied }
     }
@@ -74,18 +76,18 @@ pub struct LookupLimits {
     pub misses_max: usize,
     /// Bytes of the longest row of any table.
     pub row_bytes_max: usize,
-    /// Where the query reads keys.
+    /// The memory from which the query reads keys.
     pub keys: Keys,
 }
 
-/// What a request has room for.
+/// The size of a request, for one sample.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestRoom {
     /// Sparse features.
     pub features: usize,
     /// The sum of the longest bags of all features.
     pub lookups: usize,
-    /// The same sum of the features with weights.
+    /// The same sum for the features with weights only.
     pub weights: usize,
 }
 
@@ -95,15 +97,15 @@ impl RequestRoom {
     }
 }
 
-/// A request's keys, offsets and weights in one piece, as words: the keys of each feature, with
-/// room for the longest bags, then the offsets of each, then the weights of those that have some.
-/// The layout depends on the number of samples.
+/// A request's keys, offsets and weights in one piece of words. First come the keys of each
+/// feature, with room for the longest bags. Then come the offsets of each feature, and the weights
+/// of those that have some. The layout depends on the number of samples.
 struct Request {
     words: Mapped<u32>,
     /// The copy in device memory, with [`Keys::Copied`].
     copy: Option<Buffer<u32>>,
     room: RequestRoom,
-    /// Samples that the current request is laid out for.
+    /// Number of samples for which the current request is laid out.
     samples: usize,
 }
 
@@ -114,7 +116,7 @@ impl Request {
         Ok(Self { words: gpu.mapped(words)?, copy, room, samples: 0 })
     }
 
-    /// Returns where the parts of a request of `samples` samples are.
+    /// Returns the device addresses of the parts of a request of `samples` samples.
     fn addresses(&self, samples: usize) -> RequestAddresses {
         let keys = self.copy.as_ref().map_or(self.words.address(), Buffer::address);
         let offsets = keys + 8 * (self.room.lookups * samples) as u64;
@@ -154,9 +156,9 @@ pub struct GpuLookup {
     stream: Stream,
     features: Buffer<DeviceFeature>,
     views: Box<[DeviceFeature]>,
-    /// For each feature the longest bag.
+    /// The keys of each feature's longest bag.
     hotness_max: Box<[usize]>,
-    /// The features point to these rows.
+    /// The default rows, to which the features point.
     _default_rows: Buffer<f32>,
     limits: LookupLimits,
     /// Samples of the current batch.
@@ -168,7 +170,7 @@ pub struct GpuLookup {
     open: OpenBags,
     changes: RowChanges,
     reader: Reader,
-    /// Whether each sample of the batch has a bag that was left open.
+    /// For each sample of the batch whether a query left one of its bags open.
     is_open: Box<[bool]>,
 }
 
@@ -229,8 +231,8 @@ impl GpuLookup {
             stream,
         };
 
-        // One sample without keys: a driver loads a kernel, and allocates memory for it, at the
-        // kernel's first launch.
+        // Queries one sample without keys. A driver loads a kernel, and allocates memory for it, at
+        // the kernel's first launch.
         lookup.launch(limits.batch_max.min(1))?;
         lookup.finish(1)?;
         lookup.stream.wait()?;
@@ -260,9 +262,9 @@ impl GpuLookup {
         &self.tables
     }
 
-    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait, and one
-    /// copy of the keys with [`Keys::Copied`]. After the launch on the stream the network inputs
-    /// are complete if no row was missing.
+    /// Begins the query of `batch` samples, with `bags(f)` for feature `f`. This is one launch
+    /// without a wait, after one copy of the keys with [`Keys::Copied`]. If no row is missing, the
+    /// network inputs are complete after the launch.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -274,7 +276,8 @@ impl GpuLookup {
         })
     }
 
-    /// Lets `launch` put a query onto the stream when no cache changes.
+    /// Calls `launch`, which puts a query onto the stream, in the order that `Turns` keeps between
+    /// queries and changes.
     ///
     /// # Errors
     /// `CudaError::Driver`, or the error of `launch`.
@@ -282,8 +285,8 @@ impl GpuLookup {
         self.tables.turns().query(&self.reader, &self.stream, launch)
     }
 
-    /// Writes the keys and offsets of `batch` samples where the device reads them, laid out for
-    /// `samples`: the samples after the batch have no keys.
+    /// Writes the keys and offsets of `batch` samples to the memory that the device reads, laid out
+    /// for `samples` samples. The samples after the batch have no keys.
     pub fn write_request<'a>(
         &mut self,
         batch: usize,
@@ -299,8 +302,8 @@ impl GpuLookup {
             let (Bags { keys, offsets, weights }, hotness_max) = (bags(f), self.hotness_max[f]);
             let offsets = &offsets[..=batch];
             let keys = &keys[..offsets[batch] as usize];
-            // The kernel relies on it: all keys are in the feature's part of the request, and no
-            // bag is longer than the feature's longest.
+            // The kernel relies on these checks: all keys are in the feature's part of the request,
+            // and no bag is longer than the feature's longest.
             let fits = |o: &[u32]| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness_max;
             assert!(offsets[0] == 0 && offsets.windows(2).all(fits));
 
@@ -331,7 +334,8 @@ impl GpuLookup {
     /// `CudaError::Driver`.
     pub fn launch(&self, samples: usize) -> Result<()> {
         assert!(samples <= self.limits.batch_max);
-        // As many tiles as keep every multiprocessor busy; with more samples, several a tile.
+        // There are enough tiles to keep every multiprocessor busy. With many samples a tile has
+        // several.
         let warps = self.tables.gpu().processors() as usize * 64;
         let tile = (samples * self.views.len() / warps).clamp(1, 32);
         let memory = self.memory(samples);
@@ -356,9 +360,9 @@ impl GpuLookup {
         (offsets[1] - offsets[0]) as usize
     }
 
-    /// Waits for the query and adds what it left open to `misses`, which is empty. Counts the rows
-    /// that were cached in `statuses`, one a sample of the batch, all zero. Returns whether bags
-    /// are left for [`GpuLookup::requery`], because the ring had no room for them.
+    /// Waits for the query and adds the bags that it left open to `misses`, which is empty. Counts
+    /// the cached rows in `statuses`, which has a zero status for each sample of the batch. Returns
+    /// whether bags are left for [`GpuLookup::requery`], because the ring had no room for them.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -375,7 +379,8 @@ impl GpuLookup {
         Ok(self.read_ring(misses, statuses))
     }
 
-    /// Adds what the ring holds to `misses`; every bag of the launch is already counted as fresh.
+    /// Adds the bags in the ring to `misses`. All lookups of the launch are already counted as
+    /// fresh.
     fn read_ring(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> bool {
         let RingCounts { bags, absents, requeries, .. } = self.ring.counts[0];
         for AbsentCount { sample, count } in &self.ring.absents[..absents as usize] {
@@ -415,13 +420,13 @@ impl GpuLookup {
         }
     }
 
-    /// Returns for each sample of the batch whether a query left one of its bags open, since the
-    /// request began.
+    /// Returns for each sample of the batch whether a query of this request left one of its bags
+    /// open.
     pub(crate) fn open_samples(&self) -> &[bool] {
         &self.is_open[..self.batch]
     }
 
-    /// Finishes the open bags after the caller has read the rows of `misses`: inserts the fresh
+    /// Finishes the open bags after the caller has read the rows of `misses`. Inserts the fresh
     /// rows into the caches, pools the bags, counts their rows in `statuses` and waits.
     ///
     /// # Errors
@@ -433,7 +438,7 @@ impl GpuLookup {
     }
 
     /// Begins to insert the fresh rows into the caches, and sets the open bags for the next
-    /// `finish`. Counts their rows in `statuses`.
+    /// [`GpuLookup::finish`]. Counts their rows in `statuses`.
     pub(crate) fn begin_finish(
         &mut self,
         misses: &MissList,
@@ -478,13 +483,13 @@ impl GpuLookup {
     }
 
     /// Waits until the rows are in the caches and all work on the stream is done. The caller may
-    /// reuse the staged rows after that.
+    /// then reuse the staged rows.
     pub(crate) fn wait_finished(&self) -> Result<()> {
         self.stream.after(self.changes.made())?;
         self.stream.wait()
     }
 
-    /// Queries the bags that were left again, and waits. Arguments and result are those of
+    /// Queries the remaining bags again, and waits. For arguments and result see
     /// [`GpuLookup::collect`].
     ///
     /// # Errors
@@ -527,8 +532,8 @@ impl GpuLookup {
         Ok(self.changes.insert(staged, stride)?.iter().map(|&done| usize::from(done)).sum())
     }
 
-    /// Calls `each(row, cached, epoch)` for each of `rows`: whether it is cached, and its set's
-    /// epoch.
+    /// Calls `each(row, cached, epoch)` for each of `rows`, with whether it is cached, and its
+    /// set's epoch.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -541,8 +546,8 @@ impl GpuLookup {
         self.changes.probe(|number, cached, epoch| each(&mut rows[number], cached, epoch))
     }
 
-    /// Waits, after an error of any function of this type, until no launch accesses memory that the
-    /// next request uses.
+    /// Waits until no launch accesses memory that the next request uses. The caller calls this
+    /// after an error of any function of this type.
     ///
     /// # Errors
     /// `CudaError::Driver` if the GPU cannot be waited for.
@@ -566,7 +571,7 @@ fn ring(gpu: &Arc<Gpu>, bags: usize, limits: LookupLimits) -> Result<MissRing> {
     })
 }
 
-/// Returns a feature for the kernels, without the fields that depend on the features before it.
+/// Returns the kernels' view of a feature, without the fields that depend on earlier features.
 fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeature {
     let format = feature.format;
     assert_eq!(feature.default_row.len(), format.dim());
@@ -604,7 +609,7 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
     DeviceFeature { lane_bits: lane_bits(format), aligned: alignment(feature), ..view }
 }
 
-/// Columns of a piece of a row.
+/// Columns of a piece of a row, which a lane reads or writes together.
 pub const PIECE_COLUMNS: usize = 4;
 
 /// Returns the device address of the first column that `feature` fills.
@@ -612,8 +617,8 @@ fn address_of(feature: &FeatureOnDevice<'_>) -> u64 {
     feature.input + (feature.input_type.bytes() * feature.column) as u64
 }
 
-/// Returns the base-2 logarithm of the lanes that read one row together: 4 to 32. A lane has up to
-/// four pieces, as `Code` of `pool.cuh` says.
+/// Returns the base-2 logarithm of the number of lanes that read one row together, which is 4 to
+/// 32. A lane has up to four pieces (see `Code` of `pool.cuh`).
 fn lane_bits(format: RowFormat) -> u32 {
     let pieces = match format.codec() {
         Codec::F32 => 1,
@@ -624,7 +629,8 @@ fn lane_bits(format: RowFormat) -> u32 {
     lanes.next_power_of_two().clamp(4, 32).trailing_zeros()
 }
 
-/// Returns which accesses of `feature` a kernel may make a piece at a time: bits of `Alignment`.
+/// Returns the bits of `Alignment` for the accesses of `feature` that a kernel may make a piece at
+/// a time.
 fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
     let (format, codec) = (feature.format, feature.format.codec());
     let row_bytes = format.row_bytes();

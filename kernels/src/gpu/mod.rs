@@ -1,5 +1,5 @@
-//! What runs on the GPU for tables and networks: the twins of `lookup` and `dense`. Their results
-//! are the CPU's to the bit, except where cuBLAS or TensorRT computes the products.
+//! The GPU code for tables and networks: the twins of `lookup` and `dense`. Their results equal the
+//! CPU's to the bit, unless cuBLAS or TensorRT computes the products.
 //!
 //! * `launch`, `dense_kernels`: one typed function for each kernel; `numbers`: the numbers that
 //!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and
@@ -9,8 +9,8 @@
 //! * `dense_plan`, `dense_engine`, `precision`, `input_type`: the dense network; [`tensorrt`]: the
 //!   network by TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
-//! * [`device_info`]: a report about a GPU and its driver; [`gather`]: what lookups are compared
-//!   with.
+//! * [`device_info`]: a report about a GPU and its driver; [`gather`]: the limit with which lookups
+//!   are compared.
 
 mod dense_engine;
 mod dense_error;

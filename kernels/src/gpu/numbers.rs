@@ -49,7 +49,7 @@ impl From<Pooling> for PoolingNumber {
     }
 }
 
-/// `Storage` of `lookup.cuh`: where the rows of a table are.
+/// `Storage` of `lookup.cuh`: the place of a table's rows.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StorageNumber {
@@ -68,7 +68,7 @@ pub(crate) enum Alignment {
     AlignedOut,
 }
 
-/// `EntryKind` of `lookup.cuh`: what the query found for one lookup of an open bag.
+/// `EntryKind` of `lookup.cuh`: the result of one lookup of an open bag.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EntryKind {

@@ -1,11 +1,11 @@
-//! How precisely a GPU may compute the dense network, and by how much its scores may then differ
-//! from the CPU's. Never computes a score.
+//! The precision with which a GPU may compute the dense network, and the bound on the difference of
+//! its scores from the CPU's. Never computes a score.
 
 use crate::cuda::cublas_library::Factors;
 use crate::gpu::tensorrt::Types;
 use serde::Deserialize;
 
-/// How precisely a GPU computes the dense network.
+/// The precision with which a GPU computes the dense network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -21,8 +21,8 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Returns the largest difference of a score from the CPU's that this precision may make: a
-    /// part of the score, or of 1 for scores below 1.
+    /// Returns the largest allowed difference of a score from the CPU's with this precision. It is
+    /// relative to the score, or to 1 for scores below 1.
     pub fn difference_bound(self) -> f32 {
         match self {
             Self::Exact => 0.0,
@@ -34,7 +34,7 @@ impl Precision {
         }
     }
 
-    /// Returns the name that a target has for it.
+    /// Returns its name in a target.
     pub fn name(self) -> &'static str {
         match self {
             Self::Exact => "exact",
@@ -53,7 +53,7 @@ impl Precision {
         }
     }
 
-    /// Returns what cuBLAS rounds factors to; `None` if it cannot be used.
+    /// Returns the type to which cuBLAS rounds factors; `None` if it cannot be used.
     pub(super) fn factors(self) -> Option<Factors> {
         match self {
             Self::Exact => None,

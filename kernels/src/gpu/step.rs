@@ -1,9 +1,9 @@
 //! A whole request as one launch: query, pooling and dense network in one CUDA graph, without the
-//! host in between. If rows are missing, the caller reads them; then a second graph finishes the
-//! bags and runs the network again, for the samples with missing rows only: it gathers their
-//! inputs. Both are recorded for every power of two up to the largest batch. A batch between two
-//! powers runs the next larger graph, padded with samples without keys. Where the driver or a
-//! library refuses to record, every kernel is a launch of its own. Never reads flash.
+//! host in between. If rows are missing, the caller reads them, and a second graph finishes the
+//! bags. It gathers the inputs of the samples with missing rows and runs the network again for
+//! these samples only. Both graphs are recorded for every power of two up to the largest batch. A
+//! batch between two powers runs the next larger graph, padded with samples without keys. If the
+//! driver or a library refuses to record, every kernel is a separate launch. Never reads flash.
 
 use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
@@ -33,17 +33,17 @@ fn scratch_batches(engine: &DeviceEngine, batch_max: usize) -> impl Iterator<Ite
 pub struct Step {
     /// Two for each recorded batch size: a request, and the completion of its misses.
     graphs: Graphs<Resources>,
-    /// Why there are no graphs.
+    /// The reason why there are no graphs; `None` if there are.
     refused: Option<GpuDenseError>,
     /// The recorded batch sizes, ascending.
     batches: Vec<usize>,
 }
 
-/// What the graphs use.
+/// The memory and handles that the graphs use.
 struct Resources {
     lookup: GpuLookup,
     engine: Arc<DeviceEngine>,
-    /// One for all batch sizes, or one for each where every graph needs its own.
+    /// One scratch for all batch sizes, or one for each size if every graph needs its own.
     scratches: Vec<DeviceScratch>,
     /// One for each network input, `[batch_max, words of a sample]`.
     inputs: Vec<Buffer<f32>>,
@@ -93,8 +93,8 @@ impl Resources {
         engine.enqueue(lookup.stream(), samples, inputs, scores.view(), &mut scratches[number])
     }
 
-    /// Puts the completion of a request with `samples` late samples onto the stream, for after
-    /// their rows were read.
+    /// Puts the completion of a request with `samples` late samples onto the stream. Their rows
+    /// must have been read when the stream runs it.
     fn complete(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
         let Self { lookup, engine, scratches, inputs, words, misses_max, late, .. } = self;
         let LateSamples { numbers, inputs: late_inputs, scores, .. } = late;
@@ -109,8 +109,8 @@ impl Resources {
 }
 
 impl LateSamples {
-    /// Lists the samples that `is_late` marks. The rest of the first `size_of(count)` numbers is
-    /// the last one again.
+    /// Lists the samples that `is_late` marks. Fills the rest of the first `size_of(count)` numbers
+    /// with the last one.
     fn list(&mut self, is_late: &[bool], size_of: impl Fn(usize) -> usize) {
         self.count = 0;
         for (sample, _) in is_late.iter().enumerate().filter(|(_, is_late)| **is_late) {
@@ -183,8 +183,8 @@ impl Step {
     fn record(&mut self) -> Result<(), GpuDenseError> {
         let Self { graphs, refused, batches } = self;
         for (number, &batch) in batches.iter().enumerate() {
-            // Once without recording, for samples without keys: driver and libraries allocate
-            // memory at the first run.
+            // The first run, for samples without keys, is not recorded, because driver and
+            // libraries allocate memory in it.
             let resources = graphs.resources_mut();
             resources.query(batch)?;
             resources.score(number, batch)?;
@@ -235,9 +235,9 @@ impl Step {
         &mut self.graphs.resources_mut().lookup
     }
 
-    /// Begins a request of `batch` samples: `bags(f)` for feature `f`, and the dense features
-    /// `[batch, width]`. It is one launch, which copies the keys first where they are copied, and
-    /// does not wait. The caller has waited for the request before.
+    /// Begins a request of `batch` samples, with `bags(f)` for feature `f` and the dense features
+    /// `[batch, width]`. It is one launch, including the copy of the keys if there is one, and does
+    /// not wait. The caller has waited for the previous request.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -255,7 +255,7 @@ impl Step {
         self.graphs.launch(2 * number, Self::stream_of, |r, launch| r.lookup.in_turn(launch))
     }
 
-    /// Writes a request where the device reads it; returns the number of its batch size.
+    /// Writes a request to the memory that the device reads; returns the number of its batch size.
     fn write_request<'a>(
         &mut self,
         batch: usize,
@@ -268,7 +268,7 @@ impl Step {
         if let Some(DenseFeatures { input, values }) = &mut resources.dense {
             let all = self.batches[number] * resources.words[*input];
             values[..dense.len()].copy_from_slice(dense);
-            // The samples that pad the batch.
+            // These samples pad the batch.
             values[dense.len()..all].fill(0.0);
         }
         number
@@ -279,8 +279,8 @@ impl Step {
         self.batches.partition_point(|&recorded| recorded < batch)
     }
 
-    /// Begins a request without a graph: every kernel is a launch of its own. Arguments are those
-    /// of [`Step::begin`].
+    /// Begins a request without a graph: every kernel is a separate launch. For the arguments see
+    /// [`Step::begin`].
     ///
     /// # Errors
     /// [`GpuDenseError`].
@@ -296,9 +296,9 @@ impl Step {
         resources.score(number, samples)
     }
 
-    /// Finishes the bags of the last misses of a request, as [`GpuLookup::finish_bags`], and
-    /// computes the scores of the samples that had misses. The request's samples are those of
-    /// `statuses`. It is one launch after the changes to the caches.
+    /// Finishes the bags of the last misses of a request, as [`GpuLookup::finish_bags`] does, and
+    /// computes the scores of the samples that had misses. `statuses` has the status of each sample
+    /// of the request. It is one launch after the changes to the caches.
     ///
     /// # Errors
     /// [`CudaError`].

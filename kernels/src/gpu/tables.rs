@@ -1,7 +1,7 @@
 //! The caches and resident tables of a model in device memory, and the changes to both. A cache is
-//! copied from the host byte for byte. From then on the same changes leave the same bytes as in a
-//! cache on the host. All generations of a model share what they have in common. Never decides
-//! which rows are worth caching.
+//! copied from the host byte for byte. Later the same changes give the same bytes as in a cache on
+//! the host. All generations of a model share the caches, and the resident tables that did not
+//! change. Never decides which rows are cached.
 
 use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher, mix};
 use crate::cache::eviction::WAYS;
@@ -22,7 +22,7 @@ const UPLOAD_VALUES: usize = 1 << 18;
 /// Slots that one launch dumps. Changes of the cache wait while the slots are copied.
 const DUMP_SLOTS: usize = 1024;
 
-/// Where the rows of a table are.
+/// The place of a table's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TableStorage {
     /// In a cache, by its number.
@@ -46,14 +46,14 @@ pub(crate) struct DeviceResident {
     pub row_words: usize,
     pub row_bytes: usize,
     pub count: usize,
-    /// Where keys are hashed.
+    /// The index from key to row; `None` if the key is the row's position.
     pub index: Option<DeviceIndex>,
 }
 
-/// The index of a resident table, as `Resident` has it.
+/// The index of a resident table, copied from `Resident`.
 pub(crate) struct DeviceIndex {
     pub hashes: Buffer<u64>,
-    /// Where each bucket begins in the hashes, `[buckets + 1]`.
+    /// The position of each bucket's first hash, `[buckets + 1]`.
     pub buckets: Buffer<u32>,
 }
 
@@ -63,7 +63,7 @@ pub struct DeviceTables {
     residents: Vec<Arc<DeviceResident>>,
 }
 
-/// What all generations of a model have in common on a GPU.
+/// The parts that all generations of a model share on a GPU.
 struct Shared {
     gpu: Arc<Gpu>,
     kernels: Kernels,
@@ -99,8 +99,8 @@ impl DeviceCache {
     fn new(stream: &Stream, cache: Cache) -> Result<Self> {
         let row_bytes = cache.row_bytes();
         let (addresses, parts) = cache.into_parts();
-        // The host frees each part before the next is uploaded, so that at most the rows of one
-        // cache exist twice.
+        // The host frees each part before the next is uploaded. At most the rows of one cache
+        // therefore exist twice.
         let [set_headers, writer_states, rows] = parts.map(|part| {
             let words = part.iter().map(|word| word.load(Ordering::Relaxed));
             upload(stream, part.len(), words)
@@ -150,8 +150,8 @@ impl DeviceResident {
 }
 
 impl DeviceTables {
-    /// Moves the caches and copies the resident tables of a model to `gpu`. `storages` says for
-    /// each table where its rows are.
+    /// Moves the caches and copies the resident tables of a model to `gpu`. `storages` has the
+    /// place of each table's rows.
     ///
     /// # Errors
     /// `CudaError`: the GPU has no memory for them, or no kernels.
@@ -173,8 +173,8 @@ impl DeviceTables {
         Ok(Self { shared: Arc::new(shared), residents })
     }
 
-    /// Returns the tables of another generation: the same caches and resident tables, but for the
-    /// resident tables in `replaced`, each with its number.
+    /// Returns the tables of another generation. The caches are the same. The resident tables are
+    /// those in `replaced`, each with its number, and the others of this generation.
     ///
     /// # Errors
     /// `CudaError`: the GPU has no memory for them.
@@ -212,9 +212,9 @@ impl DeviceTables {
         Ok(keys.iter().map(slot).collect())
     }
 
-    /// Replaces rows of resident table `number`: each slot's row becomes the bytes beside it, in
-    /// ascending order of slots. One copy for each run of neighbours. The caller makes sure that no
-    /// lookup runs meanwhile.
+    /// Replaces rows of resident table `number`. `rows` has slots in ascending order, each with the
+    /// new bytes of its row. Each run of consecutive slots is one copy. The caller makes sure that
+    /// no lookup runs during the call.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -237,7 +237,7 @@ impl DeviceTables {
         &self.shared.gpu
     }
 
-    /// Returns where the rows of `table` are.
+    /// Returns the place of the rows of `table`.
     pub fn storage(&self, table: u16) -> TableStorage {
         self.shared.storages[usize::from(table)]
     }
@@ -247,7 +247,7 @@ impl DeviceTables {
         self.shared.caches.iter().map(|c| c.view.sets as usize * WAYS).sum()
     }
 
-    /// Returns whether the cache for rows of `row_bytes` can ever hold `row`. True without such a
+    /// Returns whether the cache for rows of `row_bytes` can hold `row`; true if there is no such
     /// cache.
     pub fn can_hold(&self, row_bytes: usize, row: RowKey) -> bool {
         let cache = self.shared.caches.iter().find(|c| c.view.row_bytes as usize == row_bytes);
@@ -295,8 +295,8 @@ impl DeviceTables {
     }
 
     /// Calls `each` for every row that cache `number` holds, in no particular order, and
-    /// `yield_now` between pieces of the cache. Changes may happen between pieces: a row that moves
-    /// may be left out or passed twice.
+    /// `yield_now` between pieces of the cache. Changes may happen between pieces, so a row that
+    /// moves may be missed or passed twice.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -315,8 +315,8 @@ impl DeviceTables {
         for first in (0..slots).step_by(DUMP_SLOTS) {
             let count = DUMP_SLOTS.min(slots - first);
             {
-                // The stream keeps changes apart from the kernel. The lock is free again before the
-                // host waits, so a thread with changes waits for the kernel only.
+                // The stream orders changes after the kernel. The lock is released before the host
+                // waits, so another thread's changes wait for the kernel only.
                 let stream = self.changes();
                 let range = SlotRange { first: first as u64, count };
                 self.shared.kernels.dump(&stream, *view, range, &tags, &rows)?;
@@ -365,8 +365,8 @@ pub struct RowChanges {
     made: Event,
 }
 
-/// Every function that makes changes empties the collection, on errors too. After an error the
-/// caller calls [`RowChanges::recover`] before it adds more.
+/// Every function that makes changes empties the collection, also after an error. After an error
+/// the caller calls [`RowChanges::recover`] before it adds more changes.
 impl RowChanges {
     /// Allocates memory for `capacity` changes at a time.
     ///
@@ -409,7 +409,7 @@ impl RowChanges {
     }
 
     /// Collects a change of `row`. Its bytes are in `slot` of the rows that the caller passes when
-    /// it makes the changes; `since` is the set's epoch from before the row was read. A row of a
+    /// it makes the changes. `since` is the set's epoch from before the row was read. A row of a
     /// resident table never changes and is ignored.
     pub fn add(&mut self, row: RowKey, slot: u32, since: Epoch) {
         assert!(!self.is_full());
@@ -429,8 +429,8 @@ impl RowChanges {
         self.make(Verb::Insert, StagedRows { rows, stride_words: stride })
     }
 
-    /// Overwrites those of the collected rows that are cached, as [`Cache::update`]. Returns 1 for
-    /// each row that was cached.
+    /// Overwrites those of the collected rows that are cached, as [`Cache::update`] does. Returns 1
+    /// for each row that was cached.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -438,8 +438,8 @@ impl RowChanges {
         self.make(Verb::Update, StagedRows { rows, stride_words: stride })
     }
 
-    /// Drops those of the collected rows that are cached, as [`Cache::invalidate`]. Returns 1 for
-    /// each row that was cached.
+    /// Removes those of the collected rows that are cached, as [`Cache::invalidate`] does. Returns
+    /// 1 for each row that was cached.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -453,7 +453,8 @@ impl RowChanges {
         Ok(&self.list.done[..count])
     }
 
-    /// Begins to insert; `made` marks the end. The caller may add no change before that.
+    /// Begins to insert; the event [`RowChanges::made`] marks the end. The caller must not add
+    /// changes before that.
     pub(crate) fn begin_insert(&mut self, staged: StagedRows) -> Result<()> {
         self.begin(Verb::Insert, staged).map(drop)
     }
@@ -466,7 +467,7 @@ impl RowChanges {
     fn begin(&mut self, verb: Verb, staged: StagedRows) -> Result<usize> {
         let Self { tables, collected, list, made } = self;
         collected.sort_unstable_by_key(|c| (c.cache, c.change.set, c.change.number));
-        // The drain empties the collection on every way out.
+        // The drain empties the collection, also after an error.
         let collected = collected.drain(..);
         let collected = collected.as_slice();
         let stream = tables.changes();
@@ -491,7 +492,7 @@ impl RowChanges {
     }
 
     /// Calls `each(number, cached, epoch)` for every collected row, in the order of `add` within a
-    /// cache: whether the row is cached, and the epoch of its set.
+    /// cache. `cached` is whether the row is cached, and `epoch` is that of its set.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -517,8 +518,8 @@ impl RowChanges {
         Ok(())
     }
 
-    /// Waits, after an error, until no launch reads the list or the rows any more; drops the
-    /// collected changes.
+    /// Waits, after an error, until no launch reads the list or the rows; drops the collected
+    /// changes.
     ///
     /// # Errors
     /// `CudaError::Driver` if the GPU cannot be waited for.

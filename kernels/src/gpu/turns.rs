@@ -1,22 +1,23 @@
 //! The order of queries and changes on a GPU: no query runs while a cache changes. The host puts
-//! events between both, and never waits for them itself. A change starts after all queries that
-//! were launched before it, and a query starts after all changes that were launched before it.
-//! Queries of several workers run beside each other. So kernels read rows without a lock, a fence
-//! or a second look.
+//! events between both, and does not wait for them. A change starts after all queries that were
+//! launched before it. A query starts after all changes that were launched before it. Queries of
+//! several workers run concurrently. Kernels can therefore read rows without a lock, a fence or a
+//! validation.
 //!
-//! A query without changes since the last one needs no event. Never launches anything itself.
+//! If there were no changes since a worker's last query, the next one waits for no event. The
+//! callers make all launches.
 
 use crate::cuda::driver::{Event, Gpu, Result, Stream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Whose turn it is on one GPU.
+/// The order of queries and changes on one GPU.
 pub(crate) struct Turns {
     state: Mutex<State>,
 }
 
 struct State {
-    /// After the last changes.
+    /// The event after the last changes.
     changed: Event,
     /// Launches of changes so far.
     changes: u64,
@@ -27,7 +28,7 @@ struct State {
 /// One worker's queries. A worker has at most one query in flight.
 pub(crate) struct Reader {
     queried: Arc<Event>,
-    /// The changes that the worker's stream is already ordered after.
+    /// The number of changes after which the worker's stream is already ordered.
     seen: AtomicU64,
 }
 
@@ -53,8 +54,8 @@ impl Turns {
         Ok(Reader { queried, seen: AtomicU64::new(0) })
     }
 
-    /// Lets `launch` put a query of `reader` onto `stream`, after all changes so far. The query
-    /// itself ends with [`Reader::end_query`].
+    /// Calls `launch`, which puts a query of `reader` onto `stream`, after all changes so far. The
+    /// query must end with [`Reader::end_query`].
     ///
     /// # Errors
     /// `CudaError::Driver`, or the error of `launch`.
@@ -72,8 +73,8 @@ impl Turns {
         launch()
     }
 
-    /// Lets `launch` put changes onto `stream`, after all queries so far. Changes are all put onto
-    /// one stream.
+    /// Calls `launch`, which puts changes onto `stream`, after all queries so far. All changes must
+    /// use the same stream.
     ///
     /// # Errors
     /// `CudaError::Driver`, or the error of `launch`.
@@ -94,7 +95,7 @@ impl Turns {
 }
 
 impl Reader {
-    /// Marks the end of a query on `stream`: what follows on the stream reads no cache. A graph can
+    /// Marks the end of a query on `stream`: later work on the stream reads no cache. A graph can
     /// record it.
     ///
     /// # Errors

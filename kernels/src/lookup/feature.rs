@@ -1,6 +1,6 @@
-//! What a lookup takes: a feature with its table and its columns, the keys of a batch, and the
-//! network input that receives the pooled bags. The methods here write one bag's columns. They
-//! never look a row up.
+//! The inputs and output of a lookup. The inputs are a feature with its table and its columns, and
+//! the keys of a batch. The output is the network input that receives the pooled bags. The methods
+//! here write one bag's columns. They never look a row up.
 
 use crate::cache::Cache;
 use crate::cache::codec::RowFormat;
@@ -9,8 +9,8 @@ use crate::lookup::pooling::Combine;
 use crate::simd::Simd;
 use serde::{Deserialize, Serialize};
 
-/// How the rows of a bag become one vector. An empty bag becomes zeros. The order of the variants
-/// is part of the bundle format.
+/// The function that makes one vector of the rows of a bag. An empty bag gives zeros. The order of
+/// the variants is part of the bundle format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
@@ -23,7 +23,7 @@ pub enum Pooling {
     /// The sum divided by the square root of the number of keys, or of the sum of the squares of
     /// their weights.
     Sqrtn,
-    /// The largest value of each column. Of equal values the first counts.
+    /// The largest value of each column; of equal values the first.
     Max,
 }
 
@@ -36,10 +36,10 @@ pub enum RowStore<'a> {
     Resident(&'a Resident),
 }
 
-/// One sparse feature, as a lookup needs it.
+/// The view of one sparse feature for a lookup.
 #[derive(Clone, Copy)]
 pub struct FeatureView<'a> {
-    /// Number of the feature, which every open bag repeats.
+    /// Number of the feature. Every open bag holds it too.
     pub id: u16,
     /// Number of the table.
     pub table: u16,
@@ -47,9 +47,9 @@ pub struct FeatureView<'a> {
     pub format: RowFormat,
     /// End of an indexed table's keys: this key and the keys above are absent.
     pub keys_end: Option<u64>,
-    /// The row that answers for a key that is absent, damaged or late, `[dim]`.
+    /// The row that is used for a key that is absent, damaged or late, `[dim]`.
     pub default_row: &'a [f32],
-    /// How a bag becomes a vector.
+    /// The function that makes a vector of a bag.
     pub pooling: Pooling,
     /// The memory that holds the rows.
     pub rows: RowStore<'a>,
@@ -66,8 +66,7 @@ pub struct Bags<'a> {
     pub keys: &'a [u64],
     /// Bounds of each sample's keys, `[batch + 1]`.
     pub offsets: &'a [u32],
-    /// What multiplies the row of each key, `[offsets[batch]]`; empty if the feature has no
-    /// weights.
+    /// The factor of each key's row, `[offsets[batch]]`; empty if the feature has no weights.
     pub weights: &'a [f32],
 }
 
@@ -86,11 +85,11 @@ impl<'a> Bags<'a> {
     }
 }
 
-/// A row's place in its bag.
+/// A row's position in its bag, with its weight.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub position: usize,
-    /// What multiplies the row, if the feature has weights.
+    /// The factor of the row, if the feature has weights.
     pub weight: Option<f32>,
 }
 
@@ -118,7 +117,7 @@ impl FeatureView<'_> {
         &mut input.data[start..start + self.width]
     }
 
-    /// Returns the columns of the row at `position` of its bag, and true if that row is the first
+    /// Returns the columns of the row at `position` of its bag, and whether that row is the first
     /// in those columns.
     #[inline(always)]
     fn row_columns<'o>(&self, position: usize, out: &'o mut [f32]) -> (&'o mut [f32], bool) {
@@ -154,7 +153,7 @@ impl FeatureView<'_> {
         }
     }
 
-    /// Returns how a bag takes a row, with the weights of the keys from `start` to `end`.
+    /// Returns the combination of a bag's rows, with the weights of the keys from `start` to `end`.
     #[inline(always)]
     pub(super) fn combine<'w>(&self, weights: &'w [f32], start: usize, end: usize) -> Combine<'w> {
         match self.pooling {
@@ -164,8 +163,8 @@ impl FeatureView<'_> {
         }
     }
 
-    /// Completes the columns `out` `[width]` of a bag once the rows of its `keys` keys are added.
-    /// `weights` are those of the keys, or empty.
+    /// Completes the columns `out` `[width]` of a bag after the rows of its `keys` keys were added.
+    /// `weights` has a weight for each key, or is empty.
     #[inline(always)]
     pub(super) fn close_bag(&self, keys: usize, weights: &[f32], out: &mut [f32]) {
         match self.pooling {
@@ -184,8 +183,8 @@ impl FeatureView<'_> {
     }
 }
 
-/// Divides a weighted sum `[width]` as `pooling` says. Weights that add up to zero give zeros. Sums
-/// the weights in key order, so that the result has the same bits on every CPU.
+/// Divides a weighted sum `[width]` by the divisor of `pooling`. If the divisor is zero, the result
+/// is zeros. Sums the weights in key order, so that the result has the same bits on every CPU.
 fn divide(out: &mut [f32], pooling: Pooling, weights: &[f32]) {
     let divisor = match pooling {
         Pooling::Sqrtn => weights.iter().fold(0.0, |sum, w| sum + w * w).sqrt(),

@@ -1,7 +1,7 @@
 //! Prefetches the first set headers and rows of later features of a batch. The lookup pipeline
 //! prefetches within one feature only. In a batch with few keys a feature ends before its pipeline
-//! is full, so the rows of many features must be on their way from memory at one time. This file
-//! never changes what a lookup returns.
+//! is full. The rows of many features must then be loaded from memory at the same time. This file
+//! never changes the result of a lookup.
 
 use crate::lookup::feature::{Bags, FeatureView, RowStore};
 use crate::lookup::row_source::CachedRows;
@@ -9,21 +9,22 @@ use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch};
 use std::ops::RangeInclusive;
 
-/// Keys of a feature that are prefetched; the feature's own pipeline prefetches the keys after
-/// them.
+/// Number of keys of a feature that are prefetched. The feature's own pipeline prefetches the later
+/// keys.
 const FEATURE_KEYS: usize = 32;
-/// Prefetch distance of the rows, in keys, about.
+/// Approximate prefetch distance of the rows, in keys.
 const ROW_DISTANCE: usize = 48;
 
-/// Keys of a feature, on average, from which on its own pipeline prefetches its rows early enough.
-/// A second probe of each key, for the prefetch of its row, costs more than it gains.
+/// If features have at least so many keys on average, their own pipelines prefetch rows early
+/// enough. A second probe of each key, for the prefetch of its row, would then cost more than it
+/// gains.
 const PIPELINED_KEYS: usize = 24;
 
 /// The prefetch of later features while the features of one batch are looked up in turn.
 pub struct FeaturePrefetch {
     features: usize,
-    /// Prefetch distance of the rows, in features. It is 0 for a batch of so many keys that each
-    /// feature's pipeline has enough to do.
+    /// Prefetch distance of the rows, in features. It is 0 for a batch with [`PIPELINED_KEYS`] keys
+    /// a feature or more.
     distance: usize,
 }
 
@@ -37,8 +38,9 @@ impl FeaturePrefetch {
         Self { features, distance: distance.min(ROW_DISTANCE) }
     }
 
-    /// Prefetches what the queries of features after `at` read first. The caller calls this before
-    /// the query of each feature, in turn. `feature` returns the feature of a number and its bags.
+    /// Prefetches the memory that the queries of features after `at` read first. The caller calls
+    /// this before the query of each feature, in turn. `feature` returns the feature with a number,
+    /// and its bags.
     pub fn prefetch<'a>(
         &self,
         isa: Isa,
@@ -65,7 +67,7 @@ fn first_keys(bags: Bags<'_>) -> &[u64] {
     &bags.keys[..bags.keys.len().min(FEATURE_KEYS)]
 }
 
-/// Prefetches what `PrefetchRows` reads.
+/// Prefetches the set headers or index buckets that `PrefetchRows` reads.
 struct PrefetchSets<'a> {
     feature: FeatureView<'a>,
     bags: Bags<'a>,

@@ -1,7 +1,7 @@
 //! The miss list: the rows that a query did not find in memory, each once, and the bags that wait
-//! for those rows. A list takes all its memory when it is created. A query asks for room before it
-//! records a bag, so the list never fills up in the middle of a bag. This file reads no flash: the
-//! worker fetches the rows.
+//! for those rows. A list allocates all its memory when it is created. A query asks for room before
+//! it records a bag, so the list never fills up in the middle of a bag. This file reads no flash:
+//! the worker fetches the rows.
 
 use crate::cache::Epoch;
 use crate::cache::address::RowKey;
@@ -15,19 +15,20 @@ use crate::simd::huge_pages::Zeroed;
 /// The result of fetching a missing row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowState {
-    /// Not fetched. The default row answers, as the miss policy says.
+    /// Not fetched yet, or not before the answer because of the miss policy. The default row is
+    /// used.
     Pending,
-    /// Not fetched before the deadline. The default row answers.
+    /// Not fetched before the deadline. The default row is used.
     Late,
     /// Read from flash and verified; the live generation's own row.
     Fresh,
-    /// The table does not have the key. The default row answers.
+    /// The table does not have the key. The default row is used.
     Absent,
-    /// The row's flash page failed its check or could not be read. The default row answers.
+    /// The row's flash page failed its check or could not be read. The default row is used.
     Damaged,
 }
 
-/// One missing row, which is fetched once, however many lookups of the batch need it.
+/// One missing row. It is fetched once, even if several lookups of the batch need it.
 #[derive(Clone, Copy, Debug)]
 pub struct Miss {
     /// The row.
@@ -54,9 +55,9 @@ pub struct OpenBag {
     pub(crate) entries: u32,
 }
 
-/// The entry of a key that its table does not have.
+/// The entry for a key that its table does not have.
 const ABSENT: u32 = u32::MAX;
-/// The position of no miss.
+/// Marks an empty entry of the hash table.
 const NO_MISS: u32 = u32::MAX;
 
 /// The miss list and the staging rows of one request.
@@ -64,7 +65,7 @@ pub struct MissList {
     row_bytes_max: usize,
     /// Bytes from one staging row to the next, in whole words.
     stride: usize,
-    /// Entries, at most.
+    /// Maximum number of entries.
     capacity: usize,
     /// The staging rows, `[capacity, stride]`.
     staging: HostMemory<u8>,
@@ -84,9 +85,10 @@ pub struct MissList {
 /// The memory that a query works in.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// The copy of one row. It starts on a cache line: a vector that spans two lines loads slowly.
+    /// The copy of one row. It starts on a cache line, because a load of a vector that spans two
+    /// lines is slow.
     pub row: Zeroed<u8>,
-    /// The ring of the lookup pipeline; `None` while a query has it.
+    /// The ring of the lookup pipeline; `None` while a query uses it.
     pub ring: Option<Box<ProbeRing>>,
 }
 
@@ -126,7 +128,7 @@ impl MissList {
         }
     }
 
-    /// Returns the bytes of memory that a list of that size takes.
+    /// Returns the bytes of memory of a list of this size.
     pub fn bytes(capacity: usize, row_bytes_max: usize) -> usize {
         let capacity = capacity.max(1);
         capacity
@@ -148,12 +150,12 @@ impl MissList {
         self.lookups = 0;
     }
 
-    /// Returns true if no bag waits.
+    /// Returns whether no bag waits.
     pub fn is_empty(&self) -> bool {
         self.bags.is_empty()
     }
 
-    /// Returns true if a bag of `keys` lookups fits, even if all of them miss.
+    /// Returns whether a bag of `keys` lookups fits, even if all of them miss.
     pub(crate) fn has_room(&self, keys: usize) -> bool {
         self.entries.len() + keys <= self.capacity
     }
@@ -273,7 +275,7 @@ impl MissList {
         self.push_entry(slot);
     }
 
-    /// Adds an entry for a missing row. A row that was added before keeps its one miss.
+    /// Adds an entry for a missing row. A row that was added before is not listed again.
     pub(crate) fn add_miss(&mut self, row: RowKey, epoch: Epoch) {
         self.lookups += 1;
 

@@ -1,4 +1,4 @@
-//! The verb `query`: probe, decode, pool and concatenate in one pass, straight into the dense
+//! The lookup: probes, decodes, pools and concatenates in one pass, directly into the dense
 //! network's input.
 //!
 //! * [`FeatureView::query`] pools every bag whose rows are all in memory and records the other bags

@@ -14,11 +14,13 @@ use crate::simd::Simd;
 use crate::simd::prefetch::prefetch;
 use std::ops::Range;
 
-/// Prefetch distance of the rows, in keys: how far the probe stage runs ahead of pooling.
+/// Prefetch distance of the rows: number of keys by which the probe stage is ahead of pooling.
 const PROBE_DISTANCE: usize = 48;
-/// Prefetch distance of the set headers, in keys: how far the hash stage runs ahead of the probes.
+/// Prefetch distance of the set headers: number of keys by which the hash stage is ahead of the
+/// probe stage.
 const HASH_DISTANCE: usize = 48;
-/// Prefetch distance of the key array, in keys: how far it is prefetched ahead of the hash stage.
+/// Prefetch distance of the key array: number of keys by which the prefetch is ahead of the hash
+/// stage.
 const KEY_DISTANCE: usize = 64;
 /// Keys of a bag that are pooled before their rows are validated.
 const VALIDATE_KEYS: usize = 64;
@@ -37,12 +39,12 @@ pub(crate) struct LookupPipeline<'a, S> {
     probed: usize,
     missing: RingBits,
     untouched: RingBits,
-    /// The write count before key `counted_from` and the keys after it were probed.
+    /// The write count that was sampled before the keys from `counted_from` on were probed.
     write_count: u32,
     counted_from: usize,
-    /// How a bag takes a row.
+    /// The combination of a bag's rows.
     combine: Combine<'a>,
-    /// True if pooled bags are stored past the caches.
+    /// Whether pooled bags are stored past the caches.
     stream: bool,
 }
 
@@ -106,7 +108,7 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
         }
     }
 
-    /// Returns how many keys from `from` on are hits without a gap, at most `VALIDATE_KEYS`.
+    /// Returns the number of keys from `from` up to the first miss, at most `VALIDATE_KEYS`.
     #[inline(always)]
     pub fn hits_from<V: Simd>(&mut self, from: usize) -> usize {
         let end = self.keys.len().min(from + VALIDATE_KEYS);
@@ -114,9 +116,9 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
         (end - from).min(self.missing.from(from).trailing_zeros() as usize)
     }
 
-    /// Pools bags of at most `VALIDATE_KEYS` keys in all, which are all hits, into `out` `[bags,
-    /// stride]`. The keys of a bag are those between its two `offsets`, which count from `start`.
-    /// Returns false if a write changed a row during the read. `out` is then undefined.
+    /// Pools bags into `out` `[bags, stride]`. Together they have at most `VALIDATE_KEYS` keys,
+    /// which are all hits. The keys of a bag are those between its two `offsets`, which count from
+    /// `start`. Returns false if a write changed a row during the read. `out` is then undefined.
     #[inline(always)]
     pub fn pool_bags<V: Simd>(
         &mut self,
@@ -159,8 +161,8 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
         V::run_vectors(job) && self.validate(keys)
     }
 
-    /// Returns true if the rows of `keys`, at most `VALIDATE_KEYS`, did not change since their
-    /// probes. Then counts a use of each.
+    /// Returns whether the rows of `keys`, at most `VALIDATE_KEYS`, did not change since their
+    /// probes. Also counts a use of each.
     #[inline(always)]
     fn validate(&mut self, keys: Range<usize>) -> bool {
         let counted = keys.start >= self.counted_from;
@@ -175,16 +177,16 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
             return true;
         }
 
-        // A write has overlapped the reads. Keys probed from now on can use a new sample; these
-        // keys are validated by their sets.
+        // A write has overlapped the reads. Keys that are probed from now on use a new sample of
+        // the write count. These keys are validated by the sequence numbers of their sets.
         if counted {
             (self.write_count, self.counted_from) = (self.source.write_count(), self.probed);
         }
         self.source.validate(self.ring, keys)
     }
 
-    /// Prefetches the rows that the pooling of `bag` would have prefetched, for a bag that is not
-    /// pooled here.
+    /// Prefetches the rows that the pooling of `bag` would prefetch. The caller uses this for a bag
+    /// that it pools row by row.
     #[inline(always)]
     pub fn prefetch_bag(&self, format: RowFormat, bag: Range<usize>) {
         let rows = self.source.rows();
@@ -229,8 +231,8 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
     }
 }
 
-/// The bags of one pooling: their `offsets` `[bags + 1]`, counted from `start`, and whether their
-/// sums start from zero or from what `out` holds.
+/// The bags of one pooling. Their `offsets` `[bags + 1]` count from `start`. If not `from_zero`,
+/// their sums start from the values in `out`.
 #[derive(Clone, Copy)]
 struct Bounds<'a> {
     offsets: &'a [u32],

@@ -1,11 +1,11 @@
 //! Pools encoded rows: decodes them from memory into registers and adds them there, so that each
-//! column of a bag is stored once. A row may change while it is read; the caller then finds out by
-//! validation and drops the result. One body serves all families of vector instructions, and each
-//! gives the bits of `RowFormat::accumulate`, row after row. This file never allocates.
+//! column of a bag is stored once. A row may change while it is read; the caller then detects this
+//! by validation and drops the result. One body is compiled for each family of vector instructions.
+//! Each gives the same bits as `RowFormat::accumulate`, row after row. This file never allocates.
 
 // Vectors are loaded from raw pointers; `RawRows::row` checks each slot.
 #![allow(unsafe_code)]
-// The vectors of a sum are numbers, not elements.
+// Loops over `n` also compute addresses from `n`.
 #![allow(clippy::needless_range_loop)]
 
 use crate::cache::codec::{Codec, RowFormat};
@@ -21,7 +21,7 @@ const VECTOR_VALUES: usize = 16;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// How the rows of a bag become one.
+/// The combination of the rows of a bag to one row.
 #[derive(Clone, Copy)]
 pub(crate) enum Combine<'a> {
     /// Their sum.
@@ -44,12 +44,12 @@ pub(crate) struct PoolJob<'a> {
     pub start: usize,
     /// Keys below this number have their slots in `slots`.
     pub probed: usize,
-    /// True if a bag starts here, false if it goes on from `out`.
+    /// Whether the sums start from zero; if not, from the values in `out`.
     pub from_zero: bool,
     /// The pooled bags, `[bags, stride]`, of which `dim` columns are written.
     pub out: &'a mut [f32],
     pub stride: usize,
-    /// True if `out` is too large to stay near the core: the job then stores past the caches, and
+    /// Whether `out` is too large for the CPU's caches. The job then stores past the caches, and
     /// the caller calls `simd::stream_fence` afterwards.
     pub stream: bool,
 }
@@ -82,7 +82,7 @@ impl PoolJob<'_> {
         }
     }
 
-    /// Pools rows of one codec, as many vectors of columns at a time as registers can hold.
+    /// Pools rows of one codec, as many vectors of columns at a time as fit into registers.
     #[inline(always)]
     unsafe fn pool_codec<V: Vector, C: Code, K: Combiner>(mut self, combiner: K) {
         let vectors = self.format.dim().div_ceil(VECTOR_VALUES);
@@ -183,7 +183,8 @@ impl PoolJob<'_> {
     }
 }
 
-/// How a bag takes its next row, known to the compiler.
+/// The combination of a bag's columns with its next row, as a type, so that loops are compiled for
+/// it.
 trait Combiner: Copy {
     /// The value of each column before the first row.
     const FIRST: f32;
@@ -230,11 +231,11 @@ impl Combiner for Maxima {
     }
 }
 
-/// The encoding of a row's values, known to the compiler.
+/// The encoding of a row's values, as a type, so that loops are compiled for it.
 trait Code {
     /// Bytes of a vector's values.
     const BYTES: usize;
-    /// True if the values are codes that the row's scale and bias turn into numbers.
+    /// Whether the values are codes that the row's scale and bias convert to numbers.
     const SCALED: bool;
     /// Loads a vector's values.
     ///

@@ -1,13 +1,14 @@
-//! The ring between the stages of the lookup pipeline: the hashes and probes of the keys that have
-//! passed a stage and are not pooled yet. It has no state of its own beyond the keys in flight.
+//! The ring between the stages of the lookup pipeline. It holds the hashes and probes of the keys
+//! that have passed a stage and are not pooled yet. It has no state of its own beyond the keys in
+//! flight.
 
 use crate::cache::address::SetTag;
 use crate::cache::eviction::used;
 use crate::cache::set_header::Probe;
 
-/// Keys in the ring, at most; a power of two.
+/// Maximum number of keys in the ring; a power of two.
 pub(crate) const RING_KEYS: usize = 256;
-/// Keys that pass a stage together.
+/// Number of keys that pass a stage together.
 pub(crate) const GROUP_KEYS: usize = 16;
 
 /// The hashes and probes of the keys that are in the pipeline, each at its key's number modulo
@@ -15,7 +16,7 @@ pub(crate) const GROUP_KEYS: usize = 16;
 pub(crate) struct ProbeRing {
     pub sets: [u32; RING_KEYS],
     pub tags: [u64; RING_KEYS],
-    /// The mask of matching ways until `finish_probe` replaces it by the way.
+    /// The mask of matching ways, until `finish_probe` replaces it with the way.
     pub ways: [u32; RING_KEYS],
     pub sequences: [u32; RING_KEYS],
     pub uses: [u32; RING_KEYS],
@@ -37,7 +38,7 @@ impl Default for ProbeRing {
 }
 
 impl ProbeRing {
-    /// Turns the matching ways of the group at `at` into ways and slots, in vector instructions.
+    /// Converts the masks of the group at `at` to ways and slots, with vector instructions.
     #[inline(always)]
     pub fn finish_probe(&mut self, at: usize) -> GroupProbe {
         fn group<T>(of: &mut [T; RING_KEYS], at: usize) -> Option<&mut [T; GROUP_KEYS]> {

@@ -13,10 +13,11 @@ use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch, stream_fence};
 use std::ops::Range;
 
-/// Keys of a query up to which the pipeline is not worth its start.
+/// Queries with at most so many keys do not use the pipeline, because its start takes longer than
+/// it saves.
 const UNPIPELINED_KEYS_MAX: usize = 2;
 /// Bytes of a network input above which pooled bags are stored past the caches. A smaller input is
-/// still in the cache when the network reads it.
+/// still in the CPU's caches when the network reads it.
 const STREAM_BYTES_MIN: usize = 4 << 20;
 
 impl FeatureView<'_> {
@@ -79,8 +80,8 @@ impl Job for Query<'_, '_> {
 }
 
 impl Query<'_, '_> {
-    /// Pools consecutive bags together while all their rows are hits, else one bag, else row by
-    /// row.
+    /// Pools consecutive bags together while all their rows are hits. Otherwise pools one bag, and
+    /// if that fails, row by row.
     #[inline(always)]
     fn pool<S: Simd, R: RowSource>(mut self, source: &R) -> usize {
         let (feature, samples, offsets) = (self.feature, self.statuses.len(), self.bags.offsets);
@@ -118,7 +119,7 @@ impl Query<'_, '_> {
                 continue;
             }
 
-            // One bag: long, side by side, changed during the read, or with a miss.
+            // One bag. It is long, pooled side by side, was changed during the read, or has a miss.
             let bag = begin..offsets[done + 1] as usize;
             let of_query = bag.start - start..bag.end - start;
             let out = feature.columns(self.input, done);

@@ -1,6 +1,6 @@
-//! The machine's limit for pooled lookups: rows in plain memory, at known positions, are added.
-//! Nothing is probed, decoded or validated. Only benchmarks use this file, as the limit (1.0) that
-//! `FeatureView::query` is compared with.
+//! The machine's limit for pooled lookups: adds rows in plain memory at known positions, without
+//! probes, decoding or validation. Only benchmarks use this file. They compare `FeatureView::query`
+//! with this limit, which counts as 1.0.
 
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;

@@ -1,6 +1,6 @@
-//! Where the lookup pipeline finds the rows of a feature: in the embedding cache or in a resident
-//! table. Both take the steps of the pipeline. No row of a resident table changes during a lookup,
-//! so its rows need no validation. This file never pools.
+//! The sources of rows for the lookup pipeline: the embedding cache, and a resident table. Both
+//! implement the stages of the pipeline. No row of a resident table changes during a lookup, so its
+//! rows need no validation. This file never pools.
 
 use crate::cache::address::{SetTag, TableHasher};
 use crate::cache::raw_rows::RawRows;
@@ -21,15 +21,15 @@ pub(crate) enum ReadResult<'a> {
     Miss(Epoch),
 }
 
-/// The rows of a feature. What is not provided here holds for rows that do not change meanwhile.
+/// The rows of a feature. The default methods are for rows that do not change during a lookup.
 pub(crate) trait RowSource {
     /// Hashes a group of keys, at most `GROUP_KEYS`, into the ring from position `at` on. For the
-    /// `first` keys of a pipeline also prefetches what `probe` reads.
+    /// `first` keys of a pipeline also prefetches the memory that `probe` reads.
     fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool);
 
     /// Finds the slots of a group of keys that were hashed to position `at`. For the `first` keys
-    /// of a pipeline also prefetches their rows. Prefetches what it will read for the hashed keys
-    /// at the positions `next`.
+    /// of a pipeline also prefetches their rows. Prefetches the memory that it will read for the
+    /// hashed keys at the positions `next`.
     fn probe<S: Simd>(
         &self,
         keys: &[u64],
@@ -39,7 +39,7 @@ pub(crate) trait RowSource {
         next: Range<usize>,
     ) -> GroupProbe;
 
-    /// Returns the rows, which slots number.
+    /// Returns the rows, in the order of their slots.
     fn rows(&self) -> RawRows<'_>;
 
     /// Reads the row of one key without the pipeline, perhaps into `buffer`.
@@ -51,8 +51,8 @@ pub(crate) trait RowSource {
         0
     }
 
-    /// Returns true if no write overlapped the reads since `write_count()` returned `since`: every
-    /// row read was complete and belongs to its key.
+    /// Returns whether no write overlapped the reads since `write_count()` returned `since`. If so,
+    /// every row read was complete and belongs to its key.
     #[inline(always)]
     fn no_writes_since(&self, _since: u32) -> bool {
         true
@@ -62,7 +62,7 @@ pub(crate) trait RowSource {
     #[inline(always)]
     fn touch(&self, _ring: &ProbeRing, _at: usize) {}
 
-    /// Returns true if no write changed the sets of `keys` since their probes. Then counts a use of
+    /// Returns whether no write changed the sets of `keys` since their probes. Also counts a use of
     /// each row.
     #[inline(always)]
     fn validate(&self, _ring: &ProbeRing, _keys: Range<usize>) -> bool {
@@ -97,7 +97,7 @@ impl<'a> CachedRows<'a> {
     /// Hashes a group of keys, at most `GROUP_KEYS`, into `sets` and `tags`, as long as `keys`.
     #[inline(always)]
     fn hash_group(&self, keys: &[u64], sets: &mut [u32], tags: &mut [u64]) {
-        // The compiler vectorises the loop for a length that it knows.
+        // The compiler vectorises the loop only for a constant length.
         let addresses = self.cache.addresses();
         match <&[u64; GROUP_KEYS]>::try_from(keys) {
             Ok(keys) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
@@ -135,7 +135,8 @@ impl<'a> CachedRows<'a> {
     }
 
     /// Matches the tags of a group, and prefetches the set headers of the hashed keys at the
-    /// positions `next`. Matches and prefetches alternate, so that memory works during the matches.
+    /// positions `next`. Matches and prefetches alternate, so that loads from memory overlap the
+    /// matches.
     #[inline(always)]
     fn match_group<S: Simd, const WIDE: bool>(
         &self,

@@ -1,9 +1,10 @@
-//! The counts of what a sample's lookups returned.
+//! The counts of a sample's lookups, by their result.
 
 use crate::lookup::miss_list::RowState;
 use serde::{Deserialize, Serialize};
 
-/// What the lookups of one sample returned. Every lookup is counted once, in exactly one count.
+/// Counts of one sample's lookups, by their result. Every lookup is counted once, in exactly one
+/// count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupStatus {
     /// Lookups answered with the live generation's own row.
@@ -14,7 +15,7 @@ pub struct LookupStatus {
     pub absent: u32,
     /// Lookups of rows whose flash page failed its check, answered with the default row.
     pub damaged: u32,
-    /// True if the deadline cut fetches short.
+    /// Whether the deadline passed before all rows were fetched.
     pub late: bool,
 }
 

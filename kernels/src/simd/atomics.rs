@@ -6,7 +6,7 @@ pub use loom::sync::atomic::{AtomicU32, Ordering, fence};
 #[cfg(not(loom))]
 pub use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-/// Waits a moment for another thread to make progress.
+/// Waits briefly, so that another thread can make progress.
 #[inline(always)]
 pub fn spin() {
     #[cfg(loom)]

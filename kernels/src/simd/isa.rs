@@ -1,5 +1,5 @@
-//! Which vector instructions this machine has. The plain family runs on every machine. It is the
-//! reference whose bits the other families must give.
+//! The vector instructions of this machine. The plain family runs on every machine. It is the
+//! reference: the other families must give the same bits.
 
 use std::sync::OnceLock;
 
@@ -18,8 +18,8 @@ pub(crate) enum Family {
     Neon,
 }
 
-/// A family of vector instructions that the kernels are compiled for, with or without the dot
-/// products of bytes that came later. Holding one proves that this machine has the instructions.
+/// A family of vector instructions for which the kernels are compiled, with or without its newer
+/// dot products of bytes. Holding one proves that this machine has the instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa {
     family: Family,
@@ -34,8 +34,9 @@ impl Isa {
         *BEST.get_or_init(|| Self::available().pop().unwrap_or(plain))
     }
 
-    /// Returns all families that this machine has, the plain family first and the best last. A
-    /// family whose dot products the machine has is there twice: without them, then with them.
+    /// Returns all families that this machine has, the plain family first and the best last. If the
+    /// machine has a family's dot products, the list has the family twice: without them, then with
+    /// them.
     pub fn available() -> Vec<Self> {
         let mut all = vec![Self { family: Family::Plain, has_dot: false }];
         let mut add = |family, has_dot: bool| {

@@ -1,11 +1,11 @@
-//! The few steps of a lookup that plain Rust cannot express: reading memory, a vector at a time,
-//! while a writer may change it, and converting f16 to f32. `Simd` has one implementation for
-//! each family of vector instructions, and all give the same bits. Everything else is plain Rust
-//! that the compiler vectorises. This folder knows no cache and no table.
+//! The few steps of a lookup that plain Rust cannot express. These are reads of memory, a vector at
+//! a time, while a writer may change it, and conversions of f16 to f32. `Simd` has one
+//! implementation for each family of vector instructions, and all give the same bits. Everything
+//! else is plain Rust that the compiler vectorises. This folder knows no cache and no table.
 //!
-//! A racing read is inline assembly. To the compiler it is a sequence of relaxed atomic loads,
-//! which is what the plain family does word by word. The caller finds out from the set's sequence
-//! number whether the bytes are one complete row.
+//! A racing read is inline assembly. To the compiler it is like a sequence of relaxed atomic loads,
+//! which the plain family makes word by word. The caller checks with the set's sequence number
+//! whether the bytes are one complete row.
 
 #![allow(unsafe_code)]
 
@@ -23,7 +23,8 @@ use crate::simd::isa::{Family, Isa};
 use crate::simd::vector::VectorJob;
 use half::f16;
 
-/// Bytes of one racing read. A racing copy is rounded up to a multiple.
+/// Bytes of one racing read: a read of memory that a writer may change. A racing copy is rounded up
+/// to a multiple.
 pub const READ_BYTES: usize = if cfg!(loom) { 8 } else { 32 };
 /// Bytes after the last row of an array that must be readable, because rows are read in whole
 /// vectors.
@@ -55,15 +56,16 @@ pub(crate) trait Simd {
         std::array::from_fn(|i| f16::from_le_bytes([halves[2 * i], halves[2 * i + 1]]).to_f32())
     }
 
-    /// Runs `job` in a function of its own, so that its loops have all registers. Returns false and
-    /// does nothing if the family has no vectors.
+    /// Runs `job` in a separate function, so that its loops can use all registers. Returns false
+    /// and does nothing if the family has no vectors.
     #[inline(always)]
     fn run_vectors<J: VectorJob>(_job: J) -> bool {
         false
     }
 }
 
-/// The family without vector instructions, which every machine has. It defines what the others do.
+/// The family without vector instructions, which every machine has. It defines the results of the
+/// others.
 pub(crate) struct Plain;
 impl Simd for Plain {}
 
@@ -75,7 +77,7 @@ pub(crate) trait Job {
     fn run<S: Simd>(self) -> Self::Out;
 }
 
-/// Runs `job` as compiled for `isa`.
+/// Runs the version of `job` that is compiled for `isa`.
 #[inline(always)]
 pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
     match isa.family() {
@@ -154,8 +156,8 @@ pub(crate) mod x86 {
         value
     }
 
-    /// Copies in pieces as wide as the later loads of the bytes: a load that spans two stores waits
-    /// until both are in the cache.
+    /// Copies in pieces as wide as the later loads of the bytes. A load that spans two stores would
+    /// wait until both are in the cache.
     #[inline]
     #[target_feature(enable = "avx2,avx512f")]
     fn copy_avx512(from: &[AtomicU32], to: &mut [u8]) {

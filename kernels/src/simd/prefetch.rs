@@ -32,13 +32,13 @@ prefetch! {
     prefetch, _MM_HINT_T0, "prfm pldl1keep, [{p}]"
 }
 prefetch! {
-    /// Prefetches the cache line at `at` into the second level only. A core can wait for few lines
-    /// that miss in its first level (24 on a Zen 4), and this hint takes none of those places.
+    /// Prefetches the cache line at `at` into the second level only. A core can have few misses of
+    /// its first level in flight (24 on a Zen 4), and this hint takes none of these entries.
     prefetch_l2, _MM_HINT_T1, "prfm pldl2keep, [{p}]"
 }
 
 /// Prefetches the first `LINES_MAX` lines of a row and its last line. The hardware prefetcher loads
-/// the lines between.
+/// the lines between them.
 #[inline(always)]
 pub(crate) fn prefetch_lines<T>(row: &[T]) {
     const LINES_MAX: usize = 8;

@@ -21,7 +21,7 @@ pub(crate) trait Vector: Copy {
     unsafe fn stream(self, to: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
-    /// Returns the values of `other` that are larger, else those of `self`.
+    /// Returns for each lane the value of `other` if it is larger, else that of `self`.
     unsafe fn max(self, other: Self) -> Self;
     /// Returns `self * x + y`, rounded once.
     unsafe fn mul_add(self, x: Self, y: Self) -> Self;

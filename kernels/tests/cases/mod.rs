@@ -1,14 +1,14 @@
-//! Networks with inputs and the outputs that ONNX Runtime gave, as `tests/onnx/cases.py` writes
-//! them. Reads such files and runs the networks. A case is: the ONNX file, the names and widths of
-//! its inputs, the name of its output, the batch, the inputs, the expected output. Numbers are
-//! little-endian, and each length is an u32 before what it counts.
+//! Test cases that `tests/onnx/cases.py` writes: networks with inputs, and the outputs of ONNX
+//! Runtime. This file reads such files and runs the networks. A case is: the ONNX file, the names
+//! and widths of its inputs, the name of its output, the batch, the inputs, the expected output.
+//! Numbers are little-endian, and a u32 before each part has its length.
 
 #![allow(clippy::unwrap_used)]
 
 use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
 use hatchback_kernels::simd::isa::Isa;
 
-/// Difference from ONNX Runtime: a part of the largest output, or of 1 if that is smaller.
+/// Allowed difference from ONNX Runtime, relative to the largest output, or to 1 if that is larger.
 pub const DIFFERENCE_MAX: f32 = 1e-5;
 
 /// A network, its inputs and the expected output.
@@ -26,7 +26,7 @@ pub struct Case {
 pub struct Outcome {
     /// The reason, if the network runs on the fallback.
     pub fallback: Option<String>,
-    /// The largest difference from ONNX Runtime, or what went wrong.
+    /// The largest difference from ONNX Runtime, or the problem.
     pub difference: Result<f32, String>,
 }
 

@@ -30,7 +30,7 @@ pub fn sha256(bytes: &[u8]) -> Hash {
 pub struct Generation {
     /// The name of the model.
     pub lineage: String,
-    /// Grows with every release of the lineage.
+    /// The release's number, which grows with every release of the lineage.
     pub sequence: u64,
 }
 
@@ -38,7 +38,7 @@ impl Generation {
     /// Checks that the lineage is a name.
     ///
     /// # Errors
-    /// The name, and what a name is.
+    /// A text with the refused name and the characters that a name may have.
     pub fn check(&self) -> Result<(), String> {
         let lineage = &self.lineage;
         let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -100,7 +100,7 @@ pub struct TableBlobs {
     pub clustered: Option<u32>,
 }
 
-/// What a delta left for later, because it was made within a budget of bytes.
+/// The changes that a delta within a budget of bytes left for a later delta.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Deferral {
     /// The trainer's newest window in the delta.
@@ -132,7 +132,7 @@ pub struct Manifest {
     pub dense: u32,
     /// The number of the blob with the probe set.
     pub probe: Option<u32>,
-    /// What the delta left for later; `None` unless `select` made it.
+    /// The changes left for a later delta; `None` unless `select` made this one.
     pub deferral: Option<Deferral>,
 }
 
@@ -188,7 +188,7 @@ impl Manifest {
     /// Decodes and checks a manifest.
     ///
     /// # Errors
-    /// [`ManifestError`] if the bytes are not a manifest of this format or if fields contradict
+    /// [`ManifestError`] if the bytes are not a manifest of a known format or if fields contradict
     /// each other.
     pub fn decode(bytes: &[u8]) -> Result<Self, ManifestError> {
         let Some((format, body)) = bytes.split_first_chunk::<4>() else {
@@ -232,8 +232,8 @@ impl Manifest {
         self.blobs[self.tables[number].segment as usize].raw_bytes()
     }
 
-    /// Returns true for a delta that changes no row of table `number`: its segment has only a
-    /// trailer.
+    /// Returns whether this is a delta that changes no row of table `number`: its segment has only
+    /// a trailer.
     pub fn leaves_alone(&self, number: usize) -> bool {
         self.parent.is_some() && self.segment_bytes(number) == PAGE_BYTES as u64
     }
@@ -294,7 +294,7 @@ fn encoded(parts: &impl Serialize) -> Result<Vec<u8>, postcard::Error> {
     postcard::to_allocvec(parts)
 }
 
-/// Decodes the parts of a manifest, which are all of `body`.
+/// Decodes the parts of a manifest. Refuses bytes of `body` after them.
 fn decoded<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, ManifestError> {
     let refused = |e: postcard::Error| ManifestError::Decode(e.to_string());
     let (parts, rest) = postcard::take_from_bytes(body).map_err(refused)?;

@@ -1,9 +1,10 @@
-//! The bundle file: chunks, then the manifest, then a trailer with the manifest's place and hash.
-//! [`BundleWriter`] writes a bundle in one pass and renames it into place. [`BundleReader`] reads
-//! chunk by chunk and checks each chunk's hash before it decompresses the chunk. Never holds more
-//! than one chunk and the manifest in memory.
+//! The bundle file: chunks, then the manifest, then a trailer with the manifest's position and
+//! hash. [`BundleWriter`] writes a bundle in one pass and renames it into place. [`BundleReader`]
+//! reads chunk by chunk and checks each chunk's hash before it decompresses the chunk. Never holds
+//! more than one chunk and the manifest in memory.
 
 pub mod manifest;
+pub mod part;
 mod plain_schema;
 
 use crate::bundle::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
@@ -33,7 +34,7 @@ pub enum BundleError {
     /// The system refused to read or write the file.
     #[error("{path}: {source}", path = path.display())]
     Io { path: PathBuf, source: io::Error },
-    /// A part of the file is not what its hash says: the file is damaged.
+    /// A part of the file does not match its hash: the file is damaged.
     #[error("{path}: {field}: content does not match its hash", path = path.display())]
     Hash { path: PathBuf, field: String },
     /// A field of the file has a value that is not allowed.
@@ -74,7 +75,7 @@ pub(crate) fn trailer(at: u64, manifest: &[u8]) -> [u8; TRAILER_BYTES as usize] 
     trailer
 }
 
-/// Writes a bundle. The file has its name only after `finish`.
+/// Writes a bundle. The file gets its final name in `finish`.
 pub struct BundleWriter {
     path: PathBuf,
     /// `None` after the rename.
@@ -97,8 +98,8 @@ struct CompressedChunk {
 impl CompressedChunk {
     fn new(raw: Vec<u8>) -> io::Result<Self> {
         let compressed = zstd::bulk::compress(&raw, ZSTD_LEVEL)?;
-        // A chunk that compression shortens by less than a sixteenth is stored as it is: reading it
-        // then costs the car no decompression.
+        // A chunk that compression shortens by less than a sixteenth is stored uncompressed. The
+        // car then reads it without decompression.
         let raw_bytes = raw.len() as u32;
         let stored = if compressed.len() < raw.len() / 16 * 15 { compressed } else { raw };
         let sha256 = sha256(&stored);
@@ -219,8 +220,8 @@ impl BundleWriter {
     /// chunks as they are stored, after the check of each.
     ///
     /// # Errors
-    /// [`BundleError::Hash`] if a chunk is not what `blobs` says, [`BundleError::Io`] if a file
-    /// cannot be read or written.
+    /// [`BundleError::Hash`] if a chunk does not match its hash in `blobs`, [`BundleError::Io`] if
+    /// a file cannot be read or written.
     pub fn copy_part(
         &mut self,
         blobs: &[Blob],
@@ -260,7 +261,7 @@ impl BundleWriter {
 impl Drop for BundleWriter {
     fn drop(&mut self) {
         if self.file.take().is_some() {
-            // The bundle was not finished; a partial file is of no use.
+            // The bundle was not finished, so the partial file is removed.
             let _ = SystemDisk.remove_file(&atomic_write::part_of(&self.path));
         }
     }
@@ -304,7 +305,7 @@ pub struct BundleReader {
     file: Box<dyn Input>,
     manifest: Manifest,
     manifest_bytes: Vec<u8>,
-    /// The place of each blob's first byte in the file.
+    /// The position of each blob's first byte in the file.
     offsets: Vec<u64>,
 }
 
@@ -458,8 +459,8 @@ fn check_hash(
     Err(BundleError::Hash { path: path.to_owned(), field: field() })
 }
 
-/// Decompresses `stored`, whose hash was checked, if it is compressed, to at most `chunk.raw`
-/// bytes.
+/// Returns the content of a chunk from its `stored` bytes, whose hash was checked. Decompresses at
+/// most `chunk.raw` bytes.
 fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
     if chunk.stored == chunk.raw {
         return Ok(stored.into());

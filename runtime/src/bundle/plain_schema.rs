@@ -1,6 +1,6 @@
-//! The schema as manifests of format 1 and 2 hold it: a network with one output, features that take
-//! keys, and each feature in one input. A schema that needs no more is still written so, and older
-//! versions read it.
+//! The schema in manifests of format 1 and 2. It has a network with one output and features that
+//! take keys, and each feature feeds one input. A schema that fits this form is still written in
+//! it, so that older versions can read it.
 
 use crate::schema::key_function::KeyFunction;
 use crate::schema::{Feature, InputSource, Network, NetworkInput, NetworkOutput, Schema, Table};

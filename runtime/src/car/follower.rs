@@ -1,5 +1,5 @@
-//! A process that serves beside the process that updates: it loads the live generation of a flash
-//! directory, and swaps to the next one after the other process made it live. Never writes to the
+//! A process that serves a flash directory that another process updates. It loads the live
+//! generation, and swaps to the next one after the other process made it live. Never writes to the
 //! directory.
 
 use crate::bundle::manifest::{Generation, Hash};
@@ -11,7 +11,7 @@ use crate::request::serving::{Serving, ServingError, Swapped};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Why the live generation is not served. The generation before is.
+/// Why the live generation is not served. The previous generation is still served.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum FollowError {
@@ -29,7 +29,8 @@ pub struct Follower {
     directory: PathBuf,
     name: String,
     budget: Budget,
-    /// The live generation that was refused, and the looks since.
+    /// The manifest's hash of the live generation that was refused, and the number of looks since.
+    /// A look is a call of [`Follower::look`].
     refused: Option<(Hash, u32)>,
 }
 
@@ -57,9 +58,9 @@ impl Follower {
         &self.name
     }
 
-    /// Serves the live generation if it is another one than `serving` has. Returns it and what the
-    /// swap did. A generation that was refused is tried again after a while. Calls `yield_now`
-    /// between small pieces of work.
+    /// Swaps to the live generation if `serving` serves another one. Returns the generation and the
+    /// counts of the swap. A refused generation is tried again after [`REFUSED_LOOKS`] looks. Calls
+    /// `yield_now` between small pieces of work.
     ///
     /// # Errors
     /// [`FollowError`] if the generation is refused now.
@@ -83,8 +84,8 @@ impl Follower {
             return Ok(None);
         }
 
-        // The lock keeps a merge from removing segments that are being opened. A process that may
-        // not take it tries again after such a failure.
+        // The lock keeps a merge from removing segments that are being opened. A process without
+        // the right to take the lock opens without it, and tries again after a failure.
         let _lock = match flash.lock() {
             Ok(lock) => Some(lock),
             Err(FlashError::Busy { .. }) => return Ok(None),

@@ -13,15 +13,15 @@ use crate::update::install_status::Repair;
 use std::path::Path;
 use std::time::Duration;
 
-/// Pause where no work is due, or after an error.
+/// Pause when no work is due, or after an error.
 pub const IDLE: Duration = Duration::from_secs(1);
 
 /// The maintenance of one flash directory.
 pub struct MaintenanceSteps {
     /// The updates of the directory; `None` if it has none.
     updater: Option<Updater>,
-    /// Whether the last scrub left damage that only a snapshot repairs; `None` if the record says
-    /// so already.
+    /// Whether the last scrub left damage that only a snapshot repairs; `None` once this is
+    /// recorded.
     scrub_left_damage: Option<bool>,
     flash: Flash,
     maintenance: Maintenance,
@@ -37,7 +37,8 @@ fn installed_bytes(flash: &Flash) -> u64 {
 
 impl MaintenanceSteps {
     /// Returns the maintenance of `flash` by `rules`. `updater` has the directory's updates. The
-    /// counters are in the catalog at `catalog`, if there is one. `now` is the time since 1970.
+    /// counters are in the catalog at `catalog`; without a path they start from zero. `now` is the
+    /// time since 1970.
     pub fn new(
         flash: Flash,
         updater: Option<Updater>,
@@ -92,8 +93,8 @@ impl MaintenanceSteps {
         Ok(did)
     }
 
-    /// Asks for the next release as a snapshot if the last scrub left damage, and no longer if it
-    /// left none.
+    /// Requests the next release as a snapshot if the last scrub left damage. Withdraws the request
+    /// if it left none.
     fn record_scrub(&mut self) {
         let (Some(updater), Some(is_damaged)) = (&self.updater, self.scrub_left_damage) else {
             return;

@@ -1,7 +1,6 @@
-//! A car's background work as steps: what runs on threads and in processes of its own in a car is
-//! here a function that takes one step. The daemon and the sync process call these steps in loops;
-//! a simulation of the whole car calls the same steps in an order that it chooses. Never starts a
-//! thread and never sleeps.
+//! A car's background work as functions that take one step each. The daemon and the sync process
+//! call the steps in loops, on threads of their own. A simulation of the whole car calls the same
+//! steps in an order that it chooses. This folder never starts a thread and never sleeps.
 
 pub mod follower;
 pub mod maintenance_steps;

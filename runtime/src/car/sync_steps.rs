@@ -23,8 +23,8 @@ pub struct SyncSteps {
 }
 
 impl SyncSteps {
-    /// Returns the steps of `updater`, whose sync directory is provisioned with the fleet's first
-    /// root, `root`. The first poll is due now.
+    /// Returns the steps of `updater`. With `root`, the fleet's first root, each poll first
+    /// provisions the sync directory. The first poll is due now.
     pub fn new(updater: Updater, root: Option<Vec<u8>>, rules: LinkRules) -> Self {
         Self { updater, root, rules, due: Duration::ZERO, finished: 0 }
     }
@@ -43,7 +43,8 @@ impl SyncSteps {
         self.due <= clock.now() && self.rules.is_open(now)
     }
 
-    /// Returns the number of the last offer that the serving process took, if it is done with it.
+    /// Returns the number of the last offer that the serving process took, if the process has
+    /// finished that offer.
     fn finished_offer(&self) -> Option<u64> {
         let install = self.updater.install_status().ok()?;
         (!install.state.has_release()).then_some(install.offer)
@@ -89,8 +90,8 @@ impl SyncSteps {
     }
 }
 
-/// Returns the time until the next poll: the target's interval, varied by up to a quarter either
-/// way. After an error the time is a sixteenth of that.
+/// Returns the time until the next poll: the target's interval, made longer or shorter by up to a
+/// quarter. After an error the time is a sixteenth of that.
 fn interval(rules: LinkRules, random: f64, is_ok: bool) -> Duration {
     let minutes = Duration::from_secs(60 * u64::from(rules.poll_minutes));
     let interval = minutes.mul_f64(0.75 + random / 2.0);

@@ -1,6 +1,6 @@
-//! The updates of one model in the process that serves: takes a staged release through probe and
-//! probation, and serves the live generation of the flash directory, whichever process made it
-//! live. Never opens a link.
+//! The updates of one model in the process that serves. The steps take a staged release through
+//! probe and probation. They also serve the live generation of the flash directory, whichever
+//! process made it live. Never opens a link.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::{Flash, FlashError};
@@ -24,7 +24,7 @@ pub struct ModelUpdates {
     pub updater: Updater,
     /// The budget of the model.
     pub budget: Budget,
-    /// What a release must show before it is committed.
+    /// The conditions that a release must meet before it is committed.
     pub policy: Policy,
     /// The fleet's first root metadata, from a file that `hatchback-sync` cannot write.
     pub root: Option<Vec<u8>>,
@@ -34,8 +34,8 @@ pub struct ModelUpdates {
 
 impl ModelUpdates {
     /// Begins a trial of a release on probation; to be called before the model is opened. A release
-    /// whose trials ended with the process too often is rolled back here. An error is logged and
-    /// does not keep the model from being served. `now` is in seconds since 1970.
+    /// is rolled back here if the process ended during too many of its trials. An error is logged
+    /// and does not keep the model from being served. `now` is in seconds since 1970.
     pub fn begin(&self, now: u64) {
         if let Err(e) = self.try_begin(now) {
             let name = &self.name;
@@ -91,7 +91,7 @@ struct Failure {
     manifest: Hash,
     reason: String,
     cause: Cause,
-    /// Looks in a row at which it could not be served.
+    /// Looks in a row at which it could not be served. Each [`UpdateSteps::step`] looks once.
     looks: u32,
 }
 
@@ -102,9 +102,9 @@ pub struct UpdateSteps {
     latency_us_p99: LatencyP99,
     /// Why the live generation could not be served at the last look.
     failure: Option<Failure>,
-    /// Looks in a row at which a step could not be taken.
+    /// Calls of [`UpdateSteps::step`] in a row that failed.
     failed_steps: u32,
-    /// Looks since the start, up to `TRIAL_S`.
+    /// Looks since the start, up to `TRIAL_S`: about one a second.
     looks: u64,
     /// Damaged pages that requests met, at the last look.
     pages_damaged: u64,
@@ -139,7 +139,7 @@ impl UpdateSteps {
     }
 
     /// Serves the live generation and takes one step of the update. Returns whether the update
-    /// entered another state, so that the next step can be taken now; otherwise the caller looks
+    /// entered another state. If so, the caller can take the next step now; otherwise it calls
     /// again after a second. Calls `yield_now` between small pieces of work. `now` is in seconds
     /// since 1970.
     pub fn step(&mut self, now: u64, yield_now: &dyn Fn()) -> bool {
@@ -164,7 +164,8 @@ impl UpdateSteps {
         }
     }
 
-    /// Logs why a step could not be taken. Ends an attempt that fails at every look.
+    /// Logs why a step could not be taken. Abandons the attempt after [`FAILED_STEPS_MAX`] failures
+    /// in a row.
     fn wait(&mut self, reason: &str, now: u64) {
         if self.wait_logged != reason {
             log::warn!("update of `{}` waits: {reason}", self.update.name);
@@ -174,7 +175,7 @@ impl UpdateSteps {
         if self.failed_steps >= FAILED_STEPS_MAX {
             self.failed_steps = 0;
             if let Err(e) = self.update.updater.abandon(reason, Repair::None, now) {
-                log::debug!("the attempt stays in hand: {e}");
+                log::debug!("the attempt is not abandoned yet: {e}");
             }
         }
     }
@@ -278,15 +279,16 @@ impl UpdateSteps {
         }
     }
 
-    /// Opens the live generation under the lock of its directory, if another one is served or none.
+    /// Opens the live generation under the lock of its directory. Returns `None` if it is served
+    /// already or was rejected.
     fn open_changed(&mut self) -> Result<Option<(Flash, Lock)>, FlashError> {
         let ModelUpdates { name, updater, .. } = &self.update;
         let flash = Flash::open(&updater.disk, &updater.flash)?;
         let served = if name.is_empty() { None } else { self.serving.manifest(name) };
         let live = flash.record().live.manifest;
         if served == Some(live) {
-            // It may be served although it failed before: a snapshot has replaced its damaged
-            // files, which this process still has open.
+            // An earlier failure of this generation no longer counts: a snapshot has replaced the
+            // damaged files, and this process still has the old ones open.
             self.failure = None;
             return Ok(None);
         }
@@ -310,7 +312,7 @@ impl UpdateSteps {
         self.failure = Some(Failure { manifest, reason: reason.clone(), cause, looks });
 
         self.report_unserved(&reason);
-        // An error of the device that lasts is as bad as a lost file.
+        // An error of the device that persists is treated like a lost file.
         if is_damage(error) || cause == Cause::Flash && looks >= FAILED_STEPS_MAX {
             self.require(Repair::AnySnapshot);
         }
@@ -324,10 +326,10 @@ impl UpdateSteps {
         }
     }
 
-    /// Asks the sync process for a snapshot.
+    /// Requests a snapshot from the sync process.
     fn require(&self, repair: Repair) {
         if let Err(e) = self.update.updater.require_repair(repair) {
-            log::debug!("`{}`: a snapshot is not asked for yet: {e}", self.update.name);
+            log::debug!("`{}`: no snapshot is requested yet: {e}", self.update.name);
         }
     }
 
@@ -345,13 +347,11 @@ impl UpdateSteps {
     }
 }
 
-/// Returns what keeps a generation from being served.
+/// Returns whose fault keeps a generation from being served.
 fn cause_of(error: &ServingError) -> Cause {
     match error {
-        ServingError::Shape { .. }
-        | ServingError::Open { source: OpenError::Dense(_) | OpenError::Weights { .. }, .. } => {
-            Cause::Release
-        }
+        ServingError::Shape { .. } => Cause::Release,
+        ServingError::Open { source, .. } if source.is_fault_of_release() => Cause::Release,
         ServingError::Open { source: OpenError::Flash(_) | OpenError::Segment(_), .. } => {
             Cause::Flash
         }
@@ -369,7 +369,8 @@ fn is_damage(error: &ServingError) -> bool {
 }
 
 impl Failure {
-    /// Returns whether the generation will not be served without a change.
+    /// Returns whether further attempts to serve the generation are pointless: the release is at
+    /// fault, or it failed too often.
     fn is_final(&self) -> bool {
         self.cause == Cause::Release || self.looks >= FAILED_STEPS_MAX
     }

@@ -37,11 +37,11 @@ pub struct Flash {
     pub(super) manifest: Manifest,
 }
 
-/// What a flash directory holds.
+/// The live generation in a flash directory, if there is one.
 pub(super) enum Found {
-    /// No generation was ever live, or its record is gone.
+    /// No generation was ever live, or both copies of the live record are missing.
     Nothing,
-    /// The live generation cannot be opened, and why.
+    /// The live generation cannot be opened, for this reason.
     Damaged(FlashError),
     Live(Box<Flash>),
 }
@@ -50,8 +50,8 @@ impl Flash {
     /// Opens the live generation of `directory`.
     ///
     /// # Errors
-    /// [`FlashError::Field`] if no generation is live or the manifest does not match its hash,
-    /// [`FlashError::Live`] or [`FlashError::Manifest`] if one of them does not decode,
+    /// [`FlashError::Field`] if no generation is live or the manifest does not match its hash.
+    /// [`FlashError::Live`] or [`FlashError::Manifest`] if one of them does not decode.
     /// [`FlashError::Io`] if the disk refused.
     pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, FlashError> {
         let Some(stored) = read_live(disk.as_ref(), directory)? else {
@@ -77,10 +77,10 @@ impl Flash {
         Ok(Self { disk, directory, record, writes, manifest })
     }
 
-    /// Returns what `directory` holds.
+    /// Looks for the live generation in `directory`.
     ///
     /// # Errors
-    /// The device refused; another attempt may succeed.
+    /// [`FlashError`] if the device refused; another attempt may succeed.
     pub(super) fn find(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Found, FlashError> {
         let opened = match read_live(disk.as_ref(), directory) {
             Ok(None) => return Ok(Found::Nothing),
@@ -94,12 +94,13 @@ impl Flash {
         }
     }
 
-    /// Returns whether a generation was made live in `directory`, whether or not it can be opened.
+    /// Returns whether `directory` has a live record, also one that cannot be read or whose
+    /// generation cannot be opened.
     pub fn has_live_record(disk: &dyn Disk, directory: &Path) -> bool {
         !matches!(read_live(disk, directory), Ok(None))
     }
 
-    /// Restores a copy of the live record that is lost or damaged, from the other copy.
+    /// Restores a lost or damaged copy of the live record from the other copy.
     ///
     /// # Errors
     /// [`FlashError::Live`] if no copy can be read, [`FlashError::Io`] if the copy cannot be
@@ -119,11 +120,13 @@ impl Flash {
         }
     }
 
-    /// Checks that every file that the live generation needs is there and has whole pages. Their
-    /// content is checked when a probe or a request reads it.
+    /// Checks the files of the live generation. The dense network and the probe set must match
+    /// their hashes. Each segment must exist and have whole pages; a page's content is checked when
+    /// it is read.
     ///
     /// # Errors
-    /// The first file that is missing or damaged, or that the device does not give.
+    /// [`FlashError`] for the first file that is missing or damaged, or that the device cannot
+    /// read.
     pub(crate) fn check_whole(&self) -> Result<(), FlashError> {
         self.dense()?;
         self.probe()?;
@@ -177,7 +180,8 @@ impl Flash {
         &self.manifest
     }
 
-    /// Returns true if a table has [`DELTAS_MAX`] deltas: the next delta needs a merge first.
+    /// Returns whether a table has [`DELTAS_MAX`] deltas, so that the next delta needs a merge
+    /// first.
     pub fn is_full(&self) -> bool {
         self.record.live.tables.iter().any(|table| table.deltas.len() >= DELTAS_MAX)
     }
@@ -251,8 +255,9 @@ impl Flash {
         Ok(TableRows::new(open(state.base, Part::Base)?, clustered, deltas)?)
     }
 
-    /// Opens the rows of table `number`. Shares what is open in `before`, the rows of the same
-    /// table in the segments `state` of an earlier generation, if only deltas followed.
+    /// Opens the rows of table `number`. `before` has the same table's rows in an earlier
+    /// generation, with the segments `state`. If only deltas followed, the result shares the open
+    /// segments and overlays of `before`.
     ///
     /// # Errors
     /// Those of [`Flash::table`].
@@ -305,7 +310,7 @@ impl Flash {
             .map_err(|source| FlashError::Probe { path: self.file("probe"), source })
     }
 
-    /// Reads the whole file at `path`, which must have the hash that it had when it arrived.
+    /// Reads the whole file at `path`, which must match the hash in its bundle.
     fn read(&self, path: PathBuf, hash: Hash, bytes_max: u64) -> Result<Vec<u8>, FlashError> {
         let bytes = self.disk.read(&path, bytes_max).map_err(io_error(&path))?;
         if sha256(&bytes) == hash {
@@ -314,12 +319,13 @@ impl Flash {
         Err(FlashError::field(&path, "content", "does not match its hash"))
     }
 
-    /// Takes the lock of the process that changes the directory. Does not wait.
+    /// Takes the directory's lock, which a process holds while it changes the directory. Does not
+    /// wait.
     pub fn lock(&self) -> Result<Lock, FlashError> {
         lock(self.disk.as_ref(), &self.directory)
     }
 
-    /// Reopens the directory if another process replaced the live record. Returns true if it did.
+    /// Reopens the directory if the live record was replaced. Returns whether it was.
     ///
     /// # Errors
     /// Those of [`Flash::open`].
@@ -364,16 +370,15 @@ impl Flash {
         check_space(self.disk.as_ref(), &self.directory, bytes)
     }
 
-    /// Removes the files that neither the live nor the previous generation uses: old generations,
-    /// merged segments, interrupted installs and compactions whose inputs are no longer live. Logs
-    /// a file that cannot be removed; it costs space only.
+    /// Removes the files that neither the live nor the previous generation uses. These are old
+    /// generations, merged segments, interrupted installs, and compactions whose inputs are no
+    /// longer live. Logs a file that cannot be removed; it costs space only.
     pub fn reclaim(&self) {
         reclaim(self.disk.as_ref(), &self.directory, Some(self));
     }
 
-    /// Reclaims `directory`, in which no generation need be live: then it removes every generation.
-    /// Leaves the files of a live generation that is damaged. For a caller that gives up an
-    /// install.
+    /// Reclaims `directory`. If no generation is live, it removes every generation's files. If the
+    /// live generation is damaged, it removes nothing. For a caller that abandons an install.
     ///
     /// # Errors
     /// [`FlashError::Busy`] if another process changes the directory, and those of [`Flash::open`].
@@ -392,8 +397,8 @@ impl Flash {
         Ok(())
     }
 
-    /// Returns the paths of all files that the live or the previous generation uses, and those that
-    /// compactions of the live generation write.
+    /// Returns the paths of all files that the live or the previous generation uses, and of the
+    /// unfinished bases of compactions of the live generation.
     fn used_files(&self) -> BTreeSet<PathBuf> {
         let tables = 0..self.record.live.tables.len();
         let mut used: BTreeSet<PathBuf> = tables.map(|n| self.compaction_part(n)).collect();
@@ -430,7 +435,7 @@ impl Flash {
     }
 }
 
-/// Returns the most rows that a clustered segment of a table of `rows` may repeat.
+/// Returns the most rows that a clustered segment may repeat of a table with `rows` rows.
 pub fn clustered_rows_max(rows: u64) -> u64 {
     (rows / CLUSTERED_ONE_IN).max(CLUSTERED_ROWS_MIN).min(rows).min(HOT_KEYS_MAX as u64)
 }
@@ -468,7 +473,7 @@ fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveReco
     })
 }
 
-/// Returns the number of writes of the live record, also if its generation is damaged.
+/// Returns the number of writes of the live record, even if its generation is damaged.
 pub(super) fn writes_of(disk: &dyn Disk, directory: &Path) -> u64 {
     read_live(disk, directory).ok().flatten().map_or(0, |stored| stored.writes)
 }

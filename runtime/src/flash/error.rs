@@ -26,7 +26,8 @@ pub enum FlashError {
     /// No copy of the live record can be used.
     #[error("{path}: {problem}", path = path.display())]
     Live { path: PathBuf, problem: String },
-    /// The live generation, over which a delta would go, is damaged. Only a snapshot replaces it.
+    /// The parent of the offered delta, the live generation, is damaged. Only a snapshot replaces
+    /// it.
     #[error("the live generation is damaged, so only a snapshot can follow it: {0}")]
     Base(Box<FlashError>),
     /// A manifest on flash is not valid.
@@ -55,7 +56,7 @@ pub enum FlashError {
     #[error("{path}: is a delta from sequence {parent}, {live} is live", path = path.display())]
     Parent { path: PathBuf, parent: u64, live: String },
     /// The bundle is a delta, and a table that it changes has [`crate::limits::DELTAS_MAX`] deltas.
-    /// Nothing was written. A merge of the deltas makes room; a snapshot needs no room.
+    /// Nothing was written. A merge of the deltas makes room. A snapshot replaces all deltas.
     #[error(
         "{path}: table `{table}` takes no further delta before maintenance merges those it has",
         path = path.display()
@@ -79,8 +80,8 @@ pub enum FlashError {
 }
 
 impl FlashError {
-    /// Returns whether a file of the flash directory is not what its writer left: missing, damaged
-    /// or of another kind. Other errors may pass.
+    /// Returns whether a file of the flash directory is missing, damaged or of another kind. Other
+    /// errors may be temporary.
     pub(crate) fn is_damage(&self) -> bool {
         match self {
             Self::Io { source, .. } => is_damage(source),

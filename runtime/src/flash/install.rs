@@ -1,6 +1,6 @@
 //! Installs a bundle: checks that it may follow the live generation, and writes it to a folder of
-//! its own. Every part is checked during the write. Replaces the live record after all of it is
-//! durable. Changes what is live in no other way.
+//! its own. Every part is checked during the write. The live record is replaced after all files are
+//! durable, and only then is the new generation live.
 
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
@@ -86,7 +86,7 @@ impl Flash {
         check_succession(directory, bundle, live.as_ref())?;
         check_deltas(bundle, live.as_ref())?;
 
-        // Files of an interrupted install must not take the room of this one.
+        // Files of an interrupted install must not take space that this install needs.
         reclaim(disk.as_ref(), directory, live.as_ref());
         let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         check_space(disk.as_ref(), directory, needed)?;
@@ -140,8 +140,8 @@ impl Prepared {
     }
 }
 
-/// Returns the live generation that `bundle` follows. A live generation that cannot be served is as
-/// good as none for a snapshot: the snapshot replaces it, also under the same number.
+/// Returns the live generation that `bundle` follows. Returns `None` if there is none, or if a
+/// snapshot replaces a damaged one. Such a snapshot may have the same number.
 ///
 /// # Errors
 /// [`FlashError::Base`] if the bundle is a delta and the live generation is damaged.
@@ -155,7 +155,8 @@ fn base_of(
         Found::Damaged(damage) => damage,
         Found::Live(live) => match live.check_whole() {
             Ok(()) => return Ok(Some(*live)),
-            // The device may read the file again later. A newer snapshot goes beside it.
+            // The device may be able to read the file later. A newer snapshot is installed without
+            // it.
             Err(e) if !e.is_damage() => {
                 let is_snapshot = bundle.manifest().parent.is_none();
                 let is_newer =
@@ -177,7 +178,7 @@ fn base_of(
     Ok(None)
 }
 
-/// Checks that the snapshot `bundle` is not older than the live generation, which is damaged.
+/// Checks that `bundle` is of the damaged live generation's lineage and not older.
 fn check_sequence(directory: &Path, bundle: &BundleReader, live: &Flash) -> Result<(), FlashError> {
     let (live, offered) = (&live.manifest.generation, &bundle.manifest().generation);
     let (path, live, offered) = (directory.to_owned(), live.clone(), offered.clone());
@@ -220,7 +221,7 @@ fn check_succession(
 
 type TablesAgree = fn(&Table, &Table) -> bool;
 
-/// Checks that the rows of a delta mean what the rows of the live tables mean.
+/// Checks that the tables of a delta have the names, keys and row encodings of the live tables.
 fn check_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
     let offered = &bundle.manifest().schema;
     let differ = |table: &str, field| {
@@ -245,8 +246,8 @@ fn check_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> 
     Ok(())
 }
 
-/// Returns the state after a bundle whose segments hold `counts`. A delta that changes neither the
-/// rows nor the hot list of a table leaves the table's state unchanged.
+/// Returns the live state after the install of a bundle whose segments hold `counts`. A delta that
+/// changes neither the rows nor the hot list of a table leaves the table's state unchanged.
 fn next_state(
     manifest: &Manifest,
     hash: Hash,
@@ -304,7 +305,8 @@ fn hot_list(manifest: &Manifest, number: usize) -> Option<HotList> {
     Some(HotList { sequence, bytes: list.raw_bytes(), sha256: list.sha256 })
 }
 
-/// Refuses a delta, before anything is written, that is too long or one too many for its table.
+/// Refuses a delta that is too long, or that comes when its table already has [`DELTAS_MAX`]
+/// deltas. The caller has written nothing yet.
 fn check_deltas(bundle: &BundleReader, live: Option<&Flash>) -> Result<(), FlashError> {
     let manifest = bundle.manifest();
     let Some(live) = live.filter(|_| manifest.parent.is_some()) else { return Ok(()) };
@@ -438,7 +440,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         Ok(verifier.finish_clustered()?)
     }
 
-    /// Writes blob `blob` to the file `name`. `check` sees each piece first.
+    /// Writes blob `blob` to the file `name`. Each piece passes `check` before it is written.
     fn copy(
         &mut self,
         bundle: &mut BundleReader,
@@ -463,7 +465,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
     }
 
     /// Makes the written files durable. The first sync writes the file system's journal for all of
-    /// them, so that requests meet few pauses of the device.
+    /// them. The device then pauses the reads of requests less often.
     fn sync_written(&mut self) -> Result<(), FlashError> {
         for Written { path, mut file } in self.unsynced.drain(..) {
             (self.progress)(0);

@@ -1,6 +1,6 @@
-//! The live record, which has two copies: the segments and hot lists of the live generation's
-//! tables, and those of the previous generation. Its replacement is the only commit point of the
-//! flash tier. Needs no other file to decode; never reads or writes a file.
+//! The live record, which has two copies. It lists the segments and hot lists of the live
+//! generation's tables, and those of the previous generation. Its replacement is the only commit
+//! point of the flash tier. This file never reads or writes a file.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::segment::Part;
@@ -34,7 +34,8 @@ pub struct TableState {
     /// The segment with every row of the table.
     pub base: SegmentRef,
     /// The segment that repeats the most used rows of the base. `None` if the trainer counted no
-    /// lookups, and after the first compaction, which makes the repeated rows stale.
+    /// lookups. Also `None` after the first compaction, because the new base makes the repeated
+    /// rows stale.
     pub clustered: Option<SegmentRef>,
     /// The rows that changed since the base, oldest delta first.
     pub deltas: Vec<SegmentRef>,

@@ -18,7 +18,7 @@ struct Cursor {
     page: Box<AlignedPage>,
     /// The number of the next page to read.
     next_page: u32,
-    /// The orders of the page's rows; `at` is the current row.
+    /// The order of each row of the page ([`crate::schema::KeySpace::order`]).
     orders: Vec<u64>,
     at: usize,
 }
@@ -118,8 +118,8 @@ impl Merge {
     /// Returns the current row `[row_bytes]` and the order of its key; `None` at the end.
     ///
     /// # Errors
-    /// [`SegmentError`] if a page is damaged or cannot be read, or if the index of a segment lists
-    /// a key that the segment's pages do not have.
+    /// [`SegmentError`] if a page is damaged or cannot be read, or if a segment's index lists a key
+    /// that its pages do not have.
     pub fn current(&mut self) -> Result<Option<(u64, &[u8])>, SegmentError> {
         loop {
             let Some(order) = self.lowest()? else { return Ok(None) };
@@ -155,7 +155,7 @@ impl Merge {
         Ok(())
     }
 
-    /// Returns the lowest order that a cursor is at; `None` at the end of all segments.
+    /// Returns the lowest order of all cursors; `None` at the end of all segments.
     fn lowest(&mut self) -> Result<Option<u64>, SegmentError> {
         let mut lowest: Option<u64> = None;
         for (cursor, segment) in self.cursors.iter_mut().zip(self.rows.segments()) {

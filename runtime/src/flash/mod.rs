@@ -1,5 +1,4 @@
-//! The flash directory: the generations on flash and the one record that says which of them is
-//! live.
+//! The flash directory: the generations on flash, and the record that says which of them is live.
 //!
 //! ```text
 //! DIR/live                          the live record

@@ -1,6 +1,7 @@
-//! The overlay: a map from each key that a delta changes or deletes, or that the clustered segment
-//! repeats, to the page with its newest row. The base has every other key. The map compares whole
-//! 64-bit orders, so it is exact. It is built from key pages at open and never changes afterwards.
+//! The overlay: a map from a key to the page with its newest row. It has each key that a delta
+//! changes or deletes, or that the clustered segment repeats. The base has every other key. The map
+//! compares whole 64-bit orders, so it is exact. It is built from key pages at open and never
+//! changes afterwards.
 
 use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX};
 use hatchback_kernels::simd::prefetch;
@@ -51,7 +52,7 @@ impl Overlay {
         self.count
     }
 
-    /// Returns true without keys.
+    /// Returns whether there is no key.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
@@ -104,7 +105,8 @@ impl Overlay {
         before
     }
 
-    /// Returns an overlay with the keys of this one and of `newer`, whose locations count.
+    /// Returns an overlay with the keys of this one and of `newer`. For a key of both it has the
+    /// location from `newer`.
     pub fn with(&self, newer: &Self) -> Self {
         let mut both = Self::with_capacity((self.count + newer.count) as u64);
         for overlay in [self, newer] {

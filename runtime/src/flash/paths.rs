@@ -5,6 +5,7 @@ use crate::bundle::manifest::Generation;
 use crate::flash::error::FlashError;
 use crate::flash::segment::{Part, SegmentKind};
 use crate::schema::Schema;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// Returns the path of the lock file.
@@ -17,9 +18,10 @@ pub(super) fn folder_of(directory: &Path, sequence: u64) -> PathBuf {
     directory.join(format!("g{sequence:012}"))
 }
 
-/// Returns true if `path` is the folder of a generation.
+/// Returns true if `path` has the name of a generation's folder, as [`folder_of`] makes it.
 pub(super) fn is_generation_folder(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('g'))
+    let digits = path.file_name().and_then(OsStr::to_str).and_then(|name| name.strip_prefix('g'));
+    digits.is_some_and(|d| d.len() >= 12 && d.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// Returns the file name of a segment of table `number`.
@@ -52,4 +54,20 @@ pub(super) fn kind_of(
     SegmentKind::new(generation, serial, number, &schema.tables[number], part).ok_or_else(|| {
         FlashError::field(path, "unit_exp", format!("table {number} does not fit its codec"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_folders_of_generations_have_such_names() {
+        let directory = Path::new("flash");
+        for sequence in [0, 7, u64::MAX] {
+            assert!(is_generation_folder(&folder_of(directory, sequence)), "{sequence}");
+        }
+        for other in ["g", "g7", "garage", "g00000000000x", "h000000000007", "lock"] {
+            assert!(!is_generation_folder(&directory.join(other)), "{other}");
+        }
+    }
 }

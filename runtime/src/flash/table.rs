@@ -1,9 +1,10 @@
-//! The rows of one table on flash: a base, an optional clustered segment, the deltas, and the
-//! overlays that say which of them has the newest version of a key. One page read finds any row.
+//! The rows of one table on flash: a base, an optional clustered segment, and the deltas. The
+//! overlays map a key to the segment with its newest version. One page read finds any row.
 //!
-//! The next generation of a table shares the open segments and the overlays of the one before, and
-//! adds an overlay for its own deltas. A key is looked up in the newest overlay first. If there are
-//! too many overlays, the two neighbours with the fewest keys are merged.
+//! The next generation of a table shares the open segments and the overlays of the previous one,
+//! and adds an overlay for its own deltas. A key is looked up in the newest overlay first. If there
+//! are more than [`OVERLAYS_MAX`] overlays, the two neighbours with the fewest keys together are
+//! merged.
 
 use crate::flash::overlay::{Newest, Overlay};
 use crate::flash::segment::fences::LOCATE_KEYS;
@@ -26,7 +27,7 @@ pub struct RowLocation {
 }
 
 impl RowLocation {
-    /// Packs both fields into one word. Words sort in the best order for reads.
+    /// Packs both fields into one word. The words sort by segment and then by page.
     pub fn pack(self) -> u64 {
         u64::from(self.segment) << 32 | u64::from(self.page)
     }
@@ -53,7 +54,8 @@ pub struct TableRows {
 }
 
 impl TableRows {
-    /// Puts `deltas`, oldest first, over `base` and its clustered segment.
+    /// Returns the rows of `base`, as `deltas`, oldest first, override them. `clustered` repeats
+    /// rows of the base.
     ///
     /// # Errors
     /// [`SegmentError`] if a key page is damaged, or if there are more deltas or pages than
@@ -82,7 +84,8 @@ impl TableRows {
         none.with_deltas(deltas, overlay)
     }
 
-    /// Puts further `deltas`, oldest first, over these rows, with which it shares all memory.
+    /// Returns these rows with further `deltas`, oldest first. Both share the segments and
+    /// overlays.
     ///
     /// # Errors
     /// Those of [`TableRows::new`].
@@ -136,7 +139,7 @@ impl TableRows {
         self.overlays.remove(at + 1);
     }
 
-    /// Returns what the newest overlay that has the key with this order says of it.
+    /// Returns the location of the key with this order in the newest overlay that has the key.
     fn overlaid(&self, order: u64) -> Option<Newest> {
         self.overlays.iter().rev().find_map(|overlay| overlay.get(order))
     }
@@ -173,8 +176,8 @@ impl TableRows {
         }
     }
 
-    /// Returns the delta that has or deletes the newest version of the key with this order; `None`
-    /// if no delta does, so that the base has the newest version.
+    /// Returns the newest version of the key with this order if a delta changed or deleted it;
+    /// `None` if only the base may have it.
     pub fn newest(&self, order: u64) -> Option<Newest> {
         self.overlaid(order).filter(|newest| !matches!(newest, Newest::Clustered(_)))
     }

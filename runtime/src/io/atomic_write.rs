@@ -1,5 +1,5 @@
-//! The only way in which state reaches flash: write `PATH.part`, sync it, rename it to `PATH`, sync
-//! the directory. After a power cut the file is the old one or the new one, never a mixture.
+//! Replaces a file atomically: write `PATH.part`, sync it, rename it to `PATH`, sync the directory.
+//! After a power cut the file is the old one or the new one, never a mixture.
 
 use crate::io::disk::{Disk, Output};
 use std::io;
@@ -20,8 +20,8 @@ fn directory_of(path: &Path) -> &Path {
 /// Makes `part`, the file at `part_of(path)`, durable and renames it to `path`.
 ///
 /// # Errors
-/// The disk refused. Then `path` is unchanged, except if only the last sync failed: after a power
-/// cut it may then be the old or the new file.
+/// The disk refused. `path` is then unchanged. If only the last sync failed, `path` may be the old
+/// or the new file after a power cut.
 pub fn rename_into_place(
     disk: &dyn Disk,
     path: &Path,

@@ -1,8 +1,7 @@
-//! The seam through which the flash tier and the updates read and write files. [`SystemDisk`] is
-//! the system's own implementation. A simulation implements [`Disk`] to cut the power at every
-//! write and every sync. Never interprets what it reads or writes. Opens regular files only and
-//! follows no link in the last component of a path, so that a FIFO or a link cannot stop or mislead
-//! it.
+//! The trait through which the flash tier and the updates read and write files. [`SystemDisk`]
+//! implements it with the system's files. A simulation implements [`Disk`] to cut the power at
+//! every write and every sync. `SystemDisk` opens regular files only and follows no link in the
+//! last component of a path. A FIFO can therefore not block it, and a link cannot redirect it.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, ReadMethod, read_at};
@@ -29,14 +28,14 @@ pub trait Disk: Send + Sync {
     /// The system refused.
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>>;
 
-    /// Cuts a file to its first `bytes` bytes and opens it to write after them.
+    /// Truncates a file to its first `bytes` bytes and opens it to write after them.
     ///
     /// # Errors
     /// The system refused.
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>>;
 
-    /// Takes the lock at `path` and holds it until the result is dropped. Waits at most `wait` for
-    /// another holder; then returns `None`.
+    /// Takes the lock at `path` and holds it until the result is dropped. If another process holds
+    /// the lock for longer than `wait`, returns `None`.
     ///
     /// # Errors
     /// The system refused.
@@ -113,8 +112,8 @@ pub trait Disk: Send + Sync {
     fn free_bytes(&self, path: &Path) -> io::Result<u64>;
 }
 
-/// Returns whether `error` means that a file is not what its writer left: it is missing, of another
-/// kind, too short, too long, or not permitted. Other errors may be the device's and pass.
+/// Returns whether `error` shows that a file is missing, of another kind, too short, too long, or
+/// not permitted. Other errors may come from the device and be temporary.
 pub fn is_damage(error: &io::Error) -> bool {
     use io::ErrorKind::{
         InvalidData, IsADirectory, NotADirectory, NotFound, PermissionDenied, UnexpectedEof,
@@ -151,14 +150,14 @@ pub fn system() -> Arc<dyn Disk> {
     Arc::new(SystemDisk)
 }
 
-/// Bytes of a write. Reads of requests wait behind one write at most: the device gets each write
-/// when it is made, not all of them together at the sync.
+/// Bytes of a write. Each write starts on the device when it is made, so at the sync few are left.
+/// A read of a request then waits for one write at most.
 const WRITE_BYTES: usize = 1 << 17;
 
 /// A file of the system whose writes start on the device without delay.
 struct SteadyFile {
     file: File,
-    /// Where the next write goes.
+    /// The offset of the next write, in bytes.
     at: u64,
 }
 
@@ -171,8 +170,8 @@ impl SteadyFile {
 impl Write for SteadyFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = self.file.write(&bytes[..bytes.len().min(WRITE_BYTES)])?;
-        // The kernel starts to write pages that the caller does not need in memory. A kernel that
-        // refuses the advice writes them at the sync.
+        // With this advice the kernel starts to write the pages now. A kernel that refuses the
+        // advice writes them at the sync.
         let _ = fadvise(&self.file, self.at, NonZeroU64::new(written as u64), Advice::DontNeed);
         self.at += written as u64;
         Ok(written)
@@ -191,7 +190,7 @@ impl Output for BufWriter<SteadyFile> {
 }
 
 /// A file opened with O_DIRECT where the file system allows it. The embedding cache already keeps
-/// the hot rows; pages of cold rows would only evict useful pages from the system's page cache.
+/// the hot rows. Pages of cold rows would only evict useful pages from the system's page cache.
 struct SystemPages(Arc<File>);
 
 impl PageFile for SystemPages {
@@ -215,7 +214,7 @@ impl PageFile for SystemPages {
             if read == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            // A page of which only a part was read is read again.
+            // A page that was read in part is read again.
             at += (read * PAGE_BYTES) as u64;
             pages = &mut pages[read..];
         }
@@ -265,8 +264,8 @@ fn open_lock(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Takes the lock at `path` if nobody holds it. A file that another process replaced meanwhile
-/// locks nothing and does not count.
+/// Takes the lock at `path` if nobody holds it. Returns `None` if another process replaced the file
+/// in the meantime: the lock on the old file protects nothing.
 fn try_lock(path: &Path) -> io::Result<Option<File>> {
     let file = open_lock(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {

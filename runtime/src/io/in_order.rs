@@ -1,5 +1,5 @@
-//! Work that runs on the threads of a pool, with its results in the order of the work. Holds a
-//! bounded number of results. The car packs nothing and starts no such pool.
+//! Runs work on the threads of a pool and returns the results in the order of the work. Holds a
+//! bounded number of results. Only packing uses such a pool; the car never packs.
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
-/// The threads that work runs on.
+/// A pool of threads, or none.
 #[derive(Clone, Debug, Default)]
 pub struct WorkPool {
     /// `None` if work runs on the thread that starts it.
@@ -32,13 +32,14 @@ impl WorkPool {
         Ok(Self { pool: Some(Arc::new(pool.map_err(io::Error::other)?)) })
     }
 
-    /// Returns the results that may be under way together: each thread has one, and one waits.
+    /// Returns the number of pieces of work that may be in progress: for each thread one that runs
+    /// and one that waits.
     fn under_way_max(&self) -> usize {
         self.pool.as_ref().map_or(1, |pool| 2 * pool.current_num_threads())
     }
 }
 
-/// Work under way, oldest first.
+/// Work in progress, oldest first.
 pub struct InOrder<R> {
     workers: WorkPool,
     results: VecDeque<Receiver<R>>,
@@ -50,23 +51,23 @@ impl<R: Send + 'static> InOrder<R> {
         Self { workers: workers.clone(), results: VecDeque::new() }
     }
 
-    /// Starts `work`. Returns the oldest result if as much work is under way as may be. The caller
-    /// must use that result before the next one.
+    /// Starts `work`. If the most work is in progress already, waits for the oldest result and
+    /// returns it. The caller must use that result before the next one.
     pub fn start(&mut self, work: impl FnOnce() -> R + Send + 'static) -> Option<R> {
         let Some(pool) = &self.workers.pool else { return Some(work()) };
         let (done, result) = sync_channel(1);
         pool.spawn(move || {
-            // The receiver is gone if the caller met an error.
+            // The receiver was dropped if the caller returned early with an error.
             let _ = done.send(work());
         });
         self.results.push_back(result);
         if self.results.len() > self.workers.under_way_max() { self.wait() } else { None }
     }
 
-    /// Waits for the oldest result. Returns `None` if no work is under way.
+    /// Waits for the oldest result. Returns `None` if no work is in progress.
     ///
     /// # Panics
-    /// The work panicked.
+    /// If the work panicked.
     pub fn wait(&mut self) -> Option<R> {
         let result = self.results.pop_front()?.recv();
         assert!(result.is_ok(), "work of a pool ended without a result");

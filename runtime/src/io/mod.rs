@@ -1,5 +1,5 @@
-//! Files, pages and records: everything of the runtime that reads from or writes to flash. Knows
-//! nothing of models, bundles or generations.
+//! Files, pages and records: all code of the runtime that reads from or writes to flash. Knows no
+//! models, bundles or generations.
 
 pub mod atomic_write;
 pub mod disk;

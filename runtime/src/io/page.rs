@@ -1,5 +1,5 @@
-//! One 4 KiB page. A CRC-32C finds changed bits; segment, number and kind find a page that was
-//! written or read at the wrong place. FORMAT.md draws the bytes. Never reads a file.
+//! One 4 KiB page. A CRC-32C detects changed bits. The segment, number and kind detect a page that
+//! was written to or read from the wrong place. FORMAT.md draws the bytes. Never reads a file.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crc_fast::crc32_iscsi as crc32c;
@@ -18,7 +18,7 @@ impl AlignedPage {
     }
 }
 
-/// What a page holds.
+/// The kind of a page's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum PageKind {
@@ -30,11 +30,12 @@ pub enum PageKind {
     Fences = 3,
     /// The last page of a segment, which describes the segment.
     Trailer = 4,
-    /// A copy of the orders of all rows of a clustered segment. Opening reads only these.
+    /// A copy of the orders of all rows of a clustered segment. An open reads only these pages.
     Keys = 5,
     /// The orders of the keys that a delta deletes.
     Deletes = 6,
-    /// The same for a delta: the first order, then the difference to each next one.
+    /// A copy of the orders of all rows of a delta: the first order, then the difference to each
+    /// next one.
     KeySteps = 7,
 }
 
@@ -63,7 +64,7 @@ pub enum PageFault {
     /// The page belongs to another segment.
     #[error("belongs to segment {0:#010x}")]
     Segment(u32),
-    /// The page belongs at another place of its segment: a read or a write was misdirected.
+    /// The page has another number in its segment: a read or a write was misdirected.
     #[error("says it is page {0}")]
     Number(u32),
     /// The page is of another kind than expected.
@@ -147,7 +148,7 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// Returns a page that `check` accepted before and that did not change since.
+    /// Returns a page that `check` has accepted and that has not changed since.
     pub(crate) fn checked(bytes: &'a PageBytes, count: usize) -> Self {
         Self { bytes, count }
     }

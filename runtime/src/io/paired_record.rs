@@ -1,6 +1,6 @@
-//! Records with two copies, NAME.a and NAME.b. A writer replaces one copy after the other, so that
-//! one whole copy exists at every moment. Each copy counts the writes; the copy with the higher
-//! count is newer. A lost or damaged copy is restored by the next write.
+//! Records with two copies, NAME.a and NAME.b. A writer replaces one copy after the other, so at
+//! least one copy is whole at any time. Each copy counts the writes; the copy with the higher count
+//! is newer. A lost or damaged copy is restored by the next write.
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
@@ -16,7 +16,7 @@ pub(crate) struct PairedRecord {
     pub format: u32,
     /// The names of both copies.
     pub names: [&'static str; 2],
-    /// Length of a copy at most, bytes.
+    /// Maximum length of a copy, bytes.
     pub bytes_max: u64,
 }
 

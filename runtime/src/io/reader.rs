@@ -1,6 +1,6 @@
 //! Reads pages with many reads in flight, into aligned memory that is allocated once. Results
-//! arrive in the order of completion. The disk says how its files are read: through io_uring where
-//! the system allows it, by a pool of threads, or in place. Never checks what it read.
+//! arrive in the order of completion. The disk chooses how its files are read: through io_uring
+//! where the system allows it, by a pool of threads, or in place. Never checks the bytes of a page.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::uring::Ring;
@@ -29,11 +29,12 @@ pub trait PageFile: Send + Sync {
     /// The device refused, or the file ends within the page.
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()>;
 
-    /// Reads the pages from `first` on into `pages` and waits for the device. Asks the device for
-    /// many pages at a time where it can.
+    /// Reads the pages from `first` on into `pages` and waits for the device. Reads many pages with
+    /// one call where the file supports it.
     ///
     /// # Errors
-    /// The device refused, or the file ends within a page. `pages` then has any content.
+    /// The device refused, or the file ends within a page. The content of `pages` is then
+    /// unspecified.
     fn read_pages(&self, first: u32, pages: &mut [AlignedPage]) -> io::Result<()> {
         pages.iter_mut().zip(first..).try_for_each(|(page, number)| self.read_page(number, page))
     }
@@ -58,8 +59,9 @@ pub enum ReadMethod {
     InPlace,
 }
 
-/// The read depth of a device, shared by all its readers. Each reader may always have one read in
-/// flight; readers take the remaining depth first come, first served. Never waits.
+/// The number of reads that a device may have in flight, its depth, which all its readers share.
+/// Each reader may always have one read in flight. Readers take the remaining depth first come,
+/// first served. Never waits.
 #[derive(Debug)]
 pub struct DeviceDepth {
     max: usize,
@@ -100,9 +102,9 @@ struct Job {
 pub struct PageReader {
     backend: Backend,
     device: Arc<DeviceDepth>,
-    /// Reads of this reader in flight at most.
+    /// Maximum number of this reader's reads in flight.
     depth: usize,
-    /// Depth taken from the device: all reads in flight except the first, which needs none.
+    /// Depth taken from the device: one for each read in flight except the first.
     taken: usize,
 }
 
@@ -174,8 +176,8 @@ impl PageReader {
         }
     }
 
-    /// Returns true if another read can start. The reader then keeps the depth for that read until
-    /// the next read completes.
+    /// Returns whether another read can start. If so, the reader keeps the depth for that read
+    /// until the next read completes.
     pub fn has_room(&mut self) -> bool {
         let in_flight = self.in_flight();
         if in_flight > self.taken && in_flight < self.depth && self.device.take() {
@@ -184,7 +186,7 @@ impl PageReader {
         in_flight <= self.taken && in_flight < self.depth
     }
 
-    /// Returns the depth that this reader no longer needs to the device.
+    /// Gives depth that this reader no longer needs back to the device.
     fn give_back(&mut self) {
         let unneeded = self.taken.saturating_sub(self.in_flight().saturating_sub(1));
         self.taken -= unneeded;
@@ -194,8 +196,8 @@ impl PageReader {
     /// Starts to read page `number` of `file`.
     ///
     /// # Panics
-    /// Without room for another read: `has_room` must return true first. And if io_uring is to read
-    /// a file that is not the system's.
+    /// If there is no room for another read: `has_room` must return true first. Also if io_uring
+    /// would read a file that is not the system's.
     pub fn begin(&mut self, file: &Arc<dyn PageFile>, number: u32, token: u64) {
         assert!(self.has_room());
         let job = || Job { file: Arc::clone(file), number, token };

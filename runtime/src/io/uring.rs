@@ -48,8 +48,8 @@ impl Ring {
         self.reads.len() - self.free.len()
     }
 
-    /// Queues a read. The kernel receives queued reads together: when enough are queued, or when
-    /// `next` waits.
+    /// Queues a read. Queued reads are submitted to the kernel together: when enough are queued, or
+    /// when `next` waits.
     pub fn begin(&mut self, file: Arc<File>, number: u32, token: u64) {
         let Some(slot) = self.free.pop() else { unreachable!("the caller checked for room") };
         let buffer = self.buffers[slot].get().cast::<u8>();
@@ -59,9 +59,9 @@ impl Ring {
             .user_data(slot as u64);
         self.reads[slot] = Some((file, token));
 
-        // SAFETY: the buffer and the file live until this entry's completion is handled: the slot
-        // leaves `free` here and returns only in `complete`, and `drop` waits for every slot or
-        // leaks the buffers.
+        // SAFETY: the buffer and the file live until this entry's completion is handled. The slot
+        // leaves `free` here and returns only in `complete`. `drop` waits for every slot or leaks
+        // the buffers.
         let pushed = unsafe { self.ring.submission().push(&read) };
         assert!(pushed.is_ok(), "the ring has an entry for every buffer");
 
@@ -124,8 +124,8 @@ impl Ring {
         let read = match result {
             n if n < 0 => Err(io::Error::from_raw_os_error(-n)),
             n if n as usize == PAGE_BYTES => {
-                // SAFETY: the kernel completed the read into this buffer, and no other read into
-                // the buffer can start before `take` returns: this method holds `&mut self`.
+                // SAFETY: the kernel completed the read into this buffer. No other read into the
+                // buffer can start before `take` returns, because this method holds `&mut self`.
                 Ok(unsafe { &(*self.buffers[slot].get()).0 })
             }
             n => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{n} bytes of a page"))),
@@ -134,8 +134,8 @@ impl Ring {
     }
 
     /// Submits the queued reads and waits for completions, for at most `wait`. With a limit it
-    /// waits for one completion. Without a limit it waits for a sixteenth of the reads in flight:
-    /// one system call then returns several, and the device still has work.
+    /// waits for one completion. Without a limit it waits until a sixteenth of the reads in flight
+    /// are complete. One system call then returns several, and the device still has work.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if wait == Some(Duration::ZERO) {
             return self.ring.submit().map(drop);

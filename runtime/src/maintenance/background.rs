@@ -1,6 +1,6 @@
-//! A background thread: what the system lets it work beside the threads that serve requests. Moves
-//! the thread between the idle and the ordinary scheduling class as its [`Share`] decides. Changes
-//! the calling thread only, and never pauses it.
+//! A background thread beside the threads that serve requests. Measures how long the thread works,
+//! and moves it between the idle and the ordinary scheduling class as its [`Share`] decides.
+//! Changes the calling thread only, and never pauses it.
 
 use crate::clock::{Clock, SystemClock};
 use crate::maintenance::share::{BusyBounds, Class, Share, ThreadTime};
@@ -13,18 +13,19 @@ use thread_priority::{
     set_thread_priority_and_policy, thread_native_id, thread_schedule_policy,
 };
 
-/// The kernel's account of the thread: time on a CPU, time that the thread waited for one, slices.
+/// The kernel's statistics of the thread: time on a CPU, time that it waited for a CPU, time
+/// slices.
 const ACCOUNT: &str = "/proc/thread-self/schedstat";
-/// Room for the three numbers of the account.
+/// Room for the three numbers of the statistics.
 const ACCOUNT_BYTES: usize = 64;
 /// Nice value 0 in the unit of `thread_priority`.
 const NICE_0: u8 = 47;
 
-/// The time for which a thread worked or waited for a device. Time in which other threads had its
-/// CPU does not count. Made by that thread.
+/// A clock of the time for which a thread worked or waited for a device. Time in which other
+/// threads had its CPU does not count. The thread must make its own clock.
 pub struct BusyClock {
     wall: SystemClock,
-    /// `None` where the system keeps no account: all time then counts.
+    /// `None` where the system has no statistics: all time then counts.
     account: Option<File>,
 }
 
@@ -66,8 +67,8 @@ pub struct Background {
 }
 
 impl Background {
-    /// Makes the calling thread a background thread within `bounds`, in the idle class. Where the
-    /// system does not let a thread leave that class, the thread works in the ordinary class.
+    /// Makes the calling thread a background thread within `bounds`, in the idle class. If the
+    /// system does not let threads leave that class, the thread stays in the ordinary class.
     pub fn enter(bounds: BusyBounds) -> Self {
         let can_leave_idle = can_leave_idle();
         if !can_leave_idle {
@@ -94,8 +95,8 @@ impl Background {
         self.share.borrow_mut().resume(self.clock.time());
     }
 
-    /// Counts the work since the last call. Returns the pause that is due before the next piece;
-    /// zero for none.
+    /// Counts the work since the last call. Returns the pause that is due before the next piece of
+    /// work; zero for none.
     #[must_use]
     pub fn worked(&self) -> Duration {
         let mut share = self.share.borrow_mut();
@@ -113,7 +114,8 @@ impl Background {
         self.share.borrow_mut().paused(self.clock.time());
     }
 
-    /// Lets requests run: to be called between small pieces of work. Calls `sleep` for each pause.
+    /// Lets requests run. The caller calls this between small pieces of work. Calls `sleep` for
+    /// each pause.
     pub fn yield_now(&self, sleep: impl Fn(Duration)) {
         let pause = self.worked();
         if !pause.is_zero() {
@@ -123,8 +125,8 @@ impl Background {
     }
 }
 
-/// Does `work` outside the idle class, to which the calling thread returns. A thread that holds a
-/// lock must not wait behind every other thread of the machine.
+/// Does `work` outside the idle class; afterwards the calling thread returns to that class. A
+/// thread that holds a lock must not wait until all other threads of the machine are idle.
 pub fn outside_idle_class<T>(work: impl FnOnce() -> T) -> T {
     let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
     let is_idle = thread_schedule_policy().is_ok_and(|policy| policy == idle);
@@ -138,8 +140,8 @@ pub fn outside_idle_class<T>(work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Returns whether the system lets a thread of this process leave the idle class. Asks with a
-/// thread of its own, which may not come back.
+/// Returns whether the system lets a thread of this process leave the idle class. Tries it on a new
+/// thread, which may have to stay in that class.
 fn can_leave_idle() -> bool {
     let ask = || change_class(Class::Idle) && change_class(Class::Ordinary);
     std::thread::Builder::new()
@@ -148,9 +150,9 @@ fn can_leave_idle() -> bool {
         .is_ok_and(|asked| asked.join().unwrap_or(false))
 }
 
-/// Moves the calling thread to `class` and returns whether it is there. A request preempts a thread
-/// of the idle class immediately. A thread of the ordinary class does not preempt a request. The
-/// kernel derives the thread's I/O priority from its class.
+/// Moves the calling thread to `class` and returns whether it succeeded. A request preempts a
+/// thread of the idle class immediately. A thread of the ordinary class does not preempt a request.
+/// The kernel derives the thread's I/O priority from its class.
 fn change_class(class: Class) -> bool {
     let (policy, priority) = match class {
         Class::Idle => (NormalThreadSchedulePolicy::Idle, Ok(ThreadPriority::Min)),

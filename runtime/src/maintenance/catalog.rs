@@ -1,7 +1,7 @@
-//! The catalog: a sled database beside the segments with counts, the wear state and the position of
-//! the scrub. It holds no row and no commit point, so sled is trusted with nothing that a request
-//! or an install needs. A lost, stale or damaged catalog is moved aside and rebuilt from the live
-//! record and the segments. Never says what is live.
+//! The catalog: a sled database beside the segments, with counts, the wear state and the position
+//! of the scrub. It holds no row and no commit point, so no request and no install depends on sled.
+//! A stale or damaged catalog is moved aside, and a new one is built from the live record and the
+//! segments. The catalog never decides which generation is live.
 
 use crate::flash::Flash;
 use crate::limits::QUARANTINED_CATALOGS_MAX;
@@ -16,8 +16,8 @@ use std::time::Duration;
 
 /// Bytes of sled's own cache. The catalog is smaller.
 const CACHE_BYTES: u64 = 16 << 20;
-/// Attempts to take the lock of a catalog that is being closed, and the time between them: 1 s in
-/// all.
+/// Number of attempts to take the lock of a catalog that is being closed, and the time between
+/// them: 1 s in all.
 const LOCK_WAITS: u32 = 200;
 const LOCK_WAIT: Duration = Duration::from_millis(5);
 
@@ -46,7 +46,7 @@ pub enum CatalogState {
     Missing,
     /// Written for the generation with `sequence`, which is not the live one.
     Stale { sequence: u64 },
-    /// Unreadable, or not as it was written.
+    /// Unreadable, or changed since it was written.
     Damaged { error: String },
 }
 
@@ -62,8 +62,8 @@ pub struct Catalog {
     quarantined: u64,
 }
 
-/// Removes whatever sled did not make: a link or a pipe in place of the directory or of one of its
-/// files. sled would follow the link or wait for the pipe.
+/// Removes files that sled did not make, such as a link or a pipe in place of the directory or of
+/// one of its files. The database would follow the link or wait for the pipe.
 fn remove_foreign(directory: &Path) -> io::Result<()> {
     let found = match fs::symlink_metadata(directory) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -76,7 +76,7 @@ fn remove_foreign(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
         let kind = entry.file_type()?;
-        // Large values, which the catalog has none of, are in a folder of sled's.
+        // sled stores large values in the folder `blobs`. The catalog has none.
         let is_expected = kind.is_file() || kind.is_dir() && entry.file_name() == "blobs";
         if !is_expected {
             log::warn!("{}: is no file of the catalog and is removed", entry.path().display());
@@ -128,8 +128,8 @@ impl Catalog {
             Ok((_, old)) => (old.device_wide(), CatalogState::Stale { sequence: old.sequence }),
         };
 
-        // `read` may still be closing the database. After a panic of sled it may stay open; the
-        // rename works in both cases.
+        // The database that `read` opened may still be closing. After a panic of sled it may stay
+        // open. The rename works in both cases.
         is_free(directory);
         let aside = quarantine(directory)?;
         let (old, new) = (aside.display(), directory.display());
@@ -143,8 +143,8 @@ impl Catalog {
     }
 
     /// Reads the entries of the catalog in `directory` from a copy of its files in `scratch`, an
-    /// empty directory. Changes nothing, and does not disturb a process that has the catalog open.
-    /// A copy taken during a commit may not decode.
+    /// empty directory. Does not change the catalog, and does not disturb a process that has it
+    /// open. A copy taken during a commit may not decode.
     ///
     /// # Errors
     /// [`CatalogError`] if there is no catalog or the copy is not of one commit.
@@ -274,8 +274,9 @@ fn parent_of(directory: &Path) -> &Path {
     directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Returns true if no process has the catalog open. An open catalog is not damaged and must not be
-/// moved. sled releases its lock some time after a close, when its threads ended, so this waits.
+/// Returns whether no process has the catalog open. An open catalog is not damaged and must not be
+/// moved. This function waits, because sled releases its lock some time after a close, when its
+/// threads have ended.
 fn is_free(directory: &Path) -> bool {
     let Ok(file) = File::open(directory.join("db")) else { return true };
     for _ in 0..LOCK_WAITS {

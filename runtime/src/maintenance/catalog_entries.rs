@@ -1,5 +1,6 @@
 //! The entries of the catalog, in memory and encoded for a key-value store. Every entry can be
-//! rebuilt: the counts from the segments, the others with a new start. Never says what is live.
+//! rebuilt: the counts from the segments, the others from their start values. The entries never
+//! decide which generation is live.
 
 use crate::flash::Flash;
 use crate::flash::live::SegmentRef;
@@ -101,7 +102,7 @@ impl CatalogEntries {
     /// Decodes entries from any bytes.
     ///
     /// # Errors
-    /// Names the entry that is wrong and its problem.
+    /// A text with the wrong entry and its problem.
     pub fn decode(entries: &EncodedEntries) -> Result<Self, String> {
         let mut rest = entries.clone();
         let head: Head = take(&mut rest, b"head")?;

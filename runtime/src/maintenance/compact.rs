@@ -1,10 +1,11 @@
-//! Compaction: merges a table's deltas into a new base, a few pages at a time. So the caller can
-//! keep an I/O share and a wear budget, pause and stop. Never runs on the request path and never
-//! changes the segments that it reads. The live record alone makes the new base visible.
+//! Compaction: merges a table's deltas into a new base, a few pages at a time. The caller can
+//! therefore limit the share of I/O and the wear, pause and stop. Never runs on the request path
+//! and never changes the segments that it reads. The new base is used only after the live record
+//! names it.
 //!
-//! The same segments always merge to the same pages. So an interrupted attempt, even after a crash,
-//! leaves the first pages of what the next attempt would write. The file's name contains a hash of
-//! the inputs. The next attempt continues after the last page up to which every page is valid.
+//! The same segments always merge to the same pages. An interrupted attempt, even after a crash,
+//! has therefore written the first pages of the next attempt. The file's name contains a hash of
+//! the inputs. The next attempt keeps the leading valid pages and continues after them.
 
 use crate::flash::live::{LiveState, SegmentRef, TableState};
 use crate::flash::merge::Merge;
@@ -25,7 +26,7 @@ type Writer = SegmentWriter<Box<dyn Output>>;
 /// The merge of one table.
 pub struct Compaction {
     number: usize,
-    /// The live state at the start. The compaction can replace no other state.
+    /// The live state at the start. The compaction can replace only this state.
     start_state: LiveState,
     merge: Merge,
     base: NewSegment,
@@ -73,7 +74,7 @@ fn write_error(path: &Path) -> impl FnOnce(WriteError) -> FlashError + '_ {
 
 impl Compaction {
     /// Starts to merge the deltas of table `number`, or continues an earlier attempt. Returns
-    /// `None` if the table has no deltas. The merge needs room for the whole table once more: the
+    /// `None` if the table has no deltas. The merge needs room for the whole table once more. The
     /// old base stays until the new one is live, and longer if the previous generation uses it.
     ///
     /// # Errors
@@ -125,7 +126,7 @@ impl Compaction {
         })
     }
 
-    /// Returns the bytes that the next step, or `finish`, needs permission to write.
+    /// Returns the bytes that the wear budget must allow before the next step, or before `finish`.
     ///
     /// # Errors
     /// [`FlashError::Segment`] if a page is damaged or cannot be read.
@@ -140,14 +141,14 @@ impl Compaction {
         Ok(writer.finish_bytes() + deletes * PAGE_BYTES as u64)
     }
 
-    /// Returns true if the inputs of the merge are still live. If not, the compaction can only be
+    /// Returns whether the inputs of the merge are still live. If not, the compaction can only be
     /// dropped.
     pub fn fits(&self, flash: &Flash) -> bool {
         self.start_state == flash.record().live
     }
 
-    /// Reads and writes up to about `pages` pages each, and writes at most `bytes_max`. Returns
-    /// true if rows are left.
+    /// Reads up to about `pages` pages, and writes up to about as many, in at most `bytes_max`
+    /// bytes. Returns whether rows are left.
     ///
     /// # Errors
     /// [`FlashError::Segment`] if a page is damaged, which a repair must replace first;
@@ -257,15 +258,15 @@ impl Compaction {
     /// generation uses them.
     ///
     /// # Errors
-    /// [`FlashError::Field`] if rows are left or another state became live since the start,
-    /// [`FlashError::Busy`] if another process changes the directory, [`FlashError::Io`] if the new
+    /// [`FlashError::Field`] if rows are left or another state became live since the start.
+    /// [`FlashError::Busy`] if another process changes the directory. [`FlashError::Io`] if the new
     /// segments cannot be made durable. The table is then unchanged.
     pub fn finish(self, flash: &mut Flash) -> Result<Compacted, FlashError> {
         let lock = flash.lock()?;
         self.finish_under(flash, lock)
     }
 
-    /// Does what [`Compaction::finish`] does, under the directory's lock.
+    /// Makes the merged table live as [`Compaction::finish`] does. `_lock` is the directory's lock.
     pub(super) fn finish_under(
         mut self,
         flash: &mut Flash,

@@ -1,7 +1,7 @@
-//! Maintenance of the flash tier, a few pages at a time: merges deltas when a table has too many,
-//! scrubs every page, and repairs damaged pages from the previous generation. Works only when its
-//! caller, the daemon, calls [`Maintenance::step`]. Writes no more a day than the wear budget, and
-//! continues on the next day or after a crash. Never on the request path.
+//! Maintenance of the flash tier, a few pages at a time. It merges deltas when a table has too
+//! many, scrubs every page, and repairs damaged pages from the previous generation. Works only when
+//! its caller, the daemon, calls [`Maintenance::step`]. Writes at most the wear budget each day,
+//! and continues on the next day or after a crash. Never runs on the request path.
 
 pub mod background;
 pub mod catalog;
@@ -27,22 +27,23 @@ use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Pages of a scrub between two commits of its position. A crash repeats at most as many.
+/// Pages of a scrub between two commits of its position. After a crash at most as many are
+/// repeated.
 const SCRUB_RECORD_PAGES: u64 = 16 << 10;
-/// Bytes of a merge that are charged to the budget together, and the bytes between two syncs. A
-/// crash wastes at most as many of the budget, and the merge writes at most as many again.
+/// Bytes of a merge that are charged to the wear budget together, and bytes between two syncs. A
+/// crash wastes at most this much of the budget, and the merge then writes at most this much again.
 const PAID_BYTES: u64 = 16 << 20;
-/// Bytes charged for one commit of the catalog. Measured: sled's 4.4 KB are 5.6 to 8.6 KB at the
-/// device.
+/// Bytes charged for one commit of the catalog. In a measurement sled wrote 4.4 KB, and the device
+/// received 5.6 to 8.6 KB.
 const COMMIT_BYTES: u64 = 8 << 10;
 
-/// When maintenance does what: `[maintenance]` of a target.
+/// Limits and intervals of maintenance: `[maintenance]` of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MaintenanceRules {
-    /// Most deltas of a table that are not merged.
+    /// Deltas of a table up to which no merge is due.
     pub deltas_max: usize,
-    /// Most changed rows, per cent of the base, that are not merged.
+    /// Changed rows, per cent of the base's rows, up to which no merge is due.
     pub changed_percent_max: u64,
     /// Time from the end of a scrub to the start of the next.
     #[serde(rename = "scrub_every_hours", deserialize_with = "hours")]
@@ -58,8 +59,8 @@ pub struct MaintenanceRules {
 }
 
 impl Default for MaintenanceRules {
-    /// Returns 16 deltas or 16 % changed rows, a scrub a week, 64 GiB a day, a tenth of the time.
-    /// With deltas of 1 % the write amplification is 7.5.
+    /// Returns 16 deltas or 16 % changed rows, a scrub a week, 64 GiB a day, and 1 to 10 % of the
+    /// time. With deltas of 1 % the write amplification is 7.5.
     fn default() -> Self {
         let wear = WearBudget { bytes_per_day_max: 64 << 30 };
         let scrub_every = Duration::from_secs(7 * 24 * HOUR);
@@ -85,7 +86,7 @@ fn bytes_per_day<'de, D: Deserializer<'de>>(from: D) -> Result<WearBudget, D::Er
 }
 
 impl MaintenanceRules {
-    /// Returns the share of the time that maintenance works.
+    /// Returns the least and the most share of the time that maintenance works.
     pub fn busy(&self) -> BusyBounds {
         BusyBounds { percent_min: self.busy_percent_min, percent_max: self.busy_percent_max }
     }
@@ -105,7 +106,7 @@ pub enum StepOutcome {
         pages: u64,
         /// Damaged pages that were rebuilt.
         repaired: usize,
-        /// Pages that stay damaged until a snapshot replaces their tables. `Maintenance::damage`
+        /// Pages that stay damaged until a snapshot replaces their tables. [`Maintenance::damage`]
         /// lists them.
         damaged: usize,
     },
@@ -119,7 +120,7 @@ pub enum StepOutcome {
     Waits { table: usize, bytes: u64 },
 }
 
-/// The deltas of a table, and what a merge of them would save.
+/// The amount of work that a merge of a table's deltas would remove.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MergeLoad {
     /// Deltas that a merge would remove.
@@ -163,7 +164,7 @@ pub struct Maintenance {
     rules: MaintenanceRules,
     catalog: Option<Catalog>,
     entries: CatalogEntries,
-    /// The live state at the last step, and the load of each table that can be merged.
+    /// The live state at the last step.
     live: Option<LiveState>,
     loads: BTreeMap<usize, MergeLoad>,
     compaction: Option<Compaction>,
@@ -300,7 +301,7 @@ impl Maintenance {
         started
     }
 
-    /// Returns true if `bytes` may be written now. Charges the budget before the first write, so a
+    /// Returns whether `bytes` may be written now. Charges the budget before the first write, so a
     /// crash may waste budget but never exceeds it.
     fn pay(&mut self, now: Duration, bytes: u64) -> bool {
         let commit = if self.catalog.is_some() { COMMIT_BYTES } else { 0 };
@@ -331,7 +332,8 @@ impl Maintenance {
 
     /// Merges some pages, and finishes the compaction after the last ones. A table whose merge
     /// fails is skipped until the live state changes or the process restarts, because the same page
-    /// would stop the merge again. The merged pages stay for a merge after the repair.
+    /// would stop the merge again. The pages merged so far stay on flash for a merge after the
+    /// repair.
     fn merge(
         &mut self,
         mut compaction: Compaction,
@@ -385,7 +387,7 @@ impl Maintenance {
 
     fn scrub(&mut self, flash: &Flash, now: Duration, pages: u64) -> StepOutcome {
         if let Some(ended) = self.entries.scrubbed {
-            // After a clock went back, the age of the last scrub is unknown: scrub again.
+            // If the clock went back, the age of the last scrub is unknown, so a new scrub starts.
             if now >= ended && now - ended < self.rules.scrub_every {
                 return StepOutcome::Nothing;
             }

@@ -1,6 +1,6 @@
 //! Rebuilds a damaged page of a merged base from the segments of the previous generation, if those
-//! still hold the same rows. Never guesses: the rebuilt page must have the checksum that the
-//! damaged page still has, unless the live generation did not change the table.
+//! still hold the same rows. If the live generation did not change the table, the rows are the
+//! same. Otherwise the rebuilt page must match the checksum that the damaged page still has.
 
 use crate::flash::live::LiveState;
 use crate::flash::merge::Merge;

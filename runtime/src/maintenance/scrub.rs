@@ -1,6 +1,6 @@
 //! Scrubbing: reads every data and index page of the live generation's segments, a few at a time.
-//! So it finds damaged pages before a request or a start does. Also replaces a damaged page with a
-//! correct one. Never guesses the content of a page.
+//! It thus finds damaged pages before a request or a start reads them. [`Flash::repair`] replaces a
+//! damaged page with a correct one.
 
 use crate::flash::live::SegmentRef;
 use crate::flash::segment::Part;
@@ -21,14 +21,14 @@ pub struct Damage {
     /// The number of the page; 0 if the segment does not open.
     pub page: u32,
     /// The most keys that are lost with the page. The number is exact except in the base of a
-    /// sparse table. A damaged index page costs all keys of its segment.
+    /// sparse table. A damaged index page loses all keys of its segment.
     pub keys: u64,
-    /// What is wrong with the page.
+    /// The problem of the page.
     pub fault: String,
 }
 
-/// A pass over all pages. The pass continues if the segments change: the next pass reads segments
-/// that replace already read ones.
+/// A pass over all pages. If the segments change during the pass, the pass continues. Segments that
+/// replace ones already read are read in the next pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scrub {
     table: usize,
@@ -42,7 +42,7 @@ pub struct Scrub {
 }
 
 impl Scrub {
-    /// Reads up to `pages` pages. Returns true if the pass has more pages.
+    /// Reads up to `pages` pages. Returns whether the pass has more pages.
     pub fn step(&mut self, flash: &Flash, pages: u64) -> bool {
         let mut left = pages;
         let room = VERIFY_PAGES.min(usize::try_from(pages).unwrap_or(VERIFY_PAGES));
@@ -51,7 +51,7 @@ impl Scrub {
             let Some((of, part)) = self.current(flash) else { return false };
             let segment = match retry_once(|| flash.segment_pages(self.table, of, part)) {
                 Ok(segment) => segment,
-                // Without the trailer the kinds and the number of the pages are unknown.
+                // Without a valid trailer the kinds and the number of the pages are unknown.
                 Err(e) => {
                     let keys = flash.manifest().schema.tables[self.table].rows;
                     self.found(of, part, PageLoss { page: 0, keys, fault: e.to_string() });

@@ -1,24 +1,24 @@
-//! The share of the time that a background thread works, between a least and a most. Decides after
-//! each piece of work in which scheduling class the thread continues, and how long the thread
-//! pauses first. Never reads a clock, never sleeps and never changes a class: the caller does.
+//! The share of the time that a background thread works, between a least and a most. After each
+//! piece of work it decides the scheduling class of the next piece, and the pause before that
+//! piece. Never reads a clock, never sleeps and never changes a class: the caller does.
 //!
 //! The thread works in the idle class while that class gets enough time. In the ordinary class the
 //! thread works at the least share only, because there it delays requests.
 
 use std::time::Duration;
 
-/// Work between two pauses. A request that arrives during the work may have to wait for so long.
+/// Work between two pauses, at least. A request that arrives during the work may have to wait for
+/// this time.
 const WORK_MIN: Duration = Duration::from_micros(200);
-/// Time without any work after which the idle class is left. Time at the least share that the
-/// thread may gain in advance.
+/// Time without any work after which the thread leaves the idle class. Also the time for which a
+/// thread may work at the least share in advance.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// Time in the ordinary class before the idle class is tried again.
+/// Time in the ordinary class before the thread tries the idle class again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
-/// Work that one piece in the idle class counts for at most. A longer piece waited for a device
-/// whose scheduler prefers the reads of other threads.
+/// Maximum time that counts as work for one piece in the idle class. A longer piece waited for a
+/// device whose scheduler prefers the reads of other threads.
 const PIECE_COUNTED: Duration = Duration::from_millis(5);
-/// Time at the least share that the thread may be behind. A thread that got nothing for longer
-/// does not make up for it.
+/// Maximum time without work that the thread may later make up for, at the least share.
 const DEBT_KEPT: Duration = Duration::from_secs(10);
 
 /// The least and the most of the time that a background thread works, per cent.
@@ -30,16 +30,17 @@ pub struct BusyBounds {
     pub percent_max: u64,
 }
 
-/// How the system schedules a background thread.
+/// The scheduling class of a background thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     /// The thread runs only while no other thread wants its CPU.
     Idle,
-    /// The thread shares its CPU with other threads, each a part.
+    /// The thread and the other threads on its CPU each get a part of the CPU's time.
     Ordinary,
 }
 
-/// What a thread did until a moment. It worked, or waited for a device, in the rest of the time.
+/// A moment, and how long a thread had waited for a CPU until then. In the rest of the time the
+/// thread worked or waited for a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThreadTime {
     /// The moment, since an arbitrary start.
@@ -48,7 +49,7 @@ pub struct ThreadTime {
     pub waited: Duration,
 }
 
-/// How a thread continues after a piece of work.
+/// The pause after a piece of work, and the class of the next piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rest {
     /// The class of the next piece.
@@ -62,17 +63,17 @@ pub struct Rest {
 pub struct Share {
     bounds: BusyBounds,
     class: Class,
-    /// Whether the thread may leave the idle class. One that may not never enters it.
+    /// Whether the thread may leave the idle class. A thread that may not never enters it.
     can_leave_idle: bool,
     /// The end of the last piece or pause.
     counted: ThreadTime,
-    /// When the ordinary class was entered.
+    /// Time at which the thread entered the ordinary class.
     ordinary_since: Duration,
     /// Work that the least share still owes to the thread, ns; negative after more work.
     debt: i64,
     /// Work since the last pause.
     unpaused: Duration,
-    /// Pause that the most share demands for that work. Time without the CPU counts as pause.
+    /// Pause that keeps that work within the most share. Time without the CPU counts as pause.
     owed_pause: Duration,
 }
 
@@ -113,7 +114,8 @@ impl Share {
         self.owe(elapsed, Duration::ZERO);
     }
 
-    /// Counts a piece of work that ended at `at`. Returns how the thread continues.
+    /// Counts a piece of work that ended at `at`. Returns the pause and the class of the next
+    /// piece.
     pub fn worked(&mut self, at: ThreadTime) -> Rest {
         let elapsed = at.now.saturating_sub(self.counted.now);
         let waited = at.waited.saturating_sub(self.counted.waited);
@@ -132,7 +134,7 @@ impl Share {
         Rest { class: self.class, pause: self.pause() }
     }
 
-    /// Adds what the least share owes for `elapsed`, less the work done.
+    /// Adds to the debt: the least share of `elapsed`, less the work done.
     fn owe(&mut self, elapsed: Duration, worked: Duration) {
         let [gained, kept] = [PATIENCE, DEBT_KEPT].map(|time| nanos(self.least(time)));
         let owed = nanos(self.least(elapsed)).saturating_sub(nanos(worked));

@@ -1,6 +1,6 @@
-//! The throttle of maintenance: limits the work of one step and the pause after it, so that the
-//! work stays below a share of the time on any device. Never reads a clock and never sleeps: the
-//! caller does both.
+//! The throttle of maintenance. It limits the work of one step and sets the pause after it. So the
+//! work stays below a share of the time on any device. The throttle never reads a clock and never
+//! sleeps: the caller does both.
 
 use crate::limits::{THROTTLE_PAGES_MAX, THROTTLE_STEP_MAX};
 use std::time::Duration;

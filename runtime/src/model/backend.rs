@@ -1,6 +1,6 @@
-//! Where a model's tables and its dense network are. Three combinations are legal, and the enum has
-//! exactly these: everything in host memory, everything on a GPU, or the tables on a GPU and the
-//! dense network in host memory. Never moves anything itself.
+//! The memory that holds a model's tables and its dense network. The enum has exactly the three
+//! legal combinations. Both are in host memory, both are on a GPU, or the tables are on a GPU and
+//! the dense network is in host memory. Never moves data.
 
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
@@ -11,15 +11,15 @@ use hatchback_kernels::gpu::DeviceEngine;
 use hatchback_kernels::gpu::tables::DeviceTables;
 use std::sync::Arc;
 
-/// The caches and resident tables of a model in host memory, by the numbers that its
-/// [`ServedTable`](crate::model::served_tables::ServedTable)s have for them. The generations of a
-/// model share them.
+/// The caches and resident tables of a model in host memory. A
+/// [`ServedTable`](crate::model::served_tables::ServedTable) refers to them by number. The
+/// generations of a model share them.
 pub(crate) struct CpuTables {
     pub caches: Vec<Arc<Cache>>,
     pub residents: Vec<Arc<Resident>>,
 }
 
-/// Where a model's tables and its dense network are.
+/// A model's tables and its dense network, in the memory of their device.
 pub(crate) enum ModelBackend {
     /// Both are in host memory.
     Cpu { tables: Arc<CpuTables>, dense: Arc<DenseEngine> },
@@ -30,7 +30,7 @@ pub(crate) enum ModelBackend {
 }
 
 impl ModelBackend {
-    /// Returns the tables where they are in host memory.
+    /// Returns the tables if they are in host memory.
     #[inline]
     pub fn cpu_tables(&self) -> Option<&CpuTables> {
         match self {
@@ -39,7 +39,7 @@ impl ModelBackend {
         }
     }
 
-    /// Returns the tables where they are on a GPU.
+    /// Returns the tables if they are on a GPU.
     pub fn device_tables(&self) -> Option<&Arc<DeviceTables>> {
         match self {
             Self::Cpu { .. } => None,
@@ -52,7 +52,7 @@ impl ModelBackend {
         self.cpu_tables().map_or(&[], |tables| &tables.caches)
     }
 
-    /// Returns the rows that all caches hold at most.
+    /// Returns the number of rows that all caches together have room for.
     pub fn cache_slots(&self) -> usize {
         let on_gpu = self.device_tables().map_or(0, |tables| tables.slots());
         on_gpu + self.cpu_caches().iter().map(|cache| cache.slots()).sum::<usize>()
@@ -93,8 +93,8 @@ pub(crate) fn list(layers: &[DenseLayer]) -> String {
     layers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns what `shared` holds. A model that its caller owns is the only owner of its parts:
-/// a worker that shares them holds the model itself.
+/// Returns the content of `shared`, whose only owner is a model that is still being opened. Workers
+/// share a model's parts only through the model.
 pub(crate) fn sole_owner<T>(shared: Arc<T>) -> T {
     match Arc::try_unwrap(shared) {
         Ok(owned) => owned,

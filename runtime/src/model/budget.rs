@@ -1,11 +1,12 @@
-//! The memory budget: what a model may use, and the memory plan, which sums what it does use.
+//! The memory budget, which limits a model's use of memory, and the memory plan, which sums the
+//! model's actual use.
 
 use hatchback_kernels::dense::Weights;
 use serde::Deserialize;
 use std::fmt;
 
-/// What a model may use. Every field is a maximum. The memory is taken when the model is opened and
-/// does not grow afterwards.
+/// The limits of a model's memory and work. Every field is a maximum. The memory is allocated when
+/// the model is opened and does not grow afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Budget {
@@ -15,7 +16,8 @@ pub struct Budget {
     pub cache_bytes_max: u64,
     /// Bytes of the tables that are kept whole in memory.
     pub resident_bytes_max: u64,
-    /// Request slots: requests that wait or are served. A further request is refused with `Busy`.
+    /// Request slots: requests that wait or are served at the same time. A further request is
+    /// refused with `Busy`.
     pub slots: u32,
     /// Requests that are served at the same time, one thread each.
     pub workers: u32,
@@ -39,15 +41,15 @@ pub struct Budget {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineRule {
-    /// Also the fallback, which allocates in each request.
+    /// Hatchback's own, or the fallback rten, which allocates memory in each request.
     #[default]
     Any,
-    /// Only Hatchback's own.
+    /// Only Hatchback's own engine.
     Own,
 }
 
-/// How the weights of the dense network are stored on the CPU: all alike, or each layer's in the
-/// narrowest way that the probe set bears.
+/// The type of the dense network's weights on the CPU: one for all layers, or the narrowest
+/// possible for each layer. The scores of the probe set limit how narrow it can be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DenseWeights {
@@ -56,14 +58,14 @@ pub enum DenseWeights {
     F32,
     /// Rounded to `f16`.
     F16,
-    /// 8-bit integers, by which the network also computes.
+    /// 8-bit integers, with which the products are also computed.
     Int8,
     /// Chosen for each layer when the model is opened.
     Auto,
 }
 
 impl DenseWeights {
-    /// Returns how the weights are stored before any choice.
+    /// Returns the type of the weights before a choice for each layer.
     pub(crate) fn at_first(self) -> Weights {
         match self {
             Self::F32 | Self::Auto => Weights::F32,
@@ -119,7 +121,7 @@ impl MemoryPlan {
         self.lines.retain(|(line, _)| *line != part);
     }
 
-    /// Records memory that opening took for a moment beside the total. The largest record counts.
+    /// Records memory that opening took temporarily beside the total. The largest record counts.
     pub(crate) fn record_peak(&mut self, bytes: u64) {
         self.opening_bytes = self.opening_bytes.max(bytes);
     }
@@ -134,8 +136,9 @@ impl MemoryPlan {
         self.lines.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the bytes that opening the model took beside the total and freed again: data on its
-    /// way to a GPU is in memory twice, and a swap holds the new parts beside the old ones.
+    /// Returns the bytes that opening the model took beside the total and freed again. During a
+    /// copy to a GPU the data is in memory twice, and a swap holds the new parts beside the old
+    /// ones.
     pub fn opening_bytes(&self) -> u64 {
         self.opening_bytes
     }

@@ -1,5 +1,6 @@
-//! How a model fits into its budget: which tables are resident, how large each cache is, and which
-//! field of the budget to change if the model does not fit. Never allocates beyond the caches.
+//! Fits a model into its budget: decides which tables are resident and how large each cache is. If
+//! the model does not fit, the error has the field of the budget to change. Never allocates beyond
+//! the caches.
 
 use crate::limits::{BATCH_MAX, SLOTS_MAX};
 use crate::model::backend::ModelBackend;
@@ -10,10 +11,11 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use std::sync::Arc;
 
-/// An automatic table takes at most this part of the bytes for resident tables. In a larger one the
-/// rarely used rows would waste them.
+/// A table with placement `auto` becomes resident only if it takes at most one part in this many of
+/// the bytes for resident tables. The rarely used rows of a larger table would waste them.
 const AUTOMATIC_SHARE: u64 = 4;
-/// A cache has room for one row in so many more of an index table, and for some at least.
+/// An index table may grow by one row in this many, and by the number below at least, before its
+/// cache must be made anew.
 const GROWTH_ONE_IN: u64 = 8;
 const GROWTH_ROWS_MIN: u64 = 4096;
 
@@ -45,8 +47,8 @@ pub(crate) fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenE
     }
 }
 
-/// Checks the sum of `plan` against the budget. `cache_bytes` is the part of it that a smaller
-/// `cache_bytes_max` would save.
+/// Checks the sum of `plan` against the budget. `cache_bytes` is the part of the sum that a smaller
+/// `cache_bytes_max` can reduce.
 ///
 /// # Errors
 /// [`OpenError::Budget`] with the field to lower and the whole plan.
@@ -116,8 +118,8 @@ fn rows_with_growth(table: &Table) -> u64 {
     table.rows.saturating_add(table.rows / GROWTH_ONE_IN).saturating_add(GROWTH_ROWS_MIN)
 }
 
-/// Returns whether the caches in `backend`, of a model with the tables `before`, work for those of
-/// `after`: they are the same tables, and none outgrew its part of the cache.
+/// Returns whether the caches in `backend`, made for the tables of `before`, work for those of
+/// `after`. The tables must be the same, and the caches must be able to hold the last key of each.
 pub(crate) fn fit_caches(before: &Schema, after: &Schema, backend: &ModelBackend) -> bool {
     let fits = |(number, (a, b)): (usize, (&Table, &Table))| {
         let last = b.rows.checked_sub(1).filter(|_| b.keys == KeySpace::Index);
@@ -165,7 +167,7 @@ fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
         .collect()
 }
 
-/// Returns the bytes of the smallest caches that work for the tables that are not resident.
+/// Returns the bytes of the smallest possible caches for the tables that are not resident.
 pub(crate) fn cache_bytes_min(schema: &Schema, resident: &[bool]) -> u64 {
     let least = |group: &WidthGroup| Cache::bytes_min(group.row_bytes, &group.keys) as u64;
     width_groups(schema, resident).iter().map(least).sum()
@@ -189,7 +191,7 @@ pub struct CachePlan {
     pub cache_of: Vec<Option<usize>>,
 }
 
-/// Returns the caches that a model of `schema` would have in `budget`. Takes none of their memory.
+/// Returns the caches that a model of `schema` would have in `budget`. Allocates none of them.
 ///
 /// # Errors
 /// [`OpenError::Budget`] with the field that is too small.
@@ -227,8 +229,8 @@ pub fn least_cache_bytes(schema: &Schema, budget: &Budget) -> Result<u64, OpenEr
     Ok(cache_bytes_min(schema, &choose_resident(schema, budget)?))
 }
 
-/// Returns the bytes of each cache: the least that it works with, and a share of the rest of the
-/// budget in proportion to the bytes of its tables.
+/// Returns the bytes of each cache: its smallest possible size, and a share of the rest of the
+/// budget. The share is in proportion to the bytes of its tables.
 fn share_cache_bytes(groups: &[WidthGroup], budget: &Budget) -> Result<Vec<usize>, OpenError> {
     let bytes_min = |group: &WidthGroup| Cache::bytes_min(group.row_bytes, &group.keys);
     let least: u64 = groups.iter().map(|group| bytes_min(group) as u64).sum();

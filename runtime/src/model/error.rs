@@ -25,7 +25,7 @@ pub enum OpenError {
     /// The GPU cannot hold or run the model.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// The model needs what the lookup on a GPU does not have.
+    /// The lookup on a GPU lacks a feature that the model needs.
     #[error("the GPU's lookup lacks {0}; serve this model with device = \"cpu\"")]
     GpuLacks(String),
     /// The weights that the budget requires change the scores of the dense network too much.
@@ -39,4 +39,12 @@ pub enum OpenError {
     /// The model does not fit into the budget; `field` is the one to change.
     #[error("budget.{field} = {value}: {problem}")]
     Budget { field: &'static str, value: u64, problem: String },
+}
+
+impl OpenError {
+    /// Returns true if the release is at fault: no car whose target asks for such weights can serve
+    /// it. The other errors depend on the car: its flash, its memory, its device and its engine.
+    pub fn is_fault_of_release(&self) -> bool {
+        matches!(self, Self::Dense(_) | Self::Weights { .. })
+    }
 }

@@ -1,6 +1,6 @@
-//! What differs in the rows of two generations of one model, table by table. It is found in the key
-//! pages of the deltas, without reading a row. A row that is not listed is the same in both
-//! generations; a listed row may be. Needs no memory beside the listed keys, 8 bytes each.
+//! The rows that may differ between two generations of one model, table by table. They are found in
+//! the key pages of the deltas, without reading a row. A row that is not listed is the same in both
+//! generations; a listed row may also be the same. Takes 8 bytes of memory for each listed key.
 
 use crate::flash::segment::SegmentError;
 use crate::flash::table::TableRows;
@@ -22,7 +22,8 @@ pub(crate) struct GenerationChange {
 }
 
 impl GenerationChange {
-    /// Finds what differs between `old` and `new`, two generations with the same tables.
+    /// Finds the rows that may differ between `old` and `new`, two generations with the same
+    /// tables.
     ///
     /// # Errors
     /// [`SegmentError`] if a key page of a delta is damaged.
@@ -49,7 +50,7 @@ impl GenerationChange {
         }
     }
 
-    /// Returns what may differ in `table`.
+    /// Returns the rows of `table` that may differ.
     pub fn of(&self, table: u16) -> &TableChange {
         &self.tables[usize::from(table)]
     }

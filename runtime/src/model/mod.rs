@@ -1,5 +1,5 @@
 //! A model opened for serving: one generation's tables, caches and dense network. Knows neither
-//! workers nor queues: `request` opens a model and sums its memory with theirs.
+//! workers nor queues: the folder `request` opens a model and adds their memory to the model's.
 
 pub(crate) mod backend;
 pub mod budget;
@@ -8,6 +8,7 @@ pub mod error;
 pub(crate) mod generation_change;
 pub mod opened;
 pub mod preload;
+mod read_ahead;
 pub(crate) mod row_writer;
 pub mod served_tables;
 

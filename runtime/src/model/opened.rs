@@ -52,7 +52,7 @@ pub struct Model {
     memory: MemoryPlan,
 }
 
-/// How many rows the embedding caches of a model hold.
+/// The use of the embedding caches of a model, in rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheUse {
     /// Rows that are cached, estimated from a sample.
@@ -61,7 +61,7 @@ pub struct CacheUse {
     pub rows_max: u64,
 }
 
-/// What a model is made of.
+/// The parts of a model.
 pub(crate) struct ModelParts {
     pub generation: Generation,
     /// SHA-256 of the generation's manifest.
@@ -77,7 +77,7 @@ pub(crate) struct ModelParts {
     pub outputs: usize,
 }
 
-/// Where a feature's vectors begin in the inputs of the dense network.
+/// The first column of a feature's vectors in the inputs of the dense network.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct InputColumn {
     /// Number of the network input.
@@ -86,8 +86,8 @@ pub(crate) struct InputColumn {
     pub column: usize,
 }
 
-/// The vectors of a feature that feeds more than one input: they are pooled into the first, and
-/// copied into each other one.
+/// A copy of a feature's vectors from one input of the dense network to another. The vectors of a
+/// feature that feeds several inputs are pooled into the first and copied to the others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ColumnCopy {
     pub from: InputColumn,
@@ -96,7 +96,7 @@ pub(crate) struct ColumnCopy {
 }
 
 impl Model {
-    /// Puts a model together. Its memory plan is empty.
+    /// Makes a model of its parts, with an empty memory plan.
     pub(crate) fn new(parts: ModelParts) -> Self {
         let ModelParts {
             generation,
@@ -158,7 +158,7 @@ impl Model {
         self.outputs
     }
 
-    /// Returns what runs the dense network, in words.
+    /// Returns the engine that runs the dense network, in words.
     pub fn dense_runs_on(&self) -> String {
         self.backend.dense_runs_on()
     }
@@ -168,12 +168,12 @@ impl Model {
         self.backend.lookup_device()
     }
 
-    /// Returns the rows that the embedding caches hold at most.
+    /// Returns the number of rows that the embedding caches have room for.
     pub fn cache_slots(&self) -> usize {
         self.backend.cache_slots()
     }
 
-    /// Returns how many rows the embedding caches hold; `None` where they are on a GPU.
+    /// Returns the use of the embedding caches; `None` if they are on a GPU.
     pub fn cache_use(&self) -> Option<CacheUse> {
         let caches = self.backend.cpu_tables().map(|tables| &tables.caches)?;
         let rows = caches.iter().map(|cache| cache.rows_estimated() as u64).sum();
@@ -193,7 +193,7 @@ impl Model {
         &self.backend
     }
 
-    /// Replaces the places of the tables, the backend that numbers them, and the budget.
+    /// Replaces the storage of each table, the backend that it refers to, and the budget.
     pub(crate) fn with_storage(
         mut self,
         storage: &[Storage],
@@ -206,7 +206,7 @@ impl Model {
         Self { backend, budget, ..self }
     }
 
-    /// Replaces the backend by what `change` makes of it.
+    /// Replaces the backend with the result of `change`.
     pub(crate) fn map_backend<E>(
         self,
         change: impl FnOnce(ModelBackend) -> Result<ModelBackend, E>,
@@ -214,7 +214,7 @@ impl Model {
         Ok(Self { backend: change(self.backend)?, ..self })
     }
 
-    /// Returns the number of reads in flight that this model shares with others on its device.
+    /// Returns the read depth of the device, which the models on it share.
     pub(crate) fn read_depth(&self) -> &Arc<DeviceDepth> {
         &self.read_depth
     }
@@ -233,18 +233,18 @@ impl Model {
         &mut self.memory
     }
 
-    /// Records memory that opening took for a moment beside the plan's total.
+    /// Records memory that opening took temporarily beside the plan's total.
     pub(crate) fn record_peak(&mut self, bytes: u64) {
         self.memory.record_peak(bytes);
     }
 
-    /// Returns where feature `f` begins in the inputs of the dense network.
+    /// Returns the first column of feature `f` in the inputs of the dense network.
     #[inline]
     pub(crate) fn column(&self, f: usize) -> InputColumn {
         self.columns[f]
     }
 
-    /// Returns the vectors that are copied from one input to another.
+    /// Returns the copies of vectors from one input to another.
     pub(crate) fn copies(&self) -> &[ColumnCopy] {
         &self.copies
     }
@@ -254,8 +254,8 @@ impl Model {
         self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
     }
 
-    /// Returns the inputs of the dense network that a GPU may fill with f16: those that only
-    /// lookups fill, all of whose vectors are whole pieces.
+    /// Returns the inputs of the dense network that a GPU may fill with f16. Only lookups may fill
+    /// such an input, and each vector in it must start and end at a multiple of [`PIECE_COLUMNS`].
     pub(crate) fn f16_inputs(&self) -> Vec<usize> {
         let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
         let of_feature = |f: usize, input: usize| {
@@ -272,12 +272,12 @@ impl Model {
         self.schema.network.inputs.iter().enumerate().filter_map(fits).collect()
     }
 
-    /// Returns the bytes of the widest row of any table: those of one row in a miss list.
+    /// Returns the bytes of the widest row of any table, which one row of a miss list takes.
     pub(crate) fn staging_row_bytes(&self) -> usize {
         self.tables.iter().map(|t| t.format.row_bytes()).max().unwrap_or(0)
     }
 
-    /// Returns whether the rows of `table` move between flash and a cache.
+    /// Returns whether `table` is on flash, with a cache of its rows.
     pub(crate) fn is_cached(&self, table: u16) -> bool {
         matches!(self.tables[usize::from(table)].storage, Storage::Cached(_))
     }
@@ -288,7 +288,7 @@ impl Model {
         &self.tables[usize::from(table)].rows
     }
 
-    /// Returns where a row is on flash; `None` if its table does not have it.
+    /// Returns the location of a row on flash; `None` if its table does not have it.
     pub(crate) fn locate(&self, row: RowKey) -> Option<RowLocation> {
         self.rows(row.table).locate(row.key)
     }
@@ -308,8 +308,8 @@ impl Model {
     }
 }
 
-/// Returns for each feature where it begins in the inputs of the dense network, and what is copied
-/// from there.
+/// Returns the first column of each feature in the inputs of the dense network, and the copies to
+/// further inputs.
 fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>) {
     let mut columns: Vec<Option<InputColumn>> = vec![None; schema.features.len()];
     let mut copies = Vec::new();

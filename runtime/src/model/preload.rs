@@ -1,14 +1,17 @@
-//! Preloading: reads rows before a request needs them, in the order in which flash stores them. A
-//! damaged page costs only its own rows.
+//! Preloading: reads rows before a request needs them, in their order on flash. A damaged page
+//! loses only its own rows.
 
 use crate::flash::Flash;
 use crate::flash::segment::SegmentError;
+use crate::flash::segment::fences::LOCATE_KEYS;
 use crate::flash::table::{RowLocation, TableRows};
-use crate::io::page::{AlignedPage, PageBytes};
+use crate::io::page::PageBytes;
 use crate::io::reader::PageReader;
-use crate::limits::{BACKGROUND_RUN_PAGES, VERIFY_PAGES};
+use crate::limits::VERIFY_PAGES;
 use crate::model::opened::Model;
+use crate::model::read_ahead::{Run, read_ahead};
 use crate::model::served_tables::{ServedTable, Storage};
+use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use std::io;
 
@@ -19,11 +22,47 @@ pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&
     for number in 0..model.tables().len() {
         let Some(cache) = model.cpu_cache(number as u16) else { continue };
         let keys = hot_keys(model, flash, number);
+        let mut inserts = Inserts::new(cache);
         let read = preloader.read_rows(model.rows(number as u16), &keys, |key, bytes| {
-            let row = RowKey { table: number as u16, key };
-            cache.insert(row, bytes, cache.epoch(row));
+            inserts.add(RowKey { table: number as u16, key }, bytes);
         });
+        inserts.make();
         read.unwrap_or_else(|e| log::error!("table {number} starts with a colder cache: {e}"));
+    }
+}
+
+/// Rows that are inserted together, so that the reads of their sets overlap.
+struct Inserts<'a> {
+    cache: &'a Cache,
+    rows: Vec<RowKey>,
+    /// `[rows.len(), row_bytes]`
+    bytes: Vec<u8>,
+}
+
+impl<'a> Inserts<'a> {
+    const ROWS: usize = 32;
+
+    fn new(cache: &'a Cache) -> Self {
+        let bytes = Vec::with_capacity(Self::ROWS * cache.row_bytes());
+        Self { cache, rows: Vec::with_capacity(Self::ROWS), bytes }
+    }
+
+    fn add(&mut self, row: RowKey, bytes: &[u8]) {
+        self.cache.prefetch_insert(row);
+        self.rows.push(row);
+        self.bytes.extend_from_slice(bytes);
+        if self.rows.len() == Self::ROWS {
+            self.make();
+        }
+    }
+
+    /// Inserts the rows that were added.
+    fn make(&mut self) {
+        let bytes = self.bytes.chunks_exact(self.cache.row_bytes());
+        for (row, bytes) in self.rows.drain(..).zip(bytes) {
+            self.cache.insert(row, bytes, self.cache.epoch(row));
+        }
+        self.bytes.clear();
     }
 }
 
@@ -36,7 +75,7 @@ pub(crate) fn hot_keys(model: &Model, flash: &Flash, number: usize) -> Vec<u64> 
     let sharing = rows_of_cache(model.tables(), cache_number).max(1);
     let share = cache.slots() as u128 * u128::from(table.rows.base_rows()) / u128::from(sharing);
 
-    // The hot list only says which rows to read first.
+    // A model also works without its hot list, so an error is only logged.
     let mut keys = flash.hot_keys(number).unwrap_or_else(|e| {
         log::error!("table {number} starts with a cold cache: {e}");
         Vec::new()
@@ -53,7 +92,7 @@ fn rows_of_cache(tables: &[ServedTable], number: usize) -> u64 {
     cached.map(|table| table.rows.base_rows()).sum()
 }
 
-/// The keys of a page, at least one, each with the place of the page.
+/// The wanted keys of one page, at least one, each with the location of the page.
 type WantedPage<'a> = &'a [(RowLocation, u64)];
 
 /// Passes the rows of the keys of one page to `take`.
@@ -73,39 +112,38 @@ fn take_rows(
     Ok(())
 }
 
-/// Pages of a run at least. Shorter ones take less time with many reads in flight.
+/// Consecutive pages from which on one long read is faster than many single reads in flight.
 const RUN_PAGES_MIN: usize = 16;
 
-/// What [`Preloader::read_runs`] left to do.
+/// Result of [`Preloader::read_runs`].
 struct AfterRuns<'a> {
-    /// The pages that it left out because few follow each other.
+    /// The pages that it did not read: few follow each other, the device refused the run, or this
+    /// is a background reader.
     scattered: Vec<WantedPage<'a>>,
     /// The first error.
     failed: Option<SegmentError>,
 }
 
-/// Reads rows. With a `yield_now` it is a background reader: it has few reads in flight, and calls
-/// `yield_now` before each few, while none is in flight. Reads of requests then queue behind few
-/// reads of its own.
+/// Reads rows. With a `yield_now` it is a background reader with few reads in flight. It calls
+/// `yield_now` before it starts some reads, while none is in flight. A request's read then waits
+/// for few reads of this reader.
 pub(crate) struct Preloader<'a> {
     reader: PageReader,
     yield_now: Option<&'a dyn Fn()>,
-    /// Pages of a run, empty before the first run.
-    run: Vec<AlignedPage>,
 }
 
 impl<'a> Preloader<'a> {
-    /// Reads pages of `model` through a reader of its own, within the depth of the model's device.
+    /// Returns a preloader with a reader of its own, within the depth of the device of `model`.
     pub fn new(model: &Model, yield_now: Option<&'a dyn Fn()>) -> Self {
         let reader = match yield_now {
             Some(_) => model.background_reader(),
             None => model.page_reader(),
         };
-        Self { reader, yield_now, run: Vec::new() }
+        Self { reader, yield_now }
     }
 
-    /// Reads the pages of `keys` in file order and passes the row of each key to `take`. A key that
-    /// the table does not have is left out.
+    /// Reads the pages of `keys` in file order and passes the row of each key to `take`. Skips a
+    /// key that the table does not have.
     ///
     /// # Errors
     /// The first error of a page. The rows of the other pages were passed on.
@@ -115,9 +153,14 @@ impl<'a> Preloader<'a> {
         keys: &[u64],
         mut take: impl FnMut(u64, &[u8]),
     ) -> Result<(), SegmentError> {
-        let mut located: Vec<(RowLocation, u64)> =
-            keys.iter().filter_map(|&key| Some((rows.locate(key)?, key))).collect();
-        located.sort_unstable();
+        let mut located: Vec<(RowLocation, u64)> = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(LOCATE_KEYS) {
+            let mut locations = [None; LOCATE_KEYS];
+            rows.locate_all(keys, &mut locations);
+            let found = locations.into_iter().zip(keys);
+            located.extend(found.filter_map(|(location, &key)| Some((location?, key))));
+        }
+        located.sort_unstable_by_key(|(location, _)| location.pack());
         let pages: Vec<WantedPage<'_>> = located.chunk_by(|a, b| a.0 == b.0).collect();
 
         let AfterRuns { scattered, failed } = self.read_runs(rows, &pages, &mut take);
@@ -125,7 +168,8 @@ impl<'a> Preloader<'a> {
         failed.map_or(scattered, Err)
     }
 
-    /// Reads the pages that follow each other on flash, many at a time, as a device reads fastest.
+    /// Reads runs of consecutive pages, many pages with each call, which is the fastest way for a
+    /// device. A background reader reads none.
     fn read_runs<'p>(
         &mut self,
         rows: &TableRows,
@@ -136,36 +180,29 @@ impl<'a> Preloader<'a> {
             let next = RowLocation { page: a[0].0.page.saturating_add(1), ..a[0].0 };
             next == b[0].0
         };
-        let pages_max = if self.yield_now.is_some() { BACKGROUND_RUN_PAGES } else { VERIFY_PAGES };
-
         let mut after = AfterRuns { scattered: Vec::new(), failed: None };
+        let mut runs: Vec<&[WantedPage<'p>]> = Vec::new();
         for run in pages.chunk_by(follows) {
-            if run.len() < RUN_PAGES_MIN {
-                after.scattered.extend_from_slice(run);
-                continue;
-            }
-            let room = run.len().min(pages_max).max(self.run.len());
-            self.run.resize_with(room, AlignedPage::zeroed);
-            for some in run.chunks(pages_max) {
-                if let Some(yield_now) = self.yield_now {
-                    yield_now();
-                }
-                let location = some[0][0].0;
-                let read = &mut self.run[..some.len()];
-                if rows.segment(location).file().read_pages(location.page, read).is_err() {
-                    after.scattered.extend_from_slice(some);
-                    continue;
-                }
-                for (wanted, page) in some.iter().zip(read) {
-                    let taken = take_rows(rows, wanted, Ok(&page.0), take);
-                    after.failed = after.failed.take().or(taken.err());
-                }
+            match self.yield_now.is_some() || run.len() < RUN_PAGES_MIN {
+                true => after.scattered.extend_from_slice(run),
+                false => runs.extend(run.chunks(VERIFY_PAGES)),
             }
         }
+
+        let place = |run: &&[WantedPage<'p>]| Run { first: run[0][0].0, pages: run.len() };
+        let places: Vec<Run> = runs.iter().map(place).collect();
+        read_ahead(rows, &places, |number, read| {
+            let run = runs[number];
+            let Some(read) = read else { return after.scattered.extend_from_slice(run) };
+            for (wanted, page) in run.iter().zip(read) {
+                let taken = take_rows(rows, wanted, Ok(&page.0), take);
+                after.failed = after.failed.take().or(taken.err());
+            }
+        });
         after
     }
 
-    /// Reads pages, many in flight.
+    /// Reads single pages, many of them in flight.
     fn read_scattered(
         &mut self,
         rows: &TableRows,
@@ -187,7 +224,8 @@ impl<'a> Preloader<'a> {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Starts reads until the reader is full, or, where it must yield, only if none is in flight.
+    /// Starts reads until the reader is full. A background reader starts some only while none is in
+    /// flight.
     fn start_reads(&mut self, rows: &TableRows, pages: &[WantedPage<'_>], started: &mut usize) {
         if let Some(yield_now) = self.yield_now {
             if self.reader.in_flight() > 0 {

@@ -1,5 +1,5 @@
-//! Changes the caches and resident tables of a model from the thread of a swap, in host memory or
-//! on a GPU. Changes on a GPU are collected and made many at a time. Never decides which rows
+//! Changes the caches and resident tables of a model during a swap, in host memory or on a GPU.
+//! Changes on a GPU are collected, and one launch makes many of them. Never decides which rows
 //! change.
 
 use crate::model::backend::ModelBackend;
@@ -20,7 +20,7 @@ pub(crate) enum RowWriter<'a> {
     Gpu(Box<GpuWriter>),
 }
 
-/// Changes to caches on a GPU, collected.
+/// Collected changes to caches on a GPU.
 pub(crate) struct GpuWriter {
     changes: RowChanges,
     /// The rows whose bytes are staged, each in the slot of its own number.
@@ -31,7 +31,7 @@ pub(crate) struct GpuWriter {
 }
 
 impl<'a> RowWriter<'a> {
-    /// Takes memory for the changes of `model`'s caches.
+    /// Allocates memory for the changes to the caches of `model`.
     ///
     /// # Errors
     /// `CudaError` if the GPU has no memory.
@@ -93,8 +93,8 @@ impl<'a> RowWriter<'a> {
         }
     }
 
-    /// Inserts `row`, which no other thread changes, into its cache. On a GPU at the next
-    /// [`RowWriter::flush`] at the latest.
+    /// Inserts `row`, which no other thread changes, into its cache. On a GPU the row is in the
+    /// cache after the next [`RowWriter::flush`] at the latest.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -115,7 +115,7 @@ impl<'a> RowWriter<'a> {
         }
     }
 
-    /// Makes the inserts that are collected.
+    /// Makes the collected inserts.
     ///
     /// # Errors
     /// `CudaError::Driver`.

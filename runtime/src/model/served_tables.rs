@@ -1,5 +1,5 @@
-//! A generation's tables as a model serves them: resident tables are read whole, of cached tables
-//! only the indexes. A damaged page of a resident table stops the opening, because every request
+//! A generation's tables as a model serves them. A resident table is read whole; of a cached table
+//! only the indexes are read. A damaged page of a resident table is an error, because every request
 //! would miss its rows.
 
 use crate::flash::Flash;
@@ -15,13 +15,13 @@ use hatchback_kernels::cache::codec::RowFormat;
 use hatchback_kernels::cache::resident::Resident;
 use std::sync::Arc;
 
-/// Where a table's rows are looked up. The numbers count the model's resident tables and caches, in
-/// host memory and on a GPU alike.
+/// The place where a table's rows are looked up. The numbers count the model's resident tables or
+/// its caches, in host memory or on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Storage {
     /// In memory, as the resident table of this number.
     Resident(usize),
-    /// In the cache of this number, and beyond it on flash.
+    /// In the cache of this number; rows that are not cached are read from flash.
     Cached(usize),
 }
 
@@ -41,8 +41,8 @@ pub(crate) struct OpenedTables {
     pub residents: Vec<Arc<Resident>>,
 }
 
-/// Opens every table of `schema`; calls `yield_now` before each. Shares open segments with
-/// `before`, the same tables in an earlier generation, or none.
+/// Opens every table of `schema`; calls `yield_now` before each. `before` has the same tables in an
+/// earlier generation, or is empty. The result shares open segments with `before`.
 pub(crate) fn open_tables(
     flash: &Flash,
     schema: &Schema,
@@ -84,7 +84,7 @@ pub(crate) fn load_resident(
     table: &Table,
     format: RowFormat,
 ) -> Result<Resident, OpenError> {
-    // A key is the position of its row only while an index table is whole and in key order.
+    // A key is the position of its row only if the table is an index table without changed rows.
     let is_indexed = table.keys == KeySpace::Index && rows.changed() == 0;
     let (mut bytes, mut hashes, mut damaged) = (Vec::new(), Vec::new(), None);
     rows.scan(

@@ -1,5 +1,5 @@
-//! The first step of a request: whether the batch fits the model and its budget. Never looks at
-//! keys or values.
+//! The first step of a request: checks that the batch fits the model and its budget. Reads no key
+//! and no value.
 
 use crate::model::Model;
 use crate::request::error::ScoreError;
@@ -33,7 +33,8 @@ pub(crate) fn check_batch(model: &Model, batch: &Batch) -> Result<(), ScoreError
     }
 }
 
-/// Checks that each key of a feature with weights has one, and no other key.
+/// Checks that each feature with weights has one for each key, and that no other feature has
+/// weights.
 fn check_weights(model: &Model, batch: &Batch) -> Result<(), ScoreError> {
     for (f, feature) in model.schema().features.iter().enumerate() {
         let Bags { keys, weights, .. } = batch.bags(f);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 const DEADLINE_EXCEEDED: &str = "deadline exceeded: the request has no scores in time";
 
 /// A score that is NaN or infinite: the dense features or the weights of the dense network are too
-/// large. Such a score never leaves as a score.
+/// large. Such a value is never returned as a score.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
     "sample {sample}: score[{output}] is {value}: the values of the request are too large for the \
@@ -52,7 +52,7 @@ impl From<CudaError> for ScoreError {
 /// Why a pipeline has no scores for a request.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum RequestError {
-    /// Every slot is taken. Nothing was done; the caller may retry.
+    /// Every slot is taken. The request was not queued; the caller may retry.
     #[error("busy: all {0} request slots are taken")]
     Busy(usize),
     /// The request does not fit the model, or the worker could not score it.
@@ -64,7 +64,7 @@ pub enum RequestError {
     /// No model of the requested name is served.
     #[error("no such model is served")]
     NotServed,
-    /// The deadline passed before the request had scores.
+    /// The deadline passed before the request was scored.
     #[error("{DEADLINE_EXCEEDED}")]
     DeadlineExceeded,
     /// The worker panicked. A new worker took its place.

@@ -1,11 +1,11 @@
-//! The negative cache of a worker: keys that their tables do not have, so that the next request for
-//! such a key reads nothing. One entry for each hash; the newest key wins. It may forget a key and
-//! never holds a key that its table has.
+//! The negative cache of a worker: keys that their tables do not have. The next request for such a
+//! key reads no page. Each entry holds the newest of the keys that hash to it. The cache may forget
+//! a key, but it never holds a key that its table has.
 
 use crate::limits::NEGATIVE_CACHE_KEYS_MAX;
 use hatchback_kernels::cache::address::RowKey;
 
-/// Keys that one generation does not have. A new generation starts with an empty one.
+/// Keys that one generation does not have. A new generation starts with an empty cache.
 pub(crate) struct NegativeCache {
     entries: Box<[Option<RowKey>]>,
 }

@@ -1,5 +1,5 @@
-//! Opening a model for serving. Knows the workers and the request queue, so that it can sum all
-//! memory that a model takes and refuse a model beyond its budget before it serves.
+//! Opens a model for serving. This file knows the workers and the request queue, so it can sum all
+//! memory of a model. A model beyond its budget is refused before it serves.
 
 use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
@@ -30,25 +30,25 @@ use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Lines of the memory plan that go when the dense network moves to a GPU.
+/// Lines of the memory plan that are removed or added when the dense network moves to a GPU.
 const DENSE_WEIGHTS: &str = "dense network weights";
 const DENSE_RESULTS: &str = "dense network results between layers, all workers";
 const GPU_WEIGHTS: &str = "dense network on the GPU, weights";
 const GPU_DENSE: &str = "dense network on the GPU, all workers";
-/// Lines of the memory plan that a later generation has anew.
+/// Lines of the memory plan that are computed anew for a later generation.
 const INPUTS: &str = "dense network inputs, all workers";
 const INDEXES: &str = "indexes of the segments and overlays of their deltas";
 const RESIDENTS: &str = "resident tables";
 const VOCABULARIES: &str = "vocabularies of the key functions";
 
-/// Misses of a model that scores one sample at a time, if no bag is longer.
+/// Most misses of a model that scores one sample at a time, unless a bag is longer.
 const MISSES_OF_ONE_SAMPLE: u32 = 1024;
 
-/// Where the tables of a model are.
+/// The placement of the tables of a model.
 #[derive(Clone, Copy)]
 struct Placed<'a> {
     is_resident: &'a [bool],
-    /// The same tables in an earlier generation, or none.
+    /// The same tables in an earlier generation, or empty.
     before: &'a [ServedTable],
 }
 
@@ -56,8 +56,8 @@ impl Model {
     /// Opens the live generation under `directory` within `budget`, with preloaded caches.
     ///
     /// # Errors
-    /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged,
-    /// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used, and
+    /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
+    /// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used.
     /// [`OpenError::Budget`] if the budget is too small.
     pub fn open(disk: &Arc<dyn Disk>, directory: &Path, budget: Budget) -> Result<Self, OpenError> {
         Self::from_flash(&Flash::open(disk, directory)?, budget)
@@ -94,10 +94,10 @@ impl Model {
         weight_check::check(model, flash)
     }
 
-    /// Opens the live generation of `flash` with all rows on flash and caches of `cache_bytes_max`
-    /// bytes or the least that works, for one request of one sample at a time. It takes little
-    /// memory beside a model that serves, and sums none of it. Shares open segments and the device
-    /// with `before`, an earlier generation with the same tables.
+    /// Opens the live generation of `flash` with all rows on flash, for one request of one sample
+    /// at a time. Its caches have `cache_bytes_max` bytes, or the least possible. It takes little
+    /// memory and has no memory plan. Shares open segments and the read depth with `before`, an
+    /// earlier generation with the same tables.
     pub(crate) fn open_on_flash(
         flash: &Flash,
         budget: Budget,
@@ -162,9 +162,9 @@ impl Model {
     /// `device` is the CPU or the tables are on a GPU already.
     ///
     /// # Errors
-    /// [`OpenError::GpuLacks`] if the GPU's lookup cannot serve the schema, [`OpenError::Cuda`] if
-    /// the GPU has no room, [`OpenError::Budget`] if the budget has no room for what the workers
-    /// need beside the tables.
+    /// [`OpenError::GpuLacks`] if the GPU's lookup cannot serve the schema. [`OpenError::Cuda`] if
+    /// the GPU has too little memory. [`OpenError::Budget`] if the budget has none for the workers'
+    /// memory beside the tables.
     pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
         let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
             return Ok(self);
@@ -184,7 +184,7 @@ impl Model {
         check_total(&self)?;
 
         let storages = self.tables().iter().map(device_storage).collect();
-        // The host frees one cache after the other, and all resident tables after the last copy.
+        // The host frees each cache after its copy, and all resident tables after the last copy.
         self.record_peak(peak_of_move(self.backend()));
         self.map_backend(|backend| match backend {
             ModelBackend::Cpu { tables, dense } => {
@@ -199,7 +199,7 @@ impl Model {
     }
 
     /// Moves the dense network to the GPU that has the tables. The network stays on the CPU if the
-    /// tables do, or if nothing on the GPU can run it.
+    /// tables do, or if no engine on the GPU can run it.
     ///
     /// # Errors
     /// [`OpenError::Flash`] if the network is not on `flash`, [`OpenError::Cuda`] if the GPU has no
@@ -224,8 +224,8 @@ impl Model {
         }
     }
 
-    /// Moves the dense network as [`Model::move_dense_to_gpu`] does, without a look at the probe
-    /// set: for a generation that shares its caches with the one that serves.
+    /// Moves the dense network as [`Model::move_dense_to_gpu`] does, but does not score the probe
+    /// set. For a generation that shares its caches with the one that is served.
     ///
     /// # Errors
     /// As [`Model::move_dense_to_gpu`].
@@ -238,8 +238,8 @@ impl Model {
         self.with_engine(engine)
     }
 
-    /// Loads the dense network onto the GPU that has the tables; `None` if they are on the CPU, or
-    /// if nothing on the GPU can run the network.
+    /// Loads the dense network onto the GPU that has the tables. Returns `None` if they are on the
+    /// CPU, or if no engine on the GPU can run the network.
     fn load_engine(
         &self,
         flash: &Flash,
@@ -260,7 +260,7 @@ impl Model {
         }
     }
 
-    /// Runs the dense network on `engine`, if there is one, and no more on the CPU.
+    /// Replaces the dense network on the CPU with `engine`, if there is one.
     fn with_engine(mut self, engine: Option<DeviceEngine>) -> Result<Self, OpenError> {
         let (ModelBackend::GpuTables { dense: on_cpu, .. }, Some(engine)) =
             (self.backend(), engine)
@@ -276,7 +276,7 @@ impl Model {
         let memory = self.memory_mut();
         memory.remove(DENSE_WEIGHTS);
         memory.remove(DENSE_RESULTS);
-        memory.add(GPU_WEIGHTS, engine.bytes() as u64);
+        memory.add(GPU_WEIGHTS, engine.bytes());
         memory.add(GPU_DENSE, u64::from(workers) * per_worker);
         check_total(&self)?;
 
@@ -304,7 +304,7 @@ fn check_engine(
     Ok(())
 }
 
-/// Chooses the weights of each layer, if the budget leaves that to the probe set.
+/// Chooses the type of each layer's weights, if the budget has `dense_weights = "auto"`.
 fn choose_weights(model: Model, flash: &Flash) -> Result<Model, OpenError> {
     match model.budget().dense_weights {
         DenseWeights::Auto => weight_choice::choose(model, flash),
@@ -334,8 +334,8 @@ fn device_storage(table: &ServedTable) -> TableStorage {
     }
 }
 
-/// Returns the bytes that are in host memory and on the GPU at the same time during the move of the
-/// tables: all resident tables and the largest cache.
+/// Returns the bytes that the move of the tables has in host memory and on the GPU at the same
+/// time. These are all resident tables and the largest cache.
 fn peak_of_move(backend: &ModelBackend) -> u64 {
     let Some(CpuTables { caches, residents }) = backend.cpu_tables() else { return 0 };
     let residents = residents.iter().map(|rows| rows.bytes() as u64).sum::<u64>();
@@ -374,8 +374,8 @@ fn input_bytes(model: &Model) -> u64 {
     4 * batch * model.input_widths().iter().sum::<usize>() as u64
 }
 
-/// Returns the memory plan of `model`, whose dense network is in host memory, with the caches and
-/// workers of an earlier generation that has the plan `before`.
+/// Returns the memory plan of `model`, whose dense network is in host memory. The caches and
+/// workers are those of an earlier generation, whose plan is `before`.
 pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
     let mut plan = before.clone();
     let dense = cpu_dense_bytes(model);
@@ -390,7 +390,7 @@ pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
     plan
 }
 
-/// Returns the bytes of `model` that it does not share with `before`, the generation before.
+/// Returns the bytes of `model` that it does not share with `before`, the previous generation.
 pub(crate) fn own_bytes(model: &Model, before: &Model) -> u64 {
     let tables = model.tables().iter().zip(before.tables());
     let indexes: usize = tables.map(|(new, old)| new.rows.own_index_bytes(&old.rows)).sum();

@@ -1,8 +1,8 @@
 //! The pipeline: many callers, one model. A request takes one of a fixed number of slots and waits
 //! in order of arrival. A worker on its own thread scores it, in one batch with others that wait,
-//! and writes the scores into the slot. A caller may offer its own thread for that instead. Never
-//! waits for a slot, never grows, never spins: without a free slot the caller receives
-//! [`RequestError::Busy`].
+//! and writes the scores into the slot. A caller may offer its own thread for short requests.
+//! Without a free slot the caller receives [`RequestError::Busy`] immediately. Never grows and
+//! never spins.
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
@@ -26,10 +26,10 @@ use std::time::Duration;
 pub use crate::request::error::RequestError;
 pub use crate::request::queue::Stats;
 
-/// Time between two looks whether a worker still uses a model that was replaced.
+/// Time between two checks whether a worker still uses a replaced model.
 const LEAVE_POLL: Duration = Duration::from_micros(200);
 
-/// A model being served. Dropping it answers the waiting requests, then ends the threads.
+/// A served model. A drop answers the waiting requests and then ends the threads.
 ///
 /// ```no_run
 /// use hatchback::clock::SystemClock;
@@ -61,7 +61,7 @@ impl Pipeline {
     /// Serves `model` with the slots and workers of its budget and takes all their memory.
     ///
     /// # Errors
-    /// The system gives no thread, or the GPU has no memory for a worker.
+    /// The system refused to start a thread, or the GPU has no memory for a worker.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
         let mut pipeline = Self::without_threads(model, clock, Threads::Own)?;
         for number in 0..pipeline.model().budget().workers as usize {
@@ -95,7 +95,7 @@ impl Pipeline {
     }
 
     /// Does one piece of work of a pipeline without threads. Returns false if there is none, if
-    /// another caller is amid a step, or if threads do the work.
+    /// another caller is inside this function, or if threads do the work.
     pub fn step(&self) -> bool {
         self.workers.step_one()
     }
@@ -110,8 +110,8 @@ impl Pipeline {
         &self.live
     }
 
-    /// Returns when no worker uses the version of `users` any more. Calls `yield_now` while it
-    /// waits.
+    /// Waits until no worker uses the version of the model that `users` counts. Calls `yield_now`
+    /// while it waits.
     pub(crate) fn wait_until_left(&self, users: &Arc<()>, yield_now: &dyn Fn()) {
         self.workers.queue.wake();
         while Arc::strong_count(users) > 1 {
@@ -120,7 +120,7 @@ impl Pipeline {
                 yield_now();
             }
         }
-        // What the workers did before they dropped their claims happened before this returns.
+        // Pairs with the workers' drops of `users`: their earlier writes are visible after this.
         fence(Ordering::Acquire);
     }
 
@@ -129,7 +129,7 @@ impl Pipeline {
         self.workers.queue.reset_stats();
     }
 
-    /// Copies `batch` into a free slot and queues it. `deadline` is that of [`Worker::score`].
+    /// Copies `batch` into a free slot and queues it. For `deadline` see [`Worker::score`].
     ///
     /// # Errors
     /// [`RequestError::Busy`] if all slots are taken, [`RequestError::Score`] if the batch does not
@@ -147,8 +147,8 @@ impl Pipeline {
         })
     }
 
-    /// Submits a request that `fill` writes straight into a slot: into an empty batch with room for
-    /// `batch_max` samples of the model. Otherwise as [`Pipeline::submit`].
+    /// Submits a request that `fill` writes directly into a slot's empty batch, which has room for
+    /// `batch_max` samples. Otherwise as [`Pipeline::submit`].
     ///
     /// # Errors
     /// Those of [`Pipeline::submit`] and of `fill`, after which nothing is submitted.
@@ -162,8 +162,8 @@ impl Pipeline {
         Ok(queued.0)
     }
 
-    /// Queues a request as [`Pipeline::submit_with`] does, and tells no worker yet. The caller
-    /// queues what else it has, and then calls [`Queued::start`] of each.
+    /// Queues a request as [`Pipeline::submit_with`] does, but does not notify a worker. The caller
+    /// queues its other requests too, and then calls [`Queued::start`] of each.
     ///
     /// # Errors
     /// Those of [`Pipeline::submit_with`].
@@ -178,7 +178,7 @@ impl Pipeline {
     }
 
     /// Queues keys of feature `feature` that later requests will look up. Workers fetch their rows
-    /// into the cache while no request waits. Keys beyond the room of the prefetch queue are
+    /// into the cache while no request waits. Keys for which the prefetch queue has no room are
     /// dropped and counted. Returns how many keys were queued.
     pub fn prefetch(&self, feature: usize, keys: &[u64]) -> usize {
         let model = self.live.model();
@@ -187,12 +187,12 @@ impl Pipeline {
         self.workers.queue.prefetch(table, keys)
     }
 
-    /// Returns what the lookups of each table met, since the model was loaded.
+    /// Returns the counts of each table's lookups since the model was loaded.
     pub fn table_counts(&self) -> Vec<TableCounts> {
         self.live.table_counts()
     }
 
-    /// Returns what the pipeline did since the current model was opened or swapped in.
+    /// Returns the statistics since the current model was opened or swapped in.
     pub fn stats(&self) -> Stats {
         self.workers.queue.stats()
     }
@@ -216,9 +216,9 @@ impl Drop for Pipeline {
     }
 }
 
-/// Starts pipelines on a thread of its own, which keeps the scheduling class, priority and CPUs of
-/// the thread that made it. Worker threads inherit these. A swap comes from the low-priority thread
-/// of an update, whose scheduling they must not inherit.
+/// Starts pipelines on a thread of its own. That thread has the scheduling class, priority and CPUs
+/// of the thread that made it, and worker threads inherit them. A swap runs on the low-priority
+/// thread of an update, whose scheduling the workers must not inherit.
 pub(crate) struct PipelineStarter(Sender<Order>);
 
 struct Order {
@@ -233,11 +233,11 @@ impl PipelineStarter {
         let (orders, received) = channel::<Order>();
         let run = move || {
             received.iter().for_each(|order| {
-                // The caller of `start` waits for the reply and cannot be gone.
+                // The caller of `start` waits for the reply, so the receiver exists.
                 let _ = order.reply.send(Pipeline::new(order.model, order.clock));
             });
         };
-        // If the system gives no thread, `start` returns the error.
+        // If the system refuses to start a thread, `start` returns the error.
         let _ = std::thread::Builder::new().name("pipelines".to_owned()).spawn(run);
         Self(orders)
     }
@@ -251,20 +251,20 @@ impl PipelineStarter {
     }
 }
 
-/// A request that waits although no worker knows of it yet. Dropping it frees its slot.
+/// A queued request of which no worker was notified yet. A drop frees its slot.
 pub struct Queued(Ticket);
 
 impl Queued {
     /// Scores the waiting requests on this thread, if all their rows are in memory and they are
-    /// expected to take at most `CALLER_SCORE_US_MAX` of `limits`. Else tells a worker. Never reads
-    /// flash and never waits for a device or another thread.
+    /// expected to take at most `CALLER_SCORE_US_MAX` of `limits`. Otherwise notifies a worker.
+    /// Never reads flash and never waits for a device or another thread.
     pub fn start(self) -> Ticket {
         self.0.workers.start();
         self.0
     }
 }
 
-/// A submitted request. Dropping it frees its slot, immediately or when its worker is done.
+/// A submitted request. A drop frees its slot, immediately or when its worker has finished.
 pub struct Ticket {
     workers: Arc<Workers>,
     slot: u16,
@@ -282,7 +282,7 @@ impl Answer<'_> {
         &self.request.generation
     }
 
-    /// Returns when a worker took the request, a time of the pipeline's clock.
+    /// Returns the time at which a worker took the request, by the pipeline's clock.
     pub fn taken_at(&self) -> Duration {
         self.request.taken_at
     }
@@ -300,21 +300,20 @@ impl Ticket {
         self.workers.queue.is_done(self.slot)
     }
 
-    /// Returns whether [`Ticket::wait`] would return without waiting. If it would not, wakes
-    /// `waker` when the request is done. For a caller that must not block its thread: it gives a
-    /// waker here, and calls [`Ticket::wait`] when it was woken or when the deadline has passed.
+    /// Returns whether [`Ticket::wait`] would return without waiting. If not, `waker` is woken when
+    /// the request is done. A caller that must not block its thread passes a waker here. It calls
+    /// [`Ticket::wait`] after the wake, or when the deadline has passed.
     pub fn poll_done(&self, waker: &Waker) -> bool {
         self.workers.queue.poll_done(self.slot, waker)
     }
 
-    /// Waits for the scores. With a deadline the wait ends by `DEADLINE_GRACE_US` of `limits` after
-    /// it, whatever the workers and the device do.
+    /// Waits for the scores. With a deadline the wait ends at most `DEADLINE_GRACE_US` of `limits`
+    /// after it, even if the workers or the device are stuck.
     ///
     /// # Errors
-    /// [`RequestError::DeadlineExceeded`] if there are no scores in time,
-    /// [`RequestError::Score`] if the worker could not score the batch,
-    /// [`RequestError::NotFinite`] if a score of the request is not a number,
-    /// [`RequestError::Panicked`] if the worker panicked.
+    /// [`RequestError::DeadlineExceeded`] if there are no scores in time. [`RequestError::Score`]
+    /// if the worker could not score the batch. [`RequestError::NotFinite`] if a score of the
+    /// request is not a number. [`RequestError::Panicked`] if the worker panicked.
     pub fn wait(&self) -> Result<Answer<'_>, RequestError> {
         self.workers.queue.wait(self.slot, self.deadline).map(|request| Answer { request })
     }

@@ -1,5 +1,6 @@
-//! `precision` of a target: whether a GPU that computes a dense network less precisely than the CPU
-//! keeps the scores of the packed probe set. The kernels' crate checks generated samples before.
+//! The check for `precision` of a target. A GPU may compute a dense network less precisely than the
+//! CPU only if the scores of the packed probe set stay within a bound. Before this the kernels'
+//! crate has made the same check with generated samples.
 
 use crate::flash::Flash;
 use crate::limits::WEIGHT_CHECK_SAMPLES_MAX;
@@ -8,8 +9,8 @@ use crate::request::weight_choice::Probe;
 use hatchback_kernels::dense::DenseEngine;
 use hatchback_kernels::gpu::{DeviceEngine, GpuDenseError, Precision};
 
-/// Returns `model`, whose tables are on a GPU, and whether `engine` gives the scores that `on_cpu`
-/// gives for the probe set, within the bound of `precision`. Without a probe set it is true.
+/// Returns `model`, whose tables are on a GPU, and whether `engine` and `on_cpu` give the probe set
+/// the same scores, within the bound of `precision`. Without a probe set it returns true.
 ///
 /// # Errors
 /// [`OpenError::Flash`] if the probe set cannot be read, [`OpenError::Weights`] if a sample cannot
@@ -41,10 +42,10 @@ pub(crate) fn keeps_scores(
     let checked = samples.min(WEIGHT_CHECK_SAMPLES_MAX);
     let keeps = difference <= bound;
     match keeps {
-        true => log::info!("{name}: {checked} probe samples score at most {difference:.1e} apart"),
+        true => log::info!("{name}: {checked} probe samples differ by at most {difference:.1e}"),
         false => log::warn!(
-            "{name}: {}: a probe sample scores {difference:.1e} from the CPU, {bound:.1e} is \
-             allowed; the network runs exactly",
+            "{name}: {}: the score of a probe sample differs by {difference:.1e}, {bound:.1e} is \
+             allowed; the network runs with precision \"exact\"",
             engine.runs_on()
         ),
     }

@@ -1,11 +1,12 @@
-//! What callers and workers of a pipeline share: the slots and the queue of requests and of keys to
-//! prefetch. A worker takes the first requests that can be batched. Never allocates. Reorders no
-//! requests, but for those that a caller's thread gives back.
+//! The state that callers and workers of a pipeline share: the slots, the queue of requests and the
+//! queue of keys to prefetch. A worker takes the first requests that can be batched. Never
+//! allocates. Requests keep their order; those that a caller's thread gives back return to the
+//! front.
 //!
-//! The queue is a `heapless::Deque` behind a lock and not its lock-free `mpmc` queue: a worker must
-//! look at the first request before it takes it (can both be batched? is it ready?), must sleep
-//! while there is none, and `mpmc` may report full or empty while another thread is half-way
-//! through it. The lock is held only to move a few words.
+//! The queue is a `heapless::Deque` behind a lock and not its lock-free `mpmc` queue. A worker must
+//! look at the first request before it takes it (can both be batched? is it ready?). It must also
+//! sleep while there is none. `mpmc` may report full or empty while another thread is inside an
+//! operation. The lock is held only to move a few words.
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
@@ -22,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
-/// What a pipeline did since it was opened.
+/// Statistics of a pipeline since its current model was opened or swapped in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Requests that a worker took.
@@ -31,7 +32,7 @@ pub struct Stats {
     pub batches: u64,
     /// Requests refused because every slot was taken.
     pub busy: u64,
-    /// Requests that a worker answered with an error. A score that is not a number is one.
+    /// Requests that a worker answered with an error, such as a score that is not a number.
     pub failed: u64,
     /// Requests that ended without scores because their deadline had passed.
     pub expired: u64,
@@ -45,7 +46,7 @@ pub struct Stats {
     pub counters: Counters,
 }
 
-/// What callers and workers of a pipeline share.
+/// The state that callers and workers of a pipeline share.
 pub struct RequestQueue {
     live: Arc<LiveModel>,
     clock: Arc<dyn Clock>,
@@ -55,7 +56,7 @@ pub struct RequestQueue {
     work: Condvar,
     batch_max: usize,
     batch_delay: Duration,
-    /// Time that a sample took lately whose rows were all in memory, ns; 0 if it is not known.
+    /// Moving average of the time of a sample whose rows were all in memory, ns; 0 if unknown.
     sample_ns: AtomicU64,
 }
 
@@ -68,11 +69,33 @@ struct Queue {
     /// Keys that one worker prefetches now. The other workers stay free for requests.
     prefetching: usize,
     is_closing: bool,
-    /// Counts what may be work for a worker that found none.
+    /// Number of changes that may be work for a worker that found none.
     changes: u64,
-    /// Whether a caller's thread left requests to a worker that has not looked since.
+    /// Whether a caller's thread left requests to a worker, and no worker has called `next` since.
     is_left: bool,
     stats: Stats,
+}
+
+/// A slot whose request is not queued yet. Dropping this value frees the slot, also when the
+/// caller's `fill` panics.
+struct TakenSlot<'a> {
+    queue: &'a RequestQueue,
+    slot: u16,
+}
+
+impl TakenSlot<'_> {
+    /// Returns the slot, which stays taken.
+    fn keep(self) -> u16 {
+        let slot = self.slot;
+        std::mem::forget(self);
+        slot
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        self.queue.free(self.slot);
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -84,7 +107,7 @@ impl RequestQueue {
         let model = live.model();
         let budget = model.budget();
         let queue = Queue {
-            // The slot freed last is taken first: its memory is still in the processor's caches.
+            // The slot freed last is taken first, because its memory is still in the CPU's caches.
             free: (0..budget.slots as u16).rev().collect(),
             waiting: heapless::Deque::new(),
             samples: 0,
@@ -112,27 +135,21 @@ impl RequestQueue {
         Worker::on(Arc::clone(&self.live), Arc::clone(&self.clock))
     }
 
-    /// Returns the time of the clock that deadlines are times of.
+    /// Returns the time now, by the clock of the deadlines.
     pub fn now(&self) -> Duration {
         self.clock.now()
     }
 
-    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot. Tells
-    /// no worker. Returns the error of `fill`; the slot is then free again.
+    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot. Does
+    /// not notify a worker. If `fill` fails, returns its error, and the slot is free again.
     pub fn submit<E: From<RequestError>>(
         &self,
         deadline: Option<Duration>,
         fill: impl FnOnce(&mut Batch) -> Result<(), E>,
     ) -> Result<u16, E> {
-        let taken = {
-            let mut queue = lock(&self.queue);
-            let taken = queue.free.pop();
-            queue.stats.busy += u64::from(taken.is_none());
-            taken
-        };
-        let slot = taken.ok_or(RequestError::Busy(self.slots.len()))?;
-        let filled = self.slots[usize::from(slot)].begin(fill);
-        let samples = filled.inspect_err(|_| self.free(slot))?;
+        let taken = self.take_slot().ok_or(RequestError::Busy(self.slots.len()))?;
+        let samples = self.slots[usize::from(taken.slot)].begin(fill)?;
+        let slot = taken.keep();
 
         // A request with a deadline has no time to wait for others.
         let is_ready = self.batch_delay.is_zero() || deadline.is_some();
@@ -147,7 +164,14 @@ impl RequestQueue {
         Ok(slot)
     }
 
-    /// Tells a worker that there may be work.
+    fn take_slot(&self) -> Option<TakenSlot<'_>> {
+        let mut queue = lock(&self.queue);
+        let taken = queue.free.pop();
+        queue.stats.busy += u64::from(taken.is_none());
+        taken.map(|slot| TakenSlot { queue: self, slot })
+    }
+
+    /// Notifies a worker that there may be work.
     pub fn notify(&self) {
         lock(&self.queue).changes += 1;
         self.work.notify_one();
@@ -158,7 +182,7 @@ impl RequestQueue {
         assert!(freed, "a slot is freed once");
     }
 
-    /// Queues keys to prefetch as far as there is room; returns how many.
+    /// Queues as many of the keys to prefetch as there is room for; returns their number.
     pub fn prefetch(&self, table: u16, keys: &[u64]) -> usize {
         let mut queue = lock(&self.queue);
         let room = queue.prefetch.capacity() - queue.prefetch.len();
@@ -178,7 +202,7 @@ impl RequestQueue {
         size_of::<Queue>() + workers * size_of::<InFlight>()
     }
 
-    /// Returns what the pipeline did so far.
+    /// Returns the statistics so far.
     pub fn stats(&self) -> Stats {
         let queue = lock(&self.queue);
         let prefetch_waiting = queue.prefetch.len() + queue.prefetching;
@@ -211,7 +235,7 @@ impl RequestQueue {
         self.slots[usize::from(slot)].is_done()
     }
 
-    /// Returns whether the request in `slot` is answered. If it is not, wakes `waker` when it is.
+    /// Returns whether the request in `slot` is answered. If not, `waker` is woken when it is.
     pub fn poll_done(&self, slot: u16, waker: &Waker) -> bool {
         self.slots[usize::from(slot)].poll_done(waker)
     }
@@ -233,8 +257,8 @@ impl RequestQueue {
             .saturating_sub(self.clock.now())
     }
 
-    /// Ends a request whose caller has stopped waiting, because its deadline has passed. Returns
-    /// whether it has.
+    /// If the deadline of `request` has passed, and with it the caller's wait, ends the request
+    /// without scores. Returns whether it did.
     pub fn expire(&self, request: &Waiting) -> bool {
         let has_expired = self.has_expired(request);
         if has_expired {
@@ -247,15 +271,15 @@ impl RequestQueue {
         request.deadline.is_some_and(|deadline| self.left(deadline).is_zero())
     }
 
-    /// Ends the request in `slot` without scores, because its deadline has passed. That is no fault
-    /// of a generation: the caller chose the deadline.
+    /// Ends the request in `slot` without scores, because its deadline has passed. It does not
+    /// count as failed: the caller chose the deadline.
     pub fn exceed(&self, slot: u16) {
         lock(&self.queue).stats.expired += 1;
         self.finish(slot, Err(RequestError::DeadlineExceeded), |_| ());
     }
 
-    /// Releases `slot` for its caller: frees it if the request is done or no worker took it yet,
-    /// else leaves that to the worker.
+    /// Releases `slot` for its caller. If a worker is scoring the request, the worker frees the
+    /// slot later; otherwise the slot is free now.
     pub fn release(&self, slot: u16) {
         let is_over =
             self.is_done(slot) || self.withdraw(slot) || self.slots[usize::from(slot)].abandon();
@@ -310,15 +334,16 @@ impl RequestQueue {
         }
     }
 
-    /// Ends the request in `slot` with `error`. Counts it as failed if the current generation is to
-    /// blame.
+    /// Ends the request in `slot` with `error`. Counts it as failed if the current generation
+    /// caused the error.
     pub fn fail(&self, slot: u16, error: RequestError, is_current: bool) {
         lock(&self.queue).stats.failed += u64::from(is_current);
         self.finish(slot, Err(error), |_| ());
     }
 
     /// Returns whether requests with deadlines from `earliest` to `latest` can be batched. The
-    /// batch has the earliest deadline, so the others lose at most the batch delay.
+    /// batch has the earliest deadline, so the other requests lose at most the batch delay of their
+    /// time.
     fn can_batch(&self, earliest: Option<Duration>, latest: Option<Duration>) -> bool {
         match (earliest, latest) {
             (Some(earliest), Some(latest)) => latest - earliest <= self.batch_delay,
@@ -326,8 +351,8 @@ impl RequestQueue {
         }
     }
 
-    /// Hands over the next work: requests, keys to prefetch, or the signal that the worker has
-    /// deferred rows to fetch.
+    /// Moves the next work to `state`: requests, or keys to prefetch. Also returns [`Next::Work`]
+    /// if the worker has deferred rows to fetch or must follow a new model.
     pub fn next(&self, state: &mut WorkerState) -> Next {
         let WorkerState { worker, counted, keys, in_flight, .. } = state;
         let mut queue = lock(&self.queue);
@@ -341,7 +366,7 @@ impl RequestQueue {
         if !in_flight.requests.is_empty() {
             let leaves_some = !queue.waiting.is_empty();
             drop(queue);
-            // Only this worker may have been notified of the requests that it leaves.
+            // Perhaps only this worker was notified of the requests that it leaves.
             if leaves_some {
                 self.notify();
             }
@@ -361,10 +386,10 @@ impl RequestQueue {
         Next::Nothing { changes: queue.changes, wait }
     }
 
-    /// Waits until there may be work since the count of `changes`, at most for `wait`.
+    /// Waits until the count of changes is no longer `changes`, at most for `wait`.
     pub fn wait_for_work(&self, changes: u64, wait: Option<Duration>) {
         let (queue, is_same) = (lock(&self.queue), |queue: &mut Queue| queue.changes == changes);
-        // A panic poisons the lock but leaves the queue whole, so the result is not needed.
+        // A panic poisons the lock but leaves the queue consistent, so the result is ignored.
         match wait {
             None => drop(self.work.wait_while(queue, is_same)),
             Some(wait) => drop(self.work.wait_timeout_while(queue, wait, is_same)),
@@ -372,8 +397,9 @@ impl RequestQueue {
     }
 
     /// Moves the first requests to `state`: as many as are expected to take at most
-    /// [`CALLER_SCORE_US_MAX`] on a caller's thread. Returns whether there are any. The thread
-    /// takes no more before a worker has looked at what it left: its own callers wait for it.
+    /// [`CALLER_SCORE_US_MAX`] on a caller's thread. Returns whether there are any. If a caller's
+    /// thread has left requests, none are moved before a worker has called `next`: a caller's
+    /// thread must return soon.
     pub fn take_short(&self, state: &mut WorkerState) -> bool {
         let mut queue = lock(&self.queue);
         let sample_ns = self.sample_ns.load(Ordering::Relaxed);
@@ -385,7 +411,7 @@ impl RequestQueue {
         !state.in_flight.requests.is_empty()
     }
 
-    /// Leaves the requests that wait, if there are any, to a worker.
+    /// Leaves the waiting requests, if there are any, to a worker and notifies it.
     pub fn leave(&self) {
         let mut queue = lock(&self.queue);
         if queue.waiting.is_empty() || queue.is_left {
@@ -409,7 +435,7 @@ impl RequestQueue {
         }
     }
 
-    /// Adds what the worker of `state` did to the statistics.
+    /// Adds the counters of the worker of `state` to the statistics.
     pub fn count_work(&self, state: &mut WorkerState) {
         self.count(&mut lock(&self.queue), &state.worker, &mut state.counted);
     }
@@ -422,27 +448,27 @@ impl RequestQueue {
         *counted = counters;
     }
 
-    /// Counts keys to prefetch that a worker has no room for.
+    /// Counts keys to prefetch for which a worker has no room.
     pub fn drop_prefetch(&self, keys: usize) {
         lock(&self.queue).stats.prefetch_dropped += keys as u64;
     }
 
-    /// Ends a prefetch whose worker is gone.
+    /// Ends the prefetch of a worker that panicked.
     pub fn end_prefetch(&self) {
         lock(&self.queue).prefetching = 0;
     }
 
-    /// Notes that `samples` samples whose rows were all in memory took `time`.
+    /// Records that `samples` samples whose rows were all in memory took `time`.
     pub fn note_time(&self, samples: usize, time: Duration) {
         let ns = time.as_nanos() as u64 / samples.max(1) as u64;
         let before = self.sample_ns.load(Ordering::Relaxed);
-        // One thread that lost its processor must not count for long.
+        // The average forgets a single delay quickly, such as a thread that lost its CPU.
         let mean = if before == 0 { ns } else { (3 * before + ns) / 4 };
         self.sample_ns.store(mean.max(1), Ordering::Relaxed);
     }
 }
 
-/// What the queue has for a worker.
+/// The next thing for a worker to do.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     Work,
@@ -456,7 +482,7 @@ pub enum Next {
 
 impl Queue {
     /// Moves the first requests that can be batched to `in_flight`, at most `samples_max` samples.
-    /// If the first request still waits for others, returns for how long.
+    /// If the first request still waits for others, moves none and returns the time left.
     fn take(
         &mut self,
         shared: &RequestQueue,

@@ -1,6 +1,6 @@
 //! Several models in one process, each with a name and a pipeline, within one memory budget. A swap
-//! opens the next generation with the caches of the one that is served, and exchanges the two
-//! between two batches. Never shows a caller of one model a change of another.
+//! opens the next generation with the caches of the served one, and exchanges the two between two
+//! batches. A change of one model never affects callers of another.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::clock::Clock;
@@ -24,15 +24,15 @@ use std::time::Duration;
 
 pub use crate::request::transition::Swapped;
 
-/// Why a model is not loaded, swapped or unloaded. The models that are served did not change.
+/// Why a model is not loaded, swapped or unloaded. The served models are unchanged.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ServingError {
     /// The model cannot be opened.
     #[error("model `{name}`: {source}")]
     Open { name: String, source: OpenError },
-    /// The model does not fit beside those that are served. `taken` bytes of `max` are theirs; in a
-    /// swap the old generation counts too.
+    /// The model does not fit beside the served ones, which take `taken` of `max` bytes. In a swap
+    /// the old generation counts too.
     #[error("model `{name}`: memory_bytes_max = {max}, and {taken} bytes are taken: {problem}")]
     Memory { name: String, max: u64, taken: u64, problem: String },
     /// The device allows fewer reads in flight than there would be workers.
@@ -47,7 +47,7 @@ pub enum ServingError {
     /// Requests to the live generation would not fit the new one.
     #[error("model `{name}`: {field} of the new generation: {problem}; load it under another name")]
     Shape { name: String, field: &'static str, problem: String },
-    /// The system gives no threads.
+    /// The system refused to start a thread.
     #[error("threads: {0}")]
     Threads(#[from] io::Error),
 }
@@ -59,27 +59,27 @@ struct Served {
 
 /// The models of one process.
 pub struct Serving {
-    /// Locked for reading while a request is submitted, for writing while a pointer is exchanged.
+    /// Locked for reading while a request is submitted, and for writing while the list changes.
     models: RwLock<Vec<Served>>,
-    /// Held during a load, swap or unload: one at a time.
+    /// Held during a load, swap or unload, so that there is one at a time.
     change: Mutex<()>,
     memory_bytes_max: u64,
-    /// What the process takes beside the models, such as the connections of its callers.
+    /// Memory of the process beside the models, such as its callers' connections.
     beside: MemoryPlan,
-    /// Models that were unloaded and not loaded again: an update does not bring them back.
+    /// Models that were unloaded and not loaded again. An update does not load them.
     unloaded: Mutex<BTreeSet<String>>,
     read_depth: Arc<DeviceDepth>,
     lookups: Device,
     dense: GpuDense,
     clock: Arc<dyn Clock>,
-    /// Starts the threads of a pipeline; `None` if the caller takes every step.
+    /// Starts the threads of a pipeline; `None` if the caller calls [`Serving::step`].
     starter: Option<PipelineStarter>,
 }
 
 impl Serving {
-    /// Serves no model yet. All models together take at most `memory_bytes_max` bytes and have at
-    /// most `reads_max` page reads in flight. The threads of every model inherit the scheduling of
-    /// the thread that calls this.
+    /// Returns a server without models. All models together take at most `memory_bytes_max` bytes
+    /// and have at most `reads_max` page reads in flight. The threads of every model inherit the
+    /// scheduling of the thread that calls this.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
         Self {
             models: RwLock::default(),
@@ -106,13 +106,14 @@ impl Serving {
         self.with(name, Pipeline::step).unwrap_or(false)
     }
 
-    /// Makes every model look up its rows on `lookups`. On a GPU its dense network runs there too,
-    /// as `dense` says.
+    /// Sets the device on which every model looks up its rows. On a GPU the dense network runs
+    /// there too, with the options `dense`.
     pub fn on(self, lookups: Device, dense: GpuDense) -> Self {
         Self { lookups, dense, ..self }
     }
 
-    /// Counts `bytes` that the process takes beside the models. The models have what is left.
+    /// Counts `bytes` that the process takes beside the models. The rest of the memory is for the
+    /// models.
     pub fn beside(mut self, part: &'static str, bytes: u64) -> Self {
         self.beside.add(part, bytes);
         self
@@ -122,7 +123,7 @@ impl Serving {
         self.models.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns what `read` returns for the model `name`; `None` if it is not served.
+    /// Returns the result of `read` for the pipeline of `name`; `None` if the model is not served.
     fn with<T>(&self, name: &str, read: impl FnOnce(&Pipeline) -> T) -> Option<T> {
         self.models().iter().find(|m| m.name == name).map(|m| read(&m.pipeline))
     }
@@ -149,14 +150,14 @@ impl Serving {
     }
 
     /// Serves the live generation of `flash` in place of the one that `name` serves now. Both share
-    /// the caches and resident tables. If they cannot, because the tables or the budget are other
-    /// ones, the new generation is opened beside the old one with caches of its own. Returns after
-    /// the last request of the old generation is answered. Calls `yield_now` between pieces of
-    /// work, during which requests are served.
+    /// the caches and resident tables. If the tables or the budget differ too much for that, the
+    /// new generation is opened beside the old one with caches of its own. Returns after the last
+    /// request of the old generation is answered. Calls `yield_now` between pieces of work, during
+    /// which requests are served.
     ///
     /// # Errors
-    /// [`ServingError::NotLoaded`] if there is no such model, [`ServingError::Shape`] if requests
-    /// to it would not fit the new generation, and the errors of [`Serving::load`] if the new
+    /// [`ServingError::NotLoaded`] if there is no such model. [`ServingError::Shape`] if requests
+    /// to it would not fit the new generation. The errors of [`Serving::load`] if the new
     /// generation does not fit the budget beside the old one.
     pub fn swap(
         &self,
@@ -263,14 +264,14 @@ impl Serving {
         }?)
     }
 
-    /// Returns `budget` with the memory that all served models leave, and what they take.
+    /// Returns `budget` with the memory that all served models leave, and the bytes that they take.
     fn budget_beside(&self, budget: Budget) -> (Budget, u64) {
         let taken = self.memory_taken();
         let memory_bytes_max = self.memory_bytes_max.saturating_sub(taken);
         (Budget { memory_bytes_max, reads_max: self.read_depth.max() as u32, ..budget }, taken)
     }
 
-    /// Returns why `name` is not opened beside models that take `taken` bytes.
+    /// Returns the error for `name`, which was not opened beside models that take `taken` bytes.
     fn refusal(&self, name: &str, source: OpenError, taken: u64) -> ServingError {
         let (name, max) = (name.to_owned(), self.memory_bytes_max);
         match source {
@@ -388,17 +389,17 @@ impl Serving {
         self.with(name, |p| *p.model().budget())
     }
 
-    /// Returns what the pipeline of `name` did since it was loaded or swapped.
+    /// Returns the statistics of `name` since it was loaded or swapped.
     pub fn stats(&self, name: &str) -> Option<Stats> {
         self.with(name, Pipeline::stats)
     }
 
-    /// Returns what the lookups of each table of `name` met, since it was loaded.
+    /// Returns the counts of each table's lookups of `name` since it was loaded.
     pub fn table_counts(&self, name: &str) -> Option<Vec<TableCounts>> {
         self.with(name, Pipeline::table_counts)
     }
 
-    /// Returns how many rows the caches of `name` hold; `None` where they are on a GPU.
+    /// Returns the use of the caches of `name`; `None` if they are on a GPU.
     pub fn cache_use(&self, name: &str) -> Option<CacheUse> {
         self.with(name, |p| p.model().cache_use()).flatten()
     }
@@ -413,13 +414,13 @@ impl Serving {
         self.memory_bytes_max
     }
 
-    /// Returns the bytes that the process has promised: the models and what it takes beside them.
+    /// Returns the bytes of all memory plans: those of the models and of the memory beside them.
     pub fn memory_taken(&self) -> u64 {
         let models: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
         models + self.beside.total()
     }
 
-    /// Returns what the process takes beside the models.
+    /// Returns the memory of the process beside the models.
     pub fn memory_beside(&self) -> &MemoryPlan {
         &self.beside
     }
@@ -433,7 +434,7 @@ impl Serving {
     }
 }
 
-/// What differs between two generations, so that requests do not fit both.
+/// A difference between two generations because of which requests do not fit both.
 struct ShapeError {
     field: &'static str,
     problem: String,
@@ -461,7 +462,7 @@ fn check_shape(old: &Model, new: &Model) -> Result<(), ShapeError> {
     let names = |model: &Model| -> Vec<String> {
         model.schema().network.outputs.iter().map(|output| output.name.clone()).collect()
     };
-    // The name of the only output is the network's own matter.
+    // Callers never see the name of a single output, so it may change.
     let (a, b) = (names(old), names(new));
     if a.len().max(b.len()) > 1 && a != b {
         return differ("outputs", format!("{b:?} instead of {a:?}"));

@@ -1,5 +1,5 @@
-//! The memory of one request: its batch, its scores, how far it is, and who waits for it. Knows no
-//! queue and no worker. Never allocates after its start.
+//! The memory of one request: its batch, its scores, its stage, and the waker of its caller. Knows
+//! no queue and no worker. Never allocates after its start.
 
 use crate::bundle::manifest::Generation;
 use crate::model::Model;
@@ -26,13 +26,13 @@ pub struct Request {
     pub outputs: usize,
     /// The generation that scored the request.
     pub generation: Arc<Generation>,
-    /// When a worker took the request, a time of the queue's clock.
+    /// The time at which a worker took the request, by the queue's clock.
     pub taken_at: Duration,
     /// Woken when the request is done, for a caller that must not block.
     waker: Option<Waker>,
 }
 
-/// How far a request is.
+/// The stage of a request.
 enum Stage {
     Waiting,
     Done(Result<(), RequestError>),
@@ -41,7 +41,7 @@ enum Stage {
 }
 
 impl Slot {
-    /// Takes the memory of one request to `model`.
+    /// Allocates the memory of one request to `model`.
     pub fn new(model: &Model) -> Self {
         let batch_max = model.budget().batch_max as usize;
         let request = Request {
@@ -77,7 +77,7 @@ impl Slot {
         matches!(self.lock().stage, Stage::Done(_))
     }
 
-    /// Returns whether the request is answered. If it is not, wakes `waker` when it is.
+    /// Returns whether the request is answered. If not, `waker` is woken when it is.
     pub fn poll_done(&self, waker: &Waker) -> bool {
         let mut request = self.lock();
         let is_done = matches!(request.stage, Stage::Done(_));
@@ -87,13 +87,13 @@ impl Slot {
         is_done
     }
 
-    /// Waits for the answer, as long as `left` returns time; `None` is without end.
+    /// Waits for the answer as long as `left` returns a time above zero; `None` is no limit.
     pub fn wait(
         &self,
         left: impl Fn() -> Option<Duration>,
     ) -> Result<MutexGuard<'_, Request>, RequestError> {
         let mut request = self.lock();
-        // From here on the condition variable wakes the caller.
+        // From here on the condition variable wakes the caller, not the waker.
         request.waker = None;
         loop {
             match &request.stage {
@@ -112,7 +112,7 @@ impl Slot {
         }
     }
 
-    /// Notes that the caller has left. Returns whether the request is answered.
+    /// Records that the caller dropped its ticket. Returns whether the request was answered.
     pub fn abandon(&self) -> bool {
         let mut request = self.lock();
         let is_done = matches!(request.stage, Stage::Done(_));
@@ -122,7 +122,7 @@ impl Slot {
     }
 
     /// Appends the request, which a worker took at `now`, to `batch`. Returns false if its caller
-    /// has left.
+    /// has dropped the ticket.
     pub fn append_to(&self, batch: &mut Batch, now: Duration) -> bool {
         let mut request = self.lock();
         request.taken_at = now;
@@ -132,7 +132,7 @@ impl Slot {
     }
 
     /// Ends the request with `result`; `write` fills in its scores. Wakes its caller. Returns false
-    /// if the caller has left.
+    /// if the caller has dropped the ticket.
     pub fn finish(
         &self,
         result: Result<(), RequestError>,

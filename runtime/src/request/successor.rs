@@ -1,6 +1,6 @@
-//! Opening the next generation of a model that is being served. It takes over the caches and the
-//! resident tables of the generation before. Only its indexes and its dense network are new memory.
-//! Changes nothing that requests use: `transition.rs` does.
+//! Opens the next generation of a served model. It takes over the caches and the resident tables of
+//! the previous generation. Only its indexes and its dense network are new memory. Nothing that
+//! requests use is changed here, but in `transition.rs`.
 
 use crate::flash::Flash;
 use crate::flash::live::LiveState;
@@ -27,14 +27,15 @@ pub(crate) struct Opened {
 
 /// How to open the next generation.
 pub(crate) struct OpenOptions<'a> {
-    /// What the new generation may take. Its `memory_bytes_max` is for what it does not share.
+    /// The budget of the new generation. Its `memory_bytes_max` limits the memory that is not
+    /// shared.
     pub budget: Budget,
     pub dense: &'a GpuDense,
     /// Called between pieces of work.
     pub yield_now: &'a dyn Fn(),
 }
 
-/// What becomes of the resident tables.
+/// The changes to the resident tables.
 #[derive(Default)]
 struct ResidentChanges {
     patches: Vec<ResidentPatch>,
@@ -43,8 +44,8 @@ struct ResidentChanges {
     replaced: Vec<(usize, Resident)>,
 }
 
-/// Returns whether the segments that both generations name are the same files: a generation that
-/// was damaged may have been replaced by a snapshot of the same number.
+/// Returns whether a segment that both generations list is the same file. This is false if a
+/// snapshot of the same number replaced a damaged generation.
 fn is_next(old: &Model, flash: &Flash) -> bool {
     let (served, record) = (old.generation(), flash.record());
     let same = |state: &LiveState| {
@@ -76,9 +77,9 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
 /// Opens the live generation of `flash`, for which [`can_follow`] is true.
 ///
 /// # Errors
-/// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged,
-/// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used,
-/// [`OpenError::Cuda`] if the GPU has no room, and [`OpenError::Budget`] if the budget has none.
+/// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
+/// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used.
+/// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget has.
 pub(crate) fn open(
     old: &Model,
     flash: &Flash,
@@ -156,8 +157,8 @@ fn read_whole(new: &Model, table: usize) -> Result<Resident, OpenError> {
     load_resident(rows, &new.schema().tables[table], *format)
 }
 
-/// Returns a backend with the caches of `old`, its resident tables but for those in `replaced`, and
-/// the dense network of `new`, which is in host memory.
+/// Returns a backend with the caches of `old` and the dense network of `new`, which is in host
+/// memory. The resident tables are those in `replaced`, and the others of `old`.
 fn share_tables(
     old: &ModelBackend,
     new: &Model,

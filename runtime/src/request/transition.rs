@@ -1,5 +1,5 @@
-//! A transition: replaces the model that a pipeline serves by the next generation, which shares its
-//! caches and resident tables. `worker/live_model.rs` says why no request sees rows of two
+//! A transition: replaces the model of a pipeline with the next generation, which shares its caches
+//! and resident tables. `worker/live_model.rs` explains why no request sees rows of two
 //! generations. Requests are served throughout.
 
 use crate::clock::Clock;
@@ -21,12 +21,13 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a swap did.
+/// The effects of a swap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Swapped {
     /// Cached rows that were removed because they changed, and read anew after the swap.
     pub read: usize,
-    /// Cached rows that were removed and do not exist any more, or could not be read.
+    /// Cached rows that were removed and not read again: they no longer exist, or could not be
+    /// read.
     pub dropped: usize,
     /// Rows of resident tables that were replaced.
     pub patched: usize,
@@ -39,7 +40,8 @@ pub struct Swapped {
 /// Calls `yield_now` between pieces of work.
 ///
 /// # Errors
-/// `CudaError` if the GPU failed. The old model is served; some of its cached rows may be gone.
+/// `CudaError` if the GPU failed. The old model is still served; some of its rows may no longer be
+/// cached.
 pub(crate) fn run(
     pipeline: &Pipeline,
     opened: Opened,
@@ -115,8 +117,8 @@ fn remove_changed(
     Ok(removed)
 }
 
-/// Returns the cached keys of a table whose rows are not known to be the same in `model`: in host
-/// memory each row is read and compared, on a GPU none is known.
+/// Returns the cached keys of a table whose rows may differ in `model`. In host memory each row is
+/// read and compared; on a GPU all cached keys are returned.
 fn differing_keys(
     model: &Model,
     table: u16,
@@ -150,7 +152,8 @@ fn differing_keys(
     Ok(keys)
 }
 
-/// Reads `rows`, which are in ascending order of tables, into the caches. Returns how many.
+/// Reads `rows`, which are in ascending order of tables, into the caches. Returns the number of
+/// rows read.
 fn read_again(
     writer: &mut RowWriter<'_>,
     model: &Model,

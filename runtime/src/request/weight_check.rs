@@ -1,5 +1,5 @@
-//! Checks that a dense network with narrow weights gives the scores of the one that was trained:
-//! both score the probe set from the same rows when a model is opened. Never changes a model.
+//! Checks that a dense network with narrow weights gives the scores of the trained one. Both score
+//! the probe set from the same rows when a model is opened. Never changes a model.
 //! `weight_choice.rs` makes such a check for each layer.
 
 use crate::clock::SystemClock;
@@ -58,8 +58,8 @@ pub(crate) fn check(model: Model, flash: &Flash) -> Result<Model, OpenError> {
 /// those with f32 weights.
 fn check_scores(found: Option<&[f32]>, expected: &[f32]) -> Result<(), String> {
     let Some(found) = found else {
-        // If the trained network has no score either, the probe refuses the release, and not this
-        // check.
+        // If the trained network has no score either, this check passes, and the probe rejects the
+        // release.
         let is_number = expected.iter().all(|score| score.is_finite());
         return if is_number {
             Err(format!("has no score, with f32 weights {expected:?}"))

@@ -1,6 +1,7 @@
-//! `dense_weights = "auto"`: chooses how each layer's weights are stored when a model is opened. A
-//! layer takes the narrowest format with which the probe set keeps the scores of the trained
-//! network. The scores are the same on every CPU, and so is the choice.
+//! `dense_weights = "auto"`: chooses the type of each layer's weights when a model is opened. A
+//! layer gets the narrowest type with which the scores of the probe set stay within
+//! [`SCORE_DIFFERENCE_MAX`] of the trained network's. The scores are the same on every CPU, and so
+//! is the choice.
 
 use crate::clock::SystemClock;
 use crate::flash::Flash;
@@ -12,8 +13,8 @@ use crate::schema::sample::Sample;
 use hatchback_kernels::dense::{DenseEngine, DenseError, Weights};
 use std::sync::Arc;
 
-/// Returns `model`, whose weights are f32, with the narrowest weights that its probe set bears. The
-/// network is in memory twice during the choice.
+/// Returns `model`, whose weights are f32, with the narrowest weights that keep its probe set's
+/// scores. The network is in memory twice during the choice.
 ///
 /// # Errors
 /// [`OpenError::Flash`] or [`OpenError::Dense`] if the probe set or the network cannot be read,
@@ -47,7 +48,7 @@ pub(crate) fn choose(model: Model, flash: &Flash) -> Result<Model, OpenError> {
     })
 }
 
-/// What the trained network makes of the probe set.
+/// The inputs and scores of the probe set, from the trained network.
 pub(crate) struct Probe {
     samples: usize,
     /// `[samples, width]` of each input.
@@ -96,8 +97,8 @@ impl Probe {
         Ok(scores)
     }
 
-    /// Returns the largest difference of a score of `network` from the trained one's. A score that
-    /// only the trained network has differs infinitely.
+    /// Returns the largest difference of a score of `network` from the trained one's. The
+    /// difference is infinite if only the trained network has a finite score.
     fn difference(&self, network: &DenseEngine) -> Result<f32, DenseError> {
         let found = self.run(network)?;
         let pairs = found.iter().zip(&self.scores).filter(|(_, trained)| trained.is_finite());
@@ -115,8 +116,9 @@ struct Choice<'a> {
 
 impl Choice<'_> {
     /// Narrows each layer as far as the scores allow, and returns the difference of the scores.
-    /// First int8 for all. If the scores do not bear that, int8 for one layer after the other,
-    /// those first whose rounding costs least for each weight; then f16 for those that are left.
+    /// First tries int8 for all layers. If the difference is too large, tries int8 for one layer
+    /// after the other. Layers whose rounding changes the scores least, for each weight, come
+    /// first. Then tries f16 for the rest.
     fn run(mut self) -> Result<f32, DenseError> {
         let layers = self.trained.layers();
         let int8 = (0..layers.len()).map(|at| self.set(at, Weights::Int8)).filter(|set| *set);
@@ -155,7 +157,7 @@ impl Choice<'_> {
         self.chosen.set_weights(layer, weights, self.trained)
     }
 
-    /// Stores the weights of `layer` as `weights` if the scores bear it.
+    /// Stores the weights of `layer` as `weights` if the scores then stay within the bound.
     fn narrow(&mut self, layer: usize, weights: Weights) -> Result<(), DenseError> {
         if self.set(layer, weights) && self.probe.difference(self.chosen)? > SCORE_DIFFERENCE_MAX {
             self.set(layer, Weights::F32);

@@ -1,5 +1,5 @@
-//! A worker with what it has in hand: its requests in flight, their batch, and keys to prefetch.
-//! Plain data, which the queue fills and the workers empty.
+//! A worker with its current work: its requests in flight, their batch, and keys to prefetch. Plain
+//! data, which the queue fills and the workers empty.
 
 use crate::limits::SLOTS_MAX;
 use crate::request::worker::{Counters, Worker};
@@ -16,17 +16,17 @@ pub struct Waiting {
     pub slot: u16,
     pub samples: u32,
     pub deadline: Option<Duration>,
-    /// Until this time it waits for other requests to be batched with.
+    /// Until this time the request waits for others that can be batched with it.
     pub ready_at: Duration,
-    /// Whether the threads of the workers score it: a caller found that it reads flash.
+    /// Whether only a worker's thread may score it, because a caller's thread found a missing row.
     pub needs_thread: bool,
 }
 
-/// The requests that one worker serves. Outlives a panic of the worker.
+/// The requests that one worker serves. They can be answered even after the worker panicked.
 #[derive(Default)]
 pub struct InFlight {
     pub requests: heapless::Vec<Waiting, SLOTS_MAX>,
-    /// How many of them are answered.
+    /// Number of these requests that are answered.
     pub answered: usize,
     pub deadline: Option<Duration>,
     /// Whether this worker prefetches the queue's `prefetching` keys.
@@ -37,7 +37,7 @@ pub struct InFlight {
 pub struct WorkerState {
     pub worker: Worker,
     pub batch: Batch,
-    /// The counters that the queue's statistics have already.
+    /// The worker's counters when they were last added to the queue's statistics.
     pub counted: Counters,
     pub keys: heapless::Vec<RowKey, KEYS_PER_STEP>,
     pub in_flight: InFlight,

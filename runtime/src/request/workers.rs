@@ -1,5 +1,5 @@
-//! The workers of a pipeline: what they have in hand, the loop of their threads, and short requests
-//! on the thread of a caller. A worker takes the first requests that can be batched, scores them as
+//! The workers of a pipeline: their current work, the loop of their threads, and short requests on
+//! the thread of a caller. A worker takes the first requests that can be batched, scores them as
 //! one batch and writes each result into its slot. Without a request it fetches deferred and
 //! prefetched rows, a few pages at a time. A caller's thread never reads flash and never waits.
 
@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Deferred pages that a worker reads before it looks for requests again.
 const PAGES_PER_STEP: usize = 8;
 
-/// Who calls the workers.
+/// The threads that run the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
-    /// A thread each, and callers that offer theirs.
+    /// One thread for each worker, and callers that offer their threads.
     Own,
     /// One caller, step by step: a simulation.
     Stepped,
@@ -52,8 +52,8 @@ impl Workers {
         }
     }
 
-    /// Does one piece of work of workers that a caller steps. Returns false if there is none, if
-    /// another caller is amid a step, or if threads do the work.
+    /// Does one piece of work in [`Threads::Stepped`]. Returns false if there is none, if another
+    /// caller is inside this function, or if threads do the work.
     pub fn step_one(&self) -> bool {
         let seat = self.seats.first().filter(|_| self.threads == Threads::Stepped);
         let seat = seat.and_then(|seat| seat.try_lock().ok());
@@ -73,8 +73,8 @@ impl Workers {
         .unwrap_or(Next::Work)
     }
 
-    /// Scores the first waiting requests on the calling thread, if they are short, their rows are
-    /// all in memory and a worker is free. Leaves the others to a worker.
+    /// Scores the first waiting requests on the calling thread. They must be short, their rows must
+    /// all be in memory, and a worker must be free. Other requests are left to a worker.
     pub fn start(&self) {
         let free = || self.seats.iter().find_map(|seat| seat.try_lock().ok());
         let seat = if self.threads == Threads::Own { free() } else { None };
@@ -88,7 +88,8 @@ impl Workers {
         self.queue.leave();
     }
 
-    /// Returns what `work` returns; `None` if it panicked.
+    /// Returns the result of `work`. If `work` panicked, answers its requests with an error, drops
+    /// the worker, and returns `None`.
     fn guard<T>(&self, seat: &mut Seat, work: impl FnOnce(&mut WorkerState) -> T) -> Option<T> {
         let state = seat.get_or_insert_with(|| WorkerState::new(self.queue.new_worker()));
         let done = catch_unwind(AssertUnwindSafe(|| work(state)));
@@ -108,13 +109,13 @@ impl Workers {
         done.ok()
     }
 
-    /// Does the work that the queue handed over: first requests, then rows that were answered with
-    /// defaults, then keys to prefetch.
+    /// Does the work that the queue handed over: scores the requests, enqueues the keys to
+    /// prefetch, and fetches some deferred rows.
     fn work(&self, state: &mut WorkerState) {
         state.worker.follow();
         self.score(state);
 
-        // `next` hands out keys only to a worker without deferred rows, so that there is room.
+        // `next` gives keys only to a worker without deferred rows, so there is room.
         let WorkerState { worker, keys, .. } = state;
         let dropped = keys.iter().filter(|&&row| !worker.enqueue_prefetch(row)).count();
         if dropped > 0 {
@@ -122,7 +123,8 @@ impl Workers {
         }
         keys.clear();
 
-        // Deferred rows are fetched after each batch, so that they arrive under steady load too.
+        // Some deferred rows are fetched after each batch, so that this happens under steady load
+        // too.
         worker.fetch_deferred(PAGES_PER_STEP);
     }
 
@@ -145,7 +147,8 @@ impl Workers {
         }
     }
 
-    /// Scores the requests in flight if every row is in memory. Else returns false.
+    /// Scores and answers the requests in flight if every row is in memory. Otherwise returns
+    /// false.
     fn score_in_memory(&self, state: &mut WorkerState) -> bool {
         if !self.gather(state) {
             return true;
@@ -161,8 +164,8 @@ impl Workers {
         true
     }
 
-    /// Makes one batch of the requests in flight whose callers still wait. Returns whether there
-    /// are any.
+    /// Collects the requests in flight whose callers still wait into one batch. Returns whether
+    /// there are any.
     fn gather(&self, state: &mut WorkerState) -> bool {
         let WorkerState { batch, in_flight, .. } = state;
         if in_flight.requests.is_empty() {
@@ -174,8 +177,8 @@ impl Workers {
         !in_flight.requests.is_empty()
     }
 
-    /// Answers the requests in flight with `scored`. An error comes with whether the current
-    /// generation is to blame.
+    /// Answers the requests in flight with `scored`. The flag beside an error says whether the
+    /// current generation caused it.
     fn answer(
         &self,
         in_flight: &mut InFlight,

@@ -1,6 +1,6 @@
 //! A batch: dense features and, for each sparse feature, a jagged array of keys with offsets (the
-//! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). It takes its memory once and
-//! never grows.
+//! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). A batch allocates its memory when
+//! it is made and never grows.
 
 use crate::schema::sample::{Sample, SampleError, check_bag, check_dense, check_weights};
 use crate::schema::{Feature, Schema};
@@ -44,7 +44,7 @@ pub struct Batch {
 #[derive(Clone, Debug)]
 struct Jagged {
     keys: Vec<u64>,
-    /// One for each key, or none.
+    /// One weight for each key; empty for a feature without weights.
     weights: Vec<f32>,
     offsets: Vec<u32>,
     /// Keys in the longest bag.
@@ -52,7 +52,7 @@ struct Jagged {
 }
 
 impl Jagged {
-    /// Adds the bags of `samples` samples, which were checked.
+    /// Adds the bags of `samples` samples. The caller has checked the bags.
     fn append(&mut self, bags: Bags<'_>, samples: usize) {
         let Bags { keys, offsets, weights } = bags;
         let (from, before) = (offsets[0], self.keys.len() as u32);
@@ -67,10 +67,10 @@ impl Jagged {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum BatchError {
-    /// The batch holds as many samples as it has room for.
+    /// The batch is full.
     #[error("the batch holds its maximum of {0} samples")]
     Full(usize),
-    /// The sample fits another schema than the one that the batch was made with.
+    /// The caller's schema is not the one that the batch was made with.
     #[error("the batch was made for {features} sparse and {dense} dense features")]
     Schema { features: usize, dense: usize },
     /// The sample does not fit the schema.
@@ -163,9 +163,9 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds `samples` samples that are in columns: `dense` is `[samples, dense features]`, and
-    /// `bags` returns the keys, offsets and weights of each sparse feature, by its number. The
-    /// offsets of a feature are `[samples + 1]`; the keys before the first offset are not read.
+    /// Adds `samples` samples from columns. `dense` is `[samples, dense features]`. `bags` returns
+    /// the keys, offsets and weights of a sparse feature, given by its number. The offsets of a
+    /// feature are `[samples + 1]`; the keys before the first offset are not read.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
@@ -180,8 +180,8 @@ impl Batch {
         self.try_push_columns(schema, samples, dense, |f| Ok(bags(f)))
     }
 
-    /// Adds samples as [`Batch::push_columns`] does. `bags` is called once for each feature, and
-    /// may refuse it.
+    /// Adds samples as [`Batch::push_columns`] does. `bags` is called once for each feature and may
+    /// return an error.
     ///
     /// # Errors
     /// Those of [`Batch::push_columns`], and the error of `bags`. The batch is then unchanged.
@@ -221,7 +221,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Removes what was appended after the last whole sample.
+    /// Removes the values that were appended after the last whole sample.
     fn cut(&mut self) {
         self.dense.truncate(self.size * self.dense_features);
         for feature in &mut self.features {
@@ -232,8 +232,9 @@ impl Batch {
         }
     }
 
-    /// Adds a sample without a [`Sample`]: `dense` has its dense features, and `bag` appends the
-    /// keys of a sparse feature, given by its number, and the weights of a weighted feature.
+    /// Adds a sample from its parts, without a [`Sample`]. `dense` has its dense features. `bag`
+    /// appends the keys of a sparse feature, given by its number, and the weights of a weighted
+    /// feature.
     ///
     /// # Errors
     /// Those of [`Batch::push`], and the error of `bag`. The batch is then unchanged.
@@ -355,7 +356,7 @@ fn check_dense_column(schema: &Schema, samples: usize, dense: &[f32]) -> Result<
 /// Checks that each bag between two of `offsets` has at most as many keys as `feature` allows.
 ///
 /// # Errors
-/// [`BatchError::Bag`] of the first that does not.
+/// [`BatchError::Bag`] with the first bag that has more, or that ends before it starts.
 pub fn check_offsets(feature: &Feature, offsets: &[u32]) -> Result<(), BatchError> {
     let max = feature.hotness_max;
     let fits = |o: &[u32]| o[0] <= o[1] && o[1] - o[0] <= max;

@@ -1,9 +1,10 @@
-//! FarmHash's Fingerprint64, which TensorFlow takes for `to_hash_bucket_fast`. Written here because
-//! the crate `farmhash` 1.1.5 differs from it for texts of 128, 192, ... bytes. Never allocates.
+//! FarmHash's Fingerprint64, which TensorFlow uses in `to_hash_bucket_fast`. It is written here
+//! because the crate `farmhash` 1.1.5 returns other values for texts of 128, 192, ... bytes. Never
+//! allocates.
 
 /// The hash's three constants.
 const K: [u64; 3] = [0xc3a5_c85c_97cb_3127, 0xb492_b66f_be98_f273, 0x9ae1_6a3b_2f90_404f];
-/// Where the state of a text of more than 64 bytes starts.
+/// The seed of the state of a text of more than 64 bytes.
 const SEED: u64 = 81;
 /// Bytes of a block of such a text.
 const BLOCK: usize = 64;
@@ -98,7 +99,7 @@ struct State {
     w: Pair,
 }
 
-/// Takes 32 bytes into a pair.
+/// Mixes 32 bytes into a pair.
 fn weak(text: &[u8], a: u64, b: u64) -> Pair {
     let [first, second, third, last] = [0, 8, 16, 24].map(|at| word(text, at));
     let a = a.wrapping_add(first);
@@ -108,7 +109,8 @@ fn weak(text: &[u8], a: u64, b: u64) -> Pair {
 }
 
 impl State {
-    /// Takes a block. `by` multiplies, `few` is 1 but for the last block.
+    /// Mixes a block into the state. `by` is the multiplier. `few` has the factors of two words,
+    /// which are 1 except for the last block.
     fn take(&mut self, block: &[u8], by: u64, few: [u64; 2]) {
         let Self { x, y, z, v, w } = self;
         let sum = x.wrapping_add(*y).wrapping_add(v[0]).wrapping_add(word(block, 8));
@@ -130,7 +132,8 @@ fn long(text: &[u8]) -> u64 {
     let x = SEED.wrapping_mul(K[2]).wrapping_add(word(text, 0));
     let mut state = State { x, y, z, v: [0; 2], w: [0; 2] };
 
-    // The last block, whole or not, is taken with the bytes before it.
+    // The last 64 bytes are mixed in at the end. They overlap the block before if the text does not
+    // fill its last block.
     let blocks = (text.len() - 1) / BLOCK;
     text.chunks_exact(BLOCK).take(blocks).for_each(|block| state.take(block, K[1], [1, 1]));
 

@@ -1,5 +1,6 @@
-//! Key functions: how the raw values of a feature become keys, as the trainer made them. The schema
-//! carries the function, so that an application sends raw values. A function allocates nothing.
+//! Key functions: how the raw values of a feature become keys, as the trainer made them. The
+//! function is part of the schema, so an application can send raw values. A function allocates
+//! nothing.
 
 use crate::limits::{BOUNDARIES_MAX, RAW_BYTES_MAX};
 use crate::schema::farmhash::fingerprint64;
@@ -11,9 +12,9 @@ use std::fmt::Write;
 use std::hash::Hasher;
 use std::sync::Arc;
 
-/// The key of a value that no row has: an index table never has a row for it.
+/// The key of an unknown value. An index table never has a row for this key.
 pub const UNKNOWN_KEY: u64 = u64::MAX;
-/// What cuDF adds to the hash of the only column of a row.
+/// The constant that cuDF adds to the hash of a row with one column.
 const CUDF_COLUMN: u32 = 0x9e37_79b9;
 
 /// How the values of a feature become keys. The order of the variants is part of the bundle format.
@@ -31,7 +32,7 @@ pub enum KeyFunction {
         /// The lowest key.
         first: u64,
     },
-    /// `first` plus the value modulo `divisor`, which is never negative. Integers.
+    /// `first` plus the value modulo `divisor`, a remainder that is never negative. Integers.
     Modulo {
         /// The number of keys.
         divisor: u64,
@@ -43,7 +44,7 @@ pub enum KeyFunction {
         /// The words with their keys.
         #[serde(serialize_with = "serialize_words", deserialize_with = "deserialize_words")]
         words: Arc<Vocabulary>,
-        /// What any other word becomes.
+        /// The key of any other word.
         unknown: Unknown,
     },
     /// `first` plus the number of boundaries below the value. Integers and floats.
@@ -75,8 +76,8 @@ pub enum KeyHash {
         /// The type of integers.
         integer: IntegerType,
     },
-    /// The row hash of cuDF, which NVTabular's `HashBucket` takes: MurmurHash3 with seed 0, and the
-    /// constant by which cuDF joins columns.
+    /// The row hash of cuDF, which NVTabular's `HashBucket` uses: MurmurHash3 with seed 0, plus the
+    /// constant with which cuDF combines columns.
     CudfMurmur3 {
         /// The type of integers.
         integer: IntegerType,
@@ -94,7 +95,7 @@ pub enum IntegerType {
     Int32,
 }
 
-/// What a word becomes that is not in the vocabulary.
+/// The key of a word that is not in the vocabulary.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Unknown {
     /// [`UNKNOWN_KEY`], which counts as absent.
@@ -128,7 +129,7 @@ pub enum Side {
 pub struct KeyError {
     /// The value.
     pub value: String,
-    /// What the feature takes.
+    /// The kind of value that the feature takes.
     pub takes: &'static str,
 }
 
@@ -169,8 +170,8 @@ impl KeyFunction {
         }
     }
 
-    /// Returns whether `newer` gives each value the key that this function gives it, but for words
-    /// that are new in a vocabulary.
+    /// Returns whether `newer` gives each value the same key as this function. Only words that are
+    /// new in a vocabulary may differ.
     pub fn is_extended_by(&self, newer: &Self) -> bool {
         match (self, newer) {
             (
@@ -212,7 +213,7 @@ impl KeyFunction {
     /// Checks the numbers of the function.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A text that names the wrong number.
     pub fn check(&self) -> Result<(), String> {
         match self {
             Self::Key => Ok(()),
@@ -248,7 +249,8 @@ fn deserialize_words<'de, D: Deserializer<'de>>(from: D) -> Result<Arc<Vocabular
     Vocabulary::deserialize(from).map(Arc::new)
 }
 
-/// Checks that there are `count` keys from `first` on, all below [`UNKNOWN_KEY`].
+/// Checks that `count` is positive and that all of the `count` keys from `first` on are below
+/// [`UNKNOWN_KEY`].
 fn check_range(first: u64, count: u64) -> Result<(), String> {
     match first.checked_add(count) {
         Some(_) if count > 0 => Ok(()),
@@ -391,8 +393,8 @@ mod tests {
         assert_eq!([of("", 0), of("", 1), of(fox, 0)], [0, 0x514e_28b7, 0x2e4f_f723]);
     }
 
-    /// The digests of the hashes of 300 texts of all lengths were computed with the C++ code of the
-    /// hashes' authors (the Python packages `cityhash`, `mmh3` and `siphash24`).
+    /// The digests of the hashes of 300 texts of all lengths come from the C++ code of the hashes'
+    /// authors. They were computed with the Python packages `cityhash`, `mmh3` and `siphash24`.
     #[test]
     fn hashes_of_texts_of_all_lengths_are_those_of_their_authors() {
         let text = |n: usize| -> String {

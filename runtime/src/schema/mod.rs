@@ -37,7 +37,8 @@ pub enum KeySpace {
 }
 
 impl KeySpace {
-    /// Returns the number by which flash orders rows. Different keys have different numbers.
+    /// Returns the number that orders the key's row on flash. Different keys have different
+    /// numbers.
     #[inline]
     pub fn order(self, key: u64) -> u64 {
         match self {
@@ -46,7 +47,7 @@ impl KeySpace {
         }
     }
 
-    /// Returns the key that `order` is the number of.
+    /// Returns the key whose number is `order`.
     pub fn key_of(self, order: u64) -> u64 {
         match self {
             Self::Index => order,
@@ -55,7 +56,7 @@ impl KeySpace {
     }
 }
 
-/// Where a table's rows are while they are served.
+/// The memory that holds a table's rows while they are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
@@ -67,16 +68,16 @@ pub enum Placement {
     Auto,
 }
 
-/// What a request does about a row that is not in memory. A request handles its misses in this
-/// order.
+/// How a request treats a row that is not in memory. A request handles its misses in the order of
+/// these variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MissPolicy {
-    /// Fetches it. If the request's deadline passes first, the request has no scores.
+    /// Fetches the row. If the request's deadline passes first, the request fails.
     Wait,
-    /// Fetches it. If the request's deadline passes first, uses the default row.
+    /// Fetches the row. If the request's deadline passes first, uses the default row.
     Deadline,
-    /// Uses the default row and fetches it after the answer.
+    /// Uses the default row, and fetches the row after the answer.
     Default,
 }
 
@@ -89,15 +90,15 @@ pub struct Table {
     pub dim: u32,
     /// The keys that it may have.
     pub keys: KeySpace,
-    /// Its rows.
+    /// The number of its rows.
     pub rows: u64,
-    /// How rows are encoded.
+    /// The encoding of a value of a row.
     pub codec: Codec,
     /// Exponent of the power-of-two unit of quantized rows.
     pub unit_exp: i8,
-    /// Where rows are while they are served.
+    /// The memory that holds the rows while they are served.
     pub placement: Placement,
-    /// What a request does about a missing row.
+    /// How a request treats a missing row.
     pub miss: MissPolicy,
     /// The row for keys whose own row is absent, damaged or not fetched, `[dim]`.
     pub default_row: Vec<f32>,
@@ -145,7 +146,8 @@ impl Feature {
         *self == Self { key, ..other.clone() }
     }
 
-    /// Returns the values of its longest bag in an input: rows for the pooling `none`, else 1.
+    /// Returns the number of rows that the feature adds to an input: `hotness_max` for the pooling
+    /// `none`, else 1.
     fn rows_out(&self) -> usize {
         if self.pooling == Pooling::None { self.hotness_max as usize } else { 1 }
     }
@@ -169,7 +171,7 @@ pub enum InputSource {
 pub struct NetworkInput {
     /// Its name in the ONNX file.
     pub name: String,
-    /// Where its values come from.
+    /// The source of its values.
     pub source: InputSource,
 }
 
@@ -178,8 +180,9 @@ pub struct NetworkInput {
 pub struct Network {
     /// Its inputs.
     pub inputs: Vec<NetworkInput>,
-    /// Its outputs. The only output is `[batch]` or `[batch, n]`, and then a sample has `n` scores.
-    /// Of several outputs each is `[batch]` or `[batch, 1]`: a sample has a score for each.
+    /// Its outputs. A single output is `[batch]` or `[batch, n]`; with the second, a sample has `n`
+    /// scores. Each of several outputs is `[batch]` or `[batch, 1]`: a sample has one score for
+    /// each.
     pub outputs: Vec<NetworkOutput>,
 }
 
@@ -188,7 +191,7 @@ pub struct Network {
 pub struct NetworkOutput {
     /// Its name in the ONNX file.
     pub name: String,
-    /// The function that makes a score of the output.
+    /// The function that turns the output into a score.
     pub activation: Activation,
 }
 
@@ -398,7 +401,7 @@ impl Schema {
         Ok(engine)
     }
 
-    /// Returns the dense network with one output: its own, or all of several side by side.
+    /// Returns the dense network with one output: its only one, or several joined side by side.
     pub(crate) fn single_output(&self, onnx: Vec<u8>) -> Result<SingleOutput<'_>, DenseError> {
         if let [NetworkOutput { name, activation }] = self.network.outputs.as_slice() {
             return Ok(SingleOutput { onnx, name, activation: *activation });
@@ -417,7 +420,8 @@ impl Schema {
         self.features[f].key.apply(value)
     }
 
-    /// Returns what the lookup on a GPU does not have; `None` if a GPU can look up all rows.
+    /// Returns a property of the schema that the lookup on a GPU does not support; `None` if a GPU
+    /// can look up all rows.
     pub fn gpu_lacks(&self) -> Option<String> {
         let mut is_fed = vec![false; self.features.len()];
         let mut input = |input: &NetworkInput| match &input.source {

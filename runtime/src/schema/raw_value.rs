@@ -1,5 +1,5 @@
-//! A value as the application has it: text or a number. A key function turns it into a key. Never
-//! copies a text that a line of JSON holds as it is.
+//! A value as the application has it: a text or a number. A key function turns it into a key. A
+//! text without escapes is borrowed from its line of JSON, not copied.
 
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer};

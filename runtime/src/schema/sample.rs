@@ -1,5 +1,6 @@
-//! Samples: one line of JSON each for people and tools. A line may hold the raw values of features
-//! with a key function; a sample holds keys. Checks samples against the schema; never scores them.
+//! Samples, which people and tools write as one line of JSON each. A line may hold the raw values
+//! of features with a key function; a sample holds keys. This file checks samples against the
+//! schema and never scores them.
 
 use crate::limits::{NAME_BYTES_MAX, RAW_BYTES_MAX, SAMPLE_BYTES_MAX};
 use crate::schema::key_function::{KeyError, KeyFunction};
@@ -14,8 +15,9 @@ pub struct Sample {
     pub dense: Vec<f32>,
     /// The keys of each sparse feature, in schema order.
     pub sparse: Vec<Vec<u64>>,
-    /// What multiplies the row of each key, for each feature in schema order. A feature without
-    /// weights has none. Empty if no feature of the model has weights.
+    /// The weights of each feature in schema order, one for each key: a weight multiplies the key's
+    /// row. A feature without weights has an empty list. Empty if no feature of the model has
+    /// weights.
     pub weights: Vec<Vec<f32>>,
     /// The observed outcome of each output, 0 or 1. Empty if none is known.
     pub labels: Vec<Option<f32>>,
@@ -115,8 +117,8 @@ impl Sample {
         self.scores.get(output).copied().flatten()
     }
 
-    /// Returns the largest number of bytes of a sample as JSON, however a serializer writes it. A
-    /// line with more blanks than one around each value may be longer.
+    /// Returns the largest number of bytes of a sample as JSON, for any common serializer. A line
+    /// with more than one blank around each value may be longer.
     pub fn json_bytes_max(schema: &Schema) -> usize {
         // A number with all its digits, a key, an escaped name, an escaped text, and the other
         // fields: each with the punctuation around it.
@@ -157,7 +159,8 @@ impl Sample {
         Ok(())
     }
 
-    /// Checks that feature `f` has a finite weight for each key, or none if it takes none.
+    /// Checks that feature `f` has a finite weight for each key, or no weights if it is not
+    /// weighted.
     fn check_weights(&self, f: usize, schema: &Schema) -> Result<(), SampleError> {
         let weights = self.weights.get(f).map_or(&[] as &[f32], Vec::as_slice);
         check_weights(&schema.features[f], self.sparse[f].len(), weights)
@@ -183,7 +186,7 @@ pub(super) fn check_weights(
     }
 }
 
-/// Refuses a name that no feature of the model has taken.
+/// Refuses the first entry of `left`: the entries whose names belong to no feature.
 fn no_other<T>(field: &str, left: &BTreeMap<String, T>) -> Result<(), SampleError> {
     match left.keys().next() {
         Some(name) if field == "weights" => {

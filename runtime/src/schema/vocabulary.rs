@@ -19,13 +19,13 @@ impl Vocabulary {
     /// Makes a vocabulary of words with their keys, in any order.
     ///
     /// # Errors
-    /// A word that occurs twice, or the size of a vocabulary that is too large.
+    /// A text that names the word that occurs twice, or the size if it is too large.
     pub fn new(mut words: Vec<(String, u64)>) -> Result<Self, String> {
         words.sort_unstable();
         let mut vocabulary = Self::default();
         for (word, key) in words {
             vocabulary.text.push_str(&word);
-            // The check refuses a text that is longer than this can count.
+            // A longer text than u32 can count fails the check below.
             vocabulary.ends.push(u32::try_from(vocabulary.text.len()).unwrap_or(u32::MAX));
             vocabulary.keys.push(key);
         }
@@ -36,7 +36,7 @@ impl Vocabulary {
     /// Checks that the words are in ascending order, each with a key.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A text that names the wrong word or number.
     pub fn check(&self) -> Result<(), String> {
         if self.bytes() > VOCABULARY_BYTES_MAX {
             return Err(format!("{} bytes, over {VOCABULARY_BYTES_MAX}", self.bytes()));

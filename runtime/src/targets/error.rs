@@ -9,7 +9,7 @@ use std::path::PathBuf;
 pub struct Position {
     /// The file.
     pub path: PathBuf,
-    /// The line, from 1; `None` where the problem has no line, such as a key that is missing.
+    /// The line, from 1; `None` if the problem has no line, such as a missing key.
     pub line: Option<usize>,
 }
 

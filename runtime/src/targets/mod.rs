@@ -1,5 +1,6 @@
-//! Targets: what a machine is and what the runtime may use of it, as TOML files that inherit from
-//! one another. `docs/targets.md` lists every key. Reads text files, never the machine.
+//! Targets: TOML files that describe a machine and limit what the runtime may use of it. A target
+//! can inherit from another. `docs/targets.md` lists every key. Reads text files, never the
+//! machine.
 
 mod error;
 mod server_rules;
@@ -39,7 +40,7 @@ pub enum DeviceKind {
 pub enum MachineKind {
     /// An NVIDIA DRIVE AGX Orin.
     Orin,
-    /// Any Linux machine that stands in for one.
+    /// Any Linux machine that takes the place of one.
     Sim,
 }
 
@@ -76,7 +77,7 @@ pub struct Shed {
     pub requests_watts: Option<u32>,
 }
 
-/// The error for a name that is neither `cpu` nor `cuda`.
+/// A device name that is neither `cpu` nor `cuda`.
 #[derive(Debug, thiserror::Error)]
 #[error("`{0}` is neither `cpu` nor `cuda`")]
 pub struct UnknownDevice(String);
@@ -94,7 +95,7 @@ impl FromStr for DeviceKind {
 }
 
 impl DeviceKind {
-    /// Opens the machine's device of this kind. `tegra_profile` is that of [`Target`].
+    /// Opens the machine's device of this kind. For `tegra_profile` see [`Target::tegra_profile`].
     ///
     /// # Errors
     /// The machine has no CUDA driver, or no GPU that can run the kernels.
@@ -106,7 +107,7 @@ impl DeviceKind {
     }
 }
 
-/// One machine: what it is, and what the runtime may use of it.
+/// The description of one machine, and the limits of the runtime on it.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Target {
@@ -126,18 +127,18 @@ pub struct Target {
     /// How precisely a GPU computes the dense network.
     #[serde(default)]
     pub precision: Precision,
-    /// How TensorRT runs the dense network, where `precision` is not "exact"; `None` for the
-    /// runtime's own kernels.
+    /// How TensorRT runs the dense network if `precision` is not "exact"; `None` for the runtime's
+    /// own kernels.
     pub tensorrt_options: Option<TensorRtOptions>,
     /// The memory, threads and reads that the models may use.
     pub budget: Budget,
-    /// What maintenance of the flash tier may do, and when.
+    /// Limits and intervals of the maintenance of the flash tier.
     pub maintenance: MaintenanceRules,
-    /// When `hatchback-sync` looks for releases, and how much it may receive.
+    /// When `hatchback-sync` polls for releases, and how much it may receive.
     pub link: LinkRules,
-    /// What a release must show before it is committed.
+    /// The conditions that a release must meet before it is committed.
     pub update: Policy,
-    /// What callers of the daemon may use.
+    /// Limits of the daemon's callers.
     pub server: ServerRules,
     /// How the daemon runs on the machine.
     pub machine: Machine,
@@ -152,7 +153,7 @@ struct WrongValue {
     problem: String,
 }
 
-/// Refuses `value` of the dotted `key` unless it is `sound`.
+/// Refuses `value` of the dotted `key` unless `sound`.
 fn check(
     key: &'static str,
     value: impl ToString,
@@ -165,8 +166,8 @@ fn check(
     Err(WrongValue { key, value: value.to_string(), problem: problem.into() })
 }
 
-/// Refuses shares of the time that are no per cent, or whose least is above the most. `keys` are
-/// those of the least and the most.
+/// Refuses shares that are not 1 to 100 per cent, or a least share above the most. `keys` are the
+/// keys of the least and of the most share.
 fn check_busy(keys: [&'static str; 2], busy: BusyBounds) -> Result<(), WrongValue> {
     let ([min_key, max_key], BusyBounds { percent_min, percent_max }) = (keys, busy);
     check(max_key, percent_max, (1..=100).contains(&percent_max), "must be 1 to 100")?;
@@ -185,8 +186,8 @@ impl Target {
     /// `base.toml` in the same folder. A key of the file that inherits wins.
     ///
     /// # Errors
-    /// [`TargetError::Io`] where a file cannot be read, [`TargetError::Parse`] where a key is
-    /// missing, unknown or of another type, [`TargetError::Field`] where a value is out of range.
+    /// [`TargetError::Io`] where a file cannot be read. [`TargetError::Parse`] where a key is
+    /// missing, unknown or of another type. [`TargetError::Field`] where a value is out of range.
     pub fn load(path: &Path) -> Result<Self, TargetError> {
         let chain = Chain::read(path)?;
         let target: Self =
@@ -259,7 +260,7 @@ impl Target {
         check("machine.cpus", format!("{cpus:?}"), are_cpus, problem)
     }
 
-    /// Maintenance is shed first, so its limits must not be above those of requests.
+    /// Checks that the limits of maintenance, which is shed first, are not above those of requests.
     fn check_shed(&self) -> Result<(), WrongValue> {
         let Shed { maintenance_celsius, requests_celsius, maintenance_watts, requests_watts } =
             self.shed;

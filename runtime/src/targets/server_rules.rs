@@ -1,4 +1,4 @@
-//! What callers of the daemon may use: connections, memory, rates, and a port. Callers on other
+//! Limits of the daemon's callers: connections, memory, rates, and a port. Callers on other
 //! machines need a certificate.
 
 use crate::targets::{WrongValue, check};
@@ -6,13 +6,13 @@ use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// What callers of the daemon may use.
+/// Limits of the daemon's callers.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServerRules {
     /// Threads that run the connections.
     pub threads: u32,
-    /// Open connections. For one more, the connection that was silent longest is closed.
+    /// Open connections. A further one closes the connection that was silent longest.
     pub connections_max: u32,
     /// Bytes that all requests and answers in flight may hold together.
     pub bytes_max: u64,
@@ -22,15 +22,15 @@ pub struct ServerRules {
     pub requests_per_s_max: u32,
     /// The address on which the daemon listens beside its Unix socket.
     pub tcp: Option<SocketAddr>,
-    /// The certificates that callers at that address and the daemon show each other.
+    /// The certificates by which the daemon and its callers at that address know each other.
     pub tls: Option<TlsRules>,
 }
 
-/// Files in PEM, with the certificates that the daemon and its callers show each other.
+/// PEM files with the certificates by which the daemon and its callers know each other.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TlsRules {
-    /// The daemon's certificate, and those between it and its authority.
+    /// The daemon's certificate, followed by its intermediate certificates.
     pub certificate: PathBuf,
     /// The private key of the certificate.
     pub key: PathBuf,
@@ -47,7 +47,7 @@ impl ServerRules {
         let problem = "must be 1 to 65536";
         check("server.connections_max", connections_max, are_connections, problem)?;
 
-        // A request is in memory as it came and decoded.
+        // A request is in memory twice: as received, and decoded.
         let problem = "must be at least twice server.request_bytes_max = ".to_owned();
         let problem = problem + &request_bytes_max.to_string();
         let is_room = request_bytes_max <= bytes_max / 2 && request_bytes_max > 0;

@@ -1,6 +1,6 @@
 //! Target files as TOML: reads a file and those that it inherits from, merges them, and finds the
-//! file and line that set a key. Knows no key of a target but `inherits` and those of earlier
-//! versions that have another name now.
+//! file and line that set a key. Of the keys of a target it knows only `inherits` and those that
+//! were renamed since an earlier version.
 
 use crate::limits::INHERIT_MAX;
 use crate::targets::error::{Position, TargetError};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
-/// Keys of earlier versions, dotted, and what they are called now.
+/// Dotted keys of earlier versions, and their names now.
 const RENAMED: [(&str, &str); 5] = [
     ("upkeep", "maintenance"),
     ("budget.gather_us", "budget.batch_delay_us_max"),
@@ -26,7 +26,7 @@ struct File {
 
 /// A target file and those that it inherits from.
 pub(super) struct Chain {
-    /// The target itself first, the file that inherits from none last.
+    /// The target is first; the file that inherits from none is last.
     files: Vec<File>,
 }
 
@@ -50,7 +50,8 @@ impl Chain {
         Ok(Self { files })
     }
 
-    /// Returns the keys of all files; those of the file that inherits win.
+    /// Returns the keys of all files. A key of the file that inherits overrides the same key of its
+    /// base.
     pub(super) fn merged(&self) -> Table {
         let mut merged = Table::new();
         for file in self.files.iter().rev() {
@@ -59,7 +60,7 @@ impl Chain {
         merged
     }
 
-    /// Returns where the dotted `key` is set: in the first file of the chain that has it.
+    /// Returns the position of the dotted `key` in the first file of the chain that sets it.
     pub(super) fn position_of(&self, key: &str) -> Position {
         let found = self.files.iter().find_map(|file| {
             let line = line_of(&file.text, key)?;
@@ -68,7 +69,7 @@ impl Chain {
         found.unwrap_or_else(|| Position { path: self.files[0].path.clone(), line: None })
     }
 
-    /// Turns what serde said of the merged keys into an error with the file and line of the key.
+    /// Turns serde's error about the merged keys into an error with the file and line of the key.
     pub(super) fn parse_error(&self, error: &toml::de::Error) -> TargetError {
         let problem = error.to_string().trim().replace('\n', " ");
 
@@ -83,7 +84,7 @@ impl Chain {
     }
 }
 
-/// Reads one file. Returns it and the name that it gives for `inherits`.
+/// Reads one file. Returns it and its value of `inherits`.
 fn read_file(path: &Path) -> Result<(File, Option<String>), TargetError> {
     let text = std::fs::read_to_string(path)
         .map_err(|source| TargetError::Io { path: path.to_owned(), source })?;
@@ -145,7 +146,7 @@ fn line_at(text: &str, offset: usize) -> usize {
     text.bytes().take(offset).filter(|&byte| byte == b'\n').count() + 1
 }
 
-/// Returns what stands in `text` after `start` and before the next `end`.
+/// Returns the part of `text` after `start` and before the next `end`.
 fn between<'a>(text: &'a str, start: &str, end: char) -> Option<&'a str> {
     let (_, rest) = text.split_once(start)?;
     rest.split_once(end).map(|(found, _)| found)

@@ -1,7 +1,7 @@
-//! What the serving process trusts: the newest root that it verified, and the lowest version of the
-//! targets that it accepts. The record is in the flash directory, which the sync process cannot
-//! write. A process that took over the sync directory therefore cannot go back to keys or releases
-//! that the fleet has revoked.
+//! The trust record of the serving process: the newest root that it verified, and the lowest
+//! version of the targets that it accepts. The record is in the flash directory, which the sync
+//! process cannot write. An attacker with control of the sync directory therefore cannot bring back
+//! keys or releases that the fleet has revoked.
 
 use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::{ROOT_BYTES_MAX, ROTATIONS_MAX, TARGETS_BYTES_MAX, TRUST_BYTES_MAX};
@@ -39,7 +39,7 @@ impl Accepted {
     /// Decodes a copy of the record. Returns its number of writes and the record.
     ///
     /// # Errors
-    /// What is wrong with `bytes`.
+    /// A text that describes the problem with `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
         RECORD.decode(bytes)
     }
@@ -53,15 +53,17 @@ fn role_keys(root: &Root) -> [BTreeSet<String>; 3] {
 
 impl Updater {
     /// Verifies the targets in the sync directory, without a link and without a clock, and returns
-    /// them. Starts from the newest root that this process verified before, or from `root`, the
-    /// fleet's first, or without either from the root in the sync directory. Follows the later
-    /// roots in the sync directory. Remembers the root and the version of the targets.
+    /// them. Starts from the newer of two roots: the newest that this process verified before, and
+    /// `root`, the fleet's first. Without either it starts from the root in the sync directory.
+    /// Follows the later roots in the sync directory. Records the root and the version of the
+    /// targets.
     ///
-    /// Timestamp and snapshot are not checked: an interrupted refresh leaves newer ones.
+    /// Timestamp and snapshot are not checked, because an interrupted refresh leaves newer ones
+    /// than the targets.
     ///
     /// # Errors
-    /// The targets are missing, not signed or older than those accepted before. `UpdateError::Io`
-    /// if the record cannot be written.
+    /// [`UpdateError`] if the targets are missing, not signed or older than those accepted before.
+    /// `UpdateError::Io` if the record cannot be written.
     pub(super) fn verify_targets(&self, root: Option<&[u8]>) -> Result<Targets, UpdateError> {
         let Stored { value: mut accepted, writes, is_in_both } = self.accepted()?;
         let before = accepted.clone();
@@ -108,7 +110,7 @@ impl Updater {
         }
     }
 
-    /// Returns the newest root that can be verified, and remembers it in `accepted`.
+    /// Returns the newest root that can be verified, and stores it in `accepted`.
     fn newest_root(
         &self,
         accepted: &mut Accepted,
@@ -149,7 +151,8 @@ impl Updater {
             accepted.root = bytes;
         }
 
-        // A thief of the old keys could have signed any version.
+        // With stolen old keys any version could have been signed, so the old version no longer
+        // counts.
         if keys.is_some_and(|keys| keys != role_keys(set.root())) {
             accepted.targets = 0;
         }

@@ -1,7 +1,7 @@
-//! The serving process's side of an update: it takes an offered release, installs it on flash,
-//! probes it, makes it live, observes it on probation, and commits it or rolls it back. Each call
-//! of `advance` takes one step, and a step that was interrupted is taken again from its start. This
-//! side never opens a link, writes nothing in the sync directory, and verifies the release's
+//! The serving process's side of an update. It takes an offered release, installs it on flash,
+//! probes it, makes it live, and observes it on probation. Then it commits the release or rolls it
+//! back. Each call of `advance` takes one step, and an interrupted step is repeated from its start.
+//! This side never opens a link, writes nothing in the sync directory, and verifies the release's
 //! signature itself. A fault of the car never counts against a release.
 
 use crate::bundle::manifest::{Generation, sha256};
@@ -22,7 +22,7 @@ use crate::update::staging::Staging;
 use crate::update::updater::Updater;
 use serde::Deserialize;
 
-/// What a release must show before it is committed.
+/// The conditions that a release must meet before it is committed.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
@@ -45,14 +45,15 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Returns the share of the time that applying a release works.
+    /// Returns the least and the most share of the time that applying a release takes.
     pub fn busy(&self) -> BusyBounds {
         BusyBounds { percent_min: self.busy_percent_min, percent_max: self.busy_percent_max }
     }
 }
 
 impl Default for Policy {
-    /// Returns the policy of a desk: the probe scores that a release has must be right.
+    /// Returns the policy of a desk: a release needs no probe set, but the recorded scores that it
+    /// has must be reproduced.
     fn default() -> Self {
         Self {
             consent: false,
@@ -67,7 +68,7 @@ impl Default for Policy {
     }
 }
 
-/// What the serving process observed of the live generation since it serves it.
+/// Observations of the live generation since the process began to serve it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Watched {
     /// Requests served.
@@ -78,15 +79,15 @@ pub struct Watched {
     pub latency_us_p99: u64,
 }
 
-/// What the process that applies updates supplies.
+/// The inputs of a step from the process that applies updates.
 #[derive(Clone, Copy)]
 pub struct Host<'a> {
-    /// What a release must show.
+    /// The conditions that a release must meet.
     pub policy: Policy,
-    /// What a probe may use.
+    /// The budget of a probe.
     pub budget: Budget,
-    /// What was observed of the live generation; `None` if this process serves no requests. The
-    /// probe alone then decides.
+    /// Observations of the live generation. `None` if this process serves no requests; the probe
+    /// alone then decides.
     pub watched: Option<Watched>,
     /// Why the live generation cannot be served, if it cannot.
     pub unservable: Option<Unservable<'a>>,
@@ -99,7 +100,7 @@ pub struct Host<'a> {
     pub yield_now: &'a dyn Fn(),
 }
 
-/// What keeps this process from serving the live generation.
+/// The cause for which this process cannot serve the live generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// The release itself.
@@ -124,12 +125,13 @@ enum Verdict {
     Advance(InstallState),
     /// The state stays: it needs an offer, consent or more requests.
     Wait,
-    /// The release is wrong, and why. It is rolled back and never installed again.
+    /// The release is wrong, for this reason. It is rolled back and never installed again.
     Reject(String),
-    /// The publisher revoked the release, or this car cannot serve it. It is rolled back and may
-    /// come again.
+    /// The publisher revoked the release, or this car cannot serve it. It is rolled back and may be
+    /// installed later.
     Withdraw(String),
-    /// This attempt ended for a fault that is not the release's. The release may be tried again.
+    /// This attempt ended through a fault that is not the release's. The release may be tried
+    /// again.
     Abandon { reason: String, repair: Repair },
 }
 
@@ -138,10 +140,11 @@ fn abandon(reason: impl Into<String>) -> Verdict {
 }
 
 impl Updater {
-    /// Counts the begin of a trial of the release on probation: this process is about to open it.
-    /// A release whose trials ended with the process too often is rolled back. To be called once,
-    /// before the process opens the live generation. `boot` differs after each start of the
-    /// machine, so that a trial which ended with the power is told from a crash.
+    /// Counts the start of a trial of the release on probation: this process is about to open it.
+    /// If the process or the machine ended too many trials, the release is rolled back. The process
+    /// calls this once, before it opens the live generation. `boot` differs after each start of the
+    /// machine. It tells a trial that ended with a crash from one that ended with a restart of the
+    /// machine.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
@@ -163,7 +166,7 @@ impl Updater {
         self.write_install(&mut status)
     }
 
-    /// Ends a trial well: the release answered requests.
+    /// Ends a trial as passed: the release answered requests.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
@@ -171,7 +174,7 @@ impl Updater {
         self.end_trial_under(Self::lock_install)
     }
 
-    /// Ends a trial well because the process ends normally. Waits for a step that is under way.
+    /// Ends a trial as passed, because the process ends normally. Waits for a step in progress.
     ///
     /// # Errors
     /// Those of [`Updater::end_trial`].
@@ -213,7 +216,8 @@ impl Updater {
     /// Takes one step. Returns whether the install entered another state.
     ///
     /// # Errors
-    /// Why the step could not be taken now. The release is not to blame, and the caller may retry.
+    /// [`UpdateError`] if the step cannot be taken now. The release is not to blame, and the caller
+    /// may retry.
     pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, UpdateError> {
         let _lock = self.lock_install()?;
         let (mut status, fetch) = (self.install_status()?, self.fetch_status());
@@ -229,7 +233,7 @@ impl Updater {
         Ok(true)
     }
 
-    /// Ends the attempt in hand for a fault of the car that does not pass.
+    /// Ends the current attempt because of a persistent fault of the car.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be written.
@@ -257,7 +261,7 @@ impl Updater {
         self.write_install(&mut status)
     }
 
-    /// Records what the live generation needs to be whole again.
+    /// Records which snapshot would repair the live generation.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
@@ -274,8 +278,8 @@ impl Updater {
         self.write_install(&mut status)
     }
 
-    /// Takes up a live generation that no record knows, if another generation waits behind it: the
-    /// record of its probation is lost, so that the probation starts again.
+    /// Adopts a live generation of which there is no record, if a previous generation is kept for a
+    /// rollback. The record of its probation is lost, so the probation starts again.
     fn adopt_unjudged(&self, status: &mut InstallStatus) -> Result<(), UpdateError> {
         let Some(live) = self.live()?.filter(|live| live.record().previous.is_some()) else {
             return Ok(());
@@ -314,7 +318,7 @@ impl Updater {
         }
     }
 
-    /// Records `verdict` and does what it demands at once.
+    /// Records `verdict`, and makes the changes that it implies.
     fn conclude(
         &self,
         status: &mut InstallStatus,
@@ -342,7 +346,7 @@ impl Updater {
             Verdict::Abandon { reason, repair } => {
                 status.attempts = status.attempts.saturating_add(1);
                 status.repair = status.repair.max(repair);
-                // The next attempt, also of another release, gets this one's space.
+                // The next attempt, perhaps of another release, needs this one's space.
                 if let Err(e) = Flash::reclaim_in(&self.disk, &self.flash) {
                     log::warn!("the space of the attempt is not free yet: {e}");
                 }
@@ -360,7 +364,7 @@ impl Updater {
     }
 
     /// Returns whether the signed targets no longer list `release` for this car. The sync process's
-    /// record only says when to look.
+    /// record only decides whether this function reads the targets.
     fn is_revoked(&self, release: &Release, fetch: &FetchStatus, host: &Host<'_>) -> bool {
         if fetch.revoked != Some(release.manifest) {
             return false;
@@ -424,16 +428,16 @@ impl Updater {
             }
         }
 
-        // In the idle class the last steps would wait until no request needs the processor.
+        // In the idle class the commit would wait until no request needs the CPU.
         match outside_idle_class(|| prepared.commit()) {
-            // The record may be durable although a later step failed.
+            // The live record may be durable although a later step failed.
             Err(e) if !self.is_live(release)? => Ok(abandon(e.to_string())),
             _ => Ok(Verdict::Advance(InstallState::Probation)),
         }
     }
 
-    /// Checks that `release` is signed and not older than what this car has committed. The inner
-    /// error says why not.
+    /// Checks that `release` is signed and not older than the generation that this car has
+    /// committed. The inner error has the reason if not.
     fn check_release(
         &self,
         status: &InstallStatus,
@@ -550,8 +554,8 @@ impl Updater {
         }
     }
 
-    /// Makes the previous generation live again. Remembers a release that is to blame first:
-    /// wherever this stops, the release is not installed again.
+    /// Makes the previous generation live again. If the release is to blame, that is recorded
+    /// first. Even if the rollback is then interrupted, the release is not installed again.
     fn roll_back(
         &self,
         status: &mut InstallStatus,
@@ -576,8 +580,8 @@ impl Updater {
     }
 }
 
-/// Takes the offer in `fetch` in hand if it is new, or drops a release that waits for consent and
-/// is no longer offered.
+/// Takes the offer in `fetch` if it is new, or drops a release that waits for consent and is no
+/// longer offered.
 fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) -> Verdict {
     let is_waiting = status.state == InstallState::AwaitConsent;
     match &fetch.offer {
@@ -593,13 +597,13 @@ fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) 
                 InstallState::Applying
             })
         }
-        // A record that was lost says nothing of the offer.
+        // With `writes` 0 the record is lost or new, and does not show that the offer ended.
         None if is_waiting && fetch.writes > 0 => Verdict::Advance(InstallState::Idle),
         _ => Verdict::Wait,
     }
 }
 
-/// Records that the release in hand passed its probation.
+/// Records that the current release passed its probation.
 fn commit(status: &mut InstallStatus) {
     status.end_trial();
     status.attempts = 0;
@@ -640,7 +644,7 @@ fn judge_requests(watched: Watched, policy: &Policy) -> Option<Verdict> {
 fn judge_probe(probed: Probed, policy: &Policy) -> Option<String> {
     let Probed { samples, damaged, difference } = probed;
     let Policy { probe_samples_min, probe_difference_max, .. } = *policy;
-    // Damage is the car's: samples that use damaged rows count as present.
+    // Damage is the car's fault, so samples that use damaged rows count as present.
     if samples.saturating_add(damaged) < probe_samples_min {
         return Some(format!(
             "the bundle has {samples} probe samples with a score; the policy requires \
@@ -655,8 +659,8 @@ fn judge_probe(probed: Probed, policy: &Policy) -> Option<String> {
     })
 }
 
-/// Returns whether `error` is the fault of the bundle and not of the car's device or state. The
-/// bundle's manifest and chunks have the signed hashes.
+/// Returns whether the bundle caused `error`, and not the car's device or state. The bundle's
+/// manifest and chunks match the signed hashes.
 fn blames_bundle(error: &FlashError) -> bool {
     match error {
         FlashError::Bundle(e) => !matches!(e, BundleError::Io { .. } | BundleError::Hash { .. }),

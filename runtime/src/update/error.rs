@@ -1,5 +1,5 @@
-//! Why an update stopped. An attack's error has the name that The Update Framework gives that
-//! attack. Every error leaves the live generation as it was, and the next run continues.
+//! Why an update stopped. The error for an attack has the name of that attack in The Update
+//! Framework. Every error leaves the live generation unchanged, and the next run continues.
 
 use crate::bundle::BundleError;
 use crate::bundle::manifest::ManifestError;
@@ -46,7 +46,7 @@ pub enum UpdateError {
     /// Endless data: more bytes than announced or allowed.
     #[error("endless data: {path} has more than {bytes_max} bytes")]
     EndlessData { path: String, bytes_max: u64 },
-    /// Slow retrieval: the link stays below its least rate.
+    /// Slow retrieval: the link stays below its minimum rate.
     #[error("slow retrieval: {path}: {bytes} bytes in {seconds} s")]
     SlowRetrieval { path: String, bytes: u64, seconds: u64 },
     /// Wrong key: no signature is by a key of the role.
@@ -55,15 +55,15 @@ pub enum UpdateError {
     /// Fewer valid signatures than the role needs.
     #[error("threshold: {path} has {found} of {threshold} signatures of role {role}")]
     Threshold { path: String, role: String, found: usize, threshold: usize },
-    /// Arbitrary software: other content than was signed.
+    /// Arbitrary software: the content is not the signed content.
     #[error("arbitrary software: {path} does not match its signed hash or length")]
     ArbitrarySoftware { path: String },
-    /// Not the expected format, such as a captive portal's page.
+    /// The object does not have the expected format: it may be a captive portal's page.
     #[error("{path}: {problem}")]
     Malformed { path: String, problem: String },
     #[error("{path}: not found in the repository")]
     NotFound { path: String },
-    /// The link broke. The next run reuses what arrived.
+    /// The link broke. The next run reuses the bytes that arrived.
     #[error("{path}: {problem}")]
     LinkBroken { path: String, problem: String },
     /// The run has received all the bytes that it may. The next run continues.
@@ -80,7 +80,8 @@ pub enum UpdateError {
     ReleaseFailed { release: String, reason: String },
     #[error("release {name}: manifest: {source}")]
     Manifest { name: String, source: ManifestError },
-    /// The repository lists a newer release, and no listed bundle leads from the live one forward.
+    /// The repository lists a newer release, but no listed bundles lead from the live generation to
+    /// it.
     #[error(
         "no listed release leads from {live} to sequence {newest} of `{lineage}`; publish a \
          snapshot, or a delta for {live}"
@@ -116,7 +117,7 @@ pub(crate) fn io_error(path: &std::path::Path) -> impl FnOnce(io::Error) -> Upda
     move |source| UpdateError::Io { path: path.to_owned(), source }
 }
 
-/// Returns the error that names the attack which `error` of the TUF crate found in `path`.
+/// Converts `error` of the TUF crate about `path` to the error of the attack that it found.
 pub(crate) fn from_tuf(error: sigstore_tuf::Error, path: &str, now: u64) -> UpdateError {
     use sigstore_tuf::Error as Tuf;
     let path = path.to_owned();

@@ -1,5 +1,6 @@
-//! The side with the link: it refreshes the signed metadata, chooses the next release and stages
-//! that release's bundle. Writes the sync directory only, and never changes the live generation.
+//! The sync process's side of an update. It refreshes the signed metadata, chooses the next release
+//! and stages that release's bundle. Writes the sync directory only, and never changes the live
+//! generation.
 
 use crate::bundle::manifest::Generation;
 use crate::limits::CHUNK_BYTES;
@@ -19,8 +20,8 @@ use std::time::Duration;
 const CHARGE_BYTES: u64 = 4 * CHUNK_BYTES as u64;
 
 /// One run of the sync process: its record, and the bytes that it has charged to the daily budget.
-/// The run charges bytes before it receives them, so a killed run has charged too much and never
-/// too little.
+/// The run charges bytes before it receives them, so a killed run has charged too much, never too
+/// little.
 struct Run<'a> {
     updater: &'a Updater,
     status: FetchStatus,
@@ -40,7 +41,7 @@ impl Run<'_> {
         self.save()
     }
 
-    /// Charges the next bytes if `bytes` in all would exceed what is charged.
+    /// Charges the next bytes if `bytes` in all would exceed the charge so far.
     fn cover(&mut self, bytes: u64) -> Result<(), UpdateError> {
         if bytes > self.charged { self.charge() } else { Ok(()) }
     }
@@ -53,16 +54,16 @@ impl Run<'_> {
         status.received.refund(self.charged.saturating_sub(received));
     }
 
-    /// Enters `state` after every step that `install` has.
+    /// Enters `state`, as a step later than all steps of `install`.
     fn enter(&mut self, state: FetchState, install: &InstallStatus, note: Option<String>) {
         self.status.enter(state, self.now, last_order(&install.history), note);
     }
 }
 
-/// The releases that a repository lists, as one car sees them.
+/// The releases of a repository that one car may use.
 struct Listing {
     live: Option<Generation>,
-    /// The live generation takes no further delta.
+    /// The live generation takes no further delta before a merge.
     is_full: bool,
     lineage: String,
     /// The listed releases of the car's lineage and cohort.
@@ -86,12 +87,13 @@ impl Listing {
 }
 
 impl Updater {
-    /// Refreshes the signed metadata and stages the next release on the path to the newest. If the
-    /// serving process is applying a release, only checks whether the publisher revoked it. The
-    /// serving process can change its record while this call waits for the link.
+    /// Refreshes the signed metadata and stages the next release on the path to the newest. While
+    /// the serving process applies a release, this call only checks whether the publisher revoked
+    /// that release. The serving process can change its record while this call waits for the link.
     ///
     /// # Errors
-    /// Why the fetch stopped. The record of the sync process becomes `Failed`.
+    /// [`UpdateError`] for the reason why the fetch stopped. The state in the sync process's record
+    /// is then `Failed`.
     pub fn fetch(
         &self,
         fetcher: &mut Fetcher<'_>,
@@ -146,8 +148,8 @@ impl Updater {
         let install = self.install_status()?;
         run.status.release = None;
         if install.state.is_active() {
-            // The serving process took the waiting release during the fetch, so the path may be
-            // another one. The next fetch chooses again.
+            // The serving process took the waiting release during the fetch, so the path may have
+            // changed. The next fetch chooses again.
             run.enter(FetchState::Idle, &install, None);
             return Ok(());
         }
@@ -157,14 +159,14 @@ impl Updater {
         if let Some(older) = last.as_ref().filter(|o| o.release.manifest != release.manifest) {
             staging.drop_bundle(&older.release)?;
         }
-        // Any number serves that the serving process did not take last.
+        // The number must only differ from that of the last offer that the serving process took.
         let number = install.offer.wrapping_add(1);
         run.status.offer = Some(Offer { number, release });
         run.enter(FetchState::Staged, &install, None);
         Ok(())
     }
 
-    /// Records what the repository offers and returns the release to stage next, or `None`.
+    /// Records the state of the repository and returns the release to stage next, or `None`.
     fn choose(
         &self,
         run: &mut Run<'_>,
@@ -197,7 +199,7 @@ impl Updater {
         }
         let Some(release) = next else {
             run.status.release = None;
-            // An attempt that failed is over if nothing leads forward any more.
+            // If no release leads forward any more, a failed attempt is over.
             if run.status.state != FetchState::Idle || install.state == InstallState::Failed {
                 run.enter(FetchState::Idle, &install, None);
             }
@@ -219,7 +221,7 @@ impl Updater {
         Ok(Some(release))
     }
 
-    /// Returns what `listed` means for this car.
+    /// Returns the releases of `listed` that this car may use.
     fn listing(
         &self,
         listed: Vec<Release>,
@@ -254,7 +256,7 @@ impl Updater {
 
         match (live, install.repair) {
             (None, _) => {
-                // What was live is lost: nothing older may take its place.
+                // The live generation is lost, and no older one may take its place.
                 usable.retain(|r| r.generation.sequence >= committed);
                 path(None, false, &usable)
             }

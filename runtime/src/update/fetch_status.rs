@@ -22,10 +22,10 @@ const RECORD: PairedRecord = PairedRecord {
     bytes_max: STATUS_BYTES_MAX,
 };
 
-/// What the sync process does.
+/// The state of the sync process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FetchState {
-    /// The repository lists nothing that leads forward.
+    /// The repository lists no release that leads forward.
     #[default]
     Idle,
     /// The repository lists a release that leads forward.
@@ -39,7 +39,7 @@ pub enum FetchState {
 }
 
 impl FetchState {
-    /// Returns the state of the update that this state is shown as.
+    /// Returns the state of the update for this state.
     pub(super) fn shown(self) -> UpdateState {
         match self {
             Self::Idle => UpdateState::Idle,
@@ -54,7 +54,7 @@ impl FetchState {
     fn successors(self) -> &'static [Self] {
         use FetchState::*;
         match self {
-            // A release that is on offer already is `Staged` again without another fetch.
+            // A release that is already offered becomes `Staged` again without a fetch.
             Idle => &[Notified, Staged, Idle, Failed],
             Notified => &[Notified, Fetching, Staged, Idle, Failed],
             Fetching | Staged | Failed => &[Notified, Staged, Idle, Failed],
@@ -65,7 +65,8 @@ impl FetchState {
 /// A staged release that the serving process may install.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
-    /// Number of the offer. The serving process takes an offer with another number than the last.
+    /// Number of the offer. The serving process takes an offer whose number differs from the last
+    /// one.
     pub number: u64,
     /// The release.
     pub release: Release,
@@ -74,15 +75,15 @@ pub struct Offer {
 /// The record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FetchStatus {
-    /// What the process does.
+    /// The state of the process.
     pub state: FetchState,
     /// The release that the process fetches.
     pub release: Option<Release>,
-    /// The release whose bundle is complete. It stays while a newer one is fetched.
+    /// The release whose bundle is complete. It stays on offer while a newer one is fetched.
     pub offer: Option<Offer>,
-    /// This car's place in a gradual rollout.
+    /// This car's position in a gradual rollout.
     pub cohort: u8,
-    /// The manifest of the release in the serving process's hands, if the publisher revoked it.
+    /// The manifest of the release that the serving process applies, if the publisher revoked it.
     pub revoked: Option<Hash>,
     /// The highest sequence that the repository lists for this car.
     pub newest: Option<u64>,
@@ -102,8 +103,8 @@ pub struct FetchStatus {
 }
 
 impl FetchStatus {
-    /// Reads the record in `directory`. A record that is missing or damaged in both copies is the
-    /// default: the next poll makes a new one.
+    /// Reads the record in `directory`. If both copies are missing or damaged, returns the default:
+    /// the next poll makes a new record.
     pub fn read(disk: &dyn Disk, directory: &Path) -> Self {
         match RECORD.read::<Self>(disk, directory) {
             Ok(Some(Stored { value, writes, .. })) => Self { writes, ..value },
@@ -127,11 +128,11 @@ impl FetchStatus {
             .map_err(|(path, source)| UpdateError::Io { path, source })
     }
 
-    /// Enters `state` and records the step, after every step up to `known`. The caller writes the
-    /// record.
+    /// Enters `state` and records the step, with a number above `known` and all earlier steps. The
+    /// caller writes the record.
     ///
     /// # Panics
-    /// If the state machine has no such transition: that is a defect of the caller.
+    /// If the state machine has no such transition, which is a defect of the caller.
     pub(super) fn enter(&mut self, state: FetchState, at: u64, known: u64, note: Option<String>) {
         let is_legal = self.state.successors().contains(&state);
         assert!(is_legal, "a fetch goes from {:?} to {state:?}", self.state);
@@ -155,7 +156,7 @@ impl FetchStatus {
     /// Decodes a copy of the record.
     ///
     /// # Errors
-    /// What is wrong with `bytes`.
+    /// A text that describes the problem with `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let (writes, status) = RECORD.decode::<Self>(bytes)?;
         Ok(Self { writes, ..status })

@@ -1,11 +1,11 @@
-//! The steps of an update, as they are shown: its states and its history. The sync process's record
-//! and the serving process's record hold one history each.
+//! The states and the history of an update. The sync process's record and the serving process's
+//! record hold one history each.
 
 use crate::limits::HISTORY_MAX;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The states of an update, as both processes' records give them.
+/// The states of an update, from the records of both processes.
 ///
 /// ```text
 /// Idle -> Notified -> Fetching -> Staged -> [AwaitConsent] -> Applying -> Probation -> Committed
@@ -34,7 +34,7 @@ pub enum UpdateState {
     Committed,
     /// It failed, or the publisher revoked it: the previous generation becomes live again.
     RollingBack,
-    /// The last attempt ended; `error` has the reason. The next attempt reuses what was fetched.
+    /// The last attempt ended; `error` has the reason. The next attempt reuses the fetched bytes.
     Failed,
 }
 
@@ -58,21 +58,21 @@ impl fmt::Display for UpdateState {
 /// One step of an update.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UpdateEvent {
-    /// Place in the order of the steps of both processes. A process numbers its next step above
-    /// every step that it knows of either process.
+    /// Position in the order of the steps of both processes. A process gives its next step a higher
+    /// number than every step in both records.
     pub order: u64,
     /// Time of the step, seconds since 1970.
     pub at: u64,
     /// The state that was entered.
     pub state: UpdateState,
-    /// The generation of the release in hand.
+    /// The generation of the release, if there is one.
     pub release: Option<String>,
     /// The reason, if there is one.
     pub note: Option<String>,
 }
 
-/// Appends `event` to a history of at most `HISTORY_MAX` events. An event like the last one takes
-/// its place: a link that fails every hour is one step.
+/// Appends `event` to a history of at most `HISTORY_MAX` events. An event that equals the last one,
+/// except for its time, replaces it: a link that fails every hour is one step.
 pub(super) fn append(history: &mut Vec<UpdateEvent>, event: UpdateEvent) {
     let is_like = |e: &UpdateEvent| {
         (e.state, &e.release, &e.note) == (event.state, &event.release, &event.note)

@@ -21,10 +21,10 @@ const RECORD: PairedRecord = PairedRecord {
     bytes_max: STATUS_BYTES_MAX,
 };
 
-/// What the serving process does with a release.
+/// The state of the serving process's work on a release.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum InstallState {
-    /// No release was taken yet, or the last one was withdrawn before it was installed.
+    /// No release was taken yet, or the last one was dropped before it was installed.
     #[default]
     Idle,
     /// The owner must consent.
@@ -42,7 +42,7 @@ pub enum InstallState {
 }
 
 impl InstallState {
-    /// Returns the state of the update that this state is shown as.
+    /// Returns the state of the update for this state.
     pub(super) fn shown(self) -> UpdateState {
         match self {
             Self::Idle => UpdateState::Idle,
@@ -60,7 +60,7 @@ impl InstallState {
         matches!(self, Self::Applying | Self::Probation | Self::RollingBack)
     }
 
-    /// Returns whether the process has a release in hand.
+    /// Returns whether the process works on a release, or waits for consent to it.
     pub fn has_release(self) -> bool {
         self.is_active() || self == Self::AwaitConsent
     }
@@ -78,32 +78,32 @@ impl InstallState {
     }
 }
 
-/// Who is to blame for a rollback.
+/// The cause of a rollback.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Blame {
     /// The release: it is never installed again.
     #[default]
     Release,
-    /// The car, or the publisher's change of mind: the release may come again.
+    /// The car, or a revocation by the publisher: the release may be installed later.
     Other,
 }
 
-/// What the live generation needs to be whole again.
+/// The snapshot that would repair the live generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Repair {
-    /// Nothing.
+    /// None is needed.
     #[default]
     None,
     /// Some rows are damaged: the next release is taken as a snapshot if there is one.
     NewerSnapshot,
-    /// It cannot be opened: a snapshot replaces it, also of the same generation.
+    /// It cannot be opened: any snapshot replaces it, even one of the same generation.
     AnySnapshot,
 }
 
 /// The record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstallStatus {
-    /// What the process does.
+    /// The state of the process.
     pub state: InstallState,
     /// Time of the last step, seconds since 1970.
     pub at: u64,
@@ -113,17 +113,17 @@ pub struct InstallStatus {
     pub release: Option<Release>,
     /// Why the last attempt ended or is being rolled back.
     pub error: Option<String>,
-    /// Who is to blame for the rollback in hand.
+    /// The cause of the current rollback.
     pub blame: Blame,
-    /// Trials of the release in a row that ended with the process, and the open one.
+    /// Trials of the release in a row that a crash of the process ended, and the open one.
     pub trials: u32,
-    /// Trials of the release in a row that ended with the power.
+    /// Trials of the release in a row that a restart of the machine ended.
     pub cuts: u32,
     /// The boot of the machine in which the last trial began.
     pub boot: u64,
     /// Attempts of the release in a row that a fault of the car ended.
     pub attempts: u32,
-    /// What the live generation needs.
+    /// The snapshot that the live generation needs.
     pub repair: Repair,
     /// The newest generation that passed probation.
     pub committed: Option<Generation>,
@@ -137,8 +137,8 @@ pub struct InstallStatus {
 }
 
 impl InstallStatus {
-    /// Reads the record in `directory`. A record that is missing or damaged in both copies is the
-    /// default; the caller then decides by what is live.
+    /// Reads the record in `directory`. If both copies are missing or damaged, returns the default.
+    /// The caller then decides by the live generation.
     ///
     /// # Errors
     /// `UpdateError::Io` if the device refuses both copies; another attempt may succeed.
@@ -146,7 +146,7 @@ impl InstallStatus {
         match RECORD.read::<Self>(disk, directory) {
             Ok(Some(Stored { value, writes, .. })) => {
                 let mut status = Self { writes, ..value };
-                // A record that names no release has nothing in hand.
+                // A state that needs a release becomes idle if the record names none.
                 if status.release.is_none() && status.state.has_release() {
                     status.state = InstallState::Idle;
                 }
@@ -181,7 +181,7 @@ impl InstallStatus {
         self.refused.contains(&release.manifest)
     }
 
-    /// Remembers that `release` is never to be installed again.
+    /// Records that `release` must never be installed again.
     pub(super) fn refuse(&mut self, release: &Release) {
         if !self.is_refused(release) {
             self.refused.push(release.manifest);
@@ -190,8 +190,8 @@ impl InstallStatus {
         self.refused.drain(..excess);
     }
 
-    /// Counts the begin of a trial in the boot `boot`. Returns why the release is rejected, if too
-    /// many trials ended with the process or with the power.
+    /// Counts the start of a trial in the boot `boot`. If crashes or restarts of the machine ended
+    /// too many trials, returns the reason to reject the release.
     pub(super) fn count_trial(&mut self, boot: u64) -> Option<String> {
         let is_first = self.trials == 0 && self.cuts == 0;
         let counter = if is_first || self.boot == boot { &mut self.trials } else { &mut self.cuts };
@@ -206,12 +206,12 @@ impl InstallStatus {
             .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times {trial}"))
     }
 
-    /// Ends the open trial well.
+    /// Ends the open trial as passed.
     pub(super) fn end_trial(&mut self) {
         (self.trials, self.cuts) = (0, 0);
     }
 
-    /// Takes `offer` in hand. The caller enters a state.
+    /// Makes `offer` the current one. The caller enters a state.
     pub(super) fn take_up(&mut self, offer: &Offer) {
         let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
         if !is_same {
@@ -222,8 +222,8 @@ impl InstallStatus {
         self.release = Some(offer.release.clone());
     }
 
-    /// Returns the time before which `offer` is not tried again: a fault of the car ended its last
-    /// attempts. A clock that went back ends the pause.
+    /// Returns the time before which `offer` is not tried again, if a fault of the car ended its
+    /// last attempts. If the clock went back, the pause ends.
     pub fn retry_at(&self, offer: &Offer, now: u64) -> Option<u64> {
         let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
         if !is_same || self.attempts == 0 || now < self.at {
@@ -233,11 +233,11 @@ impl InstallStatus {
         Some(self.at.saturating_add(pause)).filter(|at| now < *at)
     }
 
-    /// Enters `state` and records the step, after every step up to `known`. The caller writes the
-    /// record.
+    /// Enters `state` and records the step, with a number above `known` and all earlier steps. The
+    /// caller writes the record.
     ///
     /// # Panics
-    /// If the state machine has no such transition: that is a defect of the caller.
+    /// If the state machine has no such transition, which is a defect of the caller.
     pub(super) fn enter(&mut self, state: InstallState, at: u64, known: u64, note: Option<String>) {
         let is_legal = self.state.successors().contains(&state);
         assert!(is_legal, "an install goes from {:?} to {state:?}", self.state);
@@ -258,7 +258,7 @@ impl InstallStatus {
     /// Decodes a copy of the record.
     ///
     /// # Errors
-    /// What is wrong with `bytes`.
+    /// A text that describes the problem with `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let (writes, status) = RECORD.decode::<Self>(bytes)?;
         Ok(Self { writes, ..status })

@@ -1,6 +1,7 @@
-//! The link to a repository: the seam through which every fetched byte passes, and the limits on
-//! it. A broken object is requested again from where it broke. An object that is longer or slower
-//! than allowed ends the run. This file opens no socket: the caller supplies the link.
+//! The link to a repository: the trait through which every fetched byte passes, and the limits on
+//! it. After a break, an object is requested again from the byte at which it broke. An object that
+//! is longer or slower than allowed ends the run. This file opens no socket: the caller supplies
+//! the link.
 
 use crate::clock::Clock;
 use crate::limits::{BREAKS_MAX, STALLS_MAX};
@@ -11,13 +12,13 @@ use std::time::Duration;
 
 const DAY_S: u64 = 24 * 3600;
 
-/// Takes the next bytes of an object. `Break` ends the transfer.
+/// A function that takes the next bytes of an object. `Break` ends the transfer.
 pub type Take<'a> = &'a mut dyn FnMut(&[u8]) -> ControlFlow<()>;
 
-/// Gives the objects of a repository.
+/// A source of the objects of a repository.
 pub trait Link {
     /// Passes the object at `path` (relative to the repository) to `take`, from byte `from` to its
-    /// end, or until `take` breaks off.
+    /// end, or until `take` returns `Break`.
     ///
     /// # Errors
     /// `NotFound`, `NoRanges` if `from` is not 0 and the server sends whole objects only, or
@@ -30,7 +31,7 @@ pub trait Link {
     }
 }
 
-/// Why a link stopped giving an object.
+/// Why a link stopped a transfer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LinkError {
     /// The repository has no such object.
@@ -39,18 +40,18 @@ pub enum LinkError {
     /// The server sends whole objects only. Nothing was taken.
     #[error("the server sends whole objects only")]
     NoRanges,
-    /// Anything else; another attempt may succeed.
+    /// Any other error; another attempt may succeed.
     #[error("{0}")]
     Broken(String),
 }
 
-/// When a car looks for releases, and how many bytes that may cost.
+/// When a car polls for releases, and how many bytes it may receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinkRules {
     /// Minutes between two polls. Each interval varies by up to a quarter, to spread the fleet.
     pub poll_minutes: u32,
-    /// Bytes to receive in a day. The next day continues what was interrupted.
+    /// Bytes to receive in a day. An interrupted transfer continues on the next day.
     pub bytes_per_day_max: u64,
     /// Bytes a second; 0 for no limit.
     pub bytes_per_s_max: u64,
@@ -64,7 +65,7 @@ impl LinkRules {
         !self.open_for(now).is_zero()
     }
 
-    /// Returns how long the hours last from `now` on.
+    /// Returns the time from `now` to the end of the hours.
     pub fn open_for(&self, now: u64) -> Duration {
         let [start, end] = self.hours.map(|hour| u64::from(hour) * 3600);
         let elapsed = (now + DAY_S - start) % DAY_S;
@@ -75,14 +76,14 @@ impl LinkRules {
     }
 }
 
-/// What one run may take from its link.
+/// Limits of one run on its link.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkLimits {
     /// Bytes to receive in all. A run at this limit starts no further chunk.
     pub bytes_max: u64,
     /// Time in which the run may start a further chunk.
     pub time_max: Duration,
-    /// Bytes a second that each object must reach...
+    /// Bytes a second that the transfer of each object must reach...
     pub rate_min: u64,
     /// ...after this time.
     pub rate_grace: Duration,
@@ -176,8 +177,8 @@ impl<'a> Fetcher<'a> {
         Err(UpdateError::LinkBroken { path: self.address(path), problem })
     }
 
-    /// Requests once what `content` lacks of the object. The outer error ends the run; the inner
-    /// error is the link's.
+    /// Requests the part of the object after `content`, once. The outer error ends the run; the
+    /// inner error is the link's.
     fn get_rest(
         &mut self,
         path: &str,

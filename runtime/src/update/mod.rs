@@ -1,13 +1,13 @@
-//! Updates: from a repository's signed releases to the live generation, and back to the previous
-//! generation if a release fails its probe or its probation.
+//! Updates: a signed release of a repository becomes the live generation. If the release fails its
+//! probe or its probation, the previous generation is restored.
 //!
 //! Two processes share an update, and each writes one directory only:
 //! * `Updater::fetch` (`hatchback-sync`) has the link. It writes the sync directory.
 //! * `Updater::advance` (`apply.rs`, `hatchbackd`) has no link. It writes the flash directory. It
 //!   trusts nothing in the sync directory that a signature does not cover.
 //!
-//! Either process can be stopped at any moment and started again. Each step finds on disk what was
-//! finished before the stop and repeats the rest.
+//! Either process can be stopped at any moment and started again. Each step reads from disk which
+//! work was finished before the stop, and repeats the rest.
 //!
 //! ```text
 //! SYNC/root.json timestamp.json ...  the newest verified metadata, as signed

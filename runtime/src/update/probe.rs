@@ -29,7 +29,7 @@ pub enum ProbeFault {
     Release(String),
     /// The car's flash, memory or GPU failed.
     Car {
-        /// What failed.
+        /// The failure.
         problem: String,
         /// A file of the flash directory is missing or damaged.
         is_damage: bool,
@@ -44,19 +44,13 @@ impl From<FlashError> for ProbeFault {
 
 impl From<OpenError> for ProbeFault {
     fn from(e: OpenError) -> Self {
-        let problem = e.to_string();
+        let (problem, is_fault_of_release) = (e.to_string(), e.is_fault_of_release());
         match e {
-            // The install has verified every file, so a wrong one was damaged since.
+            // The install verified every file, so a wrong file was damaged later.
             OpenError::Flash(e) => e.into(),
             OpenError::Segment(e) => FlashError::from(e).into(),
-            OpenError::Budget { .. } | OpenError::Cuda(_) => {
-                Self::Car { problem, is_damage: false }
-            }
-            OpenError::Dense(_)
-            | OpenError::GpuDense(_)
-            | OpenError::Fallback(_)
-            | OpenError::GpuLacks(_)
-            | OpenError::Weights { .. } => Self::Release(problem),
+            _ if is_fault_of_release => Self::Release(problem),
+            _ => Self::Car { problem, is_damage: false },
         }
     }
 }
@@ -65,7 +59,8 @@ impl From<OpenError> for ProbeFault {
 /// between samples.
 ///
 /// # Errors
-/// `ProbeFault::Release` also if a score is not a number.
+/// `ProbeFault::Release` if the model cannot score a sample, or if a score is not a number.
+/// `ProbeFault::Car` if the car cannot open the generation.
 pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Probed, ProbeFault> {
     let samples = flash.probe()?;
     let cache = PROBE_CACHE_BYTES_MAX;
@@ -110,4 +105,31 @@ fn score<'a>(worker: &'a mut Worker, batch: &Batch) -> Result<Option<&'a [f32]>,
         return Err(format!("its score is {value}"));
     }
     Ok(Some(scores.values))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback_kernels::dense::Weights;
+
+    #[test]
+    fn a_release_is_blamed_for_its_own_faults_only() {
+        let of_release = OpenError::Weights {
+            weights: Weights::Int8,
+            sample: 3,
+            problem: "another score".to_owned(),
+        };
+        assert!(matches!(ProbeFault::from(of_release), ProbeFault::Release(_)));
+
+        let (field, value, problem) = ("memory_bytes_max", 7, "too small".to_owned());
+        let of_car = [
+            OpenError::Fallback("TopK".to_owned()),
+            OpenError::GpuLacks("weights with mean".to_owned()),
+            OpenError::Budget { field, value, problem },
+        ];
+        for error in of_car {
+            let fault = ProbeFault::from(error);
+            assert!(matches!(fault, ProbeFault::Car { is_damage: false, .. }), "{fault:?}");
+        }
+    }
 }

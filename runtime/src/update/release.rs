@@ -1,6 +1,6 @@
 //! Releases as a repository lists them, and the cheapest path from the live generation to the
 //! newest one. A release is one signed target: the manifest of its bundle. The bundle's chunks are
-//! stored under their hashes. A path is never made of a target name that `parse_name` refuses.
+//! stored under their hashes. Only a target name that `parse_name` accepts is used in a path.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::update::error::UpdateError;
@@ -81,8 +81,8 @@ pub fn manifest_path(name: &str, hash: &Hash) -> String {
     format!("targets/{folder}/{}.{file}", hex(hash))
 }
 
-/// Returns the generation and the parent that a target's name stands for, or `None` if the name is
-/// not that of a release.
+/// Parses a target's name to its generation and parent. Returns `None` if it is not the name of a
+/// release.
 pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
     let (lineage, file) = name.split_once('/')?;
     let (sequence, kind) = file.split_once('-')?;
@@ -131,8 +131,8 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
     Ok(releases)
 }
 
-/// Returns the model to follow: that of the live generation, the `chosen` one, or the only listed
-/// one. Returns `None` if nothing is listed.
+/// Returns the model to follow: that of the live generation, else the `chosen` one, else the only
+/// listed one. Returns `None` if no model is listed.
 ///
 /// # Errors
 /// `UpdateError::AmbiguousLineage` if several models are listed and none is chosen.
@@ -156,8 +156,8 @@ pub fn lineage_of(
     }
 }
 
-/// The cheapest known way to reach a sequence: its bytes, and the last release on it (`None` for
-/// the live generation).
+/// The cheapest known path to a sequence: its bytes, and its last release (`None` for the live
+/// generation).
 struct Reached<'a> {
     bytes: u64,
     last: Option<&'a Release>,
@@ -182,8 +182,8 @@ pub fn cheapest_path(
     steps.sort_by_key(|r| (r.generation.sequence, r.parent));
     let Some(newest) = steps.last().map(|r| r.generation.sequence) else { return Ok(Vec::new()) };
 
-    // A parent has a lower sequence than its release, so in this order the cheapest way to each
-    // parent is final before any release uses it.
+    // A parent has a lower sequence than its release. In this order the cheapest path to each
+    // parent is therefore final before any release uses it.
     let mut reached: BTreeMap<u64, Reached<'_>> = BTreeMap::new();
     if let Some(live) = live.filter(|_| takes_deltas) {
         reached.insert(live, Reached { bytes: 0, last: None });
@@ -210,7 +210,7 @@ pub fn cheapest_path(
     Ok(path)
 }
 
-/// Returns the releases on the way to the highest reached sequence, in order.
+/// Returns the releases on the path to the highest reached sequence, in order.
 fn path_to_last(reached: &BTreeMap<u64, Reached<'_>>) -> Vec<Release> {
     let mut path = Vec::new();
     let mut at = reached.last_key_value().and_then(|(_, r)| r.last);

@@ -1,7 +1,7 @@
-//! The rollback floor: the lowest metadata versions and the earliest time that this car accepts.
-//! It holds even if the metadata files are lost. The record has two copies, each replaced whole;
-//! without either copy the car accepts nothing. A version never goes down, except when a new root
-//! revokes the keys that signed it.
+//! The rollback floor: the lowest metadata versions and the earliest time that this car accepts. It
+//! applies even if the metadata files are lost. The record has two copies, each replaced whole. If
+//! both copies are lost, the car accepts no release. A version never goes down, except when a new
+//! root revokes the keys that signed it.
 
 use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
@@ -43,7 +43,7 @@ impl RollbackFloor {
     /// Decodes a copy of the record. Returns its number of writes and the record.
     ///
     /// # Errors
-    /// What is wrong with `bytes`.
+    /// A text that describes the problem with `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
         RECORD.decode(bytes)
     }

@@ -1,5 +1,5 @@
-//! Both sides of an update in one process, for a desk and for tests. In the car two processes call
-//! `fetch` and `advance` themselves.
+//! Both sides of an update in one process, for a desk and for tests. In the car one process calls
+//! `fetch` and another calls `advance`.
 
 use crate::update::apply::Host;
 use crate::update::error::UpdateError;
@@ -14,8 +14,9 @@ impl Updater {
     /// and its size.
     ///
     /// # Errors
-    /// Why the run stopped. The live generation is the one before the run, or a release on the path
-    /// to the newest. `UpdateError::ReleaseFailed` if a release was not installed or rolled back.
+    /// [`UpdateError`](crate::update::error::UpdateError) for the reason why the run stopped. The
+    /// live generation is then the one before the run, or a release on the path to the newest.
+    /// `ReleaseFailed` if a release was not installed, or was rolled back.
     pub fn run(
         &self,
         fetcher: &mut Fetcher<'_>,
@@ -40,7 +41,7 @@ impl Updater {
                         reason: status.error.unwrap_or_default(),
                     });
                 }
-                // What was in hand was revoked and rolled back.
+                // The release that was being applied was revoked and rolled back.
                 _ if before.state.is_active() && !self.install_status()?.state.is_active() => {
                     if let Some(reason) = self.install_status()?.error {
                         let release = before.release.map(|r| r.generation.to_string());

@@ -1,5 +1,5 @@
 //! Staging: fetches a release's chunks one by one and builds the release's bundle beside the live
-//! generation. After a restart it verifies the stored chunks again; a power cut costs at most one
+//! generation. After a restart it verifies the stored chunks again; a power cut loses at most one
 //! chunk's bytes. It never parses or decompresses content before a signed hash verifies it.
 
 use crate::bundle::manifest::{Chunk, Manifest, sha256};
@@ -22,8 +22,8 @@ pub struct Staging<'a> {
     directory: &'a Path,
 }
 
-/// The part of a bundle that an earlier attempt left: whole chunks, and the bytes that they and the
-/// header take. No bytes if there is no whole chunk.
+/// The part of a bundle that an earlier attempt left: whole chunks, and the bytes of these chunks
+/// and the header. Without a whole chunk it has 0 bytes.
 #[derive(Clone, Copy, Default)]
 struct Stored {
     chunks: usize,
@@ -54,7 +54,7 @@ impl<'a> Staging<'a> {
         directory.join(format!("{}.hatch", hex(&release.manifest)))
     }
 
-    /// Returns whether the complete bundle of `release` is what was signed, chunk by chunk.
+    /// Returns whether the complete bundle of `release` has the signed manifest and its chunks.
     pub fn is_sound(&self, release: &Release) -> bool {
         let verified =
             BundleReader::open_on(self.disk, &self.bundle(release)).and_then(|mut bundle| {
@@ -77,8 +77,8 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Removes every file except those of the releases `in_hand`. Logs a file that cannot be
-    /// removed and leaves it.
+    /// Removes every file except those of the releases `in_hand`, which are still needed. Logs a
+    /// file that cannot be removed and leaves it.
     pub fn reclaim<'r>(&self, in_hand: impl Iterator<Item = &'r Release>) {
         let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
 
@@ -97,13 +97,13 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Fetches what is missing of the bundle of `release` and returns the path of the complete
+    /// Fetches the missing part of the bundle of `release` and returns the path of the complete
     /// bundle. Before each chunk, `progress` receives the staged bytes and the bytes that `fetcher`
     /// will have received after that chunk. An error of `progress` ends the run.
     ///
     /// # Errors
-    /// A chunk does not arrive or is not what was signed, the space is too small, or `progress`
-    /// failed. Chunks that arrived stay.
+    /// [`UpdateError`] if a chunk does not arrive or does not match its hash, the space is too
+    /// small, or `progress` failed. Chunks that arrived stay on disk.
     pub fn stage(
         &self,
         release: &Release,
@@ -129,7 +129,7 @@ impl<'a> Staging<'a> {
         let mut unsynced = 0;
 
         for (n, chunk) in chunks[stored.chunks..].iter().enumerate() {
-            // Every run fetches at least one chunk, however small the budget and late the hour.
+            // Every run fetches at least one chunk, even with a small budget or late in the hours.
             let allowed = if n == 0 { Ok(()) } else { fetcher.check_limits() };
             let received = fetcher.bytes() + u64::from(chunk.stored);
             let fetched = allowed

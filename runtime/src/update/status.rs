@@ -1,6 +1,6 @@
-//! What is shown of an update: the records of both processes as one. Each process has a record of
+//! The status of an update, merged from the records of both processes. Each process has a record of
 //! its own (`fetch_status.rs`, `install_status.rs`) and only reads the other's. Neither record
-//! decides what is live: only the live record on flash does.
+//! decides which generation is live: only the live record on flash does.
 
 use crate::limits::HISTORY_MAX;
 use crate::maintenance::wear::Wear;
@@ -21,7 +21,7 @@ pub struct UpdateStatus {
     pub at: u64,
     /// The live generation; `None` also if it cannot be opened.
     pub live: Option<String>,
-    /// The release in hand.
+    /// The current release, if there is one.
     pub release: Option<Release>,
     /// The highest sequence that the repository lists for this car.
     pub newest: Option<u64>,
@@ -33,7 +33,7 @@ pub struct UpdateStatus {
     pub bytes_received: u64,
     /// Bytes received, by day.
     pub received: Wear,
-    /// Trials of this release in a row that ended with the process.
+    /// Trials of this release in a row that a crash of the process ended.
     pub trials: u32,
     /// Hashes of the manifests of the releases that this car rejected, in hexadecimal digits.
     pub refused: Vec<String>,
@@ -42,9 +42,9 @@ pub struct UpdateStatus {
 }
 
 impl UpdateStatus {
-    /// Returns what `fetch` and `install` together say. `live` is the live generation.
+    /// Returns the status from both records. `live` is the live generation.
     pub(super) fn merge(fetch: FetchStatus, install: InstallStatus, live: Option<String>) -> Self {
-        // The later step counts, except that a fetch beside a release in hand changes nothing.
+        // The later step counts. A fetch while the serving process has a release does not.
         let is_installers = install.state.has_release()
             || last_order(&install.history) > last_order(&fetch.history)
             || install.state == InstallState::Committed && fetch.state == FetchState::Idle;

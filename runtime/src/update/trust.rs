@@ -1,7 +1,7 @@
 //! Trust: verifies the metadata that a repository signed, in the order of The Update Framework. The
-//! `sigstore-tuf` crate makes the checks. This file adds the rollback floor, which holds even if
-//! the metadata files are torn, and the time floor. It stores metadata as the signed bytes arrived.
-//! It never parses content before its signature is verified, except the signed envelope.
+//! `sigstore-tuf` crate makes the checks. This file adds the time floor and the rollback floor,
+//! which applies even if the metadata files are damaged. It stores metadata as the signed bytes
+//! arrived. It never parses content before its signature is verified, except the signed envelope.
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
@@ -19,7 +19,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The timestamp's field with the time of signing, seconds since 1970.
+/// The field of the timestamp metadata with the time of signing, seconds since 1970.
 pub const PUBLISHED: &str = "published";
 /// The newest verified root.
 const NEWEST_ROOT: &str = "root.json";
@@ -58,8 +58,7 @@ impl Now {
     }
 }
 
-/// Returns the keys of the timestamp and snapshot roles: only these can have signed the cached
-/// versions.
+/// Returns the keys of the timestamp and snapshot roles, which sign the cached files.
 fn online_keys(root: &Root) -> [BTreeSet<String>; 2] {
     ["timestamp", "snapshot"]
         .map(|role| root.role(role).map(|r| r.keyids.iter().cloned().collect()).unwrap_or_default())
@@ -70,7 +69,8 @@ impl Trust {
     /// the root that provisioned it if that file is damaged.
     ///
     /// # Errors
-    /// The root does not sign itself, or the directory cannot be written.
+    /// [`UpdateError`] if the root is not signed by its own keys, or if the directory cannot be
+    /// written.
     pub fn init(disk: &dyn Disk, directory: &Path, root: &[u8]) -> Result<(), UpdateError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         if read_root(disk, directory, FACTORY_ROOT).is_some() {
@@ -86,7 +86,7 @@ impl Trust {
             replace(NEWEST_ROOT)?;
         }
         let floor = match RollbackFloor::read(disk, directory) {
-            // The first provisioning was cut off within its writes.
+            // The first provisioning was interrupted during its writes.
             Err(_) if !is_present(disk, &directory.join(FACTORY_ROOT)) => None,
             floor => floor?,
         };
@@ -144,12 +144,12 @@ impl Trust {
         self.floor
     }
 
-    /// Fetches and verifies what the repository signed since the last refresh, as of `now` (seconds
-    /// since 1970). Returns the targets.
+    /// Fetches and verifies the metadata that the repository signed since the last refresh, as of
+    /// `now` (seconds since 1970). Returns the targets.
     ///
     /// # Errors
-    /// The first file that is refused or does not arrive. Files that were verified before it are
-    /// stored.
+    /// [`UpdateError`] for the first file that is refused or does not arrive. Files that were
+    /// verified before it are stored.
     pub fn refresh(mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, UpdateError> {
         if now.saturating_add(CLOCK_SLACK_S) < self.floor.time {
             return Err(UpdateError::ClockBehind { now, floor: self.floor.time });
@@ -193,8 +193,8 @@ impl Trust {
 
             if version > self.floor.root {
                 if online_keys(self.set.root()) != keys {
-                    // A thief of the old keys could have signed any version. The floors that those
-                    // keys set no longer count.
+                    // With stolen old keys any version could have been signed, so the floors that
+                    // those keys set no longer count.
                     self.floor =
                         RollbackFloor { timestamp: 0, snapshot: 0, targets: 0, ..self.floor };
                     self.is_rotated = true;
@@ -207,8 +207,8 @@ impl Trust {
         self.require_at_least("root", self.floor.root, self.set.root().version)
     }
 
-    /// Fetches the roots again whose files are lost or damaged. The serving process follows the
-    /// whole chain of roots from its own.
+    /// Fetches roots again if their files are lost or damaged. The serving process needs the whole
+    /// chain of roots after its own.
     fn restore_roots(&mut self, fetcher: &mut Fetcher<'_>) -> Result<(), UpdateError> {
         let disk = Arc::clone(&self.disk);
         if let Some((first, mut chain)) = read_root(disk.as_ref(), &self.directory, FACTORY_ROOT) {
@@ -286,7 +286,7 @@ impl Trust {
         let version = timestamp.version;
         let published =
             timestamp.extra.get(PUBLISHED).and_then(serde_json::Value::as_u64).unwrap_or(0);
-        // A time after the timestamp's own expiry would lock the car out.
+        // With a time floor after the timestamp's own expiry, the car could accept no metadata.
         let published = published.min(u64::try_from(timestamp.expires.as_second()).unwrap_or(0));
 
         self.require_at_least("timestamp", self.floor.timestamp, version)?;
@@ -350,7 +350,7 @@ impl Trust {
         if offered >= floor {
             return Ok(());
         }
-        // The file of this role is the replay: it must not be written.
+        // The file of this role is the replayed one, so it must not be written.
         self.writes.retain(|(name, _)| name.strip_suffix(".json") != Some(role));
         Err(UpdateError::Replay { role, floor, offered })
     }
@@ -387,12 +387,12 @@ impl Trust {
     }
 }
 
-/// Returns whether anything is at `path`, readable or not.
+/// Returns whether there is a file at `path`, readable or not.
 fn is_present(disk: &dyn Disk, path: &Path) -> bool {
     !disk.read(path, ROOT_BYTES_MAX).is_err_and(|e| e.kind() == ErrorKind::NotFound)
 }
 
-/// Reads the root in the file `name`, if it is whole and signs itself.
+/// Reads the root in the file `name`, if it is whole and signed by its own keys.
 fn read_root(
     disk: &dyn Disk,
     directory: &Path,
@@ -412,7 +412,7 @@ fn malformed(path: &str, problem: &str) -> UpdateError {
     UpdateError::Malformed { path: path.to_owned(), problem: problem.to_owned() }
 }
 
-/// Returns the path of the version of `role` that `pin` requires, and its greatest length.
+/// Returns the path of the version of `role` that `pin` requires, and its maximum length.
 fn pinned(pin: Option<MetaFile>, role: &str, bytes_max: u64) -> Result<(String, u64), UpdateError> {
     let Some(pin) = pin else {
         return Err(malformed(

@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Time for which the owner's consent waits for a step of the serving process.
+/// Longest time for which the owner's consent waits for a step of the serving process.
 const CONSENT_WAIT: Duration = Duration::from_secs(2);
 
-/// Brings one car's flash directory forward to a repository's newest release.
+/// Updates one car's flash directory to a repository's newest release.
 #[derive(Clone)]
 pub struct Updater {
     /// The disk of both directories.
@@ -26,7 +26,7 @@ pub struct Updater {
     pub flash: PathBuf,
     /// The model to follow while nothing is live. Needed if the repository has several models.
     pub lineage: Option<String>,
-    /// This car's place in a gradual rollout: 0 is in the first per cent of the fleet, 99 in the
+    /// This car's position in a gradual rollout: 0 is in the first per cent of the fleet, 99 in the
     /// last.
     pub cohort: u8,
 }
@@ -35,7 +35,7 @@ impl Updater {
     /// Returns the state of the update, from the records of both processes.
     ///
     /// # Errors
-    /// `UpdateError::Io` if the device does not give the serving process's record.
+    /// `UpdateError::Io` if the device cannot read the serving process's record.
     pub fn status(&self) -> Result<UpdateStatus, UpdateError> {
         let live = self.live().ok().flatten().map(|flash| flash.manifest().generation.to_string());
         Ok(UpdateStatus::merge(self.fetch_status(), self.install_status()?, live))
@@ -49,7 +49,7 @@ impl Updater {
     /// Returns the serving process's record. A missing or damaged record is read as the default.
     ///
     /// # Errors
-    /// `UpdateError::Io` if the device does not give the record.
+    /// `UpdateError::Io` if the device cannot read the record.
     pub fn install_status(&self) -> Result<InstallStatus, UpdateError> {
         InstallStatus::read(self.disk.as_ref(), &self.flash)
     }
@@ -64,17 +64,18 @@ impl Updater {
         status.write(self.disk.as_ref(), &self.flash)
     }
 
-    /// Takes the lock that one step of the serving process holds.
+    /// Takes the lock that each step of the serving process holds.
     pub(super) fn lock_install(&self) -> Result<Lock, UpdateError> {
         self.lock(&self.flash, "updating", Duration::ZERO)
     }
 
-    /// Takes the same lock, and waits for a step: for the owner's consent and the process's end.
+    /// Takes the same lock, and waits for a step in progress. For the owner's consent and the
+    /// process's end.
     pub(super) fn lock_consent(&self) -> Result<Lock, UpdateError> {
         self.lock(&self.flash, "updating", CONSENT_WAIT)
     }
 
-    /// Takes the lock that one fetch holds from its start to its end.
+    /// Takes the lock that each fetch holds from its start to its end.
     pub(super) fn lock_fetch(&self) -> Result<Lock, UpdateError> {
         self.lock(&self.directory, "fetching", Duration::ZERO)
     }
@@ -86,8 +87,8 @@ impl Updater {
         lock.ok_or(UpdateError::Busy { path })
     }
 
-    /// Opens the live generation. Returns `None` if nothing is live, or if what is live is damaged
-    /// so that it cannot be opened.
+    /// Opens the live generation. Returns `None` if no generation is live, or if damage keeps it
+    /// from being opened.
     ///
     /// # Errors
     /// `UpdateError::Flash` if the device refused.
@@ -116,11 +117,11 @@ impl Updater {
         Ok(Flash::restore_live_record(self.disk.as_ref(), &self.flash)?)
     }
 
-    /// Returns whether the open offer is not to be taken yet, because a fault of the car ended its
-    /// last attempts.
+    /// Returns whether the open offer must wait, because a fault of the car ended its last
+    /// attempts.
     ///
     /// # Errors
-    /// `UpdateError::Io` if the device does not give the serving process's record.
+    /// `UpdateError::Io` if the device cannot read the serving process's record.
     pub(crate) fn is_paused(&self, now: u64) -> Result<bool, UpdateError> {
         let install = self.install_status()?;
         let fetch = self.fetch_status();

@@ -6,6 +6,7 @@ use anyhow::Result;
 use hatchback::limits::HOT_KEYS_MAX;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::io::Read;
 
 /// A delta brings a new hot list if the hottest keys changed. The first 256 keys of both lists are
 /// compared, then the first 512, and so on up to the whole list.
@@ -13,25 +14,67 @@ const HOT_COMPARED_MIN: usize = 256;
 /// The list is new if in one comparison more than one key in ten is missing from the parent's list.
 const HOT_CHANGED_ONE_IN: usize = 10;
 
-/// Returns the most used keys, most used first; none if the source has no counts.
-pub(crate) fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
-    let Some(counts) = source.counts()? else { return Ok(Vec::new()) };
-    let (mut heap, mut at) = (BinaryHeap::new(), 0);
-    source.each_block(&mut |keys, _| {
-        for (&key, &count) in keys.iter().zip(&counts[at..]) {
-            if count > 0 {
-                heap.push(Reverse((count, Reverse(key))));
-            }
-            if heap.len() > HOT_KEYS_MAX {
-                heap.pop();
-            }
-        }
-        at += keys.len();
-        Ok(())
-    })?;
+/// The most used of the keys that were offered, with their counts.
+#[derive(Default)]
+pub(crate) struct HotKeys {
+    /// The least used of these keys is on top: its count, then the key. Of equal counts the lower
+    /// key counts as more used.
+    heap: BinaryHeap<Reverse<(u64, Reverse<u64>)>>,
+}
 
-    // `Reverse` sorts the most used to the front.
-    Ok(heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect())
+impl HotKeys {
+    /// Returns the most used keys of a source; none if the source has no counts.
+    ///
+    /// # Errors
+    /// The source cannot be read.
+    pub(crate) fn of(source: &dyn RowSource) -> Result<Self> {
+        let mut hot = Self::default();
+        let Some(counts) = source.counts()? else { return Ok(hot) };
+        let mut at = 0;
+        source.each_block(&mut |keys, _| {
+            keys.iter().zip(&counts[at..]).for_each(|(key, count)| hot.offer(*key, *count));
+            at += keys.len();
+            Ok(())
+        })?;
+        Ok(hot)
+    }
+
+    fn offer(&mut self, key: u64, count: u64) {
+        if count > 0 {
+            self.heap.push(Reverse((count, Reverse(key))));
+        }
+        if self.heap.len() > HOT_KEYS_MAX {
+            self.heap.pop();
+        }
+    }
+
+    /// Offers the keys of another part of the table, as [`HotKeys::encode`] wrote them.
+    ///
+    /// # Errors
+    /// `encoded` cannot be read.
+    pub(crate) fn offer_encoded(&mut self, encoded: &mut dyn Read, keys: u64) -> Result<()> {
+        let mut word = || {
+            let mut bytes = [0; 8];
+            encoded.read_exact(&mut bytes).map(|()| u64::from_le_bytes(bytes))
+        };
+        for _ in 0..keys {
+            let (key, count) = (word()?, word()?);
+            self.offer(key, count);
+        }
+        Ok(())
+    }
+
+    /// Returns the keys with their counts as bytes.
+    pub(crate) fn encode(self) -> Vec<u8> {
+        let pairs = self.heap.into_iter().flat_map(|Reverse((count, Reverse(key)))| [key, count]);
+        pairs.flat_map(u64::to_le_bytes).collect()
+    }
+
+    /// Returns the keys, most used first.
+    pub(crate) fn into_keys(self) -> Vec<u64> {
+        // `Reverse` sorts the most used to the front.
+        self.heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect()
+    }
 }
 
 /// Returns whether the hot list `old` is outdated: a cache of some size that is filled from it

@@ -4,11 +4,16 @@
 //! (one in a hundred), which the clustered segment repeats. Never holds a whole table.
 
 pub mod clustering;
+mod column_sums;
 pub(crate) mod hot;
 pub mod hugectr_network;
 pub mod key_spec;
+mod learn;
+pub mod merge;
 pub mod network;
+pub mod overrides;
 pub mod prove;
+pub mod range;
 pub mod share;
 pub mod sort;
 pub mod spec;
@@ -16,41 +21,23 @@ mod spec_line;
 pub(crate) mod table;
 mod table_major;
 
-use crate::import::{FrequentRows, RowSource};
-use crate::pack::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
+use crate::import::{FrequentRows, RowSource, Rows};
+use crate::pack::learn::{Learnt, learn};
+use crate::pack::spec::ModelSpec;
 use crate::pack::spec_line::{at_line, line_of};
 use crate::pack::table::{Destination, write_blob, write_table};
 use anyhow::{Context, Result, bail, ensure};
+use hatchback::Weights;
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::flash::Flash;
-use hatchback::io::in_order::{InOrder, WorkPool};
+use hatchback::io::in_order::WorkPool;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, Placement, Schema, SchemaError, Table};
-use hatchback::{Weights, choose_unit_exp};
+use hatchback::schema::{KeySpace, Schema, SchemaError, Table};
 use std::io::{BufRead, BufReader};
-use std::num::NonZeroUsize;
 use std::path::Path;
 
-/// Choices of the command line that apply to all tables.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Overrides {
-    /// Replaces the codec of each table.
-    pub codec: Option<CodecChoice>,
-    /// Replaces the placement of each table.
-    pub placement: Option<Placement>,
-    /// Leaves out the rows of sparse tables that training used less often.
-    pub min_count: Option<u64>,
-    /// Threads that encode and compress; without it as many as the process may use. The bytes of
-    /// the bundle do not depend on it.
-    pub threads: Option<NonZeroUsize>,
-}
-
-impl Overrides {
-    fn workers(self) -> Result<WorkPool> {
-        WorkPool::new(self.threads).context("the threads of `pack`")
-    }
-}
+pub use overrides::Overrides;
 
 /// The bundle that `pack` wrote.
 #[derive(Debug)]
@@ -128,18 +115,20 @@ struct OpenedSource {
     left_out: Option<u64>,
 }
 
-/// Opens the files of table `number`. With `min_count` leaves out the rare rows of a sparse table
-/// that has counts. `at` returns the place of a field, for an error.
+/// Opens the files of table `number`, of whose rows `take` returns those that are packed. With
+/// `min_count` leaves out the rare rows of a sparse table that has counts. `at` returns the place
+/// of a field, for an error.
 fn open_source(
     spec: &ModelSpec,
     number: usize,
+    take: impl FnOnce(Rows) -> Rows,
     base: &Path,
     min_count: Option<u64>,
     at: &dyn Fn(&str) -> String,
 ) -> Result<OpenedSource> {
     let table = &spec.tables[number];
     let place = || format!("{}: table `{}`", at(&format!("table[{number}].source")), table.name);
-    let rows = table.source.open(base, table.dim).with_context(place)?;
+    let rows = take(table.source.open(base, table.dim).with_context(place)?);
     match min_count {
         Some(least) if table.keys == KeySpace::Sparse && rows.has_counts() => {
             let rows = FrequentRows::new(rows, least).with_context(place)?;
@@ -159,11 +148,19 @@ fn open_sources(
 ) -> Result<OpenedSources> {
     let (mut sources, mut left_out) = (Vec::new(), Vec::new());
     for number in 0..spec.tables.len() {
-        let opened = open_source(spec, number, base, min_count, at)?;
+        let opened = open_source(spec, number, |all| all, base, min_count, at)?;
+        check_rows_left(opened.rows.rows(), min_count, &spec.tables[number].name)?;
         sources.push(opened.rows);
         left_out.push(opened.left_out);
     }
     Ok(OpenedSources { sources, rows_left_out: sum_left_out(min_count, &left_out)? })
+}
+
+/// Returns an error if no row of the table `name` is left.
+fn check_rows_left(rows: u64, min_count: Option<u64>, name: &str) -> Result<()> {
+    let least = min_count.unwrap_or_default();
+    ensure!(rows > 0, "table `{name}`: --min-count {least}: no row was used so often");
+    Ok(())
 }
 
 /// Returns the sum of the rows that were left out of all tables. `left_out` has one element for
@@ -306,121 +303,6 @@ fn learn_tables(
     }
 
     Ok(tables)
-}
-
-/// The result of the first pass over a table.
-#[derive(Debug)]
-struct Learnt {
-    ranges: Ranges,
-    /// The sums of the columns, if the default row is their mean.
-    sums: Vec<f64>,
-}
-
-/// The ranges of values in some rows.
-#[derive(Clone, Copy, Debug)]
-struct Ranges {
-    magnitude_max: f32,
-    /// The smallest range of a row that has one.
-    row_range_min: f32,
-}
-
-impl Ranges {
-    const NONE: Self = Self { magnitude_max: 0.0, row_range_min: f32::INFINITY };
-
-    fn of(values: &[f32], dim: usize) -> Self {
-        values.chunks_exact(dim).fold(Self::NONE, |ranges, row| {
-            let (low, high) = row_range(row);
-            let row_range_min = if high > low { high - low } else { f32::INFINITY };
-            ranges.and(Self { magnitude_max: low.abs().max(high.abs()), row_range_min })
-        })
-    }
-
-    fn and(self, other: Self) -> Self {
-        Self {
-            magnitude_max: self.magnitude_max.max(other.magnitude_max),
-            row_range_min: self.row_range_min.min(other.row_range_min),
-        }
-    }
-}
-
-/// Returns the smallest and the largest of finite values.
-fn row_range(row: &[f32]) -> (f32, f32) {
-    /// Values that one vector instruction compares.
-    const LANES: usize = 16;
-    let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
-    let (chunks, rest) = row.as_chunks::<LANES>();
-    for chunk in chunks {
-        for lane in 0..LANES {
-            low[lane] = if chunk[lane] < low[lane] { chunk[lane] } else { low[lane] };
-            high[lane] = if chunk[lane] > high[lane] { chunk[lane] } else { high[lane] };
-        }
-    }
-    let low = low.iter().chain(rest).fold(f32::INFINITY, |least, value| least.min(*value));
-    let high = high.iter().chain(rest).fold(f32::NEG_INFINITY, |most, value| most.max(*value));
-    (low, high)
-}
-
-fn learn(
-    table: &TableSpec,
-    source: &dyn RowSource,
-    workers: &WorkPool,
-    advance: &mut dyn FnMut(u64),
-) -> Result<Learnt> {
-    let mut learnt = Learnt::nothing(table);
-    let dim = table.dim;
-    let mean = table.default == DefaultRow::Named(NamedRow::Mean);
-    let mut ranges = InOrder::new(workers);
-
-    source.each_block(&mut |keys, values| {
-        if mean {
-            // Sequential, in row order: a sum of floats depends on its order.
-            for row in values.chunks_exact(dim) {
-                learnt.sums.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(*v));
-            }
-        }
-        let values = values.to_vec();
-        if let Some(block) = ranges.start(move || Ranges::of(&values, dim)) {
-            learnt.ranges = learnt.ranges.and(block);
-        }
-        advance(keys.len() as u64);
-        Ok(())
-    })?;
-    while let Some(block) = ranges.wait() {
-        learnt.ranges = learnt.ranges.and(block);
-    }
-    Ok(learnt)
-}
-
-impl Learnt {
-    /// Returns what is known of `table` before its rows are read.
-    fn nothing(table: &TableSpec) -> Self {
-        Self { ranges: Ranges::NONE, sums: vec![0.0; table.dim] }
-    }
-
-    fn table(&self, spec: &TableSpec, rows: u64, overrides: Overrides) -> Result<Table> {
-        let codec = overrides.codec.unwrap_or(spec.codec).resolve(rows, spec.dim);
-        let range_min = Some(self.ranges.row_range_min).filter(|range| range.is_finite());
-        let range_min = range_min.unwrap_or_default();
-        let default_row = match &spec.default {
-            DefaultRow::Zeros | DefaultRow::Named(NamedRow::Zeros) => vec![0.0; spec.dim],
-            DefaultRow::Named(NamedRow::Mean) => {
-                self.sums.iter().map(|s| (s / rows.max(1) as f64) as f32).collect()
-            }
-            DefaultRow::Values(values) => values.clone(),
-        };
-
-        Ok(Table {
-            name: spec.name.clone(),
-            dim: u32::try_from(spec.dim)?,
-            keys: spec.keys,
-            rows,
-            codec,
-            unit_exp: choose_unit_exp(codec, self.ranges.magnitude_max, range_min),
-            placement: overrides.placement.unwrap_or(spec.placement),
-            miss: spec.miss,
-            default_row,
-        })
-    }
 }
 
 /// The dense network of a model.

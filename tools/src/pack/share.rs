@@ -1,24 +1,24 @@
-//! Packs a snapshot by shares: each worker packs some of the tables, and a merge makes the same
-//! bundle, byte for byte, as a single `pack`. A worker that packs tables by name opens only their
-//! sources, and the merge opens none. A packed table has two files: its compressed blobs, and a
-//! head, which is renamed into place last. A worker that is killed leaves no head of the table that
-//! it was packing, and a second run packs that table again.
+//! Packs a snapshot by shares: each worker packs some of the tables. `merge.rs` makes the bundle.
+//! A worker that packs tables by name opens only their sources. A packed table has two files: its
+//! compressed blobs, and a head, which is renamed into place last. A worker that is killed leaves
+//! no head of the table that it was packing, and a second run packs that table again.
 
 use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
-use super::table::{Destination, write_blob, write_table};
-use super::{DenseNetwork, Learnt, OpenedSource, Overrides, Packed, learn, open_source};
-use super::{check_name, read_network, read_probe, read_requests, sum_left_out};
-use anyhow::{Context, Result, bail, ensure};
+use super::table::{Destination, write_table};
+use super::{Learnt, OpenedSource, Overrides, check_name, check_rows_left, learn};
+use super::{open_source, read_requests};
+use crate::import::Rows;
+use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
-use hatchback::bundle::manifest::{Blob, Generation, Manifest, TableBlobs, sha256};
+use hatchback::bundle::manifest::{Blob, Generation, TableBlobs, sha256};
 use hatchback::io::atomic_write::replace;
 use hatchback::io::disk::SystemDisk;
 use hatchback::schema::Table;
 use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::sample::Sample;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
+use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -28,10 +28,24 @@ const HEAD_FORMAT: u32 = 2;
 const SHARES_MAX: usize = 4096;
 
 /// One of several shares of a model: `2/5` is the second of five.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
-    number: usize,
-    of: usize,
+    /// From 1.
+    pub(super) number: usize,
+    pub(super) of: usize,
+}
+
+impl Share {
+    /// Returns all of several shares.
+    pub(super) fn all(of: usize) -> impl Iterator<Item = Self> {
+        (1..=of).map(move |number| Self { number, of })
+    }
+}
+
+impl Display for Share {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.number, self.of)
+    }
 }
 
 impl FromStr for Share {
@@ -57,31 +71,32 @@ pub enum Part<'a> {
 
 /// A packed table of a share.
 #[derive(Serialize, Deserialize)]
-struct Head {
+pub(super) struct Head {
     format: u32,
     /// SHA-256 of the model.toml, and what the command line replaced.
-    model: [u8; 32],
+    pub(super) model: [u8; 32],
     number: u32,
-    table: Table,
+    pub(super) table: Table,
     /// Rows left out because they are rare; `None` if the table has no counts for that.
-    left_out: Option<u64>,
-    tables: TableBlobs,
-    blobs: Vec<Blob>,
+    pub(super) left_out: Option<u64>,
+    pub(super) tables: TableBlobs,
+    pub(super) blobs: Vec<Blob>,
 }
 
 /// A model.toml that was read; no table's source is open.
-struct ReadModel {
-    spec: ModelSpec,
+pub(super) struct ReadModel {
+    pub(super) spec: ModelSpec,
     text: String,
-    keys: Vec<KeyFunction>,
+    pub(super) keys: Vec<KeyFunction>,
     path: PathBuf,
-    base: PathBuf,
-    hash: [u8; 32],
-    overrides: Overrides,
+    pub(super) base: PathBuf,
+    /// SHA-256 of the model.toml, and what the command line replaced.
+    pub(super) hash: [u8; 32],
+    pub(super) overrides: Overrides,
 }
 
 impl ReadModel {
-    fn read(path: &Path, overrides: Overrides) -> Result<Self> {
+    pub(super) fn read(path: &Path, overrides: Overrides) -> Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
         let spec = ModelSpec::parse(&text, path)?;
         let base = path.parent().unwrap_or(Path::new(".")).to_owned();
@@ -91,16 +106,41 @@ impl ReadModel {
         Ok(Self { spec, text, keys, path: path.to_owned(), base, hash, overrides })
     }
 
-    fn generation(&self) -> Result<Generation> {
+    pub(super) fn generation(&self) -> Result<Generation> {
         let (lineage, sequence) = (self.spec.name.clone(), self.spec.sequence);
         let generation = Generation { lineage, sequence };
         check_name(&generation)?;
         Ok(generation)
     }
 
-    fn open(&self, number: usize) -> Result<OpenedSource> {
+    /// Opens the source of table `number`, or a `range` of its rows.
+    pub(super) fn open(&self, number: usize, range: Option<Share>) -> Result<OpenedSource> {
         let at = |field: &str| at_line(&self.path, line_of(&self.text, field));
-        open_source(&self.spec, number, &self.base, self.overrides.min_count, &at)
+        let take = |all: Rows| match range {
+            Some(range) => all.part(range.number as u64 - 1, range.of as u64),
+            None => all,
+        };
+        open_source(&self.spec, number, take, &self.base, self.overrides.min_count, &at)
+    }
+
+    fn open_whole(&self, number: usize) -> Result<OpenedSource> {
+        let opened = self.open(number, None)?;
+        let name = &self.spec.tables[number].name;
+        check_rows_left(opened.rows.rows(), self.overrides.min_count, name)?;
+        Ok(opened)
+    }
+
+    /// Returns the number of the table `name`.
+    pub(super) fn number_of(&self, name: &str) -> Result<usize> {
+        let number = self.spec.tables.iter().position(|table| table.name == *name);
+        number.with_context(|| format!("{}: has no table `{name}`", self.path.display()))
+    }
+
+    /// Checks what is known of the model without a source.
+    pub(super) fn check(&self) -> Result<()> {
+        self.generation()?;
+        self.spec.schema(self.draft_tables()?, &self.keys)?;
+        Ok(())
     }
 
     /// Returns the sources of the tables of `part`, each with the table's number, in the order of
@@ -110,15 +150,13 @@ impl ReadModel {
             Part::Tables(names) => {
                 let mut ours = Vec::new();
                 for name in names {
-                    let number = self.spec.tables.iter().position(|table| table.name == *name);
-                    let shown = || format!("{}: has no table `{name}`", self.path.display());
-                    let number = number.with_context(shown)?;
-                    ours.push((number, self.open(number)?));
+                    let number = self.number_of(name)?;
+                    ours.push((number, self.open_whole(number)?));
                 }
                 Ok(ours)
             }
             Part::Share(share) => {
-                let all = (0..self.spec.tables.len()).map(|number| self.open(number));
+                let all = (0..self.spec.tables.len()).map(|number| self.open_whole(number));
                 let all: Vec<OpenedSource> = all.collect::<Result<_>>()?;
                 let ours = self.tables_of(share, &all);
                 let all = all.into_iter().enumerate();
@@ -156,11 +194,11 @@ impl ReadModel {
     }
 }
 
-fn blobs_path(folder: &Path, number: usize) -> PathBuf {
+pub(super) fn blobs_path(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("t{number:04}.blobs"))
 }
 
-fn head_path(folder: &Path, number: usize) -> PathBuf {
+pub(super) fn head_path(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("t{number:04}.head"))
 }
 
@@ -244,7 +282,7 @@ impl Work<'_> {
     }
 }
 
-fn read_head(folder: &Path, number: usize) -> Result<Head> {
+pub(super) fn read_head(folder: &Path, number: usize) -> Result<Head> {
     let path = head_path(folder, number);
     let shown = || path.display().to_string();
     let bytes = std::fs::read(&path).with_context(shown)?;
@@ -254,66 +292,12 @@ fn read_head(folder: &Path, number: usize) -> Result<Head> {
     Ok(head)
 }
 
-/// Makes the bundle `out` of the model.toml at `path` from the shares in `folders`, without the
-/// sources.
-///
-/// # Errors
-/// A table is in no folder, a share is of another model.toml or damaged, or a file cannot be
-/// written.
-pub fn merge_shares(
-    path: &Path,
-    folders: &[PathBuf],
-    out: &Path,
-    overrides: Overrides,
-) -> Result<Packed> {
-    let model = ReadModel::read(path, overrides)?;
-    let generation = model.generation()?;
-    let mut heads = Vec::new();
-    for (number, table) in model.spec.tables.iter().enumerate() {
-        let holder = folders.iter().find(|folder| head_path(folder, number).is_file());
-        let Some(folder) = holder else { bail!("table `{}` is in none of the shares", table.name) };
-        let head = read_head(folder, number)?;
-        ensure!(
-            head.model == model.hash,
-            "{}: model: is a share of another model.toml, or of other --codec or --placement",
-            head_path(folder, number).display()
-        );
-        heads.push((folder, head));
-    }
-
-    let left_out: Vec<Option<u64>> = heads.iter().map(|(_, head)| head.left_out).collect();
-    let rows_left_out = sum_left_out(overrides.min_count, &left_out)?;
-    let tables = heads.iter().map(|(_, head)| head.table.clone()).collect();
-    let schema = model.spec.schema(tables, &model.keys)?;
-    let DenseNetwork { onnx, dense_engine } = read_network(&model.spec, &schema, &model.base)?;
-    let probe = read_probe(&model.spec, &schema, &model.base)?;
-    let mut bundle = BundleWriter::create(out)?;
-    let mut tables = Vec::new();
-    for (number, (folder, head)) in heads.into_iter().enumerate() {
-        let path = blobs_path(folder, number);
-        let mut file = File::open(&path).with_context(|| path.display().to_string())?;
-        let first = bundle.blobs().len() as u32;
-        bundle.copy_part(&head.blobs, &path, &mut file)?;
-        let TableBlobs { segment, hot, clustered } = head.tables;
-        tables.push(TableBlobs {
-            segment: first + segment,
-            hot: hot.map(|blob| first + blob),
-            clustered: clustered.map(|blob| first + blob),
-        });
-    }
-
-    let dense = write_blob(&mut bundle, &onnx)?;
-    let probe = probe.map(|bytes| write_blob(&mut bundle, &bytes)).transpose()?;
-    let manifest = Manifest {
-        generation: generation.clone(),
-        parent: None,
-        schema: schema.clone(),
-        blobs: Vec::new(),
-        tables,
-        dense,
-        probe,
-        deferral: None,
-    };
-    let bytes = bundle.finish(manifest)?;
-    Ok(Packed { generation, schema, bytes, dense_engine, rows_left_out })
+/// Returns an error unless the file at `path` is of this model. `found` is its hash of the model.
+pub(super) fn check_model(path: &Path, model: &ReadModel, found: &[u8; 32]) -> Result<()> {
+    ensure!(
+        *found == model.hash,
+        "{}: model: is a share of another model.toml, or of other --codec or --placement",
+        path.display()
+    );
+    Ok(())
 }

@@ -13,39 +13,38 @@ const PARTITION_BYTES: u64 = 64 << 20;
 /// A sort of rows into segment order.
 pub struct RowSorter {
     keys: KeySpace,
-    rows_expected: u64,
+    table_rows: u64,
     row_bytes: usize,
     partitions: Vec<BufWriter<File>>,
 }
 
 impl RowSorter {
-    /// Returns a sorter for `rows` rows of `row_bytes` bytes of a table with this key space.
+    /// Returns a sorter for `rows` rows of `row_bytes` bytes each. They are some or all of the
+    /// `table_rows` rows of a table with this key space.
     ///
     /// # Errors
     /// The temporary files cannot be created.
-    pub fn new(keys: KeySpace, rows: u64, row_bytes: usize) -> Result<Self> {
+    pub fn new(keys: KeySpace, table_rows: u64, rows: u64, row_bytes: usize) -> Result<Self> {
         let bytes = rows.saturating_mul(row_bytes as u64 + 8);
         let n = bytes.div_ceil(PARTITION_BYTES).clamp(1, SORT_PARTITIONS_MAX);
         let partition = || Ok(BufWriter::with_capacity(1 << 16, tempfile::tempfile()?));
         let partitions =
             (0..n).map(|_| partition()).collect::<Result<_>>().context("a temporary file")?;
-        Ok(Self { keys, rows_expected: rows, row_bytes, partitions })
+        Ok(Self { keys, table_rows, row_bytes, partitions })
     }
 
     /// Adds a row.
     ///
     /// # Errors
-    /// The key is not in `0..rows` of an index table, or the temporary file cannot be written.
+    /// The key is not in `0..table_rows` of an index table, or the temporary file cannot be
+    /// written.
     pub fn push(&mut self, key: u64, row: &[u8]) -> Result<()> {
         let order = u128::from(self.keys.order(key));
         let span = match self.keys {
-            KeySpace::Index if key >= self.rows_expected => {
-                bail!(
-                    "key {key} is not in 0..{}, the rows of this `index` table",
-                    self.rows_expected
-                )
+            KeySpace::Index if key >= self.table_rows => {
+                bail!("key {key} is not in 0..{}, the rows of this `index` table", self.table_rows)
             }
-            KeySpace::Index => u128::from(self.rows_expected),
+            KeySpace::Index => u128::from(self.table_rows),
             KeySpace::Sparse => 1 << 64,
         };
         let partition = (order * self.partitions.len() as u128 / span) as usize;
@@ -96,7 +95,7 @@ mod tests {
     use hatchback::mix;
 
     fn sorted(keys: KeySpace, input: &[u64]) -> Result<Vec<u64>> {
-        let mut sorter = RowSorter::new(keys, input.len() as u64, 3)?;
+        let mut sorter = RowSorter::new(keys, input.len() as u64, input.len() as u64, 3)?;
         // Several partitions, as a table of several GB has.
         sorter.partitions = (0..5).map(|_| BufWriter::new(tempfile::tempfile().unwrap())).collect();
         for key in input {

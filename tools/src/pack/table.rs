@@ -4,7 +4,7 @@
 
 use crate::import::RowSource;
 use crate::pack::clustering::by_co_access;
-use crate::pack::hot::{hot_keys, is_outdated};
+use crate::pack::hot::{HotKeys, is_outdated};
 use crate::pack::sort::RowSorter;
 use anyhow::{Context, Result, ensure};
 use hatchback::RowFormat;
@@ -30,6 +30,9 @@ pub(crate) struct Destination<'a> {
     pub workers: &'a WorkPool,
 }
 
+/// Receives a row: its key and its encoded values.
+pub(crate) type TakeRow<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<()>;
+
 /// Writes the table with the rows of `source`. Reads `source` once more if it has counts.
 pub(crate) fn write_table(
     bundle: &mut BundleWriter,
@@ -37,11 +40,25 @@ pub(crate) fn write_table(
     source: &dyn RowSource,
     advance: &mut dyn FnMut(u64),
 ) -> Result<TableBlobs> {
+    let hot = HotKeys::of(source)?.into_keys();
+    write_sorted(bundle, destination, hot, |take| {
+        let workers = destination.workers;
+        each_sorted(destination.table(), source, workers, advance, take)
+    })
+}
+
+/// Writes the table with the rows that `each_sorted` passes in segment order. `hot` are its most
+/// used keys.
+pub(crate) fn write_sorted(
+    bundle: &mut BundleWriter,
+    destination: &Destination<'_>,
+    hot: Vec<u64>,
+    each_sorted: impl FnOnce(TakeRow<'_>) -> Result<()>,
+) -> Result<TableBlobs> {
     let table = destination.table();
     let part = if destination.parent.is_some() { Part::Delta } else { Part::Base };
     let kind = destination.kind(0, part)?;
     let format = kind.format();
-    let hot = hot_keys(source)?;
     let mut kept = KeptRows::new(destination.keys_to_cluster(&hot), format.row_bytes());
 
     let (segment, blob) = bundle.blob();
@@ -50,20 +67,10 @@ pub(crate) fn write_table(
     let mut rows =
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
 
-    if table.keys == KeySpace::Index && !source.has_keys() {
-        each_row(format, source, destination.workers, advance, |key, row| {
-            kept.offer(key, row);
-            rows.put(key, row)
-        })?;
-    } else {
-        let mut sorter = RowSorter::new(table.keys, table.rows, format.row_bytes())?;
-        let workers = destination.workers;
-        each_row(format, source, workers, advance, |key, row| sorter.push(key, row))?;
-        sorter.finish(|key, row| {
-            kept.offer(key, row);
-            rows.put(key, row)
-        })?;
-    }
+    each_sorted(&mut |key, row| {
+        kept.offer(key, row);
+        rows.put(key, row)
+    })?;
     let count = rows.count;
     ensure!(count == table.rows, "the source has {count} rows, not {}", table.rows);
     rows.finish()?.end()?;
@@ -78,6 +85,24 @@ pub(crate) fn write_table(
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
     Ok(TableBlobs { segment, hot, clustered })
+}
+
+/// Encodes the rows of `source`, which are some or all rows of `table`, and passes them to `take`
+/// in segment order.
+pub(crate) fn each_sorted(
+    table: &Table,
+    source: &dyn RowSource,
+    workers: &WorkPool,
+    advance: &mut dyn FnMut(u64),
+    take: TakeRow<'_>,
+) -> Result<()> {
+    let format = table.format().context("the unit does not fit the codec")?;
+    if table.keys == KeySpace::Index && !source.has_keys() {
+        return each_row(format, source, workers, advance, take);
+    }
+    let mut sorter = RowSorter::new(table.keys, table.rows, source.rows(), format.row_bytes())?;
+    each_row(format, source, workers, advance, |key, row| sorter.push(key, row))?;
+    sorter.finish(take)
 }
 
 /// Writes `content` as a blob; returns its number.

@@ -6,9 +6,13 @@
 Each table is a task: a worker fetches the table's files, runs `hatchback pack --table`, and puts the packed table into
 the folder of shares, its head last. The last task merges the shares into the bundle. A task whose head
 is there already does nothing. So a lost worker loses only its current table, and a driver that is started again continues.
+
+A table larger than --range-mib is packed by ranges of its rows, each of them a task. Before that, a task for each range
+learns the values that the encoding of every range depends on.
 """
 
 import argparse
+import math
 import posixpath
 import shutil
 import subprocess
@@ -22,6 +26,9 @@ import fsspec
 from distributed import Client, KilledWorker, as_completed, get_worker
 
 from .model_sources import ModelSources, fetch, identity
+
+RANGE_BYTES = 16 << 30  # source of one task
+RANGES_MAX = 256  # of a table: the merge holds a chunk of each
 
 # Stores that show a file only when it is whole. In others a file is renamed into place.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"}
@@ -81,9 +88,30 @@ def run_program(job, words):
         raise Refused(f"{' '.join(command)}\n{done.stderr.strip()}")
 
 
-def file_names(number):
-    """Returns the names of a packed table's files. The head is written last."""
-    return f"t{number:04}.blobs", f"t{number:04}.head"
+@dataclass(frozen=True)
+class Piece:
+    """A table, or a range of its rows: `part` of `of`."""
+
+    number: int
+    name: str
+    part: int = 1
+    of: int = 1
+
+    def words(self):
+        """Returns what tells `hatchback pack` to pack this piece."""
+        return ["--table", self.name, *(["--range", f"{self.part}/{self.of}"] if self.of > 1 else [])]
+
+    def stem(self):
+        return f"t{self.number:04}" + (f"-{self.part}of{self.of}" if self.of > 1 else "")
+
+    def files(self):
+        """Returns the names of the packed files. The head is written last."""
+        return f"{self.stem()}.blobs", f"{self.stem()}.head"
+
+    def learnt(self):
+        """Returns the names of the files that the ranges of this table learnt."""
+        ranges = range(1, self.of + 1) if self.of > 1 else []
+        return [f"{Piece(self.number, self.name, part, self.of).stem()}.learnt" for part in ranges]
 
 
 def scratch():
@@ -91,12 +119,12 @@ def scratch():
     return tempfile.TemporaryDirectory(dir=get_worker().local_directory)
 
 
-def pack_table(job, number, name, needs):
-    """Packs one table. Runs on a worker."""
+def pack_piece(job, piece, needs, learn=False):
+    """Packs one table or range, or learns the values of a range. Runs on a worker."""
     shares, folder = job.open(job.shares)
-    blobs, head = (posixpath.join(folder, file) for file in file_names(number))
+    files = [f"{piece.stem()}.learnt"] if learn else piece.files()
     shares.invalidate_cache()
-    if shares.exists(head):
+    if shares.exists(posixpath.join(folder, files[-1])):
         return Done(packed=False)
     models, model = job.open(job.model)
     with scratch() as work:
@@ -104,17 +132,20 @@ def pack_table(job, number, name, needs):
         local.parent.mkdir()
         local.write_bytes(models.cat_file(model))
         bytes_in = fetch(models, posixpath.dirname(model), needs, local.parent)
+        out.mkdir()
+        for file in [] if learn else piece.learnt():
+            shares.get_file(posixpath.join(folder, file), str(out / file))
         times.append(time.monotonic())
-        run_program(job, [str(local), "--out", str(out), "--table", name])
+        run_program(job, [str(local), "--out", str(out), *piece.words(), *(["--learn"] if learn else [])])
         times.append(time.monotonic())
         shares.makedirs(folder, exist_ok=True)
-        bytes_out = sum(put(shares, out / posixpath.basename(file), file) for file in (blobs, head))
+        bytes_out = sum(put(shares, out / file, posixpath.join(folder, file)) for file in files)
         times.append(time.monotonic())
     spent = [after - before for before, after in zip(times, times[1:])]
     return Done(True, bytes_in, bytes_out, *spent)
 
 
-def merge(job, tables, needs, out):
+def merge(job, pieces, needs, out):
     """Makes the bundle of the packed tables. Runs on a worker."""
     (shares, folder), (models, model), (outs, target) = (job.open(url) for url in (job.shares, job.model, out))
     with scratch() as work:
@@ -123,7 +154,7 @@ def merge(job, tables, needs, out):
         local.parent.mkdir()
         local.write_bytes(models.cat_file(model))
         bytes_in = fetch(models, posixpath.dirname(model), needs, local.parent)
-        for file in (file for number in range(tables) for file in file_names(number)):
+        for file in (file for piece in pieces for file in piece.files()):
             shares.get_file(posixpath.join(folder, file), str(packed / file))
             bytes_in += (packed / file).stat().st_size
         times.append(time.monotonic())
@@ -169,11 +200,12 @@ def run_tasks(client, tasks, attempts_max):
     return results
 
 
-def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threads=1, storage=None, attempts_max=20):
+def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threads=1, storage=None, attempts_max=20, range_bytes=RANGE_BYTES):
     """Packs `model`, the URL of a model.toml, into the bundle `out` on the workers of `client`.
 
     `shares` is the URL of a folder for packed tables; each state of the sources has a folder in it. Its content may be
-    removed once the bundle is there. Returns the results of all tasks by name; the merge is `merge`.
+    removed once the bundle is there. A table of more than `range_bytes` of source is packed by ranges. Returns the results of
+    all tasks by name; the merge is `merge`.
 
     Raises `Refused` with the message of `hatchback` if the model or a file is wrong.
     """
@@ -186,11 +218,18 @@ def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threa
     name = identity(sources, [*common, *(need for table in needs for need in table)], [version, *options])
     job = Job(model, posixpath.join(shares, name), hatchback, tuple(options), threads, storage)
 
-    largest_first = sorted(range(len(needs)), key=lambda number: -sum(need.bytes for need in needs[number]))
-    names = sources.tables()
-    tasks = {f"table-{n}": (pack_table, job, n, names[n], [*common, *needs[n]]) for n in largest_first}
-    results = run_tasks(client, tasks, attempts_max)
-    final = {"merge": (merge, job, len(needs), [*common, *merged], out)}
+    pieces = []  # each with its needs
+    for number, table in enumerate(sources.tables()):
+        of = min(math.ceil(sum(need.bytes for need in needs[number]) / range_bytes), RANGES_MAX) or 1
+        for part in range(1, of + 1):
+            own = needs[number] if of == 1 else sources.range_needs(number, part, of)
+            pieces.append((Piece(number, table, part, of), [*common, *own]))
+    pieces.sort(key=lambda one: -sum(need.bytes for need in one[1]))
+    learn = {f"learn-{piece.stem()}": (pack_piece, job, piece, own, True) for piece, own in pieces if piece.of > 1}
+    results = run_tasks(client, learn, attempts_max) if learn else {}
+    tasks = {f"pack-{piece.stem()}": (pack_piece, job, piece, own) for piece, own in pieces}
+    results |= run_tasks(client, tasks, attempts_max)
+    final = {"merge": (merge, job, [piece for piece, _ in pieces], [*common, *merged], out)}
     return results | run_tasks(client, final, attempts_max)
 
 
@@ -207,13 +246,14 @@ def main():
     parser.add_argument("--scheduler", required=True, metavar="ADDRESS", help="Dask's scheduler, such as tcp://10.0.0.1:8786")
     parser.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program on the workers")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads for one table (default: 1)")
+    parser.add_argument("--range-mib", type=float, default=RANGE_BYTES / 2**20, metavar="MIB", help="source of one task: a larger table is packed by ranges of its rows (default: 16384)")
     parser.add_argument("--option", action="append", default=[], metavar="WORD", help="a word for `hatchback pack`, such as --option=--codec=u8")
     args = parser.parse_args()
     with Client(args.scheduler) as client:
-        results = pack(client, args.model, args.out, args.shares, hatchback=args.hatchback, options=args.option, threads=args.threads)
+        results = pack(client, args.model, args.out, args.shares, hatchback=args.hatchback, options=args.option, threads=args.threads, range_bytes=args.range_mib * 2**20)
     packed = [done for name, done in results.items() if name != "merge" and done.packed]
     moved = sum(done.bytes_in + done.bytes_out for done in results.values())
-    print(f"{args.out}: {results['merge'].bytes_out} bytes; {len(packed)} of {len(results) - 1} tables packed, {moved} bytes moved")
+    print(f"{args.out}: {results['merge'].bytes_out} bytes; {len(packed)} of {len(results) - 1} tasks packed, {moved} bytes moved")
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
 use crate::gpu::input_type::InputType;
 
-/// The types in which layers may compute, beside f32.
+/// The types in which layers may compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Types {
-    /// None.
+    /// Only f32.
     F32,
-    /// FP16.
+    /// Also FP16.
     F16,
-    /// TF32: f32 with factors of 11 bits.
+    /// Also TF32: f32 with factors of 11 bits.
     Tf32,
 }
 
-/// Batches that TensorRT optimises for together, in one profile.
+/// A range of batch sizes for which TensorRT optimises together, in one profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchClass {
     /// The smallest batch.
@@ -48,7 +48,7 @@ pub struct BuildInput<'a> {
     pub of: InputType,
 }
 
-/// What an engine is built from.
+/// The input of a build of an engine.
 #[derive(Clone, Debug)]
 pub struct Build<'a> {
     /// The ONNX file.
@@ -57,7 +57,7 @@ pub struct Build<'a> {
     pub inputs: Vec<BuildInput<'a>>,
     /// The output's name.
     pub output: &'a str,
-    /// The batches that TensorRT optimises for, ascending and without gaps.
+    /// The batch sizes for which TensorRT optimises, ascending and without gaps.
     pub batches: Vec<BatchClass>,
     /// Largest device memory that a layer may use while it runs.
     pub workspace_bytes_max: u64,

@@ -1,4 +1,4 @@
-//! Why TensorRT is not used, and the release numbers that errors name. Never loads anything.
+//! Why TensorRT is not used, and the release numbers in these errors. Never loads a library.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ pub enum TensorRtError {
          build the shim again with kernels/tensorrt/make"
     )]
     OtherShim { shim: i32, expected: i32 },
-    /// TensorRT or its ONNX parser cannot be loaded; the loader's reason.
+    /// TensorRT or its ONNX parser cannot be loaded, for this reason of the loader.
     #[error("TensorRT: {0}")]
     NoLibrary(String),
     #[error("TensorRT: the library has no `{0}`")]
@@ -46,12 +46,13 @@ pub enum TensorRtError {
         path = path.display()
     )]
     Useless { path: PathBuf },
-    /// TensorRT refused; its own words.
+    /// TensorRT refused, with this text.
     #[error("TensorRT: {0}")]
     Refused(String),
 }
 
-/// A release of TensorRT, as its library states it: 8601 is 8.6.1; from 10 on 101000 is 10.10.0.
+/// A release of TensorRT, as the number that its library returns: 8601 is 8.6.1; from release 10 on
+/// 101000 is 10.10.0.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Version(pub i32);
 

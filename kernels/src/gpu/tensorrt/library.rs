@@ -15,7 +15,7 @@ pub struct TensorRt {
 }
 
 /// A network that is ready to run on this GPU. Holding one proves that it has the inputs and the
-/// output of its build, in f32.
+/// output of its build.
 pub struct Engine {
     engine: Arc<shim::Engine>,
 }
@@ -62,7 +62,15 @@ impl TensorRt {
 }
 
 impl Engine {
-    /// Returns the bytes of device memory that one context takes.
+    /// Returns the bytes that the engine takes, without contexts: its weights, counted as the bytes
+    /// of its plan, which contains them. TensorRT does not report them. TensorRT 8.5 needs the plan
+    /// for each context, so there the plan itself counts too.
+    pub fn bytes(&self) -> u64 {
+        self.engine.bytes()
+    }
+
+    /// Returns the bytes that one context takes: its device memory, and with TensorRT 8.5 a copy of
+    /// the weights, counted as the bytes of the plan.
     pub fn context_bytes(&self) -> u64 {
         self.engine.context_bytes()
     }

@@ -1,7 +1,8 @@
 //! A folder of TensorRT plans that were built on this machine, so that a start need not build them
 //! again. A file's name is the hash of everything that the plan depends on. Its last 32 bytes are
-//! the hash of the plan: a plan that is torn or altered is built again. An empty plan records that
-//! the built one was useless. Never holds the only copy of anything.
+//! the hash of the plan; a damaged plan is built again. An empty plan records that the built one
+//! was useless: its scores differed from the CPU's. Every plan can be built again, so the folder
+//! may be lost.
 
 use crate::gpu::tensorrt::build::Build;
 use crate::gpu::tensorrt::error::TensorRtError;
@@ -25,7 +26,7 @@ pub struct Plans {
 }
 
 impl Plans {
-    /// Returns the plans in `folder`, which is created with the first plan.
+    /// Returns the store of plans in `folder`, which is created with the first plan.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
@@ -109,8 +110,7 @@ impl Plans {
     }
 }
 
-/// Returns the plan in a file's bytes, or `None` if the hash after the plan is not that of the
-/// plan.
+/// Returns the plan in a file's bytes, or `None` if the plan does not match the hash after it.
 fn verified(mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let hash = bytes.split_off(bytes.len().checked_sub(HASH_BYTES)?);
     (Sha256::digest(&bytes).as_slice() == hash).then_some(bytes)

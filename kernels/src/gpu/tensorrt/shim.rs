@@ -1,5 +1,5 @@
-//! The C interface of `tensorrt/shim.cpp`: loading the shim, calling it, and owning the objects
-//! that it returns. All unsafe code for TensorRT is here. Never decides anything.
+//! The C interface of `tensorrt/shim.cpp`: loads the shim, calls it, and owns the objects that it
+//! returns. All unsafe code for TensorRT is here.
 
 #![allow(unsafe_code)]
 
@@ -16,7 +16,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 3;
+const INTERFACE: i32 = 4;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -90,6 +90,7 @@ struct Calls {
         *mut c_char,
         usize,
     ) -> i32,
+    engine_bytes: unsafe extern "C" fn(Opaque) -> u64,
     context_bytes: unsafe extern "C" fn(Opaque) -> u64,
     context: unsafe extern "C" fn(Opaque, Opaque, *mut Opaque, *mut c_char, usize) -> i32,
     drop_context: Drop1,
@@ -199,8 +200,8 @@ impl Problem {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Returns the error that a return code stands for. `versions` are those of the shim's headers
-    /// and of the library.
+    /// Converts a return code to its error. `versions` are those of the shim's headers and of the
+    /// library.
     fn check(&self, code: i32, versions: Versions) -> Result<(), TensorRtError> {
         match code {
             outcome::DONE => Ok(()),
@@ -230,8 +231,8 @@ impl Calls {
             found.map(|f| *f).map_err(|_| TensorRtError::NoEntry(name.to_owned()))
         }
 
-        // SAFETY: each type is that of the function in `shim.cpp`: the first call compares the
-        // interface version, and the type of that first function never changes.
+        // SAFETY: each type is that of the function in `shim.cpp`. The first call compares the
+        // interface version, and the type of that function never changes.
         unsafe {
             let interface: unsafe extern "C" fn() -> i32 =
                 call(library, "hatchback_trt_interface")?;
@@ -251,6 +252,7 @@ impl Calls {
                 load: call(library, "hatchback_trt_load")?,
                 drop_engine: call(library, "hatchback_trt_drop_engine")?,
                 check: call(library, "hatchback_trt_check")?,
+                engine_bytes: call(library, "hatchback_trt_engine_bytes")?,
                 context_bytes: call(library, "hatchback_trt_context_bytes")?,
                 context: call(library, "hatchback_trt_context")?,
                 drop_context: call(library, "hatchback_trt_drop_context")?,
@@ -264,7 +266,7 @@ impl Calls {
 
 impl Shim {
     fn versions(&self) -> Versions {
-        // The shim was built for the library's release, or it would not have been loaded.
+        // Both are the same: a shim for another release is not loaded.
         Versions { headers: self.version, library: self.version }
     }
 
@@ -389,7 +391,13 @@ impl Shim {
 }
 
 impl Engine {
-    /// Returns the bytes of device memory that one context takes.
+    /// Returns the bytes that the engine takes, without contexts.
+    pub fn bytes(&self) -> u64 {
+        // SAFETY: the call reads numbers that never change.
+        unsafe { (self.shim.calls.engine_bytes)(self.engine.get()) }
+    }
+
+    /// Returns the bytes that one context takes.
     pub fn context_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
@@ -434,7 +442,7 @@ impl Context {
             )));
         }
 
-        // A larger batch than the last class has is refused when it is bound.
+        // A batch that is larger than the last class is refused when it is bound.
         let classes = &self.engine.batches;
         let class = classes.partition_point(|c| c.most < batch).min(classes.len() - 1);
         let context = self.context.get();

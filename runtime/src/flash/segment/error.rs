@@ -26,8 +26,8 @@ pub enum SegmentError {
 }
 
 impl SegmentError {
-    /// Returns whether the file is not what its writer left: missing, damaged or of another kind.
-    /// Other errors may pass.
+    /// Returns whether the file is missing, damaged or of another kind. Other errors may be
+    /// temporary.
     pub(crate) fn is_damage(&self) -> bool {
         match self {
             Self::Io { source, .. } => is_damage(source),

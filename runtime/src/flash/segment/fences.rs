@@ -1,8 +1,8 @@
-//! The fence pointers of a base in memory, as in an LSM store: one fence for each page, the top 32
+//! The fence pointers of a base in memory, as in an LSM store. Each page has one fence: the top 32
 //! bits of its first hash. The page of a hash is the last one whose fence is not above the hash.
 //!
-//! In a large table neighbouring fences are close. So the fences are stored as one 32-bit anchor
-//! for each 16 pages and 16-bit gaps between the pages: 18 bits a page instead of 32. Hashes are
+//! In a large table neighbouring fences are close. They are stored as one 32-bit anchor for each 16
+//! pages, and 16-bit gaps between the pages. This takes 18 bits a page instead of 32. Hashes are
 //! evenly distributed, so a small directory over their top bits leads to a few anchors. A search
 //! touches three cache lines in a table of any size. A batch of searches runs step by step, so that
 //! their cache misses overlap. Never reads a file.
@@ -62,8 +62,9 @@ impl Fences {
         Some(Self(Form::Close { anchors, gaps, directory, shift }))
     }
 
-    /// Writes to `pages` `[prefixes]`, for each of at most [`LOCATE_KEYS`] prefixes, the last page
-    /// whose fence is not above the prefix; `None` if all fences are above it.
+    /// Finds the last page whose fence is not above the prefix, for each of at most [`LOCATE_KEYS`]
+    /// prefixes. Writes the pages to `pages` `[prefixes]`; `None` if all fences are above the
+    /// prefix.
     pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
         let (anchors, gaps, directory, shift) = match &self.0 {
             Form::Wide(fences) => {

@@ -1,4 +1,5 @@
-//! Reads the entries of index pages: fences, and the orders of keys. Never checks a page.
+//! Reads the entries of index pages: fences, and the orders of keys. The caller has checked the
+//! pages.
 
 use crate::flash::segment::key_steps;
 use crate::flash::segment::kind::{FENCES_PER_PAGE, KEYS_PER_PAGE};

@@ -1,6 +1,6 @@
 //! Pages of key steps: the ascending orders of a delta's rows, stored as differences. All
-//! differences of a page have the same number of bits, so that random 64-bit keys take some 6.4
-//! bytes each and neighbouring keys of an index table one. FORMAT.md draws the bytes.
+//! differences of a page have the same number of bits. Random 64-bit keys take some 6.4 bytes each,
+//! and neighbouring keys of an index table one byte or less. FORMAT.md draws the bytes.
 
 use crate::flash::segment::kind::PAYLOAD_BYTES;
 use crate::io::page::{PageBytes, u64_at};
@@ -10,10 +10,11 @@ use crate::limits::PAGE_HEADER_BYTES;
 const HEAD_BYTES: usize = 16;
 /// Bits of the steps of a page.
 const STEPS_BITS: usize = 8 * (PAYLOAD_BYTES - HEAD_BYTES);
-/// Entries that fit in a page whatever its steps are.
+/// Entries that fit in a page with steps of any size.
 pub(super) const STEPS_PER_PAGE_MIN: usize = 1 + STEPS_BITS / 64;
 
-/// Fills `payload` with as many of `orders`, which ascend strictly, as fit. Returns how many.
+/// Fills `payload` with the first of `orders`, which ascend strictly, as many as fit. Returns their
+/// number.
 pub(super) fn pack(orders: &[u64], payload: &mut [u8]) -> usize {
     let mut bits = 1;
     let count = 1 + orders
@@ -48,8 +49,8 @@ fn bits_of(step: u64) -> usize {
     (u64::BITS - step.leading_zeros()) as usize
 }
 
-/// Returns the most entries that `page` can hold with the bits that it states; 0 if no step can
-/// have so many bits.
+/// Returns the most entries that `page` can hold with its stated number of bits a step; 0 if that
+/// number is not 1 to 64.
 pub(super) fn entries_max(page: &PageBytes) -> usize {
     match page[PAGE_HEADER_BYTES + 8] {
         bits @ 1..=64 => 1 + STEPS_BITS / usize::from(bits),

@@ -1,5 +1,5 @@
-//! What a segment is: its part of the table, its kind, its counts, and the layout of its trailer.
-//! Never reads or writes a file.
+//! The description of a segment: its part of the table, its kind, its counts, and the layout of its
+//! trailer. Never reads or writes a file.
 
 use crate::bundle::manifest::{Generation, sha256};
 use crate::io::page::{PageBytes, PageKind, seal, u64_at};
@@ -22,7 +22,7 @@ pub enum Part {
     Base,
     /// The rows that one generation changed and the keys that it deleted.
     Delta,
-    /// The most used rows of a base once more. Rows that requests look up together share a page.
+    /// A copy of the most used rows of a base. Rows that requests look up together share a page.
     Clustered,
 }
 
@@ -73,7 +73,7 @@ impl SegmentKind {
         }
     }
 
-    /// Returns true if the segment has a fence for each data page.
+    /// Returns whether the segment has a fence for each data page.
     pub(crate) fn has_fences(&self) -> bool {
         self.part == Part::Base && self.keys == KeySpace::Sparse
     }

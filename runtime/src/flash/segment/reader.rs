@@ -85,7 +85,8 @@ impl Segment {
         Ok(())
     }
 
-    /// Returns true if a segment whose trailer is page `last` can hold as much as the trailer says.
+    /// Returns whether the pages before the trailer, which is page `last`, can hold the counts of
+    /// the trailer.
     fn counts_fit(&self, last: u32) -> bool {
         let Counts { rows, deletes, data_pages, index_pages } = self.counts;
         let rows_max = u64::from(data_pages) * self.kind.rows_per_page() as u64;
@@ -128,8 +129,8 @@ impl Segment {
         })
     }
 
-    /// Reads pages in their order, a mebibyte at a time, and passes each to `take`. Reads a page
-    /// alone if the device refused its mebibyte.
+    /// Reads pages in order, a mebibyte at a time, and passes each to `take`. If the device refuses
+    /// a mebibyte, its pages are read one by one.
     fn each_page(
         &self,
         numbers: Range<u32>,
@@ -183,8 +184,8 @@ impl Segment {
         }
     }
 
-    /// Reads the data and index pages from `first` on into `pages` and checks them. Reads a page
-    /// that cannot be used once more: the transfer may have failed, not the flash. Passes the
+    /// Reads the data and index pages from `first` on into `pages` and checks them. A page that
+    /// fails is read again once, because the transfer may have failed and not the flash. Passes the
     /// number and the error of each damaged page to `damaged`.
     pub fn verify_pages(
         &self,
@@ -209,7 +210,7 @@ impl Segment {
             let mut damaged = self.verify_half(0);
             damaged.extend(match second {
                 Ok(second) => second.join().unwrap_or_else(|panic| resume_unwind(panic)),
-                // The system gives no thread.
+                // The system refused to start a thread.
                 Err(_) => self.verify_half(1),
             });
             damaged
@@ -218,7 +219,7 @@ impl Segment {
         damaged.into_iter().map(|(_, error)| error).collect()
     }
 
-    /// Checks every other run of `VERIFY_PAGES` pages from run `first` on, which is 0 or 1. Returns
+    /// Checks every second run of `VERIFY_PAGES` pages. `first`, 0 or 1, is the first run. Returns
     /// the number and the error of each damaged page.
     fn verify_half(&self, first: usize) -> Vec<(u32, SegmentError)> {
         let end = (self.counts.data_pages + self.counts.index_pages) as usize;
@@ -231,8 +232,8 @@ impl Segment {
         damaged
     }
 
-    /// Passes the keys of a delta or a clustered segment to `take`: the order of each key and the
-    /// number of the page with its row, or `None` if the key is deleted.
+    /// Passes the keys of a delta or a clustered segment to `take`. `take` receives the order of
+    /// each key and the number of the page with its row, or `None` if the key is deleted.
     ///
     /// # Errors
     /// [`SegmentError`] if an index page is damaged, or if the number of keys differs from the
@@ -242,7 +243,7 @@ impl Segment {
         let per_page = self.kind.rows_per_page() as u64;
         self.each_index_page(|kind, page| {
             each_order(kind, page, |order| {
-                // `take` has memory for as many keys as the trailer counts.
+                // The caller of `each_key` sized its memory by the trailer's counts.
                 if kind == PageKind::Deletes && deletes < self.counts.deletes {
                     take(order, None);
                     deletes += 1;
@@ -291,8 +292,8 @@ impl Segment {
         self.fences.bytes()
     }
 
-    /// Writes to `pages` `[keys]` the one page of a base that can hold each of `keys`, at most
-    /// [`LOCATE_KEYS`]; `None` if the base cannot have the key.
+    /// Finds the one page of a base that can hold each of `keys`, at most [`LOCATE_KEYS`]. Writes
+    /// the pages to `pages` `[keys]`; `None` if the base cannot have the key.
     pub fn locate(&self, keys: &[u64], pages: &mut [Option<u32>]) {
         match self.kind.keys {
             KeySpace::Index => {
@@ -331,8 +332,8 @@ impl Segment {
     }
 
     /// Returns the most keys that are lost if page `number` is damaged. The number is exact for a
-    /// data page, except in the base of a sparse table. An index page costs all keys, because the
-    /// segment does not open without it.
+    /// data page, except in the base of a sparse table. A damaged index page loses all keys,
+    /// because the segment does not open without it.
     pub fn keys_of(&self, number: u32) -> u64 {
         if number >= self.counts.data_pages {
             return self.counts.rows.saturating_add(self.counts.deletes);

@@ -30,13 +30,13 @@ pub struct SegmentVerifier {
     last_delete: Option<u64>,
     /// The rows so far of a clustered segment; or the rows that a base must contain.
     copies: Vec<(u64, u32)>,
-    /// How many of `copies` the base contained so far.
+    /// Number of `copies` that the base contained so far.
     copies_met: usize,
     /// The entries that the index pages must hold: a base's fences, or the keys of another part.
     expected: Vec<u64>,
-    /// How many of `expected` the index pages held so far.
+    /// Number of `expected` entries that the index pages held so far.
     repeated: usize,
-    /// True after the trailer.
+    /// Whether the trailer was checked.
     is_complete: bool,
 }
 
@@ -96,7 +96,7 @@ impl SegmentVerifier {
     /// Checks the next pages of the file.
     ///
     /// # Errors
-    /// [`SegmentError`] of the first page or row that is not valid, or if `bytes` are not whole
+    /// [`SegmentError`] for the first page or row that is not valid, or if `bytes` are not whole
     /// pages.
     pub fn take(&mut self, bytes: &[u8]) -> Result<(), SegmentError> {
         let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
@@ -128,7 +128,8 @@ impl SegmentVerifier {
         if self.counts.index_pages > 0 {
             return self.field("pages", format!("rows follow the index on page {}", self.number()));
         }
-        // A reader finds the page of a key or row by division, so only the last page may be short.
+        // Without fences a reader finds the page by division, so only the last page may be partly
+        // filled.
         if !self.kind.has_fences() && !self.counts.rows.is_multiple_of(capacity as u64) {
             return self
                 .field("rows", format!("page {} follows a page that is not full", self.number()));
@@ -190,8 +191,8 @@ impl SegmentVerifier {
         Ok(())
     }
 
-    /// Checks that no key of an index table is at or above the number of rows. A merge fills every
-    /// place below the highest key, so one huge key would fill the flash.
+    /// Checks that no key of an index table is at or above the number of rows. A merge writes a row
+    /// for every key below the highest, so one huge key would fill the flash.
     fn check_index_keys(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
         if self.kind.keys() == KeySpace::Sparse {
             return Ok(());

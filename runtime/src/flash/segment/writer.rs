@@ -1,5 +1,5 @@
-//! Writes a segment in one pass. The caller adds the rows in key order; those of a clustered
-//! segment in the order of its pages. Never seeks in its output.
+//! Writes a segment in one pass. The caller adds the rows in key order, and the rows of a clustered
+//! segment page by page. Never seeks in its output.
 
 use crate::flash::segment::key_steps::{self, STEPS_PER_PAGE_MIN};
 use crate::flash::segment::kind::{
@@ -42,7 +42,8 @@ pub struct WrittenPages {
 }
 
 impl WrittenPages {
-    /// Returns the state before page `number`, with which a writer builds that page alone.
+    /// Returns the state before page `number`. A writer that resumes from it builds that page
+    /// alone.
     pub fn before(kind: &SegmentKind, number: u32) -> Self {
         let indexed = kind.page_kind() == PageKind::Index;
         let rows = if indexed { u64::from(number) * kind.rows_per_page() as u64 } else { 0 };
@@ -52,7 +53,7 @@ impl WrittenPages {
     /// Checks and adds the next page of a base of `kind`.
     ///
     /// # Errors
-    /// [`PageFault`] if `page` is not that page; nothing was added.
+    /// [`PageFault`] if `page` is not the next page; nothing was added.
     pub fn take(&mut self, kind: &SegmentKind, page: &PageBytes) -> Result<(), PageFault> {
         let (page_kind, per_page) = (kind.page_kind(), kind.rows_per_page());
         let checked = Page::check(page, kind.id, self.counts.data_pages, page_kind, per_page)?;
@@ -123,8 +124,8 @@ impl<W: Write> SegmentWriter<W> {
         u64::from(self.counts.data_pages) * PAGE_BYTES as u64
     }
 
-    /// Returns the most bytes that `finish` will write: the last data pages, the index and the
-    /// trailer.
+    /// Returns an upper bound of the bytes that `finish` will write: the last data pages, the index
+    /// and the trailer.
     pub fn finish_bytes(&self) -> u64 {
         let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
         let waiting = pages(self.orders.len(), 1).min(2);
@@ -140,7 +141,7 @@ impl<W: Write> SegmentWriter<W> {
     /// rows that are added one after the other share a page.
     ///
     /// # Errors
-    /// [`WriteError`] if the orders do not ascend, if an order is twice on a page, or if the
+    /// [`WriteError`] if the orders do not ascend, if an order occurs twice on a page, or if the
     /// destination refused the bytes.
     pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
         assert_eq!(row.len(), self.kind.format.row_bytes(), "rows have one length");
@@ -181,7 +182,8 @@ impl<W: Write> SegmentWriter<W> {
     }
 
     /// Writes a full page. In a segment with fences, rows that share the top half of their hash
-    /// with the next row move to the next page. So one fence comparison always finds the page.
+    /// with the next row move to the next page. A lookup therefore finds the page by its fence
+    /// alone.
     fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
         let prefix = (next >> 32) as u32;
         let n = if self.kind.has_fences() {

@@ -1,4 +1,4 @@
-//! Where a worker computes: on the CPU, on a GPU, or nowhere since its GPU failed.
+//! The device on which a worker computes: the CPU, a GPU, or none after its GPU failed.
 
 use crate::model::Model;
 use crate::model::backend::ModelBackend;
@@ -13,7 +13,7 @@ use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::MissList;
 use std::sync::Arc;
 
-/// Where a worker computes.
+/// The device on which a worker computes, with the worker's memory there.
 pub(crate) enum WorkerBackend {
     Cpu(CpuBackend),
     Gpu(GpuBackend),
@@ -23,7 +23,7 @@ pub(crate) enum WorkerBackend {
 }
 
 impl WorkerBackend {
-    /// Takes the memory of one worker on `model`.
+    /// Allocates the memory of one worker on `model`.
     pub fn new(model: &Model) -> Result<Self, CudaError> {
         match model.backend() {
             ModelBackend::Cpu { tables, dense } => {
@@ -39,7 +39,7 @@ impl WorkerBackend {
         }
     }
 
-    /// Returns why every request fails, if the GPU failed.
+    /// Returns the error of every request, if the GPU failed.
     pub fn failure(&self) -> Option<&Arc<CudaError>> {
         match self {
             Self::Cpu(_) | Self::Gpu(_) => None,
@@ -80,7 +80,7 @@ impl WorkerBackend {
         }
     }
 
-    /// Continues a lookup whose miss list was full and is resolved.
+    /// Continues a lookup after its full miss list was resolved.
     pub fn continue_lookup(
         &mut self,
         model: &Model,
@@ -95,7 +95,7 @@ impl WorkerBackend {
         }
     }
 
-    /// Pools the bags that waited for the rows of `misses`, which are fetched or given up.
+    /// Pools the bags that waited for the rows of `misses`. Each row was fetched or has a default.
     pub fn finish_bags(
         &mut self,
         model: &Model,
@@ -124,7 +124,7 @@ impl WorkerBackend {
     }
 
     /// Makes the backend usable again after an error of the GPU. If the GPU cannot be synchronised,
-    /// the backend fails for good.
+    /// every later request fails.
     pub fn recover(&mut self) {
         if let Self::Gpu(gpu) = self
             && let Err(e) = gpu.recover()

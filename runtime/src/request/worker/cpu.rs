@@ -1,5 +1,5 @@
 //! A worker's backend on the CPU: the lookup in caches and tables in host memory, and the dense
-//! network in host memory, which follows a lookup on a GPU too. Never reads flash.
+//! network. A lookup on a GPU can also use this dense network. Never reads flash.
 
 use crate::model::Model;
 use crate::model::backend::CpuTables;
@@ -30,7 +30,7 @@ pub(crate) struct CpuDense {
 }
 
 impl CpuDense {
-    /// Takes the memory of one worker on `model`; `device` can access the inputs.
+    /// Allocates the memory of one worker on `model`; `device` can access the inputs.
     pub fn new(
         model: &Model,
         engine: &Arc<DenseEngine>,
@@ -113,11 +113,11 @@ pub(crate) struct CpuBackend {
     tables: Arc<CpuTables>,
     dense: CpuDense,
     isa: Isa,
-    /// Where the lookup continues after a full miss list was resolved.
+    /// The position at which the lookup continues after a full miss list was resolved.
     next: Cursor,
 }
 
-/// A feature of the batch and a sample of it.
+/// A position in a lookup: a feature of the batch, and a sample.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
     feature: usize,
@@ -227,7 +227,7 @@ fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut 
     }
 }
 
-/// Returns feature `f` as the lookup reads it.
+/// Returns the view of feature `f` that the lookup takes.
 #[inline]
 fn feature_view<'a>(model: &'a Model, tables: &'a CpuTables, f: usize) -> FeatureView<'a> {
     let schema = model.schema();

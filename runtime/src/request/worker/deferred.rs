@@ -1,6 +1,6 @@
-//! Fetches rows that no request waits for: those that a request answered with the default row, and
-//! those that callers prefetch. A worker reads them between requests, a few pages at a time, on its
-//! own thread: there is no further queue to bound, and its next request finds the rows.
+//! Fetches rows that no request waits for. These are rows that a request answered with the default
+//! row, and rows that callers prefetch. A worker reads them between requests, a few pages at a
+//! time, on its own thread. This needs no further queue, and the next request finds the rows.
 
 use crate::flash::table::RowLocation;
 use crate::io::page::Page;
@@ -19,30 +19,30 @@ use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 
 /// Slot of a row that the GPU has not probed yet.
 const NOT_PROBED: u32 = u32::MAX - 1;
-/// Slot of a row that is not to be inserted: it is in the cache already, or not on its page.
+/// Slot of a row that is not inserted: it is in the cache already, or not on its page.
 const NOT_WANTED: u32 = u32::MAX;
 
-/// Where a row that a caller prefetches is.
+/// The location of a row that a caller prefetches.
 enum Prefetched {
-    /// In memory, or in no table: there is nothing to fetch.
+    /// In memory, or in no table. No read is needed.
     Known,
     /// On flash.
     Missing(Miss),
 }
 
-/// What `read_deferred` did.
+/// Result of `read_deferred`.
 struct DeferredReads {
     /// Rows that were inserted into a cache in host memory.
     inserted: usize,
     /// Rows at the front of `deferred` whose pages were read.
     read: usize,
-    /// Rows at the front of `deferred` that are done with.
+    /// Rows at the front of `deferred` that need no further work.
     done: usize,
 }
 
 impl RowFetcher {
-    /// Adds a row that a later request will look up to the deferred rows. Returns false if there
-    /// was no room for it.
+    /// Adds a row that a later request will look up to the deferred rows, if it is not in memory.
+    /// Returns false if there was no room for it.
     pub fn enqueue_prefetch(&mut self, model: &Model, row: RowKey) -> bool {
         let Prefetched::Missing(miss) = self.find(model, row) else { return true };
         let has_room = self.deferred.len() < self.deferred.capacity();
@@ -96,7 +96,7 @@ impl RowFetcher {
         inserted
     }
 
-    /// Removes the rows that the GPU has cached already: they need no read.
+    /// Removes the rows that the GPU has cached already.
     fn probe_gpu(&mut self, backend: &mut WorkerBackend) {
         let Some(gpu) = backend.gpu() else { return };
         self.deferred.sort_unstable_by_key(|m| m.slot == NOT_PROBED);
@@ -172,8 +172,8 @@ fn recover(backend: &mut WorkerBackend, problem: &str, e: &CudaError) {
     backend.recover();
 }
 
-/// Inserts the rows of `page`, which `rows` all are on; returns how many went into a cache in host
-/// memory. For a GPU it stages them: `rows[i]` in slot `first + i`. `None` is a damaged page.
+/// Inserts `rows`, which are all on `page`, and returns how many a cache in host memory took. For a
+/// GPU it stages them: `rows[i]` in slot `first + i`. A `page` of `None` is damaged.
 fn insert(
     model: &Model,
     rows: &mut [Miss],

@@ -1,6 +1,6 @@
-//! Reads the rows that a request misses: locates them, sorts them by page, reads each page once
-//! with many reads in flight, verifies it, stages its rows and caches them as it arrives. Never
-//! waits beyond the deadline.
+//! Reads the missing rows of a request. Locates the rows, sorts them by page, and reads each page
+//! once with many reads in flight. As a page arrives, verifies it, and stages and caches its rows.
+//! Never waits beyond the deadline.
 
 use crate::clock::Clock;
 use crate::flash::segment::fences::LOCATE_KEYS;
@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Location of a key that no page can hold.
 const NOWHERE: u64 = u64::MAX;
 
-/// What a worker fetches rows with: the miss list, the page reader, and the rows that it fetches
+/// The part of a worker that fetches rows: the miss list, the page reader, and the rows to fetch
 /// after the answer.
 pub(super) struct RowFetcher {
     clock: Arc<dyn Clock>,
@@ -33,17 +33,19 @@ pub(super) struct RowFetcher {
     pub deferred: Vec<Miss>,
     pub(super) negative_cache: NegativeCache,
     pub(super) reader: PageReader,
-    /// Number of the current round of reads. A page of an earlier round, which its request gave up,
-    /// may still arrive.
+    /// Number of the current round of reads. A page of an earlier round, for which its request
+    /// stopped waiting, may still arrive.
     pub(super) round: u32,
     pub counters: Counters,
     tables: Arc<TableCounters>,
-    /// Whether the deadline cut a row whose miss policy is `wait`: the request has no scores.
+    /// Whether the deadline passed before a row with the miss policy `wait` was read. The request
+    /// then has no scores.
     pub is_overdue: bool,
 }
 
 impl RowFetcher {
-    /// Takes the memory of one worker on `model`, with an empty `misses` and its `tables` counters.
+    /// Allocates the memory of one worker on `model`, with an empty `misses` and its `tables`
+    /// counters.
     pub fn new(
         model: &Model,
         misses: MissList,
@@ -63,8 +65,8 @@ impl RowFetcher {
         }
     }
 
-    /// Drops what holds for one generation only: rows to fetch later, with their places on flash,
-    /// and keys that their tables did not have.
+    /// Drops the state of one generation: rows to fetch later, with their locations on flash, and
+    /// keys that their tables did not have.
     pub fn forget_generation(&mut self) {
         self.misses.clear();
         self.deferred.clear();
@@ -91,8 +93,9 @@ impl RowFetcher {
         }
     }
 
-    /// Fetches the rows of the miss list, with many reads in flight: first the rows without which
-    /// the request has no scores, then the others. Defers what the deadline cuts.
+    /// Fetches the rows of the miss list with many reads in flight. Rows with the miss policy
+    /// `wait`, without which the request has no scores, come first. Rows that were not read before
+    /// the deadline are deferred.
     pub fn fetch(&mut self, model: &Model, live: &LiveModel, deadline: Option<Duration>) {
         self.read_misses(model, live, deadline);
         for miss in self.misses.list() {
@@ -111,8 +114,8 @@ impl RowFetcher {
         let mut reads = Reads::default();
         loop {
             self.start_reads(model, deadline, &mut reads);
-            // A read may be left to start although none of this request is outstanding: reads that
-            // an earlier request gave up may fill the reader.
+            // Reads of this request may be left to start although none is outstanding: abandoned
+            // reads of an earlier request may fill the reader.
             if reads.outstanding == 0 && reads.next == self.misses.list().len() {
                 return;
             }
@@ -183,7 +186,7 @@ impl RowFetcher {
         })
     }
 
-    /// Gives up the reads that are outstanding or, from `next` on, not started. Their rows get the
+    /// Abandons the reads that are outstanding or, from `next` on, not started. Their rows get the
     /// state `unread`: late after the deadline, damaged if the reader failed.
     fn give_up_reads(&mut self, model: &Model, unread: RowState, next: usize) {
         for i in 0..self.misses.list().len() {
@@ -201,7 +204,7 @@ impl RowFetcher {
         }
     }
 
-    /// Defers rows that the deadline cuts.
+    /// Defers rows that were not read before the deadline.
     fn defer_late(&mut self, range: Range<usize>, policy: MissPolicy) {
         self.is_overdue |= policy == MissPolicy::Wait;
         self.defer(range, RowState::Late);
@@ -211,8 +214,8 @@ impl RowFetcher {
         range.for_each(|i| self.misses.set_state(self.misses.list()[i].slot, state));
     }
 
-    /// Sets the state of the misses in `range` and notes them for `fetch_deferred`, as far as there
-    /// is room.
+    /// Sets the state of the misses in `range`, and adds as many as there is room for to the
+    /// deferred rows.
     fn defer(&mut self, range: Range<usize>, state: RowState) {
         self.set_states(range.clone(), state);
         let room = self.deferred.capacity() - self.deferred.len();
@@ -223,9 +226,9 @@ impl RowFetcher {
 /// The reads of one fetch.
 #[derive(Default)]
 struct Reads {
-    /// The first miss that no read was started for.
+    /// The first miss for which no read was started.
     next: usize,
-    /// Reads that were started and have not arrived.
+    /// Reads that were started and are not complete.
     outstanding: usize,
 }
 
@@ -265,7 +268,7 @@ pub(super) fn check_page<'a>(
     }
 }
 
-/// Makes the cache refuse the row of `miss` if a transition bars it.
+/// Makes the cache refuse the row of `miss` if a transition bars it. See [`LiveModel::bar`].
 pub(super) fn refuse_barred(live: &LiveModel, miss: &mut Miss) {
     if live.bars(miss.row) {
         miss.epoch = miss.epoch.outdated();

@@ -1,9 +1,9 @@
-//! A worker's backend on a GPU: the whole step from keys to scores, or the lookup alone where the
+//! A worker's backend on a GPU: the whole step from keys to scores, or the lookup alone if the
 //! dense network runs on the CPU. Never decides which rows are read from flash.
 //!
 //! One launch probes all features, and the dense network follows it. If no row is missing, that
-//! launch computes the scores. Otherwise the host reads the missing rows, a second launch pools the
-//! open bags, and the dense network runs again for the samples of those bags.
+//! launch computes the scores. Otherwise the host reads the missing rows, and a second launch pools
+//! the open bags. The dense network then runs again for the samples of those bags.
 //!
 //! A buffer that the GPU may still access is reused only after its stream is synchronised, on error
 //! paths too. If synchronising fails, the worker fails every later request.
@@ -24,9 +24,9 @@ use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::sync::Arc;
 
-/// What one worker has on a GPU.
+/// The part of one worker on a GPU.
 pub(crate) enum GpuBackend {
-    /// The lookup, into inputs that the CPU's dense network reads.
+    /// The lookup, which writes inputs that the CPU's dense network reads.
     Lookup { lookup: Box<GpuLookup>, dense: CpuDense },
     /// The lookup and the dense network.
     Step(Box<Step>),
@@ -94,7 +94,7 @@ impl GpuBackend {
         Ok(progress(is_partial))
     }
 
-    /// Looks up the bags that are left, waits, and lists their misses.
+    /// Looks up the remaining bags, waits, and lists their misses.
     pub fn continue_lookup(
         &mut self,
         misses: &mut MissList,
@@ -146,7 +146,8 @@ impl GpuBackend {
         self.gpu_lookup().insert(misses, rows)
     }
 
-    /// Waits, after an error, until the GPU no longer accesses what the next request writes.
+    /// Waits, after an error, until the GPU no longer accesses the memory that the next request
+    /// writes.
     pub fn recover(&mut self) -> Result<(), CudaError> {
         self.gpu_lookup().recover()
     }
@@ -156,7 +157,7 @@ fn progress(is_partial: bool) -> Progress {
     if is_partial { Progress::MissListFull } else { Progress::Complete }
 }
 
-/// Returns the largest request of one worker on `gpu`.
+/// Returns the limits of one worker's lookups on `gpu`.
 pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
     LookupLimits {
         batch_max: model.budget().batch_max as usize,
@@ -166,8 +167,8 @@ pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
     }
 }
 
-/// Returns the features as a GPU looks them up, into inputs of such `types` that begin at
-/// `addresses` there.
+/// Returns the features for a lookup on a GPU. Its inputs begin at `addresses` on the GPU and have
+/// `types`.
 fn features_on_device<'a>(
     model: &'a Model,
     addresses: &[u64],

@@ -1,11 +1,11 @@
-//! The model that a pipeline serves now, shared by its callers and workers, and how it is replaced.
+//! The model that a pipeline serves now, which its callers and workers share, and its replacement.
 //!
 //! The generations of a model share their caches and resident tables. A *transition* keeps requests
 //! of two generations apart:
 //!
-//! 1. [`LiveModel::bar`] names the rows that may differ. From now on no worker inserts them.
+//! 1. [`LiveModel::bar`] bars the rows that may differ: from now on no worker inserts them.
 //! 2. The swap waits until each worker has begun a new batch ([`LiveModel::renew`]). No insert that
-//!    missed step 1 is then under way.
+//!    began before step 1 is then in progress.
 //! 3. The swap removes the barred rows from the caches. Both generations read them from flash.
 //! 4. [`LiveModel::switch`] waits until no lookup runs, replaces the changed rows of the resident
 //!    tables, and exchanges the model. Only lookups read resident tables.
@@ -37,20 +37,20 @@ pub(crate) struct LiveModel {
     table_counters: Mutex<Vec<Arc<TableCounters>>>,
 }
 
-/// One model, and who uses it.
+/// One model, and the workers that use it.
 pub(crate) struct Current {
     pub model: Arc<Model>,
     pub version: u64,
-    /// Each worker that has seen this version has a clone.
+    /// A reference count: each worker that has seen this version has a clone.
     pub users: Arc<()>,
-    /// Backends made ahead for the workers that will move to this model.
+    /// Backends that were made in advance for the workers that will move to this model.
     backends: Mutex<Vec<WorkerBackend>>,
 }
 
-/// What [`LiveModel::switch`] changes.
+/// The new model for [`LiveModel::switch`].
 pub(crate) struct Successor {
     pub model: Arc<Model>,
-    /// One for each worker. A further worker makes its own.
+    /// One backend for each worker. A further worker makes its own.
     pub backends: Vec<WorkerBackend>,
 }
 
@@ -77,7 +77,7 @@ impl LiveModel {
         self.current.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the current model, unless it is being exchanged or waits for that.
+    /// Returns the current model, unless a switch holds or awaits the lock.
     pub fn try_read(&self) -> Option<RwLockReadGuard<'_, Current>> {
         match self.current.try_read() {
             Ok(current) => Some(current),
@@ -107,7 +107,7 @@ impl LiveModel {
         new
     }
 
-    /// Returns what the lookups of each table met, since the model was loaded.
+    /// Returns the counts of each table's lookups since the model was loaded.
     pub fn table_counts(&self) -> Vec<TableCounts> {
         let named = |name: &String| TableCounts { table: name.clone(), ..TableCounts::default() };
         let model = self.model();
@@ -134,8 +134,8 @@ impl LiveModel {
             && lock(&self.change).as_ref().is_some_and(|change| change.contains(row))
     }
 
-    /// Starts a new version of the same model. Returns the users of the old version: workers whose
-    /// last batch began before.
+    /// Starts a new version of the same model. Returns the reference count of the old version:
+    /// workers whose last batch began before.
     pub fn renew(&self) -> Arc<()> {
         let mut current = self.write();
         current.version += 1;
@@ -143,8 +143,8 @@ impl LiveModel {
         std::mem::take(&mut current.users)
     }
 
-    /// Waits until no lookup runs, calls `patch`, and exchanges the model. Returns the users of the
-    /// old one.
+    /// Waits until no lookup runs, calls `patch`, and exchanges the model. Returns the reference
+    /// count of the old version.
     ///
     /// # Errors
     /// That of `patch`; the model stays.

@@ -1,11 +1,11 @@
-//! The worker: scores one batch at a time out of memory that it took at its start. Never waits for
+//! The worker: scores one batch at a time in memory that it allocated at its start. Never waits for
 //! another worker, and never allocates for a request.
 //!
-//! [`Worker::score`] is the request flow: check the batch, look up its keys, resolve the misses
-//! (fetch their rows, finish the bags that waited), run the dense network, return the scores with a
-//! status for each sample. If the miss list fills up, the misses are resolved early and the lookup
-//! continues. The scores of every backend are read through [`BatchScores::request`], which refuses
-//! a score that is not a number.
+//! [`Worker::score`] is the request flow. It checks the batch, looks up its keys, and resolves the
+//! misses: it fetches their rows and finishes the bags that waited. Then it runs the dense network
+//! and returns the scores with a status for each sample. If the miss list fills up, the misses are
+//! resolved early and the lookup continues. The scores of every backend are read through
+//! [`BatchScores::request`], which refuses a score that is not a number.
 
 pub(crate) mod backend;
 mod counters;
@@ -41,7 +41,7 @@ pub(crate) use gpu::lookup_limits;
 pub(crate) use table_counts::TableCounters;
 pub use table_counts::TableCounts;
 
-/// Scores of one batch, with what they were computed from.
+/// Scores of samples, with the status of each.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
     /// The scores, `[batch, outputs]`.
@@ -59,7 +59,7 @@ impl Scores<'_> {
     }
 }
 
-/// Scores of one batch, which may hold several requests. One request at a time is checked and read.
+/// Scores of one batch, which may hold several requests. A caller reads one request at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchScores<'a> {
     /// `[batch, outputs]`.
@@ -71,7 +71,7 @@ pub struct BatchScores<'a> {
 }
 
 impl<'a> BatchScores<'a> {
-    /// Returns the generation that the scores are of.
+    /// Returns the generation that computed the scores.
     pub fn generation(&self) -> &Arc<Generation> {
         self.generation
     }
@@ -93,12 +93,12 @@ impl<'a> BatchScores<'a> {
 /// Serves requests on the current model of its pipeline, one at a time.
 pub struct Worker {
     live: Arc<LiveModel>,
-    seat: Seat,
+    state: ModelState,
 }
 
-/// What a worker has on one model.
-struct Seat {
-    /// The version of the live model that the worker has seen last, and a claim to it.
+/// The state and memory of a worker for one model.
+struct ModelState {
+    /// The version of the live model that the worker has seen last.
     version: u64,
     users: Arc<()>,
     model: Arc<Model>,
@@ -111,54 +111,53 @@ struct Seat {
 }
 
 impl Worker {
-    /// Makes a worker on `model`, which stays, and takes all memory that it will use. If the GPU
-    /// has no memory for the worker, every request fails with that error.
+    /// Makes a worker on `model`, which is never replaced, and allocates all memory that it will
+    /// use. If the GPU has no memory for the worker, every request fails with that error.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> Self {
         Self::on(LiveModel::new(model), clock)
     }
 
     /// Makes a worker that follows `live` from generation to generation, as [`Worker::new`] does.
     pub(crate) fn on(live: Arc<LiveModel>, clock: Arc<dyn Clock>) -> Self {
-        let seat = Seat::new(&live, clock);
-        Self { live, seat }
+        let state = ModelState::new(&live, clock);
+        Self { live, state }
     }
 
-    /// Returns why every request of this worker fails, if its GPU failed.
+    /// Returns the error of every request of this worker, if its GPU failed.
     pub(crate) fn failure(&self) -> Option<&Arc<CudaError>> {
-        self.seat.backend.failure()
+        self.state.backend.failure()
     }
 
     /// Returns the running totals.
     pub fn counters(&self) -> Counters {
-        self.seat.fetcher.counters
+        self.state.fetcher.counters
     }
 
     /// Returns the inputs of the dense network of the last request on the CPU, `[batch, width]` at
     /// the front of each.
     pub(crate) fn inputs(&self) -> &[HostMemory<f32>] {
-        self.seat.backend.inputs()
+        self.state.backend.inputs()
     }
 
     /// Returns the model of the last request.
     pub fn model(&self) -> &Arc<Model> {
-        &self.seat.model
+        &self.state.model
     }
 
     /// Moves the worker to the current model.
     pub(crate) fn follow(&mut self) {
         if !self.is_current() {
-            self.seat.follow(&self.live.read());
+            self.state.follow(&self.live.read());
         }
     }
 
     /// Returns whether the worker has seen the current version of the live model.
     pub(crate) fn is_current(&self) -> bool {
-        self.seat.version == self.live.version()
+        self.state.version == self.live.version()
     }
 
-    /// Scores `batch`, which is one request. From `deadline`, a time of the worker's clock, on no
-    /// more rows are fetched. The bags of tables with the miss policy `deadline` then have default
-    /// rows.
+    /// Scores `batch`, which is one request. After `deadline`, a time of the worker's clock, no
+    /// more rows are fetched. Rows of tables with the miss policy `deadline` are then default rows.
     ///
     /// # Errors
     /// The errors of [`Worker::score_requests`], and [`ScoreError::NotFinite`] if a score is not a
@@ -171,91 +170,92 @@ impl Worker {
         Ok(self.score_requests(batch, deadline)?.request(0..batch.size())?)
     }
 
-    /// Scores `batch`, which may hold several requests. `deadline` is that of [`Worker::score`].
+    /// Scores `batch`, which may hold several requests. For `deadline` see [`Worker::score`].
     ///
     /// # Errors
-    /// [`ScoreError::Request`] if the batch does not fit the model,
+    /// [`ScoreError::Request`] if the batch does not fit the model.
     /// [`ScoreError::DeadlineExceeded`] if a row of a table with the miss policy `wait` did not
-    /// arrive in time, [`ScoreError::Dense`] or [`ScoreError::Cuda`] if the dense network or the
+    /// arrive in time. [`ScoreError::Dense`] or [`ScoreError::Cuda`] if the dense network or the
     /// GPU failed.
     pub fn score_requests(
         &mut self,
         batch: &Batch,
         deadline: Option<Duration>,
     ) -> Result<BatchScores<'_>, ScoreError> {
-        let Self { live, seat } = self;
+        let Self { live, state } = self;
         let current = live.read();
-        seat.follow(&current);
-        check_batch(&seat.model, batch)?;
-        if let Some(e) = seat.backend.failure() {
+        state.follow(&current);
+        check_batch(&state.model, batch)?;
+        if let Some(e) = state.backend.failure() {
             return Err(Arc::clone(e).into());
         }
 
         let samples = batch.size();
-        seat.statuses[..samples].fill(LookupStatus::default());
-        seat.fetcher.start_request();
-        seat.fetcher.count_lookups(&seat.model, batch);
+        state.statuses[..samples].fill(LookupStatus::default());
+        state.fetcher.start_request();
+        state.fetcher.count_lookups(&state.model, batch);
 
-        if let Err(e) = seat.resolve(live, current, batch, deadline) {
-            seat.backend.recover();
+        if let Err(e) = state.resolve(live, current, batch, deadline) {
+            state.backend.recover();
             return Err(e);
         }
 
-        seat.run_dense(samples)
+        state.run_dense(samples)
     }
 
     /// Scores `batch` as [`Worker::score_requests`] does, if every row that it needs is in memory.
-    /// Else returns `None`, and has counted nothing. Never reads flash, never waits for a swap, and
+    /// Otherwise returns `None` and counts nothing. Never reads flash, never waits for a swap, and
     /// uses no GPU.
     pub(crate) fn score_in_memory(
         &mut self,
         batch: &Batch,
     ) -> Option<Result<BatchScores<'_>, ScoreError>> {
-        let Self { live, seat } = self;
-        let current = live.try_read().filter(|current| current.version == seat.version)?;
-        if !matches!(seat.backend, WorkerBackend::Cpu(_)) {
+        let Self { live, state } = self;
+        let current = live.try_read().filter(|current| current.version == state.version)?;
+        if !matches!(state.backend, WorkerBackend::Cpu(_)) {
             return None;
         }
-        if let Err(e) = check_batch(&seat.model, batch) {
+        if let Err(e) = check_batch(&state.model, batch) {
             return Some(Err(e));
         }
 
         let samples = batch.size();
-        seat.statuses[..samples].fill(LookupStatus::default());
-        seat.fetcher.misses.clear();
-        let Seat { backend, model, fetcher, statuses, .. } = seat;
+        state.statuses[..samples].fill(LookupStatus::default());
+        state.fetcher.misses.clear();
+        let ModelState { backend, model, fetcher, statuses, .. } = state;
         match backend.lookup(model, batch, &mut fetcher.misses, &mut statuses[..samples]) {
             Ok(Progress::Complete) if fetcher.misses.is_empty() => {}
             Ok(_) => return None,
             Err(e) => return Some(Err(e)),
         }
         drop(current);
-        seat.fetcher.count_lookups(&seat.model, batch);
-        Some(seat.run_dense(samples))
+        state.fetcher.count_lookups(&state.model, batch);
+        Some(state.run_dense(samples))
     }
 
-    /// Notes a row that a later request will look up, for [`Worker::fetch_deferred`]. Returns false
-    /// if there was no room for it. A row that is in memory or in no table needs no room.
+    /// Adds a row that a later request will look up to those that [`Worker::fetch_deferred`] reads.
+    /// Returns false if there was no room for it. A row that is in memory or in no table needs no
+    /// room.
     pub fn enqueue_prefetch(&mut self, row: RowKey) -> bool {
-        let Seat { model, backend, fetcher, .. } = &mut self.seat;
+        let ModelState { model, backend, fetcher, .. } = &mut self.state;
         backend.failure().is_none() && fetcher.enqueue_prefetch(model, row)
     }
 
-    /// Returns the rows that [`Worker::fetch_deferred`] has yet to fetch.
+    /// Returns the number of rows that [`Worker::fetch_deferred`] has yet to fetch.
     pub fn deferred_len(&self) -> usize {
-        self.seat.fetcher.deferred.len()
+        self.state.fetcher.deferred.len()
     }
 
     /// Fetches rows that the last requests answered with defaults, and prefetched rows, so that the
     /// next request finds them in the cache. Reads at most `pages_max` pages and leaves the rest
     /// for the next call. Returns how many rows were inserted.
     pub fn fetch_deferred(&mut self, pages_max: usize) -> usize {
-        let Self { live, seat: Seat { model, backend, fetcher, .. } } = self;
+        let Self { live, state: ModelState { model, backend, fetcher, .. } } = self;
         fetcher.fetch_deferred(model, live, backend, pages_max)
     }
 }
 
-impl Seat {
+impl ModelState {
     fn new(live: &LiveModel, clock: Arc<dyn Clock>) -> Self {
         let current = live.read();
         let model = Arc::clone(&current.model);
@@ -278,7 +278,7 @@ impl Seat {
         }
     }
 
-    /// Takes the memory that depends on the device.
+    /// Allocates the memory that depends on the device.
     fn memory(current: &Current) -> Result<(WorkerBackend, MissList), CudaError> {
         let model = &current.model;
         let (misses_max, device) = (model.budget().misses_max as usize, model.lookup_device());
@@ -286,8 +286,8 @@ impl Seat {
         Ok((current.backend()?, misses))
     }
 
-    /// Moves to `current`. Both models have the same tables and outputs, so that the seat keeps the
-    /// other memory.
+    /// Moves to `current`. Both models have the same tables and outputs, so the state keeps all
+    /// memory except the backend.
     fn follow(&mut self, current: &Current) {
         if self.version == current.version {
             return;
@@ -296,7 +296,7 @@ impl Seat {
         if Arc::ptr_eq(&self.model, &current.model) {
             return;
         }
-        // A backend that failed stays so: its GPU works no more.
+        // A failed backend stays: its GPU no longer works.
         if self.backend.failure().is_none() {
             self.backend = current.backend().unwrap_or_else(|e| {
                 log::error!("a worker cannot use the GPU, its requests will fail: {e}");
@@ -316,9 +316,10 @@ impl Seat {
         Ok(BatchScores { values, statuses, outputs, generation })
     }
 
-    /// Looks the batch up, fetches the missing rows and pools the bags that waited for them, as
-    /// often as the lookup fills the miss list. Bags are pooled in key order, so that caching never
-    /// changes a score. Holds `current` until no lookup is left: only lookups read resident tables.
+    /// Looks the batch up, fetches the missing rows and pools the bags that waited for them.
+    /// Repeats this each time the lookup fills the miss list. Bags are pooled in key order, so that
+    /// caching never changes a score. Holds `current` until no lookup is left, because only lookups
+    /// read resident tables.
     fn resolve(
         &mut self,
         live: &LiveModel,

@@ -1,6 +1,6 @@
-//! How far the lookup of a batch is.
+//! The progress of the lookup of a batch.
 
-/// Whether a lookup needs the miss list again.
+/// Result of one pass of a lookup: whether bags are left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// Every bag is pooled or waits in the miss list.

@@ -1,10 +1,10 @@
-//! What each table's lookups met. A worker has counters of its own, which only it writes, so that
-//! counting takes no lock and no atomic addition. Readers add the workers up.
+//! Counts of each table's lookups. A worker has counters of its own, which only it writes, so
+//! counting takes no lock and no atomic addition. Readers add up the counters of all workers.
 
 use hatchback_kernels::lookup::miss_list::RowState;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What the lookups of one table met.
+/// Counts of the lookups of one table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TableCounts {
     /// The table's name.
@@ -54,7 +54,7 @@ impl TableCounters {
         self.add(table, LOOKUPS, lookups);
     }
 
-    /// Counts a row of `table` that was missing, and what became of it.
+    /// Counts a missing row of `table`, by its final state.
     pub fn miss(&self, table: u16, state: RowState) {
         self.add(table, MISSES, 1);
         match state {

@@ -182,22 +182,25 @@ pub fn call_grpc(
     clients: u32,
     time: Duration,
 ) -> Result<WayTotals> {
-    let start = Instant::now();
-    let mut sum = on_event_loop(async {
-        let mut callers = Vec::new();
-        for number in 0..clients as usize {
-            let (caller, messages) = (Caller::connect(socket).await?, messages.to_vec());
-            let first = number * 37 % messages.len();
-            callers.push(tokio::spawn(call_until(caller, messages, first, start + time)));
+    on_event_loop(async {
+        let mut connected = Vec::new();
+        for _ in 0..clients {
+            connected.push(Caller::connect(socket).await?);
         }
+
+        let start = Instant::now();
+        let call = |(number, caller): (usize, Caller)| {
+            let first = number * 37 % messages.len();
+            tokio::spawn(call_until(caller, messages.to_vec(), first, start + time))
+        };
+        let callers: Vec<_> = connected.into_iter().enumerate().map(call).collect();
         let mut sum = WayTotals::default();
         for caller in callers {
             sum.add(&caller.await??);
         }
+        sum.time = start.elapsed();
         Ok(sum)
-    })?;
-    sum.time = start.elapsed();
-    Ok(sum)
+    })
 }
 
 /// Sends `messages` in turn, from the message `first` on, until `until`.

@@ -140,7 +140,7 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
     let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
     let measured = ways.iter().filter_map(|way| {
         let (_, bar) = named.into_iter().find(|(name, _)| *name == way.name)?;
-        Some(way.pairs.bar(&bar_name(way.name), bar))
+        Some(way.pairs.at_most(&bar_name(way.name), bar))
     });
     let missed = missing.iter().filter_map(|(missing, reason)| {
         let (name, bar) = named.into_iter().find(|(name, _)| name == missing)?;
@@ -174,7 +174,7 @@ fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, turns: u32) -> Result<(
         }
         let library_us = ways[0].median_us;
         if turn >= WARM_UP {
-            ways[1..].iter_mut().for_each(|way| way.pairs.add(way.median_us, library_us));
+            ways[1..].iter_mut().for_each(|way| way.pairs.add(way.median_us - library_us));
         }
     }
     Ok(())

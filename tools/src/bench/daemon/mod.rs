@@ -34,6 +34,8 @@ use std::time::{Duration, Instant};
 const TURNS: u32 = 40;
 /// The most that gRPC may add to the call of the library, p50, µs.
 const ADDED_US_MAX: f64 = 60.0;
+/// Turns of the most callers, and of the callers of the best step.
+const LADDER_TURNS: u32 = 10;
 /// Least throughput with the most callers, as a share of the best step's.
 const SHARE_MIN: f64 = 0.95;
 
@@ -78,9 +80,8 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
     let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
     let model = flash.manifest().generation.to_string();
 
-    let (mut points, pairs) = daemon
+    let (mut points, mut bars) = daemon
         .serve(RULES, Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
-    let mut bars = bars(&points, &pairs);
     let languages = languages::measure(
         &args.languages,
         &LanguagePlan {
@@ -104,8 +105,8 @@ fn measure(
     daemon: &Daemon,
     requests: &Requests,
     socket: &Path,
-) -> Result<(Vec<DaemonStep>, Pairs)> {
-    let (time, mut pairs) = (args.time(4.0, 1.0), Pairs::default());
+) -> Result<(Vec<DaemonStep>, Vec<Bar>)> {
+    let (time, mut added) = (args.time(4.0, 1.0), Pairs::default());
     let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;
@@ -114,17 +115,39 @@ fn measure(
             library.then(&ours);
             grpc.then(&theirs);
             let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
-            pairs.add(p50_us(&theirs), p50_us(&ours));
+            added.add(p50_us(&theirs) - p50_us(&ours));
         }
     }
 
+    let name = "gRPC on a Unix socket over the library call, p50, µs";
+    let latency = added.at_most(name, ADDED_US_MAX);
     let mut steps = vec![library.step("library", 1), grpc.step("gRPC", 1)];
     for &clients in args.clients.iter().filter(|clients| **clients > 1) {
         call_grpc(socket, &requests.messages, clients, time / 4)?;
         let totals = call_grpc(socket, &requests.messages, clients, time)?;
         steps.push(totals.step("gRPC", clients));
     }
-    Ok((steps, pairs))
+    let call = |clients| call_grpc(socket, &requests.messages, clients, time / 2);
+    let throughput = share_of_best(&steps[1..], call)?;
+    Ok((steps, vec![latency, throughput]))
+}
+
+/// Measures the most callers of `steps` and the callers of its best step in turns. If the most
+/// callers are the best step, their share is 1.
+fn share_of_best(steps: &[DaemonStep], call: impl Fn(u32) -> Result<WayTotals>) -> Result<Bar> {
+    let best = steps.iter().max_by(|a, b| a.requests_per_s.total_cmp(&b.requests_per_s));
+    let best = best.map_or(1, |step| step.clients);
+    let most = steps.iter().map(|step| step.clients).max().unwrap_or(1);
+    let name = format!("requests/s with {most} callers, share of those with {best}, the best step");
+    if best == most {
+        return Ok(Bar::at_least(name, 1.0, SHARE_MIN));
+    }
+    let mut share = Pairs::default();
+    for _ in 0..LADDER_TURNS {
+        let rate = |clients| anyhow::Ok(call(clients)?.step("gRPC", clients).requests_per_s);
+        share.add(rate(most)? / rate(best)?);
+    }
+    Ok(share.at_least(&name, SHARE_MIN))
 }
 
 /// Calls the library for `time`, one request after the other.
@@ -140,20 +163,6 @@ fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<
         }
     }
     Ok(totals)
-}
-
-fn bars(steps: &[DaemonStep], pairs: &Pairs) -> Vec<Bar> {
-    let name = "gRPC on a Unix socket over the library call, p50, µs";
-    let latency = pairs.bar(name, ADDED_US_MAX);
-
-    let grpc = steps.iter().filter(|step| step.way == "gRPC");
-    let best = grpc.clone().map(|step| step.requests_per_s).fold(0.0, f64::max);
-    let last = grpc.max_by_key(|step| step.clients);
-    let throughput = last.map(|last| {
-        let name = format!("requests/s with {} callers, share of the best step", last.clients);
-        Bar::at_least(name, last.requests_per_s / best, SHARE_MIN)
-    });
-    [latency].into_iter().chain(throughput).collect()
 }
 
 fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
@@ -172,6 +181,7 @@ fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::bars::BarResult;
     use clap::{CommandFactory, FromArgMatches, Parser};
 
     #[derive(Parser)]
@@ -196,6 +206,31 @@ mod tests {
         assert_eq!(report["points"].as_array().unwrap().len(), 3);
         assert_eq!(report["bars"][0]["bar"], ADDED_US_MAX);
         assert!(report["points"][2]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
+    }
+
+    /// A machine whose rate falls all the time, on which eight callers have 0.9 times the rate of
+    /// two.
+    #[test]
+    fn the_share_of_the_best_step_does_not_see_a_machine_that_slows_down() {
+        let totals = |ms| {
+            let mut totals = WayTotals { time: Duration::from_millis(ms), ..WayTotals::default() };
+            (0..1000).for_each(|_| totals.latencies.record(Duration::from_millis(1)));
+            totals
+        };
+        let slower = std::cell::Cell::new(900);
+        let call = |clients| {
+            slower.set(slower.get() + 1);
+            Ok(totals(if clients == 8 { slower.get() * 10 / 9 } else { slower.get() }))
+        };
+        let steps =
+            [(2, 500), (4, 800), (8, 1500)].map(|(clients, ms)| totals(ms).step("gRPC", clients));
+
+        let bar = share_of_best(&steps, call).unwrap();
+        assert!(bar.name.contains("with 8 callers, share of those with 2"), "{}", bar.name);
+        let BarResult::Measured { value, holds } = bar.result else { panic!("{bar:?}") };
+        assert!((0.89..0.92).contains(&value) && !holds, "{value}");
+        let bar = share_of_best(&steps[..1], call).unwrap();
+        assert_eq!(bar.result, BarResult::Measured { value: 1.0, holds: true });
     }
 
     #[test]

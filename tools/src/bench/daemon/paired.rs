@@ -1,6 +1,6 @@
-//! What one way takes more than another in the same moment. Both take short turns, one right after
-//! the other, and each pair of turns gives one difference of medians. What slows the machine for
-//! longer than a pair of turns slows both ways. Never measures.
+//! One way beside another. Both take short turns, one right after the other, and each pair of turns
+//! gives one value: a difference or a ratio. A machine that slows down for longer than a pair of
+//! turns slows both ways. Never measures.
 
 use crate::bench::bars::Bar;
 use crate::bench::peer::percentile;
@@ -9,22 +9,20 @@ use crate::bench::peer::percentile;
 /// of 100 such intervals have the true median.
 const HALF_RANKS: f64 = 0.98;
 
-/// The differences of all pairs of turns, µs.
+/// The values of all pairs of turns.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Pairs {
-    differences_us: Vec<f64>,
-}
+pub struct Pairs(Vec<f64>);
 
 impl Pairs {
-    /// Adds the medians of two turns, one right after the other.
-    pub fn add(&mut self, slower_us: f64, faster_us: f64) {
-        self.differences_us.push(slower_us - faster_us);
+    /// Adds the value of two turns, one right after the other.
+    pub fn add(&mut self, value: f64) {
+        self.0.push(value);
     }
 
-    /// Returns the median of the differences, and the interval that has the true median with a
+    /// Returns the median of the values, and the interval that has the true median with a
     /// probability of 95 %.
-    pub fn median_us(&self) -> (f64, [f64; 2]) {
-        let mut sorted = self.differences_us.clone();
+    pub fn median(&self) -> (f64, [f64; 2]) {
+        let mut sorted = self.0.clone();
         let count = sorted.len() as f64;
         let half = HALF_RANKS / count.sqrt().max(1.0);
         let mut at = |share: f64| percentile(&mut sorted, share.clamp(0.0, 1.0));
@@ -32,11 +30,18 @@ impl Pairs {
     }
 
     /// Returns the bar that the median must not exceed.
-    pub fn bar(&self, name: &str, most: f64) -> Bar {
-        let (median, [low, high]) = self.median_us();
-        let pairs = self.differences_us.len();
-        let name = format!("{name} ({low:.2} to {high:.2} with 95 %, {pairs} pairs of turns)");
-        Bar::at_most(name, median, most)
+    pub fn at_most(&self, name: &str, most: f64) -> Bar {
+        Bar::at_most(self.name(name), self.median().0, most)
+    }
+
+    /// Returns the bar that the median must reach.
+    pub fn at_least(&self, name: &str, least: f64) -> Bar {
+        Bar::at_least(self.name(name), self.median().0, least)
+    }
+
+    fn name(&self, name: &str) -> String {
+        let (_, [low, high]) = self.median();
+        format!("{name} ({low:.2} to {high:.2} with 95 %, {} pairs of turns)", self.0.len())
     }
 }
 
@@ -54,9 +59,9 @@ mod tests {
             for turn in 0..400 {
                 let slow = 20.0 + f64::from(turn) / 4.0;
                 let mut noise = || rng.random_range(-3.0..3.0);
-                pairs.add(slow + 1.5 + noise(), slow + noise());
+                pairs.add((slow + 1.5 + noise()) - (slow + noise()));
             }
-            let (median, [low, high]) = pairs.median_us();
+            let (median, [low, high]) = pairs.median();
             assert!(low <= median && median <= high && high - low < 1.0, "{seed}");
             found += u32::from(low <= 1.5 && 1.5 <= high);
         }

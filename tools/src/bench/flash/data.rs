@@ -50,7 +50,7 @@ impl Data {
     /// Calls `take` with the order and the row of every key, ascending.
     ///
     /// # Errors
-    /// Those of `take`.
+    /// The errors of `take`.
     pub fn each_row(&self, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         self.each(0, |_| true, take)
     }
@@ -59,7 +59,7 @@ impl Data {
     /// their new version.
     ///
     /// # Errors
-    /// Those of `take`.
+    /// The errors of `take`.
     pub fn each_changed(&self, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         self.each_changed_by(1, take)
     }
@@ -67,7 +67,7 @@ impl Data {
     /// Calls `take` for the rows that update number `update` (from 1) changes.
     ///
     /// # Errors
-    /// Those of `take`.
+    /// The errors of `take`.
     pub fn each_changed_by(
         &self,
         update: u64,
@@ -85,7 +85,7 @@ impl Data {
     /// Calls `take` for the rows of `keys` as loaded, in the order of `keys`.
     ///
     /// # Errors
-    /// Those of `take`.
+    /// The errors of `take`.
     pub fn each_of(
         &self,
         keys: &[u64],

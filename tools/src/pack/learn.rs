@@ -1,0 +1,139 @@
+//! The first pass over a table: learns what the encoding of its rows depends on, and refuses bad
+//! rows. What was learnt of two parts of a table can be joined, in any order, into exactly what one
+//! pass over both learns. Holds one block of rows.
+
+use super::column_sums::ColumnSums;
+use super::overrides::Overrides;
+use super::spec::{DefaultRow, NamedRow, TableSpec};
+use crate::import::RowSource;
+use anyhow::Result;
+use hatchback::choose_unit_exp;
+use hatchback::io::in_order::{InOrder, WorkPool};
+use hatchback::schema::Table;
+use serde::{Deserialize, Serialize};
+
+/// The result of the first pass over a table, or over a part of it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Learnt {
+    ranges: Ranges,
+    /// The sums of the columns, if the default row is their mean.
+    sums: Option<ColumnSums>,
+}
+
+/// The ranges of values in some rows.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Ranges {
+    magnitude_max: f32,
+    /// The smallest range of a row that has one.
+    row_range_min: f32,
+}
+
+impl Ranges {
+    const NONE: Self = Self { magnitude_max: 0.0, row_range_min: f32::INFINITY };
+
+    fn of(values: &[f32], dim: usize) -> Self {
+        values.chunks_exact(dim).fold(Self::NONE, |ranges, row| {
+            let (low, high) = row_range(row);
+            let row_range_min = if high > low { high - low } else { f32::INFINITY };
+            ranges.and(Self { magnitude_max: low.abs().max(high.abs()), row_range_min })
+        })
+    }
+
+    fn and(self, other: Self) -> Self {
+        Self {
+            magnitude_max: self.magnitude_max.max(other.magnitude_max),
+            row_range_min: self.row_range_min.min(other.row_range_min),
+        }
+    }
+}
+
+/// Returns the smallest and the largest of finite values.
+fn row_range(row: &[f32]) -> (f32, f32) {
+    /// Values that one vector instruction compares.
+    const LANES: usize = 16;
+    let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            low[lane] = if chunk[lane] < low[lane] { chunk[lane] } else { low[lane] };
+            high[lane] = if chunk[lane] > high[lane] { chunk[lane] } else { high[lane] };
+        }
+    }
+    let low = low.iter().chain(rest).fold(f32::INFINITY, |least, value| least.min(*value));
+    let high = high.iter().chain(rest).fold(f32::NEG_INFINITY, |most, value| most.max(*value));
+    (low, high)
+}
+
+/// Reads the rows of `source` once.
+///
+/// # Errors
+/// The rows cannot be read or are wrong.
+pub(super) fn learn(
+    table: &TableSpec,
+    source: &dyn RowSource,
+    workers: &WorkPool,
+    advance: &mut dyn FnMut(u64),
+) -> Result<Learnt> {
+    let mut learnt = Learnt::nothing(table);
+    let dim = table.dim;
+    let mut ranges = InOrder::new(workers);
+
+    source.each_block(&mut |keys, values| {
+        if let Some(sums) = &mut learnt.sums {
+            values.chunks_exact(dim).for_each(|row| sums.add(row));
+        }
+        let values = values.to_vec();
+        if let Some(block) = ranges.start(move || Ranges::of(&values, dim)) {
+            learnt.ranges = learnt.ranges.and(block);
+        }
+        advance(keys.len() as u64);
+        Ok(())
+    })?;
+    while let Some(block) = ranges.wait() {
+        learnt.ranges = learnt.ranges.and(block);
+    }
+    Ok(learnt)
+}
+
+impl Learnt {
+    /// Returns what is known of `table` before its rows are read.
+    pub(super) fn nothing(table: &TableSpec) -> Self {
+        let mean = table.default == DefaultRow::Named(NamedRow::Mean);
+        Self { ranges: Ranges::NONE, sums: mean.then(|| ColumnSums::new(table.dim)) }
+    }
+
+    /// Adds what was learnt of other rows of the same table.
+    pub(super) fn join(&mut self, other: &Self) {
+        self.ranges = self.ranges.and(other.ranges);
+        if let (Some(sums), Some(others)) = (&mut self.sums, &other.sums) {
+            sums.join(others);
+        }
+    }
+
+    /// Returns the table of the schema. It has `rows` rows.
+    ///
+    /// # Errors
+    /// The dim is too large.
+    pub(super) fn table(&self, spec: &TableSpec, rows: u64, overrides: Overrides) -> Result<Table> {
+        let codec = overrides.codec.unwrap_or(spec.codec).resolve(rows, spec.dim);
+        let range_min = Some(self.ranges.row_range_min).filter(|range| range.is_finite());
+        let range_min = range_min.unwrap_or_default();
+        let default_row = match (&spec.default, &self.sums) {
+            (DefaultRow::Values(values), _) => values.clone(),
+            (DefaultRow::Named(NamedRow::Mean), Some(sums)) => sums.means(rows),
+            _ => vec![0.0; spec.dim],
+        };
+
+        Ok(Table {
+            name: spec.name.clone(),
+            dim: u32::try_from(spec.dim)?,
+            keys: spec.keys,
+            rows,
+            codec,
+            unit_exp: choose_unit_exp(codec, self.ranges.magnitude_max, range_min),
+            placement: overrides.placement.unwrap_or(spec.placement),
+            miss: spec.miss,
+            default_row,
+        })
+    }
+}
