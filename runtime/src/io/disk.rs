@@ -13,6 +13,7 @@ use std::io::{self, BufWriter, IoSliceMut, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::process;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -126,6 +127,22 @@ pub fn is_damage(error: &io::Error) -> bool {
 
 /// A held lock. The system releases the lock when the process ends, even after a crash.
 pub type Lock = Box<dyn Send>;
+
+/// A lock on a file, held by this process. A child process between `fork` and `exec` has a copy of
+/// the open file, so closing the file here would not release the lock before the `exec`.
+struct FileLock {
+    file: File,
+    holder: u32,
+}
+
+impl Drop for FileLock {
+    fn drop(&mut self) {
+        // A child made by `fork` can drop its copy. The lock stays with the parent.
+        if process::id() == self.holder {
+            let _ = flock(&self.file, FlockOperation::Unlock);
+        }
+    }
+}
 
 /// A file open for reading.
 pub trait Input: Read + Seek + Send {}
@@ -266,17 +283,18 @@ fn open_lock(path: &Path) -> io::Result<File> {
 
 /// Takes the lock at `path` if nobody holds it. Returns `None` if another process replaced the file
 /// in the meantime: the lock on the old file protects nothing.
-fn try_lock(path: &Path) -> io::Result<Option<File>> {
+fn try_lock(path: &Path) -> io::Result<Option<FileLock>> {
     let file = open_lock(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(Errno::WOULDBLOCK) => return Ok(None),
         Err(e) => return Err(e.into()),
     }
-    let (held, named) = (file.metadata()?, fs::symlink_metadata(path));
+    let lock = FileLock { file, holder: process::id() };
+    let (held, named) = (lock.file.metadata()?, fs::symlink_metadata(path));
     let is_current =
         named.is_ok_and(|named| named.ino() == held.ino() && named.dev() == held.dev());
-    Ok(is_current.then_some(file))
+    Ok(is_current.then_some(lock))
 }
 
 impl Disk for SystemDisk {
@@ -302,8 +320,8 @@ impl Disk for SystemDisk {
     fn lock(&self, path: &Path, wait: Duration) -> io::Result<Option<Lock>> {
         let start = Instant::now();
         loop {
-            if let Some(file) = try_lock(path)? {
-                return Ok(Some(Box::new(file)));
+            if let Some(lock) = try_lock(path)? {
+                return Ok(Some(Box::new(lock)));
             }
             if start.elapsed() >= wait {
                 return Ok(None);
@@ -416,5 +434,26 @@ mod tests {
         let mut pages: Vec<_> = (0..2).map(|_| AlignedPage::zeroed()).collect();
         let end = file.read_pages(299, &mut pages).unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn a_lock_ends_although_a_copy_of_its_file_is_open() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let lock = try_lock(&path).unwrap().unwrap();
+        assert!(try_lock(&path).unwrap().is_none());
+        let copy = lock.file.try_clone().unwrap();
+        drop(lock);
+        assert!(try_lock(&path).unwrap().is_some());
+        drop(copy);
+    }
+
+    #[test]
+    fn a_copy_in_another_process_does_not_end_the_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let lock = try_lock(&path).unwrap().unwrap();
+        drop(FileLock { file: lock.file.try_clone().unwrap(), holder: lock.holder + 1 });
+        assert!(try_lock(&path).unwrap().is_none());
     }
 }

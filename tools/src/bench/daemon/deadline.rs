@@ -175,66 +175,51 @@ impl Stage<'_> {
                 scope.spawn(move || sleeper.sleep_until(stop, &mut next));
             }
             scope.spawn(|| stall_until(stop, self.disk));
-            let called = match way {
-                Way::Library => self.call_library(answers, until),
-                Way::Grpc => self.call_grpc(answers, until),
+            let answers = &*answers;
+            let call = move |seed| match way {
+                Way::Library => self.call_library(seed, answers, until),
+                Way::Grpc => on_event_loop(self.call_grpc(seed, answers, until)),
             };
-            stop.store(true, Ordering::Relaxed);
-            called.map(|called| seen.add(called))
-        })
-    }
-
-    fn call_library(&self, answers: &Timeline, until: Instant) -> Result<Seen> {
-        let serving = &self.daemon.serving;
-        let call = |seed: u64| -> Result<Seen> {
-            let (mut rng, mut seen) = (StdRng::seed_from_u64(seed), Seen::default());
-            for batch in self.requests.batches.iter().cycle().skip(37 * seed as usize) {
-                let time = draw(&mut rng, DEADLINE_S);
-                let due = Instant::now() + time;
-                let ticket = serving.submit(MODEL, batch, Some(serving.now() + time));
-                let answered = ticket.and_then(|ticket| ticket.wait().map(drop));
-                answers.record(due);
-                match answered {
-                    Err(RequestError::Busy(_)) => {
-                        seen.busy += 1;
-                        thread::sleep(draw(&mut rng, BUSY_PAUSE_S));
-                        continue;
-                    }
-                    Err(RequestError::DeadlineExceeded) => seen.without_scores += 1,
-                    answered => answered?,
-                }
-                seen.requests += 1;
-                if Instant::now() >= until {
-                    break;
-                }
-            }
-            Ok(seen)
-        };
-        thread::scope(|scope| {
-            let call = &call;
             let callers: Vec<_> =
                 (0..CALLERS).map(|seed| scope.spawn(move || call(seed))).collect();
-            let mut sum = Seen::default();
-            for caller in callers {
-                sum.add(caller.join().map_err(|_| anyhow!("a caller panicked"))??);
+            let called: Vec<_> = callers.into_iter().map(|caller| caller.join()).collect();
+            stop.store(true, Ordering::Relaxed);
+            for called in called {
+                seen.add(called.map_err(|_| anyhow!("a caller panicked"))??);
             }
-            Ok(sum)
+            Ok(())
         })
     }
 
-    fn call_grpc(&self, answers: &Timeline, until: Instant) -> Result<Seen> {
-        on_event_loop(async {
-            let callers = (0..CALLERS).map(|seed| self.call_as(seed, answers, until));
-            let mut sum = Seen::default();
-            for seen in futures_util::future::join_all(callers).await {
-                sum.add(seen?);
+    /// Calls the library until `until`, with deadlines that `seed` draws.
+    fn call_library(&self, seed: u64, answers: &Timeline, until: Instant) -> Result<Seen> {
+        let serving = &self.daemon.serving;
+        let (mut rng, mut seen) = (StdRng::seed_from_u64(seed), Seen::default());
+        for batch in self.requests.batches.iter().cycle().skip(37 * seed as usize) {
+            let time = draw(&mut rng, DEADLINE_S);
+            let due = Instant::now() + time;
+            let ticket = serving.submit(MODEL, batch, Some(serving.now() + time));
+            let answered = ticket.and_then(|ticket| ticket.wait().map(drop));
+            answers.record(due);
+            match answered {
+                Err(RequestError::Busy(_)) => {
+                    seen.busy += 1;
+                    thread::sleep(draw(&mut rng, BUSY_PAUSE_S));
+                    continue;
+                }
+                Err(RequestError::DeadlineExceeded) => seen.without_scores += 1,
+                answered => answered?,
             }
-            Ok(sum)
-        })
+            seen.requests += 1;
+            if Instant::now() >= until {
+                break;
+            }
+        }
+        Ok(seen)
     }
 
     /// Calls over gRPC until `until`, with deadlines that `seed` draws.
-    async fn call_as(&self, seed: u64, answers: &Timeline, until: Instant) -> Result<Seen> {
+    async fn call_grpc(&self, seed: u64, answers: &Timeline, until: Instant) -> Result<Seen> {
         let mut caller = Caller::connect(self.socket).await?;
         let (mut rng, mut seen) = (StdRng::seed_from_u64(seed), Seen::default());
         for message in self.requests.messages.iter().cycle().skip(37 * seed as usize) {
