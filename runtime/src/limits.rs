@@ -85,7 +85,7 @@ pub const HOT_BYTES_MAX: u64 = HOT_KEYS_MAX as u64 * 8;
 /// busier.
 pub const READ_THREADS_MAX: usize = 16;
 /// Page reads that a background thread has in flight. A request's read waits for at most these.
-pub const BACKGROUND_READS_MAX: usize = 2;
+pub const BACKGROUND_READS_MAX: usize = 1;
 /// Bytes of a bundle that an install checks and writes between two pauses. Whole pages.
 pub const INSTALL_PIECE_BYTES: usize = 8 * PAGE_BYTES;
 /// Files that an install writes before it makes them durable together.

@@ -155,7 +155,7 @@ impl Resident {
 
     /// Prefetches the row in `slot`.
     #[inline(always)]
-    pub(crate) fn prefetch_row(&self, slot: u32) {
+    pub fn prefetch_row(&self, slot: u32) {
         prefetch_lines(&self.rows[slot as usize * self.row_words..][..self.row_words]);
     }
 

@@ -165,6 +165,12 @@ impl ResidentPatch {
         self.rows.iter().map(bytes).sum::<usize>() as u64
     }
 
+    /// Prefetches the rows that [`ResidentPatch::apply`] replaces in host memory.
+    pub fn prefetch(&self, backend: &ModelBackend) {
+        let Some(tables) = backend.cpu_tables() else { return };
+        self.rows.iter().for_each(|(slot, _)| tables.residents[self.number].prefetch_row(*slot));
+    }
+
     /// Replaces the rows in the tables of `backend`, which no lookup may read until it returns.
     ///
     /// # Errors

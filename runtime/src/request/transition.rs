@@ -57,23 +57,16 @@ pub(crate) fn run(
 
     let live = pipeline.live();
     live.bar(Arc::clone(&change));
-    let renew = || {
-        let start = clock.now();
-        let users = live.renew();
-        (users, clock.now().saturating_sub(start))
-    };
-    let (users, first_pause) = outside_idle_class(renew);
+    let (users, first_pause) = outside_idle_class(|| live.renew(clock));
     pipeline.wait_until_left(&users, yield_now);
     let removed = remove_changed(&mut writer, &model, &change, yield_now);
     let switched = removed.and_then(|removed| {
         let patch = || patches.iter().try_for_each(|patch| patch.apply(model.backend()));
+        // Lookups wait for the patch.
+        patches.iter().for_each(|patch| patch.prefetch(model.backend()));
         let successor = Successor { model: Arc::clone(&model), backends };
-        let switch = || {
-            let start = clock.now();
-            let users = live.switch(successor, patch)?;
-            Ok((removed, users, clock.now().saturating_sub(start)))
-        };
-        outside_idle_class(switch)
+        let (users, pause) = outside_idle_class(|| live.switch(successor, clock, patch))?;
+        Ok((removed, users, pause))
     });
     let (removed, users, pause) = switched.inspect_err(|_| live.lift())?;
 

@@ -12,6 +12,7 @@
 //! 5. The swap waits until each worker has left the old model.
 //! 6. [`LiveModel::lift`] allows the inserts again.
 
+use crate::clock::Clock;
 use crate::model::Model;
 use crate::model::generation_change::GenerationChange;
 use crate::request::worker::backend::WorkerBackend;
@@ -22,6 +23,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
 };
+use std::time::Duration;
+
+/// Attempts of a swap to lock the model between two lookups.
+const WRITE_TRIES: u32 = 50;
+/// Pause between two attempts.
+const WRITE_PAUSE: Duration = Duration::from_micros(20);
 
 /// The model that is served now.
 pub(crate) struct LiveModel {
@@ -86,8 +93,20 @@ impl LiveModel {
         }
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Current> {
-        self.current.write().unwrap_or_else(PoisonError::into_inner)
+    /// Waits until no lookup runs. No lookup starts while the guard exists. Returns the time of
+    /// `clock` since which lookups may have been kept waiting. First tries to lock between two
+    /// lookups: a thread that awaits the lock would keep the next lookups waiting.
+    fn write(&self, clock: &dyn Clock) -> (RwLockWriteGuard<'_, Current>, Duration) {
+        for _ in 0..WRITE_TRIES {
+            let start = clock.now();
+            match self.current.try_write() {
+                Ok(current) => return (current, start),
+                Err(TryLockError::Poisoned(current)) => return (current.into_inner(), start),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(WRITE_PAUSE),
+            }
+        }
+        let start = clock.now();
+        (self.current.write().unwrap_or_else(PoisonError::into_inner), start)
     }
 
     /// Returns the current model, without waiting for a lookup.
@@ -135,32 +154,38 @@ impl LiveModel {
     }
 
     /// Starts a new version of the same model. Returns the reference count of the old version:
-    /// workers whose last batch began before.
-    pub fn renew(&self) -> Arc<()> {
-        let mut current = self.write();
+    /// workers whose last batch began before. Also returns the longest time for which a lookup may
+    /// have waited.
+    pub fn renew(&self, clock: &dyn Clock) -> (Arc<()>, Duration) {
+        let (mut current, start) = self.write(clock);
         current.version += 1;
         self.version.store(current.version, Ordering::Release);
-        std::mem::take(&mut current.users)
+        let users = std::mem::take(&mut current.users);
+        drop(current);
+        (users, clock.now().saturating_sub(start))
     }
 
     /// Waits until no lookup runs, calls `patch`, and exchanges the model. Returns the reference
-    /// count of the old version.
+    /// count of the old version, and the longest time for which a lookup may have waited.
     ///
     /// # Errors
     /// That of `patch`; the model stays.
     pub fn switch(
         &self,
         to: Successor,
+        clock: &dyn Clock,
         patch: impl FnOnce() -> Result<(), CudaError>,
-    ) -> Result<Arc<()>, CudaError> {
-        let mut current = self.write();
+    ) -> Result<(Arc<()>, Duration), CudaError> {
+        let (mut current, start) = self.write(clock);
         patch()?;
         *lock(&self.model) = Arc::clone(&to.model);
         current.model = to.model;
         current.backends = Mutex::new(to.backends);
         current.version += 1;
         self.version.store(current.version, Ordering::Release);
-        Ok(std::mem::take(&mut current.users))
+        let users = std::mem::take(&mut current.users);
+        drop(current);
+        Ok((users, clock.now().saturating_sub(start)))
     }
 
     /// Allows all inserts again.
