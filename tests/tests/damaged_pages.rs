@@ -234,6 +234,21 @@ fn a_damaged_page_does_not_stop_the_start_of_a_cached_table() {
     assert!(counters.missed_lookups < counters.cached_lookups / 2, "nothing was preloaded");
 }
 
+/// A start does not check the hot list. A shortened, damaged or missing one costs hits only.
+#[test]
+fn a_damaged_hot_list_does_not_change_any_score() {
+    let fixture = Fixture::new(|t| t.counts = true);
+    let path = fixture.segment().with_file_name("t0000.hot");
+    let list = std::fs::read(&path).unwrap();
+    let absent_keys: Vec<u8> = list.iter().map(|byte| !byte).collect();
+    for bytes in [&list[..8 * 10 + 3], &absent_keys, &[]] {
+        std::fs::write(&path, bytes).unwrap();
+        fixture.check(&mut fixture.open(), &HashSet::new());
+    }
+    std::fs::remove_file(&path).unwrap();
+    fixture.check(&mut fixture.open(), &HashSet::new());
+}
+
 fn names(error: &str, path: &Path, what: &str) {
     assert!(error.starts_with(&path.display().to_string()) && error.contains(what), "{error}");
 }

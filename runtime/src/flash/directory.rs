@@ -17,7 +17,7 @@ use crate::limits::{
 };
 use crate::schema::sample::Sample;
 use std::collections::BTreeSet;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -285,6 +285,26 @@ impl Flash {
         let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
         let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
         let bytes = self.read(path, hot.sha256, HOT_BYTES_MAX)?;
+        Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
+    }
+
+    /// Reads the first `keys_max` keys of the hot list of table `number`, without a check of the
+    /// file's hash, which covers the whole list. A caller must therefore expect keys that the
+    /// trainer never listed.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if the file cannot be read.
+    pub(crate) fn first_hot_keys(
+        &self,
+        number: usize,
+        keys_max: usize,
+    ) -> Result<Vec<u64>, FlashError> {
+        let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
+        let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
+        let bytes_max = (8 * keys_max as u64).min(HOT_BYTES_MAX);
+        let mut bytes = Vec::new();
+        let file = self.disk.open(&path).map_err(io_error(&path))?;
+        file.take(bytes_max).read_to_end(&mut bytes).map_err(io_error(&path))?;
         Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
     }
 

@@ -75,15 +75,14 @@ pub(crate) fn hot_keys(model: &Model, flash: &Flash, number: usize) -> Vec<u64> 
     let sharing = rows_of_cache(model.tables(), cache_number).max(1);
     let share = cache.slots() as u128 * u128::from(table.rows.base_rows()) / u128::from(sharing);
 
-    // A model also works without its hot list, so an error is only logged.
-    let mut keys = flash.hot_keys(number).unwrap_or_else(|e| {
+    // Some sets overflow before all slots are taken. Three quarters of the keys almost surely find
+    // a slot. Keys of a damaged list only warm the cache less: each row is checked, and a key
+    // without a row is skipped.
+    let keys_max = (share * 3 / 4) as usize;
+    flash.first_hot_keys(number, keys_max).unwrap_or_else(|e| {
         log::error!("table {number} starts with a cold cache: {e}");
         Vec::new()
-    });
-    // Some sets overflow before all slots are taken. Three quarters of the keys almost surely find
-    // a slot.
-    keys.truncate((share * 3 / 4) as usize);
-    keys
+    })
 }
 
 /// Returns the rows of all tables that share cache `number`.
