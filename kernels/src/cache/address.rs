@@ -206,35 +206,34 @@ impl AddressMap {
         }
     }
 
-    /// Writes the addresses of `keys` to `sets` and `tags`, all `[keys]`. The tag of a key above
-    /// `last` is 0.
+    /// Returns the sets and the tags of `keys`. The tag of a key above `last` is 0.
     #[inline(always)]
-    pub fn hash_all(
+    pub fn hash_all<const N: usize>(
         &self,
         hasher: TableHasher,
         last: u64,
-        keys: &[u64],
-        sets: &mut [u32],
-        tags: &mut [u64],
-    ) {
-        let addresses = keys.iter().zip(sets.iter_mut().zip(tags));
-        let put = |set: &mut u32, tag: &mut u64, key: u64, address: SetTag| {
-            (*set, *tag) = (address.set, if key <= last { address.tag } else { 0 });
+        keys: &[u64; N],
+    ) -> ([u32; N], [u64; N]) {
+        let (mut sets, mut tags) = ([0; N], [0; N]);
+        let mut put = |n: usize, key: u64, address: SetTag| {
+            (sets[n], tags[n]) = (address.set, if key <= last { address.tag } else { 0 });
         };
 
         // Each kind of table has its own loop. In a common loop the compiled code would compute
         // both hashes for each key.
         match hasher {
             TableHasher::Indexed { base, end } => {
-                addresses.for_each(|(&key, (set, tag))| {
-                    put(set, tag, key, self.indexed(base, end, key))
+                keys.iter().enumerate().for_each(|(n, &key)| {
+                    put(n, key, self.indexed(base, end, key));
                 });
             }
             TableHasher::Hashed { salt, table_bits, table } => {
-                let hash = |key| self.hashed(salt, table_bits, table, key);
-                addresses.for_each(|(&key, (set, tag))| put(set, tag, key, hash(key)));
+                keys.iter().enumerate().for_each(|(n, &key)| {
+                    put(n, key, self.hashed(salt, table_bits, table, key));
+                });
             }
         }
+        (sets, tags)
     }
 
     #[inline(always)]

@@ -27,9 +27,17 @@ impl Probe {
     /// Creates the probe from the mask `hits` of the ways whose tags matched.
     #[inline(always)]
     pub fn from_hits(address: SetTag, hits: u32, sequence: u32) -> Self {
-        // Tag 0 marks an empty way; no row has it.
-        let hits = if address.tag == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
-        Self { set: address.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
+        Self { set: address.set, way: found_ways(address, hits).trailing_zeros(), sequence }
+    }
+
+    /// Creates the probe that [`Probe::from_hits`] creates, in steps that the compiler vectorises.
+    /// The exponent of a power of two is the number of its trailing zeros.
+    #[inline(always)]
+    pub fn from_hits_in_vector(address: SetTag, hits: u32, sequence: u32) -> Self {
+        let ways = found_ways(address, hits) as i32;
+        let lowest = (ways & -ways) as f32;
+        let way = (lowest.to_bits() >> (f32::MANTISSA_DIGITS - 1)) - (f32::MAX_EXP as u32 - 1);
+        Self { set: address.set, way, sequence }
     }
 
     /// Returns the row's slot. If no way has the tag, this is the first slot of the next set.
@@ -43,6 +51,14 @@ impl Probe {
     pub fn is_hit(self) -> bool {
         self.way < WAYS as u32 && self.sequence & 1 == 0
     }
+}
+
+/// Returns the ways of the mask `hits` that hold the row, and the bit of `WAYS`.
+#[inline(always)]
+fn found_ways(address: SetTag, hits: u32) -> u32 {
+    // Tag 0 marks an empty way; no row has it.
+    let hits = if address.tag == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
+    hits | 1 << WAYS
 }
 
 /// The result of comparing the tags of one set with a tag, and the rest of the header.

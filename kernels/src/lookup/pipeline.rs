@@ -1,7 +1,7 @@
 //! Software-pipelined lookup (group prefetching; Chen et al., "Improving Hash Join Performance
 //! through Prefetching", ICDE 2004). Groups of 16 keys pass three stages: *hash* (key to set and
 //! tag), *probe* (set header to slot) and *pool* (decode the row and add it). Each of the first two
-//! stages runs 48 keys ahead of the next one and prefetches what the next one reads.
+//! stages runs 64 keys ahead of the next one and prefetches what the next one reads.
 //!
 //! The pipeline pools a bag only if the cache holds all its rows and no write changed them during
 //! the read. `query.rs` pools every other bag, row by row.
@@ -15,18 +15,21 @@ use crate::simd::prefetch::prefetch;
 use std::ops::Range;
 
 /// Prefetch distance of the rows: number of keys by which the probe stage is ahead of pooling.
-const PROBE_DISTANCE: usize = 48;
+/// Up to `VALIDATE_KEYS` keys pass a stage before the next stage has its turn. With a shorter
+/// distance a stage would read what it has prefetched in the same turn, some nanoseconds before.
+const PROBE_DISTANCE: usize = 64;
 /// Prefetch distance of the set headers: number of keys by which the hash stage is ahead of the
 /// probe stage.
-const HASH_DISTANCE: usize = 48;
+const HASH_DISTANCE: usize = 64;
 /// Prefetch distance of the key array: number of keys by which the prefetch is ahead of the hash
 /// stage.
 const KEY_DISTANCE: usize = 64;
 /// Keys of a bag that are pooled before their rows are validated.
 const VALIDATE_KEYS: usize = 64;
 const _: () = assert!(ROW_DISTANCE <= PROBE_DISTANCE);
+const _: () = assert!(VALIDATE_KEYS <= PROBE_DISTANCE && VALIDATE_KEYS <= HASH_DISTANCE);
 const _: () = assert!(VALIDATE_KEYS <= 64, "`hits_from` looks at the bits of one word");
-const _: () = assert!(VALIDATE_KEYS + PROBE_DISTANCE + HASH_DISTANCE + 2 * GROUP_KEYS <= RING_KEYS);
+const _: () = assert!(VALIDATE_KEYS + PROBE_DISTANCE + HASH_DISTANCE + 3 * GROUP_KEYS <= RING_KEYS);
 
 /// The pipeline over the keys of one feature. Keys are numbered from the first.
 pub(crate) struct LookupPipeline<'a, S> {
@@ -35,11 +38,14 @@ pub(crate) struct LookupPipeline<'a, S> {
     ring: &'a mut ProbeRing,
     /// Keys that have passed the hash stage.
     hashed: usize,
+    /// Keys that have passed the first half of the probe stage.
+    matched: usize,
     /// Keys that have passed the probe stage.
     probed: usize,
     missing: RingBits,
     untouched: RingBits,
-    /// The write count that was sampled before the keys from `counted_from` on were probed.
+    /// The write count that was sampled before the tags of the keys from `counted_from` on were
+    /// matched.
     write_count: u32,
     counted_from: usize,
     /// The combination of a bag's rows.
@@ -63,6 +69,7 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
             keys,
             ring,
             hashed: 0,
+            matched: 0,
             probed: 0,
             missing: RingBits::default(),
             untouched: RingBits::default(),
@@ -77,35 +84,49 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
     #[inline(always)]
     fn probe_until<V: Simd>(&mut self, end: usize) {
         let count = self.keys.len();
-        let group = |from: usize| from.min(count)..count.min(from + GROUP_KEYS);
-
         while self.probed < count.min(end + PROBE_DISTANCE) {
-            while self.hashed < count.min(self.probed + HASH_DISTANCE + GROUP_KEYS) {
-                let keys = group(self.hashed);
-                let ahead = self.keys.as_ptr().wrapping_add(keys.start + KEY_DISTANCE);
-                prefetch(ahead);
-                prefetch(ahead.wrapping_add(GROUP_KEYS / 2));
-
-                let first = keys.start < HASH_DISTANCE;
-                self.source.hash(
-                    &self.keys[keys.clone()],
-                    self.ring,
-                    self.hashed % RING_KEYS,
-                    first,
-                );
-                self.hashed = keys.end;
+            // A group is finished only after the next group was matched. The processor delays a
+            // vector load of words that it has just stored one by one.
+            while self.matched < count.min(self.probed + 2 * GROUP_KEYS) {
+                self.match_group::<V>();
             }
 
-            let (keys, at) = (group(self.probed), self.probed % RING_KEYS);
+            let (keys, at) = (self.group(self.probed), self.probed % RING_KEYS);
             let first = keys.start < ROW_DISTANCE;
-            let next = group(self.probed + HASH_DISTANCE);
-            let next = next.start % RING_KEYS..next.start % RING_KEYS + next.len();
-            let result =
-                self.source.probe::<V>(&self.keys[keys.clone()], self.ring, at, first, next);
+            let result = self.source.finish_probe(&self.keys[keys.clone()], self.ring, at, first);
             self.missing.set(at, result.missing);
             self.untouched.set(at, result.untouched);
             self.probed = keys.end;
         }
+    }
+
+    /// Returns the numbers of the keys of the group at `from`; none after the last key.
+    #[inline(always)]
+    fn group(&self, from: usize) -> Range<usize> {
+        let count = self.keys.len();
+        from.min(count)..count.min(from + GROUP_KEYS)
+    }
+
+    /// Starts the probe of one more group, after the hash stage of the keys up to `HASH_DISTANCE`
+    /// keys after it.
+    #[inline(always)]
+    fn match_group<V: Simd>(&mut self) {
+        while self.hashed < self.keys.len().min(self.matched + HASH_DISTANCE + GROUP_KEYS) {
+            let keys = self.group(self.hashed);
+            let ahead = self.keys.as_ptr().wrapping_add(keys.start + KEY_DISTANCE);
+            prefetch(ahead);
+            prefetch(ahead.wrapping_add(GROUP_KEYS / 2));
+
+            let (at, first) = (self.hashed % RING_KEYS, keys.start < HASH_DISTANCE);
+            self.source.hash(&self.keys[keys.clone()], self.ring, at, first);
+            self.hashed = keys.end;
+        }
+
+        let keys = self.group(self.matched);
+        let next = self.group(self.matched + HASH_DISTANCE);
+        let next = next.start % RING_KEYS..next.start % RING_KEYS + next.len();
+        self.source.match_group::<V>(self.ring, self.matched % RING_KEYS, keys.len(), next);
+        self.matched = keys.end;
     }
 
     /// Returns the number of keys from `from` up to the first miss, at most `VALIDATE_KEYS`.
@@ -177,10 +198,11 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
             return true;
         }
 
-        // A write has overlapped the reads. Keys that are probed from now on use a new sample of
-        // the write count. These keys are validated by the sequence numbers of their sets.
+        // A write has overlapped the reads. Keys whose tags are matched from now on use a new
+        // sample of the write count. These keys are validated by the sequence numbers of their
+        // sets.
         if counted {
-            (self.write_count, self.counted_from) = (self.source.write_count(), self.probed);
+            (self.write_count, self.counted_from) = (self.source.write_count(), self.matched);
         }
         self.source.validate(self.ring, keys)
     }

@@ -15,7 +15,7 @@ use crate::simd::vector::{Vector, VectorJob};
 
 /// Prefetch distance of the rows, in keys. Pooling prefetches later rows between its additions; the
 /// probe stage prefetches only the first rows of a pipeline.
-pub(crate) const ROW_DISTANCE: usize = 48;
+pub(crate) const ROW_DISTANCE: usize = 64;
 /// Values of a `Vector`.
 const VECTOR_VALUES: usize = 16;
 /// Bytes of a cache line.

@@ -41,32 +41,41 @@ impl ProbeRing {
     /// Converts the masks of the group at `at` to ways and slots, with vector instructions.
     #[inline(always)]
     pub fn finish_probe(&mut self, at: usize) -> GroupProbe {
-        fn group<T>(of: &mut [T; RING_KEYS], at: usize) -> Option<&mut [T; GROUP_KEYS]> {
-            of[at..].first_chunk_mut()
+        // Copies of the inputs. Without them the compiled code would check for each group whether
+        // inputs and results overlap, which takes longer than the conversion.
+        fn group<T: Copy>(of: &[T; RING_KEYS], at: usize) -> Option<[T; GROUP_KEYS]> {
+            of[at..].first_chunk().copied()
         }
-        let sets = group(&mut self.sets, at);
-        let (tags, sequences) = (group(&mut self.tags, at), group(&mut self.sequences, at));
-        let (ways, slots) = (group(&mut self.ways, at), group(&mut self.slots, at));
-        let (Some(sets), Some(tags), Some(sequences), Some(uses), Some(ways), Some(slots)) =
-            (sets, tags, sequences, group(&mut self.uses, at), ways, slots)
-        else {
+        let (Some(sets), Some(tags), Some(sequences), Some(uses), Some(hits)) = (
+            group(&self.sets, at),
+            group(&self.tags, at),
+            group(&self.sequences, at),
+            group(&self.uses, at),
+            group(&self.ways, at),
+        ) else {
             return GroupProbe { missing: !0, untouched: 0 };
         };
 
-        let mut result = GroupProbe::default();
+        let (mut ways, mut slots) = ([0; GROUP_KEYS], [0; GROUP_KEYS]);
+        // One bit a key: in the lower half that the row is missing, in the upper that its use must
+        // be counted.
+        let mut bits = [0; GROUP_KEYS];
         for n in 0..GROUP_KEYS {
             let address = SetTag { set: sets[n], tag: tags[n] };
-            let probe = Probe::from_hits(address, ways[n], sequences[n]);
+            let probe = Probe::from_hits_in_vector(address, hits[n], sequences[n]);
             (ways[n], slots[n]) = (probe.way, probe.slot());
-            result.missing |= u16::from(!probe.is_hit()) << n;
-            result.untouched |= u16::from(used(uses[n], probe.way as usize) != uses[n]) << n;
+            let untouched = used(uses[n], probe.way as usize) != uses[n];
+            bits[n] = u32::from(!probe.is_hit()) << n | u32::from(untouched) << (GROUP_KEYS + n);
         }
-        result
+        self.ways[at..at + GROUP_KEYS].copy_from_slice(&ways);
+        self.slots[at..at + GROUP_KEYS].copy_from_slice(&slots);
+        let bits = bits.into_iter().fold(0, |all, bit| all | bit);
+        GroupProbe { missing: bits as u16, untouched: (bits >> GROUP_KEYS) as u16 }
     }
 }
 
 /// The probes of a group of keys, one bit a key, the first key in the lowest bit.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(crate) struct GroupProbe {
     /// Set if the row is not cached.
     pub missing: u16,

@@ -24,19 +24,29 @@ pub(crate) enum ReadResult<'a> {
 /// The rows of a feature. The default methods are for rows that do not change during a lookup.
 pub(crate) trait RowSource {
     /// Hashes a group of keys, at most `GROUP_KEYS`, into the ring from position `at` on. For the
-    /// `first` keys of a pipeline also prefetches the memory that `probe` reads.
+    /// `first` keys of a pipeline also prefetches the memory that `match_group` reads.
     fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool);
 
-    /// Finds the slots of a group of keys that were hashed to position `at`. For the `first` keys
-    /// of a pipeline also prefetches their rows. Prefetches the memory that it will read for the
-    /// hashed keys at the positions `next`.
-    fn probe<S: Simd>(
+    /// Starts the probe of a group of `keys` keys that were hashed to position `at`. Prefetches the
+    /// memory that it will read for the hashed keys at the positions `next`.
+    #[inline(always)]
+    fn match_group<S: Simd>(
+        &self,
+        _ring: &mut ProbeRing,
+        _at: usize,
+        _keys: usize,
+        _next: Range<usize>,
+    ) {
+    }
+
+    /// Finds the slots of a group of keys that `match_group` has seen at position `at`. For the
+    /// `first` keys of a pipeline also prefetches their rows.
+    fn finish_probe(
         &self,
         keys: &[u64],
         ring: &mut ProbeRing,
         at: usize,
         first: bool,
-        next: Range<usize>,
     ) -> GroupProbe;
 
     /// Returns the rows, in the order of their slots.
@@ -94,24 +104,18 @@ impl<'a> CachedRows<'a> {
         SetTag { tag: if key <= self.last { address.tag } else { 0 }, ..address }
     }
 
-    /// Hashes a group of keys, at most `GROUP_KEYS`, into `sets` and `tags`, as long as `keys`.
+    /// Returns the sets and tags of a whole group of keys.
     #[inline(always)]
-    fn hash_group(&self, keys: &[u64], sets: &mut [u32], tags: &mut [u64]) {
-        // The compiler vectorises the loop only for a constant length.
-        let addresses = self.cache.addresses();
-        match <&[u64; GROUP_KEYS]>::try_from(keys) {
-            Ok(keys) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
-            Err(_) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
-        }
+    fn hash_group(&self, keys: &[u64; GROUP_KEYS]) -> ([u32; GROUP_KEYS], [u64; GROUP_KEYS]) {
+        self.cache.addresses().hash_all(self.hasher, self.last, keys)
     }
 
     /// Calls `each` with the address of every key.
     #[inline(always)]
     fn for_each_address(&self, keys: &[u64], each: impl Fn(SetTag)) {
-        let (groups, rest) = keys.as_chunks::<GROUP_KEYS>();
+        let (groups, rest) = keys.as_chunks();
         for keys in groups {
-            let (mut sets, mut tags) = ([0; GROUP_KEYS], [0; GROUP_KEYS]);
-            self.hash_group(keys, &mut sets, &mut tags);
+            let (sets, tags) = self.hash_group(keys);
             sets.into_iter().zip(tags).for_each(|(set, tag)| each(SetTag { set, tag }));
         }
         rest.iter().for_each(|key| each(self.address_of(*key)));
@@ -138,7 +142,7 @@ impl<'a> CachedRows<'a> {
     /// positions `next`. Matches and prefetches alternate, so that loads from memory overlap the
     /// matches.
     #[inline(always)]
-    fn match_group<S: Simd, const WIDE: bool>(
+    fn match_tags<S: Simd, const WIDE: bool>(
         &self,
         ring: &mut ProbeRing,
         at: usize,
@@ -160,28 +164,47 @@ impl<'a> CachedRows<'a> {
 impl RowSource for CachedRows<'_> {
     #[inline(always)]
     fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool) {
-        let (sets, tags) =
-            (&mut ring.sets[at..at + keys.len()], &mut ring.tags[at..at + keys.len()]);
-        self.hash_group(keys, sets, tags);
+        // The compiler vectorises the hashes of a whole group only. The addresses after a shorter
+        // group are never probed.
+        let (sets, tags) = match keys.first_chunk() {
+            Some(keys) => self.hash_group(keys),
+            None => {
+                let mut group = [0; GROUP_KEYS];
+                group[..keys.len()].copy_from_slice(keys);
+                self.hash_group(&group)
+            }
+        };
+        ring.sets[at..at + GROUP_KEYS].copy_from_slice(&sets);
+        ring.tags[at..at + GROUP_KEYS].copy_from_slice(&tags);
+
         if first {
             let headers = self.headers;
-            sets.iter().for_each(|set| headers.prefetch(*set));
+            sets[..keys.len()].iter().for_each(|set| headers.prefetch(*set));
         }
     }
 
     #[inline(always)]
-    fn probe<S: Simd>(
+    fn match_group<S: Simd>(
+        &self,
+        ring: &mut ProbeRing,
+        at: usize,
+        keys: usize,
+        next: Range<usize>,
+    ) {
+        match self.headers.is_wide() {
+            true => self.match_tags::<S, true>(ring, at, keys, next),
+            false => self.match_tags::<S, false>(ring, at, keys, next),
+        }
+    }
+
+    #[inline(always)]
+    fn finish_probe(
         &self,
         keys: &[u64],
         ring: &mut ProbeRing,
         at: usize,
         first: bool,
-        next: Range<usize>,
     ) -> GroupProbe {
-        match self.headers.is_wide() {
-            true => self.match_group::<S, true>(ring, at, keys.len(), next),
-            false => self.match_group::<S, false>(ring, at, keys.len(), next),
-        }
         let result = ring.finish_probe(at);
 
         if first {
@@ -238,13 +261,12 @@ impl RowSource for &Resident {
     }
 
     #[inline(always)]
-    fn probe<S: Simd>(
+    fn finish_probe(
         &self,
         keys: &[u64],
         ring: &mut ProbeRing,
         at: usize,
         first: bool,
-        _next: Range<usize>,
     ) -> GroupProbe {
         let mut missing = 0;
         for (n, (key, to)) in keys.iter().zip(&mut ring.slots[at..at + keys.len()]).enumerate() {
