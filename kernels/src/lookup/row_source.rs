@@ -164,22 +164,26 @@ impl<'a> CachedRows<'a> {
 impl RowSource for CachedRows<'_> {
     #[inline(always)]
     fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool) {
-        // The compiler vectorises the hashes of a whole group only. The addresses after a shorter
-        // group are never probed.
-        let (sets, tags) = match keys.first_chunk() {
-            Some(keys) => self.hash_group(keys),
-            None => {
-                let mut group = [0; GROUP_KEYS];
-                group[..keys.len()].copy_from_slice(keys);
-                self.hash_group(&group)
+        let range = at..at + keys.len();
+        // The compiler vectorises the hashes of a whole group only.
+        match keys.first_chunk() {
+            Some(keys) => {
+                let (sets, tags) = self.hash_group(keys);
+                ring.sets[range.clone()].copy_from_slice(&sets);
+                ring.tags[range.clone()].copy_from_slice(&tags);
             }
-        };
-        ring.sets[at..at + GROUP_KEYS].copy_from_slice(&sets);
-        ring.tags[at..at + GROUP_KEYS].copy_from_slice(&tags);
+            None => {
+                let to = ring.sets[range.clone()].iter_mut().zip(&mut ring.tags[range.clone()]);
+                for (key, (set, tag)) in keys.iter().zip(to) {
+                    let address = self.address_of(*key);
+                    (*set, *tag) = (address.set, address.tag);
+                }
+            }
+        }
 
         if first {
             let headers = self.headers;
-            sets[..keys.len()].iter().for_each(|set| headers.prefetch(*set));
+            ring.sets[range].iter().for_each(|set| headers.prefetch(*set));
         }
     }
 
