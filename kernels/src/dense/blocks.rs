@@ -3,8 +3,10 @@
 //! of each sum is that of `k`, whatever the blocks are. A product never allocates.
 
 use crate::dense::lanes::Stored;
-use crate::dense::microkernel::{Finish, Output, SUMS_WIDTH, Sums, Tile, WIDTH_MAX, decode};
-use crate::dense::sparse_rows::{Ahead, BLOCK_MAX, Nonzero, SparseRows};
+use crate::dense::microkernel::{
+    Finish, Output, ROWS_MAX, SUMS_WIDTH, Sums, Tile, WIDTH_MAX, decode, rows_max,
+};
+use crate::dense::sparse_rows::{Ahead, BLOCK_MAX, Nonzero, SparseRows, WORD};
 use crate::dense::tiling::{ProductShape, next_panel, padded, panels, tiles, width_for};
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;
@@ -25,9 +27,9 @@ const SPARSE_PERCENT: usize = 60;
 pub(super) struct BlockSizes {
     /// Rows of the tallest product.
     rows: usize,
-    /// Values of the longest list of what is not zero, and its blocks.
-    listed: usize,
-    listed_blocks: usize,
+    /// Values of the longest row whose zeros are found, and its blocks.
+    sparse: usize,
+    sparse_blocks: usize,
     /// Sums are carried from block to block.
     is_split: bool,
     /// Weights are decoded.
@@ -35,9 +37,9 @@ pub(super) struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// Makes room for a product of this shape, if it does not stream its weights. `has_lists` says
-    /// that it may skip zeros.
-    pub fn add(&mut self, shape: ProductShape, has_lists: bool) {
+    /// Makes room for a product of this shape, if it does not stream its weights. `skips_zeros`
+    /// says that it may skip zeros.
+    pub fn add(&mut self, shape: ProductShape, skips_zeros: bool) {
         let ProductShape { m, k, n } = shape;
         if m <= STREAMED_ROWS {
             return;
@@ -45,9 +47,9 @@ impl BlockSizes {
         let blocks = k.div_ceil(block_len(n));
         self.rows = self.rows.max(m.min(ROWS));
         self.is_split |= blocks > 1;
-        if has_lists && is_listed(n) {
-            self.listed = self.listed.max(k);
-            self.listed_blocks = self.listed_blocks.max(blocks);
+        if skips_zeros && may_skip(n) {
+            self.sparse = self.sparse.max(k);
+            self.sparse_blocks = self.sparse_blocks.max(blocks);
         }
     }
 
@@ -66,8 +68,8 @@ impl BlockSizes {
 
     /// Returns the bytes of the memory.
     pub fn bytes(&self) -> usize {
-        let lists = Nonzero::bytes(self.rows, self.listed, self.listed_blocks);
-        4 * (self.partial() + self.decoded()) + lists
+        let nonzero = Nonzero::bytes(self.rows, self.sparse, self.sparse_blocks);
+        4 * (self.partial() + self.decoded()) + nonzero
     }
 }
 
@@ -86,7 +88,7 @@ impl BlockScratch {
     pub fn new(sizes: BlockSizes) -> Self {
         Self {
             rows: sizes.rows,
-            nonzero: Nonzero::new(sizes.rows, sizes.listed, sizes.listed_blocks),
+            nonzero: Nonzero::new(sizes.rows, sizes.sparse, sizes.sparse_blocks),
             partial: Zeroed::new(sizes.partial()),
             decoded: Zeroed::new(sizes.decoded()),
         }
@@ -131,12 +133,13 @@ fn groups(n: usize) -> impl Iterator<Item = Group> {
 
 /// Returns the length of a block of `k` in a product of `n` columns.
 fn block_len(n: usize) -> usize {
-    (BLOCK_VALUES / padded(n).min(SUMS_WIDTH)).min(BLOCK_MAX)
+    let len = BLOCK_VALUES / padded(n).min(SUMS_WIDTH);
+    (len / WORD * WORD).min(BLOCK_MAX)
 }
 
 /// Returns whether a product of `n` columns may skip zeros: narrow panels leave the multipliers
 /// idle.
-fn is_listed(n: usize) -> bool {
+fn may_skip(n: usize) -> bool {
     width_for(n) == WIDTH_MAX
 }
 
@@ -148,8 +151,8 @@ impl<W: Stored> BlockedProduct<'_, W> {
             return self.stream(a, out);
         }
         for (a, out) in a[..m * k].chunks(rows * k).zip(out[..m * n].chunks_mut(rows * n)) {
-            if self.skips_zeros && is_listed(n) {
-                scratch.nonzero.list(self.isa, a, k, block_len(n));
+            if self.skips_zeros && may_skip(n) {
+                scratch.nonzero.find(self.isa, a, k, block_len(n));
             }
             for group in groups(n) {
                 for number in 0..k.div_ceil(block_len(n)) {
@@ -165,7 +168,7 @@ impl<W: Stored> BlockedProduct<'_, W> {
         for (first, width) in panels(n) {
             let panel = &self.packed[first * k..][..k * width];
             let finish = self.finish.map(|finish| finish.from(first));
-            for (number, (row, rows)) in tiles(m).enumerate() {
+            for (number, (row, rows)) in tiles(m, rows_max(self.isa)).enumerate() {
                 let out = &mut out[row * n + first..];
                 let result = Some(Output { out, stride: n, finish });
                 let columns = width.min(n - first);
@@ -252,7 +255,7 @@ struct Block<'a> {
     shape: ProductShape,
     /// `[m, k]`.
     a: &'a [f32],
-    /// The lists of what is not zero, if the zeros are skipped.
+    /// What is not zero, if the zeros are skipped.
     nonzero: Option<&'a Nonzero>,
     number: usize,
     finish: Option<Finish<'a>>,
@@ -273,7 +276,7 @@ impl Block<'_> {
 
         for (number, panel) in panels.iter().enumerate() {
             let (first, k_here) = (number * width, self.range.len());
-            for (tile, (row, rows)) in tiles(m).enumerate() {
+            for (tile, (row, rows)) in tiles(m, ROWS_MAX).enumerate() {
                 let a = &self.a[row * k + self.range.start..];
                 let sums = self.sums(first, width, row, partial, out);
                 let ahead = self.ahead.of_tile(number, tile, k_here);

@@ -62,8 +62,13 @@ impl GemmSizes {
 
     /// Makes room for products of this shape by a packed operand.
     pub fn add_packed(&mut self, shape: ProductShape) {
-        self.packed = self.packed.max(shape.k * padded(shape.n));
+        self.add_values(shape.k * padded(shape.n));
         self.blocks.add(shape, false);
+    }
+
+    /// Makes room for this number of values in the memory of a packed operand.
+    pub fn add_values(&mut self, values: usize) {
+        self.packed = self.packed.max(values);
     }
 }
 
@@ -271,27 +276,15 @@ fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
 
 /// Packs `[k, n]`, or `[n, k]` if `transposed`, as the second operand of `multiply_packed`.
 pub(crate) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, packed: &mut [f32]) {
-    if transposed {
-        return pack_rows(&b[..n * k], k, 0, n, packed);
-    }
     for (first, width) in panels(n) {
         let columns = width.min(n - first);
         let panel = &mut packed[first * k..][..k * width];
+        if transposed {
+            transpose(&b[first * k..][..columns * k], k, panel, width);
+            continue;
+        }
         for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {
             row[..columns].copy_from_slice(&from[first..first + columns]);
-        }
-    }
-}
-
-/// Packs `rows` `[rows, k]` as the columns from `first` on of an operand of `n` columns.
-pub(crate) fn pack_rows(rows: &[f32], k: usize, first: usize, n: usize, packed: &mut [f32]) {
-    let end = first + rows.len() / k;
-    for (start, width) in panels(n) {
-        let (from, to) = (first.max(start), end.min(start + width));
-        if from < to {
-            let panel = &mut packed[start * k..][..k * width];
-            let rows = &rows[(from - first) * k..(to - first) * k];
-            transpose(rows, k, &mut panel[from - start..], width);
         }
     }
 }

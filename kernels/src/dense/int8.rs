@@ -4,7 +4,7 @@
 //! instruction set. A product never allocates.
 
 use crate::dense::int8_kernel::{Int8Tile, bytes_for};
-use crate::dense::microkernel::Finish;
+use crate::dense::microkernel::{Finish, ROWS_MAX};
 use crate::dense::quantize::{GROUP, Quantize, RowScale};
 use crate::dense::tiling::{ProductShape, next_panel, padded, panels, tiles};
 use crate::simd::dispatch;
@@ -113,7 +113,7 @@ impl Int8Panels {
         for (first, width) in panels(n) {
             let (scale, bias) = (&finish.scale[first..], &finish.bias[first..]);
             let panel = &self.weights[first * stride..][..width * stride];
-            for (number, (row, count)) in tiles(scales.len()).enumerate() {
+            for (number, (row, count)) in tiles(scales.len(), ROWS_MAX).enumerate() {
                 Int8Tile {
                     a: &rows[row * stride..],
                     scales: &scales[row..row + count],

@@ -5,6 +5,7 @@
 
 use crate::dense::functions::{Map, Zip};
 use crate::dense::onnx_graph::{Graph, Node, Op, Operand};
+use crate::dense::pairs::pair;
 use crate::dense::tensor::Id;
 use std::collections::HashMap;
 
@@ -109,29 +110,48 @@ impl Node {
 }
 
 /// Lets the products of every two rows of a `Concat` read its operands, so that no run copies them.
+/// If one node picks some of the products, these are the result, and half of the others are never
+/// computed.
 fn fuse_pairs(graph: &mut Graph) {
+    let uses = uses(graph);
     let mut concats: HashMap<Id, (Vec<Id>, Vec<usize>)> = HashMap::new();
+    let mut squares: HashMap<Id, (Vec<Id>, Vec<usize>, usize)> = HashMap::new();
     for node in &mut graph.nodes {
         match &node.op {
             Op::Concat { outer: 1, parts } => {
                 concats.insert(node.output, (node.inputs.clone(), parts.clone()));
             }
-            Op::Products { count: 1, m, k, n, transposed: true } if m == n => {
-                let concat = match node.inputs.as_slice() {
-                    [left, right] if left == right => concats.get(left),
-                    _ => None,
+            Op::Products { count: 1, m: n, k, n: columns, transposed: true } if n == columns => {
+                let (k, concat) = match node.inputs.as_slice() {
+                    [left, right] if left == right => (*k, concats.get(left)),
+                    _ => continue,
                 };
                 if let Some((inputs, parts)) = concat
-                    && parts.iter().all(|part| part.is_multiple_of(*k))
+                    && parts.iter().all(|part| part.is_multiple_of(k))
                 {
-                    let rows = parts.iter().map(|part| part / k).collect();
-                    node.op = Op::Pairs { rows, k: *k };
-                    node.inputs.clone_from(inputs);
+                    let rows: Vec<usize> = parts.iter().map(|part| part / k).collect();
+                    if uses[node.output] == 1 {
+                        squares.insert(node.output, (inputs.clone(), rows.clone(), k));
+                    }
+                    let picks = picked_pairs(*n, 0..n * n);
+                    (node.op, node.inputs) = (Op::Pairs { rows, k, picks }, inputs.clone());
+                }
+            }
+            Op::Pick(picks) => {
+                if let Some((inputs, rows, k)) = squares.remove(&node.inputs[0]) {
+                    let picks = picks.iter().map(|&pick| pick as usize);
+                    let picks = picked_pairs(rows.iter().sum(), picks);
+                    (node.op, node.inputs) = (Op::Pairs { rows, k, picks }, inputs);
                 }
             }
             _ => {}
         }
     }
+}
+
+/// Returns where `Op::Pairs` finds the products at the positions `square` of `[n, n]`.
+fn picked_pairs(n: usize, square: impl Iterator<Item = usize>) -> Vec<u32> {
+    square.map(|at| pair(n, at / n, at % n) as u32).collect()
 }
 
 /// Replaces the product of a value and its sigmoid by one function, which works in place. The

@@ -14,8 +14,10 @@ use crate::dense::lanes::{Lanes, Plain, Stored};
 use crate::simd::isa::{Family, Isa};
 use crate::simd::prefetch::{prefetch, prefetch_l2};
 
-/// Rows of a tile, at most.
+/// Rows of a tile that reads the panel once, at most.
 pub(super) const ROWS_MAX: usize = 6;
+/// Rows of a tile of AVX-512, at most.
+const ROWS_MAX_AVX512: usize = 8;
 /// Columns of a panel, at most. A panel is 16, 32 or 64 wide.
 pub(super) const WIDTH_MAX: usize = 64;
 /// Columns of a row of unfinished sums: two panels.
@@ -130,10 +132,19 @@ pub(super) struct Tile<'a, W> {
     pub ahead: *const u8,
 }
 
+/// Returns the rows of a tile, at most.
+pub(super) fn rows_max(isa: Isa) -> usize {
+    match isa.family() {
+        #[cfg(target_arch = "x86_64")]
+        Family::Avx512 => ROWS_MAX_AVX512,
+        _ => ROWS_MAX,
+    }
+}
+
 impl<W: Stored> Tile<'_, W> {
     /// Computes the tile.
     pub fn run(&mut self, isa: Isa) {
-        assert!((1..=ROWS_MAX).contains(&self.rows));
+        assert!((1..=rows_max(isa)).contains(&self.rows));
         assert!(matches!(self.width, 16 | 32 | 64) && self.panel.len() == self.k * self.width);
         assert!(self.a.len() >= (self.rows - 1) * self.a_stride + self.k);
         self.sums.check(self.rows, self.width);
@@ -390,6 +401,8 @@ mod x86 {
         // SAFETY: the caller keeps the contract of this function.
         unsafe {
             match (t.rows, t.width) {
+                (7, _) => tall_tile::<W, 7>(t),
+                (8, _) => tall_tile::<W, 8>(t),
                 (1, 16) => tile::<F32x16, W, 1, 1>(t, 0),
                 (2, 16) => tile::<F32x16, W, 2, 1>(t, 0),
                 (3, 16) => tile::<F32x16, W, 3, 1>(t, 0),
@@ -408,6 +421,21 @@ mod x86 {
                 (4, _) => tile::<F32x16, W, 4, 4>(t, 0),
                 (5, _) => tile::<F32x16, W, 5, 4>(t, 0),
                 (_, _) => tile::<F32x16, W, 6, 4>(t, 0),
+            }
+        }
+    }
+
+    /// Computes `R` rows by 32 columns at a time, because the registers do not hold the sums of 64.
+    #[inline(always)]
+    unsafe fn tall_tile<W: Stored, const R: usize>(t: &mut Tile<W>) {
+        // SAFETY: the caller keeps the contract of this function.
+        unsafe {
+            if t.width == 16 {
+                return tile::<F32x16, W, R, 1>(t, 0);
+            }
+            for first in (0..t.width).step_by(32) {
+                tile::<F32x16, W, R, 2>(t, first);
+                t.ahead = t.ahead.wrapping_add(t.k * 64);
             }
         }
     }

@@ -32,6 +32,7 @@ pub mod onnx;
 pub(crate) mod onnx_graph;
 mod operators;
 mod padding;
+mod pairs;
 mod plan;
 mod products;
 mod quantize;

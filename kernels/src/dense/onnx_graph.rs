@@ -35,9 +35,9 @@ pub(crate) enum Op {
     Matrix { rows: usize, matrix: Box<Matrix> },
     /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
-    /// The products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`. Only
-    /// the CPU's layout has this.
-    Pairs { rows: Vec<usize>, k: usize },
+    /// Some products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`:
+    /// those at the positions `picks`. Only the CPU's layout has this.
+    Pairs { rows: Vec<usize>, k: usize, picks: Vec<u32> },
     /// A function of each value.
     Map(Map),
     /// A function of each pair of values.

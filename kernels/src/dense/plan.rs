@@ -2,12 +2,11 @@
 //! it works in the worker's buffers. This file knows no ONNX.
 
 use crate::dense::elementwise::{self, Side};
-use crate::dense::gemm::{
-    GemmScratch, GemmSizes, Matrix, multiply_packed, pack_columns, pack_rows,
-};
+use crate::dense::gemm::{GemmScratch, GemmSizes, Matrix, multiply_packed, pack_columns};
 use crate::dense::layout::{Layout, Place};
 use crate::dense::moves::Pattern;
 use crate::dense::onnx_graph::{Node, Op, Operand};
+use crate::dense::pairs::{self, Pairs};
 use crate::dense::sequences::{Gru, fold, softmax, sum};
 use crate::dense::tensor::Id;
 use crate::dense::tiling::ProductShape;
@@ -68,7 +67,7 @@ impl Plan {
     /// Returns the bytes of the packed weights and the index tables.
     pub fn bytes(&self) -> usize {
         let tables = |op: &Op| match op {
-            Op::Pick(picks) => picks.len(),
+            Op::Pick(picks) | Op::Pairs { picks, .. } => picks.len(),
             Op::Zip { left, right, .. } => left.len() + right.len(),
             Op::Select(operands) => operands.iter().map(Operand::len).sum(),
             _ => 0,
@@ -123,9 +122,8 @@ impl Plan {
                 Op::Products { m, k, n, .. } => {
                     sizes.add_packed(ProductShape { m: *m, k: *k, n: *n });
                 }
-                Op::Pairs { rows, k } => {
-                    let n = rows.iter().sum();
-                    sizes.add_packed(ProductShape { m: n, k: *k, n });
+                Op::Pairs { rows, k, .. } => {
+                    sizes.add_values(pairs::memory(rows.iter().sum(), *k));
                 }
                 _ => {}
             }
@@ -215,10 +213,11 @@ impl Plan {
                 let shape = ProductShape { m: *m, k: *k, n: *columns };
                 products(self.isa, shape, *transposed, [read(0), read(1)], out, &mut scratch.gemm);
             }
-            Op::Pairs { rows, k } => {
+            Op::Pairs { rows, k, picks } => {
+                let pairs = Pairs { rows, k: *k, picks };
                 for (sample, out) in out.chunks_exact_mut(width).enumerate() {
                     let part = |i: usize| &read(i)[sample * rows[i] * k..][..rows[i] * k];
-                    pairs(rows, *k, part, out, self.isa, &mut scratch.gemm);
+                    pairs.run(part, out, self.isa, scratch.gemm.packed());
                 }
             }
             Op::Map(map) => {
@@ -307,29 +306,6 @@ fn products(
     for ((a, b), out) in pairs.zip(out.chunks_exact_mut(m * n)) {
         pack_columns(b, k, n, transposed, scratch.packed());
         multiply_packed(shape, a, out, isa, scratch);
-    }
-}
-
-/// Multiplies every two of the vectors of `k` values, of which `part(i)` has `rows[i]`.
-fn pairs<'a>(
-    rows: &[usize],
-    k: usize,
-    part: impl Fn(usize) -> &'a [f32],
-    out: &mut [f32],
-    isa: Isa,
-    scratch: &mut GemmScratch,
-) {
-    let n = rows.iter().sum();
-    let mut first = 0;
-    for (i, rows) in rows.iter().enumerate() {
-        pack_rows(part(i), k, first, n, scratch.packed());
-        first += rows;
-    }
-    first = 0;
-    for (i, &m) in rows.iter().enumerate() {
-        let (shape, out) = (ProductShape { m, k, n }, &mut out[first * n..]);
-        multiply_packed(shape, part(i), out, isa, scratch);
-        first += m;
     }
 }
 

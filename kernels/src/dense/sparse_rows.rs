@@ -1,7 +1,7 @@
 //! Products that skip the zeros of the left operand. After a Relu half of the values or more are
-//! zero, and a product with zero changes no sum. The lists of the values that are not zero are made
-//! once and used for all columns. Sums have the same bits as in `microkernel.rs`, as long as no
-//! weight is infinite and no bias is `-0`. Nothing here allocates after its creation.
+//! zero, and a product with zero changes no sum. The bits that say which values are not zero are
+//! found once and used for all columns. Sums have the same bits as in `microkernel.rs`, as long as
+//! no weight is infinite and no bias is `-0`. Nothing here allocates after its creation.
 
 // Vector instructions work on raw pointers. Every safe function here checks its slices first.
 #![allow(unsafe_code)]
@@ -15,83 +15,59 @@ use crate::dense::microkernel::{Sums, WIDTH_MAX};
 use crate::simd::isa::{Family, Isa};
 use crate::simd::prefetch::prefetch_l2;
 
-/// Length of a block of `k`, at most: a position in it is a byte.
-pub(super) const BLOCK_MAX: usize = 256;
+/// Values of a left operand that share a word of bits. A block of `k` has a multiple, at most
+/// `BLOCK_MAX`.
+pub(super) const WORD: usize = u64::BITS as usize;
+/// Length of a block of `k`, at most.
+pub(super) const BLOCK_MAX: usize = 4 * WORD;
 /// Rows below which a block is multiplied faster than memory can load the next one.
 const FEW_ROWS: usize = 48;
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// A list is written in pieces of this many bytes.
-const PIECE: usize = 16;
 
-/// The positions of the values that are not zero in each block of each row of `[rows, k]`.
+/// A bit for each value of `[rows, k]`, which is set if the value is not zero.
 pub(super) struct Nonzero {
     rows: usize,
     k: usize,
-    /// Length of a block, of which the last may be shorter.
-    block: usize,
-    blocks: usize,
-    /// `[rows, k]`: the list of a block starts where the block does. Each entry is less than the
-    /// block's length.
-    lists: Vec<u8>,
-    /// `[rows, blocks]`: the length of each list.
-    counts: Vec<u16>,
-    /// The sums of the counts of each block.
+    /// Words of a block, of which the last may be shorter.
+    block_words: usize,
+    /// `[rows, words of k]`. No bit stands for a value after the last.
+    words: Vec<u64>,
+    /// The number of set bits of each block, in all rows.
     totals: Vec<usize>,
 }
 
 impl Nonzero {
     /// Creates memory for `rows` rows of `k` values and `blocks` blocks.
     pub fn new(rows: usize, k: usize, blocks: usize) -> Self {
-        let lists = vec![0; if k > 0 { rows * k + PIECE } else { 0 }];
-        Self {
-            rows: 0,
-            k: 0,
-            block: 1,
-            blocks: 0,
-            lists,
-            counts: vec![0; rows * blocks],
-            totals: vec![0; blocks],
-        }
+        let words = vec![0; rows * k.div_ceil(WORD)];
+        Self { rows: 0, k: 0, block_words: 1, words, totals: vec![0; blocks] }
     }
 
     /// Returns the bytes of such memory.
     pub fn bytes(rows: usize, k: usize, blocks: usize) -> usize {
-        if k > 0 { rows * k + PIECE + (2 * rows + size_of::<usize>()) * blocks } else { 0 }
+        rows * k.div_ceil(WORD) * size_of::<u64>() + blocks * size_of::<usize>()
     }
 
-    /// Lists the values of `a` `[rows, k]` that are not zero, in blocks of `block`. NaN is not
+    /// Finds the values of `a` `[rows, k]` that are not zero, for blocks of `block`. NaN is not
     /// zero.
-    pub fn list(&mut self, isa: Isa, a: &[f32], k: usize, block: usize) {
-        let rows = a.len() / k;
-        assert!((1..=BLOCK_MAX).contains(&block) && self.lists.len() >= rows * k + PIECE);
-        assert!(self.counts.len() >= rows * k.div_ceil(block));
-        (self.rows, self.k, self.block, self.blocks) = (rows, k, block, k.div_ceil(block));
+    pub fn find(&mut self, isa: Isa, a: &[f32], k: usize, block: usize) {
+        let (rows, row_words, blocks) = (a.len() / k, k.div_ceil(WORD), k.div_ceil(block));
+        assert!(block.is_multiple_of(WORD) && (1..=BLOCK_MAX).contains(&block));
+        assert!(self.words.len() >= rows * row_words && self.totals.len() >= blocks);
+        (self.rows, self.k, self.block_words) = (rows, k, block / WORD);
+        let words = &mut self.words[..rows * row_words];
         match isa.family() {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: an `Isa` proves the instructions.
-            Family::Avx512 => unsafe { x86::list_avx512(self, a) },
-            _ => self.list_plainly(a),
+            Family::Avx512 => unsafe { x86::find_avx512(a, k, words) },
+            _ => find_plainly(a, k, words),
         }
 
-        let blocks = self.blocks;
         self.totals[..blocks].fill(0);
-        for counts in self.counts[..rows * blocks].chunks_exact(blocks) {
-            self.totals.iter_mut().zip(counts).for_each(|(sum, n)| *sum += usize::from(*n));
-        }
-    }
-
-    fn list_plainly(&mut self, a: &[f32]) {
-        let (k, block) = (self.k, self.block);
-        let mut counts = self.counts.iter_mut();
-        for (row, lists) in a.chunks_exact(k).zip(self.lists.chunks_exact_mut(k)) {
-            for (values, list) in row.chunks(block).zip(lists.chunks_mut(block)) {
-                let mut len = 0;
-                for (i, x) in values.iter().enumerate() {
-                    list[len] = i as u8;
-                    len += usize::from(*x != 0.0);
-                }
-                counts.next().into_iter().for_each(|count| *count = len as u16);
+        for row in words.chunks_exact(row_words) {
+            for (total, block) in self.totals.iter_mut().zip(row.chunks(self.block_words)) {
+                *total += block.iter().map(|word| word.count_ones() as usize).sum::<usize>();
             }
         }
     }
@@ -99,6 +75,15 @@ impl Nonzero {
     /// Returns how many values of block `number` are not zero, in all rows.
     pub fn count(&self, number: usize) -> usize {
         self.totals[number]
+    }
+}
+
+/// Sets in `words` the bits of `a` `[rows, k]`.
+fn find_plainly(a: &[f32], k: usize, words: &mut [u64]) {
+    let values = a.chunks_exact(k).flat_map(|row| row.chunks(WORD));
+    for (word, values) in words.iter_mut().zip(values) {
+        let bit = |(i, x): (usize, &f32)| u64::from(*x != 0.0) << i;
+        *word = values.iter().enumerate().map(bit).sum();
     }
 }
 
@@ -143,7 +128,7 @@ impl Ahead {
     }
 }
 
-/// A product of the listed rows by a block of one or two panels of 64 columns.
+/// A product of the rows of `nonzero` by a block of one or two panels of 64 columns.
 pub(super) struct SparseRows<'a, W> {
     pub nonzero: &'a Nonzero,
     /// The block of `k`.
@@ -159,7 +144,8 @@ pub(super) struct SparseRows<'a, W> {
 impl<W: Stored> SparseRows<'_, W> {
     /// Computes all rows.
     pub fn run(&mut self, isa: Isa) {
-        let Nonzero { rows, k, block, .. } = *self.nonzero;
+        let Nonzero { rows, k, block_words, .. } = *self.nonzero;
+        let block = block_words * WORD;
         assert!(self.number * block < k && self.a.len() >= rows * k);
         let len = block.min(k - self.number * block);
         assert!((1..=2).contains(&self.panels.len()));
@@ -198,13 +184,11 @@ unsafe fn rows<V: Lanes, W: Stored, const C: usize, const P: usize>(
     t: &mut SparseRows<W>,
     first: usize,
 ) {
-    let Nonzero { rows, k, block, blocks, .. } = *t.nonzero;
+    let Nonzero { rows, k, block_words, .. } = *t.nonzero;
+    let (row_words, first_word) = (k.div_ceil(WORD), t.number * block_words);
     // SAFETY: `SparseRows::run` checked that the slices hold what is read and written here, and
-    // each position is less than the length of its block.
+    // a set bit stands for a value of the row.
     unsafe {
-        let mut a = t.a.as_ptr().add(t.number * block);
-        let mut list = t.nonzero.lists.as_ptr().add(t.number * block);
-        let mut count = t.nonzero.counts.as_ptr().add(t.number);
         let mut panels = [std::ptr::null(); P];
         for p in 0..P {
             panels[p] = t.panels.get_unchecked(first + p).as_ptr();
@@ -219,13 +203,18 @@ unsafe fn rows<V: Lanes, W: Stored, const C: usize, const P: usize>(
                 sums[p] = t.sums.start(row, (first + p) * WIDTH_MAX);
             }
 
-            for i in 0..usize::from(*count) {
-                let at = usize::from(*list.add(i));
-                let x = V::splat(*a.add(at));
-                for p in 0..P {
-                    let w = panels[p].add(at * WIDTH_MAX);
-                    for c in 0..C {
-                        sums[p][c] = W::lanes::<V>(w.add(c * V::N)).mul_add(x, sums[p][c]);
+            for word in first_word..row_words.min(first_word + block_words) {
+                let a = t.a.as_ptr().add(row * k + word * WORD);
+                let mut bits = *t.nonzero.words.get_unchecked(row * row_words + word);
+                while bits != 0 {
+                    let at = bits.trailing_zeros() as usize;
+                    bits &= bits - 1;
+                    let x = V::splat(*a.add(at));
+                    for p in 0..P {
+                        let w = panels[p].add(((word - first_word) * WORD + at) * WIDTH_MAX);
+                        for c in 0..C {
+                            sums[p][c] = W::lanes::<V>(w.add(c * V::N)).mul_add(x, sums[p][c]);
+                        }
                     }
                 }
             }
@@ -233,8 +222,6 @@ unsafe fn rows<V: Lanes, W: Stored, const C: usize, const P: usize>(
             for p in 0..P {
                 t.sums.end(row, (first + p) * WIDTH_MAX, sums[p]);
             }
-            (a, list) = (a.wrapping_add(k), list.wrapping_add(k));
-            count = count.wrapping_add(blocks);
         }
     }
 }
@@ -262,31 +249,19 @@ mod x86 {
         unsafe { each_panel::<F32x8, W, 8>(t) }
     }
 
-    /// Lists 16 values at a time.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,popcnt")]
-    pub(super) fn list_avx512(nonzero: &mut Nonzero, a: &[f32]) {
-        let (k, block) = (nonzero.k, nonzero.block);
-        let first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        let mut counts = nonzero.counts.iter_mut();
-        for (number, row) in a.chunks_exact(k).enumerate() {
-            for (at, values) in row.chunks(block).enumerate() {
-                let list = &mut nonzero.lists[number * k + at * block..][..values.len() + PIECE];
-                let (mut len, mut positions) = (0, first);
-                for piece in values.chunks(PIECE) {
-                    let here = u16::MAX >> (PIECE - piece.len());
-                    // SAFETY: the mask leaves out what is not in `piece`. The list has room for
-                    // a piece after all of its entries.
-                    unsafe {
-                        let x = _mm512_maskz_loadu_ps(here, piece.as_ptr());
-                        let is_value = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(x, _mm512_setzero_ps());
-                        let kept = _mm512_maskz_compress_epi32(is_value, positions);
-                        let bytes = _mm512_cvtepi32_epi8(kept);
-                        _mm_storeu_si128(list.as_mut_ptr().add(len).cast(), bytes);
-                        len += is_value.count_ones() as usize;
-                    }
-                    positions = _mm512_add_epi32(positions, _mm512_set1_epi32(PIECE as i32));
-                }
-                counts.next().into_iter().for_each(|count| *count = len as u16);
+    /// Sets in `words` the bits of `a` `[rows, k]`, 16 values at a time.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    pub(super) fn find_avx512(a: &[f32], k: usize, words: &mut [u64]) {
+        const LANES: usize = 16;
+        let values = a.chunks_exact(k).flat_map(|row| row.chunks(WORD));
+        for (word, values) in words.iter_mut().zip(values) {
+            *word = 0;
+            for (part, values) in values.chunks(LANES).enumerate() {
+                let here = u16::MAX >> (LANES - values.len());
+                // SAFETY: the mask leaves out what is not in `values`.
+                let x = unsafe { _mm512_maskz_loadu_ps(here, values.as_ptr()) };
+                let bits = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(x, _mm512_setzero_ps());
+                *word |= u64::from(bits) << (LANES * part);
             }
         }
     }
@@ -299,10 +274,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_lists_have_what_is_not_zero(
+        fn the_bits_are_set_for_what_is_not_zero(
             rows in 1..5usize,
-            k in 1..300usize,
-            block in prop_oneof![1..70usize, Just(BLOCK_MAX)],
+            k in 1..600usize,
+            block in prop_oneof![Just(WORD), Just(2 * WORD), Just(BLOCK_MAX)],
             seed: u64,
         ) {
             let hash = |i: usize| (seed ^ i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -313,23 +288,21 @@ mod tests {
                 _ => -1.5,
             };
             let a: Vec<f32> = (0..rows * k).map(value).collect();
+            let row_words = k.div_ceil(WORD);
             for isa in Isa::available() {
                 let mut nonzero = Nonzero::new(rows, k, k.div_ceil(block));
-                nonzero.list(isa, &a, k, block);
-                for number in 0..k.div_ceil(block) {
-                    let mut count = 0;
-                    for (row, values) in a.chunks_exact(k).enumerate() {
-                        let values = values.chunks(block).nth(number).unwrap_or_default();
-                        let is_listed = |i: &usize| values[*i] != 0.0;
-                        let expected: Vec<u8> =
-                            (0..values.len()).filter(is_listed).map(|i| i as u8).collect();
-                        let count_here = usize::from(nonzero.counts[row * nonzero.blocks + number]);
-                        let list = &nonzero.lists[row * k + number * block..][..count_here];
-                        prop_assert_eq!(list, &expected, "{:?}", isa);
-                        count += expected.len();
+                nonzero.words.fill(u64::MAX);
+                nonzero.find(isa, &a, k, block);
+                let mut counts = vec![0; k.div_ceil(block)];
+                for (at, bits) in nonzero.words.iter().enumerate() {
+                    let (row, first) = (at / row_words, at % row_words * WORD);
+                    for i in 0..WORD {
+                        let is_set = first + i < k && a[row * k + first + i] != 0.0;
+                        prop_assert_eq!(bits >> i & 1 == 1, is_set, "{:?}", isa);
+                        counts[first / block] += usize::from(is_set);
                     }
-                    prop_assert_eq!(nonzero.count(number), count);
                 }
+                prop_assert_eq!(&nonzero.totals, &counts);
             }
         }
     }

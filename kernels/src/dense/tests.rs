@@ -135,6 +135,30 @@ fn products() -> Vec<(&'static str, ModelProto)> {
                 vec![],
             ),
         ),
+        ("transpose", single("Transpose", &["y"], &[("perm", &[0, 2, 1])], vec![])),
+    ]
+}
+
+fn products_of_pairs() -> Vec<(&'static str, ModelProto)> {
+    vec![
+        (
+            "products of the rows of a concat, above and below the diagonal and on it",
+            network(
+                vec![
+                    node("Unsqueeze", &["x", "one"], &["u"], &[]),
+                    node("Concat", &["y", "u"], &["v"], &[("axis", &[1])]),
+                    node("Transpose", &["v"], &["t"], &[("perm", &[0, 2, 1])]),
+                    node("MatMul", &["v", "t"], &["p"], &[]),
+                    node("Reshape", &["p", "line"], &["l"], &[]),
+                    node("Gather", &["l", "some"], &["out"], &[("axis", &[1])]),
+                ],
+                vec![
+                    ints("one", &[1]),
+                    ints("line", &[-1, 16]),
+                    ints("some", &[1, 4, 2, 15, 14, 11, 5, 8]),
+                ],
+            ),
+        ),
         (
             "products of the rows of a concat, which another node reads too",
             network(
@@ -148,7 +172,6 @@ fn products() -> Vec<(&'static str, ModelProto)> {
                 vec![ints("one", &[1])],
             ),
         ),
-        ("transpose", single("Transpose", &["y"], &[("perm", &[0, 2, 1])], vec![])),
     ]
 }
 
@@ -254,7 +277,8 @@ fn sums_and_views() -> Vec<(&'static str, ModelProto)> {
 #[test]
 fn every_operator_gives_the_result_of_rten() {
     let values = |n: usize| (0..n).map(|i| ((i * i) as f32 * 0.37).cos()).collect::<Vec<_>>();
-    for (name, model) in [products(), elementwise(), sums_and_views()].concat() {
+    for (name, model) in [products(), products_of_pairs(), elementwise(), sums_and_views()].concat()
+    {
         let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert_eq!(engine.falls_back_for(), None, "{name}");
         let inputs = vec![("x", vec![4]), ("y", vec![3, 4])];

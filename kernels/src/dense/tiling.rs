@@ -1,6 +1,6 @@
 //! How a matrix product is cut: columns into panels, rows into tiles. Computes nothing.
 
-use crate::dense::microkernel::{ROWS_MAX, WIDTH_MAX};
+use crate::dense::microkernel::WIDTH_MAX;
 
 /// Tiles that load the next panel into the second level of the cache, a part each.
 const AHEAD_TILES: usize = 4;
@@ -32,10 +32,10 @@ pub(crate) fn padded(n: usize) -> usize {
     panels(n).last().map_or(0, |(first, width)| first + width)
 }
 
-/// Returns the row tiles for `m` rows: the first row and the number of rows, which differs by at
-/// most 1.
-pub(super) fn tiles(m: usize) -> impl Iterator<Item = (usize, usize)> {
-    let count = m.div_ceil(ROWS_MAX);
+/// Returns the tiles of up to `rows_max` rows for `m` rows: the first row and the number of rows,
+/// which differs by at most 1.
+pub(super) fn tiles(m: usize, rows_max: usize) -> impl Iterator<Item = (usize, usize)> {
+    let count = m.div_ceil(rows_max);
     (0..count).map(move |i| (i * m / count, (i + 1) * m / count - i * m / count))
 }
 
