@@ -17,6 +17,7 @@ use crate::simd::prefetch::{prefetch, prefetch_l2};
 /// Rows of a tile that reads the panel once, at most.
 pub(super) const ROWS_MAX: usize = 6;
 /// Rows of a tile of AVX-512, at most.
+#[cfg(target_arch = "x86_64")]
 const ROWS_MAX_AVX512: usize = 8;
 /// Columns of a panel, at most. A panel is 16, 32 or 64 wide.
 pub(super) const WIDTH_MAX: usize = 64;
