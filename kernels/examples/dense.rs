@@ -15,7 +15,7 @@ use rten::{Dimension, Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueV
 use std::sync::Arc;
 use std::time::Duration;
 
-const BATCHES: [usize; 8] = [1, 2, 4, 8, 32, 64, 128, 256];
+const BATCHES: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 /// Returns the CPU time of all threads of this process.
 fn cpu_time() -> Duration {

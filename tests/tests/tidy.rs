@@ -90,8 +90,8 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
 }
 
-/// All files below `folder` with one of these endings, sorted; build outputs and hidden folders are
-/// left out.
+/// All files below `folder` with one of these endings, sorted; build outputs, virtual environments
+/// of Python and hidden folders are left out.
 fn files_below(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
@@ -99,9 +99,8 @@ fn files_below(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
         for entry in fs::read_dir(&folder).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            let hidden =
-                name.starts_with('.') || name == "target" || path.ends_with("sysroot/cross");
-            if path.is_dir() && !hidden {
+            let is_left_out = name.starts_with('.') || name == "target" || name == "venv";
+            if path.is_dir() && !is_left_out {
                 folders.push(path);
             } else if endings.iter().any(|e| name.ends_with(e)) {
                 found.push(path);

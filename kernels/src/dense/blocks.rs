@@ -7,7 +7,7 @@ use crate::dense::microkernel::{
     Finish, Output, ROWS_MAX, SUMS_WIDTH, Sums, Tile, WIDTH_MAX, decode, rows_max,
 };
 use crate::dense::sparse_rows::{Ahead, BLOCK_MAX, Nonzero, SparseRows, WORD};
-use crate::dense::tiling::{ProductShape, next_panel, padded, panels, tiles, width_for};
+use crate::dense::tiling::{ProductShape, padded, panels, tiles, width_for};
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;
 use std::ops::Range;
@@ -16,8 +16,7 @@ use std::ops::Range;
 const BLOCK_VALUES: usize = 8192;
 /// Rows of the left operand that are multiplied together, at most.
 const ROWS: usize = 96;
-/// Rows up to which memory limits a product. Each panel is then one block, which the rows read from
-/// start to end.
+/// Rows up to which memory limits a product. Its weights are then streamed from memory.
 const STREAMED_ROWS: usize = 24;
 /// Percent of values that are not zero, up to which skipping the zeros is faster than a tile.
 const SPARSE_PERCENT: usize = 60;
@@ -37,11 +36,12 @@ pub(super) struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// Makes room for a product of this shape, if it does not stream its weights. `skips_zeros`
-    /// says that it may skip zeros.
+    /// Makes room for a product of this shape. `skips_zeros` says that it may skip zeros.
     pub fn add(&mut self, shape: ProductShape, skips_zeros: bool) {
         let ProductShape { m, k, n } = shape;
         if m <= STREAMED_ROWS {
+            self.rows = self.rows.max(m);
+            self.is_split |= k > BLOCK_VALUES / width_for(n);
             return;
         }
         let blocks = k.div_ceil(block_len(n));
@@ -118,6 +118,13 @@ struct Group {
     panels: usize,
 }
 
+/// A block of `k` of the panel from column `first` on.
+struct Streamed {
+    first: usize,
+    width: usize,
+    range: Range<usize>,
+}
+
 /// Returns the groups of `n` columns.
 fn groups(n: usize) -> impl Iterator<Item = Group> {
     let mut first = 0;
@@ -148,7 +155,7 @@ impl<W: Stored> BlockedProduct<'_, W> {
     pub fn run(&self, a: &[f32], out: &mut [f32], scratch: &mut BlockScratch) {
         let (ProductShape { m, k, n }, rows) = (self.shape, scratch.rows);
         if m <= STREAMED_ROWS {
-            return self.stream(a, out);
+            return self.stream(a, out, &mut scratch.partial);
         }
         for (a, out) in a[..m * k].chunks(rows * k).zip(out[..m * n].chunks_mut(rows * n)) {
             if self.skips_zeros && may_skip(n) {
@@ -162,20 +169,36 @@ impl<W: Stored> BlockedProduct<'_, W> {
         }
     }
 
-    /// Computes a product of few rows, by one panel after the other.
-    fn stream(&self, a: &[f32], out: &mut [f32]) {
-        let ProductShape { m, k, n } = self.shape;
+    /// Computes a product of few rows, by one panel after the other. The weights come from memory
+    /// once, in blocks, and the first level of the cache keeps a block for all tiles.
+    fn stream(&self, a: &[f32], out: &mut [f32], partial: &mut [f32]) {
+        let ProductShape { k, n, .. } = self.shape;
         for (first, width) in panels(n) {
-            let panel = &self.packed[first * k..][..k * width];
-            let finish = self.finish.map(|finish| finish.from(first));
-            for (number, (row, rows)) in tiles(m, rows_max(self.isa)).enumerate() {
-                let out = &mut out[row * n + first..];
-                let result = Some(Output { out, stride: n, finish });
-                let columns = width.min(n - first);
-                let sums = Sums { partial: &mut [], is_first: true, columns, result };
-                let (a, ahead) = (&a[row * k..], next_panel(panel, number).cast());
-                Tile { a, a_stride: k, k, rows, panel, width, sums, ahead }.run(self.isa);
+            let len = BLOCK_VALUES / width;
+            for start in (0..k).step_by(len) {
+                let part = Streamed { first, width, range: start..k.min(start + len) };
+                self.streamed(&part, a, out, partial);
             }
+        }
+    }
+
+    /// Computes a block of one panel for all rows.
+    fn streamed(&self, part: &Streamed, a: &[f32], out: &mut [f32], partial: &mut [f32]) {
+        let ProductShape { m, k, n } = self.shape;
+        let Streamed { first, width, ref range } = *part;
+        let panel = &self.packed[first * k..][range.start * width..range.end * width];
+        let (is_first, is_last) = (range.start == 0, range.end == k);
+        for (row, rows) in tiles(m, rows_max(self.isa)) {
+            let result = is_last.then(|| Output {
+                out: &mut out[row * n + first..],
+                stride: n,
+                finish: self.finish.map(|finish| finish.from(first)),
+            });
+            let from = if is_first && is_last { 0 } else { row * SUMS_WIDTH };
+            let columns = width.min(n - first);
+            let sums = Sums { partial: &mut partial[from..], is_first, columns, result };
+            let (a, k_here) = (&a[row * k + range.start..], range.len());
+            Tile { a, a_stride: k, k: k_here, rows, panel, width, sums, ahead: None }.run(self.isa);
         }
     }
 
@@ -279,7 +302,7 @@ impl Block<'_> {
             for (tile, (row, rows)) in tiles(m, ROWS_MAX).enumerate() {
                 let a = &self.a[row * k + self.range.start..];
                 let sums = self.sums(first, width, row, partial, out);
-                let ahead = self.ahead.of_tile(number, tile, k_here);
+                let ahead = Some(self.ahead.of_tile(number, tile, k_here));
                 Tile { a, a_stride: k, k: k_here, rows, panel, width, sums, ahead }.run(self.isa);
             }
         }
