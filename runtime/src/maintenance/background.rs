@@ -4,7 +4,7 @@
 
 use crate::clock::{Clock, SystemClock};
 use crate::maintenance::share::{BusyBounds, Class, Share, ThreadTime};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
@@ -20,6 +20,11 @@ const ACCOUNT: &str = "/proc/thread-self/schedstat";
 const ACCOUNT_BYTES: usize = 64;
 /// Nice value 0 in the unit of `thread_priority`.
 const NICE_0: u8 = 47;
+
+thread_local! {
+    /// Whether somebody waits for the work of the thread.
+    static IS_HURRIED: Cell<bool> = const { Cell::new(true) };
+}
 
 /// A clock of the time for which a thread worked or waited for a device. Time in which other
 /// threads had its CPU does not count. The thread must make its own clock.
@@ -101,6 +106,7 @@ impl Background {
     pub fn worked(&self) -> Duration {
         let mut share = self.share.borrow_mut();
         let before = share.class();
+        share.hurry(IS_HURRIED.get());
         let rest = share.worked(self.clock.time());
         if rest.class != before {
             log::debug!("background work continues in the {:?} class", rest.class);
@@ -137,6 +143,15 @@ pub fn outside_idle_class<T>(work: impl FnOnce() -> T) -> T {
     if is_idle {
         change_class(Class::Idle);
     }
+    done
+}
+
+/// Does `work` for which nobody waits. If the calling thread is in the background, it takes less of
+/// the time, and stays in the idle class for longer.
+pub fn unhurried<T>(work: impl FnOnce() -> T) -> T {
+    IS_HURRIED.set(false);
+    let done = work();
+    IS_HURRIED.set(true);
     done
 }
 

@@ -30,6 +30,19 @@ pub struct BusyBounds {
     pub percent_max: u64,
 }
 
+impl BusyBounds {
+    /// The bounds of work for which nobody waits.
+    const UNHURRIED: Self = Self { percent_min: 5, percent_max: 25 };
+
+    /// Returns the bounds with each share at most that of `other`.
+    fn min(self, other: Self) -> Self {
+        Self {
+            percent_min: self.percent_min.min(other.percent_min),
+            percent_max: self.percent_max.min(other.percent_max),
+        }
+    }
+}
+
 /// The scheduling class of a background thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
@@ -61,6 +74,9 @@ pub struct Rest {
 /// Keeps the share of one background thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Share {
+    /// The bounds of work for which somebody waits.
+    hurried: BusyBounds,
+    /// The bounds of the current work.
     bounds: BusyBounds,
     class: Class,
     /// Whether the thread may leave the idle class. A thread that may not never enters it.
@@ -83,8 +99,10 @@ impl Share {
     pub fn new(bounds: BusyBounds, can_leave_idle: bool, start: ThreadTime) -> Self {
         let percent_max = bounds.percent_max.clamp(1, 100);
         let percent_min = bounds.percent_min.clamp(1, percent_max);
+        let bounds = BusyBounds { percent_min, percent_max };
         Self {
-            bounds: BusyBounds { percent_min, percent_max },
+            hurried: bounds,
+            bounds,
             class: if can_leave_idle { Class::Idle } else { Class::Ordinary },
             can_leave_idle,
             counted: start,
@@ -98,6 +116,21 @@ impl Share {
     /// Returns the class that the thread should be in.
     pub fn class(&self) -> Class {
         self.class
+    }
+
+    /// Sets whether somebody waits for the next pieces of work. If nobody does, the thread works
+    /// for 5 to 25 % of the time, or less if its bounds are lower, and returns to the idle class.
+    pub fn hurry(&mut self, is_hurried: bool) {
+        let bounds = match is_hurried {
+            true => self.hurried,
+            false => self.hurried.min(BusyBounds::UNHURRIED),
+        };
+        if bounds != self.bounds {
+            (self.bounds, self.debt) = (bounds, 0);
+            if !is_hurried && self.can_leave_idle {
+                self.class = Class::Idle;
+            }
+        }
     }
 
     /// Forgets the time until `at`, in which the thread had no work.
@@ -276,6 +309,30 @@ mod tests {
         let share = thread.run(FREE, piece, 10 * SECOND);
         assert!((19.9..20.01).contains(&share), "{share} %");
         assert_eq!(thread.share.class(), Class::Idle);
+    }
+
+    #[test]
+    fn unhurried_work_returns_to_the_idle_class_with_shares_of_its_own() {
+        let mut thread = Thread::new(BusyBounds { percent_min: 40, percent_max: 60 }, true);
+        thread.run(TAKEN, WORK_MIN, SECOND / 2);
+        assert_eq!(thread.share.class(), Class::Ordinary);
+        thread.share.hurry(false);
+        assert_eq!(thread.share.class(), Class::Idle);
+        for (cpu, expected) in [(FREE, 24.9..25.1), (TAKEN, 4.9..5.5)] {
+            let share = thread.run(cpu, WORK_MIN, 30 * SECOND);
+            assert!(expected.contains(&share), "{cpu:?}: {share} %");
+        }
+        thread.share.hurry(true);
+        let share = thread.run(FREE, WORK_MIN, 30 * SECOND);
+        assert!((58.0..60.1).contains(&share), "{share} %");
+
+        const LOW: BusyBounds = BusyBounds { percent_min: 1, percent_max: 10 };
+        let mut share = Share::new(LOW, true, ThreadTime::default());
+        share.hurry(false);
+        assert_eq!(
+            share.bounds, share.hurried,
+            "the bounds are lower than those of unhurried work"
+        );
     }
 
     #[test]

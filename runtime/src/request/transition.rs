@@ -4,7 +4,7 @@
 
 use crate::clock::Clock;
 use crate::flash::segment::SegmentError;
-use crate::maintenance::background::outside_idle_class;
+use crate::maintenance::background::{outside_idle_class, unhurried};
 use crate::model::Model;
 use crate::model::generation_change::{GenerationChange, TableChange};
 use crate::model::preload::Preloader;
@@ -74,7 +74,8 @@ pub(crate) fn run(
     pipeline.wait_until_left(&users, yield_now);
     live.lift();
     // The new model is served whether or not its changed rows return to the caches.
-    let read = read_again(&mut writer, &model, &removed, yield_now).unwrap_or_else(|e| {
+    let read = unhurried(|| read_again(&mut writer, &model, &removed, yield_now));
+    let read = read.unwrap_or_else(|e| {
         log::error!("the changed rows of {} stay out of the caches: {e}", model.generation());
         0
     });
