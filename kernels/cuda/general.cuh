@@ -99,7 +99,7 @@ __device__ __forceinline__ void pool_slots(
             if (f.pooling == NONE) {
                 const u32 column = (position + i + u) * f.dim + rows.column;
                 u8* to = output_at(f, bag.sample, column);
-                store_columns<false>(to, listed, columns_end, f.out_bytes);
+                store_columns(to, listed, columns_end, f.out_bytes);
             }
         }
     }
@@ -121,5 +121,5 @@ __device__ __forceinline__ void close_bag(
     for (u32 v = 0; v < PIECE_COLUMNS; v++) {
         columns[0][v] = keys ? columns[0][v] : 0.0f;
     }
-    store_columns<false>(out, columns[0], columns_end, f.out_bytes);
+    store_columns(out, columns[0], columns_end, f.out_bytes);
 }

@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy_words(T& to, const T* from) {
 // Pools the bags of a tile.
 __device__ __forceinline__ void query_tile(
     const Query& q, const Feature& f, volatile Tile& tile, volatile RareBag& bag) {
-    if (!(uniform(f.aligned) & ALIGNED_ROWS)) {
+    if (uniform(f.aligned) == UNALIGNED) {
         tile.counted[lane_number()] = 0;
         tile.rare = ALL_LANES >> (32 - tile.samples);
         __syncwarp();

@@ -8,10 +8,10 @@ enum Pooling { SUM, MEAN, NONE, SQRTN, MAX };
 enum Storage { CACHED, RESIDENT, RESIDENT_HASHED };
 
 // The accesses that a feature's alignment allows. ALIGNED_ROWS: a lane loads each piece of a row,
-// and the row's scale, with one aligned load. ALIGNED_OUT: a lane stores each piece with one
-// aligned store of f32. All columns are then in whole pieces, as they always are if the output is
-// f16. ALIGNED_ROWS also means that the bags have no weights and are not pooled by MAX.
-enum Alignment { UNALIGNED, ALIGNED_ROWS, ALIGNED_OUT };
+// and the row's scale, with aligned loads. All columns are then in whole pieces, the bags have no
+// weights, and they are not pooled by MAX. ALIGNED_F32 and ALIGNED_F16 also mean that a lane stores
+// such columns with aligned stores of 16 bytes.
+enum Alignment { UNALIGNED, ALIGNED_ROWS, ALIGNED_F32, ALIGNED_F16 };
 
 // One sparse feature. It is the same for every request of a worker.
 struct Feature {
@@ -39,7 +39,7 @@ struct Feature {
     u32 storage;
     float unit;
     u32 lane_bits;         // a row is read by 1 << lane_bits lanes, 32 at most
-    u32 aligned;           // bits of Alignment
+    u32 aligned;           // an Alignment
     u32 weighted;          // whether each row is multiplied by its key's weight
     u32 out_bytes;         // of a column of that input: 4 is f32, 2 is f16
 };

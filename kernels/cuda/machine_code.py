@@ -12,15 +12,11 @@ import re
 HEADER = "LDG.E.128.STRONG.GPU"
 HIGH_TAG, HASH, MASK = "LDG.E.STRONG.GPU", "-0x3b314602", "0xf0f0f0f"
 BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}
-# Pieces of four columns that a lane has of a row (pool.cuh), and the loads of a lane for one row: of
-# rows that are written one by one, and of rows that are pooled.
-PIECES = {"f32": 1, "f16": 2, "u8": 4, "u4": 4}
-LISTED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 5}
+# Columns that a lane has of a row (pool.cuh), and the loads of a lane for one row: of rows that are
+# written one by one, as f32 and as f16, and of rows that are pooled.
+COLUMNS = {"f32": 4, "f16": 8, "u8": 16, "u4": 16}
+LISTED_LOADS = {"f32": {"f32": 1, "f16": 2, "u8": 5, "u4": 5}, "f16": {"f32": 1, "f16": 2, "u8": 5, "u4": 3}}
 POOLED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 3}
-# The store of a piece of the output: of f32, and of f16. With the latter the loop also has stores of
-# single f32 for outputs that are not aligned; one of the two kinds is predicated off.
-STORES = {"f32": "STG.E.128", "f16": "STG.E.64"}
-
 # Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, cycles of a warp's
 # conversion, cycles of a load from memory (0.65 us at 1.755 GHz), bytes of memory a cycle (3.35 TB/s).
 ISSUE_RATE, CONVERSION, LATENCY, MEMORY = 2.4, 2, 1140, 14.46
@@ -216,10 +212,10 @@ class Path:
         body = loops[group]
         loads = {b for b in body if any(is_row_load(op) for op in blocks[b].ops)}
         ops = {op for b in body for op in blocks[b].ops}
-        self.out = next((out for out, store in STORES.items() if store in ops), "f32")
-        lists = STORES[self.out] in ops
+        self.out = "f16" if any(is_narrowing(op) for op in ops) else "f32"
+        stores = {b for b in body if any(op.startswith("STG") for op in blocks[b].ops)}
         count = sum(is_row_load(op) for b in body for op in blocks[b].ops)
-        self.rows = count // (LISTED_LOADS if lists else POOLED_LOADS)[codec]
+        self.rows = count // (LISTED_LOADS[self.out] if stores else POOLED_LOADS)[codec]
         texts = [text for b in sorted(body) for text in blocks[b].texts]
         self.waits = waits_of(texts)
         self.conversions = sum(operation(text).startswith("I2F") for text in texts)
@@ -235,12 +231,12 @@ class Path:
                     at = len(costs) if probes else at
                     # The rare path, which is further out, probes too.
                     needed = self.needed(blocks, own, tags) if at == len(costs) else []
-                elif lists:
-                    needed += [{b} for b in body if STORES[self.out] in blocks[b].ops]
+                else:
+                    needed += [{b} for b in stores]
                 costs.append(shortest(blocks, loops, header, inner, needed))
                 inner = header
             self.costs[tags] = costs
-        self.kind = "list" if lists else "apart" if at == 1 else "together"
+        self.kind = "list" if stores else "apart" if at == 1 else "together"
 
     @staticmethod
     def needed(blocks, own, tags):
@@ -291,6 +287,10 @@ class Path:
         return warps * keys / (trips * LATENCY + work * warps)
 
 
+def is_narrowing(op):
+    return op.startswith("F2FP")
+
+
 def is_row_load(op):
     return op.startswith("LDG") and op.endswith("CONSTANT") and "NA" not in op
 
@@ -312,7 +312,8 @@ def hot_paths(lines):
         innermost = not any(h != header and h in body for h in loops)
         if innermost and any(is_row_load(op) for b in body for op in blocks[b].ops):
             stores = {op for b in body for op in blocks[b].ops if op.startswith("STG")}
-            if stores in (set(), {STORES["f32"]}, {STORES["f16"], "STG.E"}):
+            # Outputs of any form, with stores of single columns, are not counted.
+            if "STG.E" not in stores:
                 paths.append(Path(blocks, loops, codec_of(blocks, body), header))
     return sorted(paths, key=lambda p: (list(BITS).index(p.codec), p.kind, p.out))
 
@@ -338,7 +339,7 @@ def query_lines(arch, lines, warps):
         bytes_of_column = {"f32": 4, "f16": 2}[path.out]
         for data_bytes in (64, 128, 256, 512):
             dim = data_bytes * 8 // BITS[path.codec]
-            lanes = max(1 << (-(-dim // (4 * PIECES[path.codec])) - 1).bit_length(), 4)
+            lanes = max(1 << (-(-dim // COLUMNS[path.codec]) - 1).bit_length(), 4)
             if lanes > 32 or not path.serves(lanes, 8):
                 continue
             row_bytes = row_bytes_of(path.codec, dim)

@@ -20,8 +20,24 @@
         else { constexpr u32 CODEC = F32; __VA_ARGS__ }                          \
     }
 
-// Columns of a piece.
+// Columns of a piece, if the output has no form with longer ones.
 #define PIECE_COLUMNS 4u
+
+// The forms of an output. With the first two a lane writes 16 bytes with one aligned store, or 8 of
+// an F16_OUT whose rows are F32.
+enum Form { F32_OUT, F16_OUT, ANY_OUT };
+
+// Runs `...` with the form of the feature's output as the constant FORM. The second comparison is
+// no equality, because the compiler would make a jump table of two.
+#define FOR_FORM(f, ...)                                                         \
+    {                                                                            \
+        const u32 aligned = uniform((f).aligned);                                \
+        if (aligned == ALIGNED_F32) {                                            \
+            constexpr Form FORM = F32_OUT; __VA_ARGS__                           \
+        } else if (aligned >= ALIGNED_F16) {                                     \
+            constexpr Form FORM = F16_OUT; __VA_ARGS__                           \
+        } else { constexpr Form FORM = ANY_OUT; __VA_ARGS__ }                    \
+    }
 
 // Rows of a team that are in flight together. All teams together have at most the warp's 32 rows.
 // One team has at most as many rows as lanes, and it has at least 4 lanes.
@@ -30,10 +46,10 @@
 template <u32 CODEC>
 struct Code {
     static constexpr u32 BITS = CODEC == F32 ? 32 : CODEC == F16 ? 16 : CODEC == U8 ? 8 : 4;
-    // Words of a piece. Those of U4 are half a word.
+    // Columns of a lane.
+    static constexpr u32 COLUMNS = CODEC == F32 ? 4 : CODEC == F16 ? 8 : 16;
+    // Words of four columns. Those of U4 are half a word.
     static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
-    // Pieces of a lane.
-    static constexpr u32 PIECES = CODEC == F32 ? 1 : CODEC == F16 ? 2 : 4;
     // Rows of a team that are in flight together when rows are pooled. On compute capability 8.0
     // the compiler has no registers for four rows of U8 or U4.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
@@ -41,8 +57,6 @@ struct Code {
 #else
     static constexpr u32 POOLED_ROWS = GROUP_ROWS;
 #endif
-    // Columns of a lane.
-    static constexpr u32 COLUMNS = PIECES * PIECE_COLUMNS;
     // Whether the last four bytes of a row are its scale and bias.
     static constexpr bool HAS_SCALE = CODEC == U8 || CODEC == U4;
 };
@@ -95,10 +109,10 @@ __device__ __forceinline__ float decode(
 }
 
 // Rows whose columns and scales are aligned to their loads: the addresses of the lane's pieces of a
-// row and of its scale.
-template <u32 CODEC>
+// row and of its scale. A piece has COLUMNS columns.
+template <u32 CODEC, u32 COLUMNS>
 struct AlignedRows {
-    static constexpr u32 PIECES = Code<CODEC>::PIECES;
+    static constexpr u32 PIECES = Code<CODEC>::COLUMNS / COLUMNS;
     const u8* first;       // the lane's first piece of the first row
     u32 bytes;
     u32 after[PIECES];     // bytes from the lane's first piece to the others
@@ -114,28 +128,34 @@ struct AlignedRows {
         scale = rows.row_bytes - 4 - from;
 #pragma unroll
         for (u32 p = 0; p < PIECES; p++) {
-            const u32 columns = p * PIECE_COLUMNS * lanes;
+            const u32 columns = p * COLUMNS * lanes;
             after[p] = column + columns < dim ? columns * Code<CODEC>::BITS / 8 : 0;
         }
     }
 };
 
 // A lane's pieces of one row, encoded.
-template <u32 CODEC>
+template <u32 CODEC, u32 COLUMNS>
 struct LaneRow {
-    static constexpr u32 PIECES = Code<CODEC>::PIECES;
-    u32 words[PIECES][Code<CODEC>::WORDS];
+    static constexpr u32 PIECES = Code<CODEC>::COLUMNS / COLUMNS;
+    // Words of a load: the alignment of every row, in words. Words of a piece; half a word is one.
+    static constexpr u32 LOADED = Code<CODEC>::WORDS;
+    static constexpr u32 WORDS = (COLUMNS * Code<CODEC>::BITS + 31) / 32;
+    u32 words[PIECES][WORDS / LOADED][LOADED];
     u32 scale_and_bias;
 
-    __device__ __forceinline__ void load(const AlignedRows<CODEC>& rows, u32 slot) {
+    __device__ __forceinline__ void load(const AlignedRows<CODEC, COLUMNS>& rows, u32 slot) {
         const u8* row = element(rows.first, slot, rows.bytes);
 #pragma unroll
         for (u32 p = 0; p < PIECES; p++) {
             const u8* at = row + rows.after[p];
-            if constexpr (CODEC == U4) {
-                words[p][0] = load_constant_half(at);
+            if constexpr (COLUMNS * Code<CODEC>::BITS == 16) {
+                words[p][0][0] = load_constant_half(at);
             } else {
-                load_constant<Code<CODEC>::WORDS>(words[p], at);
+#pragma unroll
+                for (u32 i = 0; i < WORDS / LOADED; i++) {
+                    load_constant<LOADED>(words[p][i], at + 4 * LOADED * i);
+                }
             }
         }
         scale_and_bias = 0;
@@ -154,10 +174,16 @@ struct LaneRow {
 
     // Returns piece `p` in `values`. No value is -0.
     __device__ __forceinline__ void read(
-        float (&values)[PIECE_COLUMNS], u32 p, const Scale& scale) const {
+        float (&values)[COLUMNS], u32 p, const Scale& scale) const {
 #pragma unroll
-        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-            const float value = decode<CODEC>(words[p], scale, v);
+        for (u32 v = 0; v < COLUMNS; v++) {
+            float value;
+            if constexpr (CODEC == U4 && COLUMNS == 8) {
+                const u32 codes = words[p][0][0] >> 4 * (v % 2) & 0x0f0f0f0f;
+                value = byte_as_float(codes, v / 2) * scale.scale + scale.bias;
+            } else {
+                value = decode<CODEC>(words[p][v / 4], scale, v % 4);
+            }
             values[v] = Code<CODEC>::HAS_SCALE ? value : 0.0f + value;
         }
     }
@@ -239,22 +265,36 @@ __device__ __forceinline__ u8* output_at(const volatile Feature& f, u32 sample, 
     return (u8*)element(f.out, sample * (u32)f.stride + column, f.out_bytes);
 }
 
-// Writes `columns` columns of a piece to `out`, which points to its first column. An ALIGNED piece
-// is whole and of f32. Other pieces have columns of `bytes` bytes, and are whole if these are f16.
-template <bool ALIGNED>
+// Writes `columns` columns of a piece to `out`, with `bytes` bytes each. A piece of f16 is whole.
 __device__ __forceinline__ void store_columns(
     u8* out, const float (&values)[PIECE_COLUMNS], u32 columns, u32 bytes) {
-    if constexpr (ALIGNED) {
-        store_4(out, values, columns);
-    } else {
-        const bool is_half = bytes == 2;
-        store_words_2(out, narrow_2(values[0], values[1]), narrow_2(values[2], values[3]),
-                      is_half && columns);
-        const u32 singles = is_half ? 0 : columns;
+    const bool is_half = bytes == 2;
+    store_words_2(out, narrow_2(values[0], values[1]), narrow_2(values[2], values[3]),
+                  is_half && columns);
+    const u32 singles = is_half ? 0 : columns;
 #pragma unroll
-        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-            store_1(out + 4 * v, values[v], v < singles);
-        }
+    for (u32 v = 0; v < PIECE_COLUMNS; v++) {
+        store_1(out + 4 * v, values[v], v < singles);
+    }
+}
+
+// Writes a whole piece to `out` if `wanted`, with `bytes` bytes a column.
+template <Form FORM, u32 COLUMNS>
+__device__ __forceinline__ void store_piece(
+    u8* out, const float (&values)[COLUMNS], bool wanted, u32 bytes) {
+    if constexpr (FORM == F32_OUT) {
+        store_4(out, values, wanted);
+    } else if constexpr (FORM == ANY_OUT) {
+        store_columns(out, values, wanted ? COLUMNS : 0, bytes);
+    } else if constexpr (COLUMNS == 4) {
+        store_words_2(out, narrow_2(values[0], values[1]), narrow_2(values[2], values[3]), wanted);
+    } else {
+        const float words[4] = {
+            __uint_as_float(narrow_2(values[0], values[1])),
+            __uint_as_float(narrow_2(values[2], values[3])),
+            __uint_as_float(narrow_2(values[4], values[5])),
+            __uint_as_float(narrow_2(values[6], values[7]))};
+        store_4(out, words, wanted);
     }
 }
 

@@ -263,11 +263,18 @@ struct Four {
     }
 };
 
+// Returns the bytes of a column of the output.
+template <Form FORM>
+__device__ __forceinline__ u32 column_bytes(const volatile Feature& f) {
+    return FORM == F32_OUT ? 4 : FORM == F16_OUT ? 2 : f.out_bytes;
+}
+
 // Writes the rows of the tile's 32 keys from `round` on to the outputs, one a team at a time.
-template <u32 CODEC, bool ALIGNED>
+template <u32 CODEC, Form FORM>
 __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile) {
     constexpr u32 ROWS = GROUP_ROWS;
-    constexpr u32 PIECES = Code<CODEC>::PIECES;
+    constexpr u32 COLUMNS = FORM == F16_OUT && CODEC != F32 ? 8 : PIECE_COLUMNS;
+    using Row = LaneRow<CODEC, COLUMNS>;
     // Volatile, as `Tile` is.
     const volatile Feature& late = f;
 #pragma unroll 1
@@ -275,19 +282,19 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
          tile.set(tile.column, tile.column + (Code<CODEC>::COLUMNS << late.lane_bits))) {
         const Team team(f);
         Rows rows = rows_of(f);
-        rows.column = tile.column + PIECE_COLUMNS * team.lane;
-        const AlignedRows<CODEC> aligned(rows, team.lanes, late.dim);
-        u8* const column = base_address(late.out + rows.column * (ALIGNED ? 4 : late.out_bytes));
-        const u32 step = PIECE_COLUMNS * team.lanes;
+        rows.column = tile.column + COLUMNS * team.lane;
+        const AlignedRows<CODEC, COLUMNS> aligned(rows, team.lanes, late.dim);
+        u8* const column = base_address(late.out + rows.column * column_bytes<FORM>(late));
+        const u32 step = COLUMNS * team.lanes;
         // Pieces that the lane writes.
         const u32 columns = rows.column < late.dim ? late.dim - rows.column : 0;
-        const u32 all = (columns + step - 1) >> (late.lane_bits + 2);
+        const u32 all = (columns + step - 1) / COLUMNS >> late.lane_bits;
         const float unit = late.unit;
 #pragma unroll 1
         for (u32 key = ROWS * team.number; __any_sync(ALL_LANES, key < tile.listed);
              key += ROWS * team.teams) {
             const Four slots(tile.slots + key);
-            LaneRow<CODEC> loaded[ROWS];
+            Row loaded[ROWS];
 #pragma unroll
             for (u32 u = 0; u < ROWS; u++) {
                 loaded[u].load(aligned, slots.word[u]);
@@ -296,15 +303,14 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
 #pragma unroll
             for (u32 u = 0; u < ROWS; u++) {
                 const u32 to = outs.word[u];
-                const u32 bytes = ALIGNED ? 4 : late.out_bytes;
+                const u32 bytes = column_bytes<FORM>(late);
                 const Scale scale = loaded[u].scale(unit);
                 u8* at = column + (u64)to * bytes;
-                const u32 pieces = to != NO_OUT ? all : 0;
 #pragma unroll
-                for (u32 p = 0; p < PIECES; p++) {
-                    float values[PIECE_COLUMNS];
+                for (u32 p = 0; p < Row::PIECES; p++) {
+                    float values[COLUMNS];
                     loaded[u].read(values, p, scale);
-                    store_columns<ALIGNED>(at, values, p < pieces ? PIECE_COLUMNS : 0, bytes);
+                    store_piece<FORM>(at, values, (to != NO_OUT) & (p < all), bytes);
                     at += step * bytes;
                 }
                 if constexpr (Code<CODEC>::HAS_SCALE) {
@@ -316,12 +322,9 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
     }
 }
 
-// `write_rows` for the feature's codec and alignment.
+// `write_rows` for the feature's codec and output.
 __device__ __forceinline__ void write_any_rows(const Feature& f, volatile Tile& tile) {
-    const bool aligned = uniform(f.aligned) & ALIGNED_OUT;
-    FOR_CODEC(f, {
-        aligned ? write_rows<CODEC, true>(f, tile) : write_rows<CODEC, false>(f, tile);
-    })
+    FOR_CODEC(f, { FOR_FORM(f, { write_rows<CODEC, FORM>(f, tile); }) })
 }
 
 // Writes each row of the tile's bags at its own position: bags of one key, or without pooling.
@@ -408,16 +411,16 @@ __device__ __forceinline__ void write_sums(
     u8* out = output_at(late, tile.first + bag, column);
     finish_sums(f, sums, tile.keys_of(bag, stop));
     const i32 columns = written ? late.dim - column : 0;
-    const bool is_aligned = uniform(f.aligned) & ALIGNED_OUT;
     const u32 bytes = late.out_bytes;
+    const bool is_f32 = uniform(f.aligned) == ALIGNED_F32;
 #pragma unroll
     for (u32 v = 0; v < Code<CODEC>::COLUMNS; v += PIECE_COLUMNS) {
         float (&piece)[PIECE_COLUMNS] = *(float(*)[PIECE_COLUMNS])(sums + v);
-        const u32 some = (i32)v < columns ? PIECE_COLUMNS : 0;
-        if (is_aligned) {
-            store_columns<true>(out + 4 * v, piece, some, 4);
+        const bool wanted = (i32)v < columns;
+        if (is_f32) {
+            store_piece<F32_OUT>(out + 4 * v, piece, wanted, 4);
         } else {
-            store_columns<false>(out + bytes * v, piece, some, bytes);
+            store_piece<ANY_OUT>(out + bytes * v, piece, wanted, bytes);
         }
     }
 }

@@ -146,7 +146,7 @@ struct RarePath {
                 close_bag(f, columns, bag.count, out, columns_end);
             } else if (bag.opened_at) {
                 u8* const out = output_at(f, bag.sample, column);
-                store_columns<false>(out, columns[0], columns_end, f.out_bytes);
+                store_columns(out, columns[0], columns_end, f.out_bytes);
             }
         }
         if (f.pooling == NONE && bag.opened_at == bag.count) {

@@ -69,8 +69,8 @@ struct World {
 }
 
 /// Columns of rows: whole pieces and teams, parts of both, and rows of several passes.
-const DIMS: [usize; 20] =
-    [1, 2, 3, 8, 9, 16, 17, 24, 32, 48, 64, 96, 127, 128, 129, 256, 300, 512, 1000, 3000];
+const DIMS: [usize; 21] =
+    [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 127, 128, 129, 256, 300, 512, 1000, 3000];
 
 fn format(random: &mut Random) -> RowFormat {
     loop {

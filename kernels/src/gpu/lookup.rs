@@ -606,7 +606,7 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
         TableStorage::Cached(number) => view_of_cached(tables, feature, number, view),
         TableStorage::Resident(number) => view_of_resident(tables, feature, number, view),
     };
-    DeviceFeature { lane_bits: lane_bits(format), aligned: alignment(feature), ..view }
+    DeviceFeature { lane_bits: lane_bits(format), aligned: alignment(feature) as u32, ..view }
 }
 
 /// Columns of a piece of a row, which a lane reads or writes together.
@@ -629,13 +629,11 @@ fn lane_bits(format: RowFormat) -> u32 {
     lanes.next_power_of_two().clamp(4, 32).trailing_zeros()
 }
 
-/// Returns the bits of `Alignment` for the accesses of `feature` that a kernel may make a piece at
-/// a time.
-fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
+/// Returns the accesses of `feature` that a kernel may make 16 bytes at a time.
+fn alignment(feature: &FeatureOnDevice<'_>) -> Alignment {
     let (format, codec) = (feature.format, feature.format.codec());
     let row_bytes = format.row_bytes();
     let stride = row_bytes.next_multiple_of(4);
-    let whole = format.dim().is_multiple_of(PIECE_COLUMNS);
     let is_plain = !feature.weighted && feature.pooling != Pooling::Max;
     let is_aligned = match codec {
         Codec::F32 => stride.is_multiple_of(16),
@@ -643,12 +641,19 @@ fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
         // The scale is the last word.
         Codec::U8 | Codec::U4 => row_bytes.is_multiple_of(4),
     };
-    let out_is_aligned = feature.input_type == InputType::F32
-        && address_of(feature).is_multiple_of(16)
-        && feature.stride.is_multiple_of(PIECE_COLUMNS);
-    let bit = |is: bool, bit: Alignment| if is { bit as u32 } else { 0 };
-    bit(whole && is_aligned && is_plain, Alignment::AlignedRows)
-        | bit(whole && out_is_aligned, Alignment::AlignedOut)
+    if !(format.dim().is_multiple_of(PIECE_COLUMNS) && is_aligned && is_plain) {
+        return Alignment::Unaligned;
+    }
+
+    let bytes = feature.input_type.bytes();
+    let is_aligned = address_of(feature).is_multiple_of(16)
+        && (feature.stride * bytes).is_multiple_of(16)
+        && (format.dim() * bytes).is_multiple_of(16);
+    match feature.input_type {
+        _ if !is_aligned => Alignment::AlignedRows,
+        InputType::F32 => Alignment::AlignedF32,
+        InputType::F16 => Alignment::AlignedF16,
+    }
 }
 
 fn view_of_cached(

@@ -58,14 +58,14 @@ pub(crate) enum StorageNumber {
     ResidentHashed,
 }
 
-/// `Alignment` of `lookup.cuh`: bits.
+/// `Alignment` of `lookup.cuh`.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Alignment {
-    #[allow(dead_code, reason = "the kernels' name for no bit")]
     Unaligned,
     AlignedRows,
-    AlignedOut,
+    AlignedF32,
+    AlignedF16,
 }
 
 /// `EntryKind` of `lookup.cuh`: the result of one lookup of an open bag.
@@ -165,9 +165,9 @@ mod tests {
         assert_same(lookup, "Pooling", &poolings.map(|p| (p, p as u32)));
         let storages = [S::Cached, S::Resident, S::ResidentHashed];
         assert_same(lookup, "Storage", &storages.map(|s| (s, s as u32)));
-        use Alignment::{AlignedOut, AlignedRows, Unaligned};
-        let bits = [Unaligned, AlignedRows, AlignedOut];
-        assert_same(lookup, "Alignment", &bits.map(|b| (b, b as u32)));
+        use Alignment::{AlignedF16, AlignedF32, AlignedRows, Unaligned};
+        let alignments = [Unaligned, AlignedRows, AlignedF32, AlignedF16];
+        assert_same(lookup, "Alignment", &alignments.map(|a| (a, a as u32)));
         let kinds = [EntryKind::Missing, EntryKind::Absent, EntryKind::Hit];
         assert_same(lookup, "EntryKind", &kinds.map(|k| (k, k as u32)));
         assert!(kinds.iter().all(|&kind| EntryKind::of(kind as u32) == kind));
