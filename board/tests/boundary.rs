@@ -14,6 +14,7 @@ use hatchback_tests::versions::copy;
 use hatchback_tools::repository::keys::{ROLES, rotate};
 use hatchback_tools::repository::publish::Change;
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -135,13 +136,20 @@ impl Scene {
 /// The bytes of a file of the daemon's user that must not change.
 const CANARY: &[u8] = b"the daemon's own file";
 
-/// Runs `script` as the attacker, in the shell.
+/// Runs `script` as the attacker, in a shell with a process group of its own.
 fn attack(car: &Car, script: &str) -> Process {
     let mut command = Command::new("sh");
     command.arg("-c").arg(format!("umask 027\n{script}")).uid(ATTACKER.uid).gid(ATTACKER.gid);
     command.env("S", car.sync_directory()).env("F", car.flash()).current_dir("/");
-    command.env("L", live_record(car)).env("C", canary(car));
+    command.env("L", live_record(car)).env("C", canary(car)).process_group(0);
     Process(command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
+}
+
+/// Ends the attacker's shell and every process that it started.
+fn end(mut attacker: Process) {
+    let group = format!("-{}", attacker.0.id());
+    assert!(Command::new("kill").args(["-KILL", "--", &group]).status().unwrap().success());
+    attacker.kill();
 }
 
 /// Runs `script` as the attacker to its end. Returns whether it succeeded.
@@ -187,7 +195,10 @@ fn go(car: &mut Car, daemon: &mut Process, fleet: &Fleet, generation: usize) -> 
 /// `generation`.
 fn recover(scene: &mut Scene, daemon: &mut Process, generation: usize) -> Result<(), String> {
     let directory = scene.car.sync_directory();
-    std::fs::remove_dir_all(&directory).unwrap();
+    // A killed process of the attacker's can finish its system call, and so create a last file.
+    while let Err(error) = std::fs::remove_dir_all(&directory) {
+        assert_eq!(error.kind(), ErrorKind::DirectoryNotEmpty, "{error}");
+    }
     std::fs::create_dir(&directory).unwrap();
     give(&directory, ATTACKER, SYNC_MODE);
     go(&mut scene.car, daemon, &scene.fleet, generation)
@@ -375,9 +386,7 @@ fn locks_that_are_held_for_ever_stop_neither_the_daemon_nor_its_updates() {
     assert!(scene.car.sync_from(&scene.fleet.repository()).0.wait().unwrap().success());
     let hold = "cd \"$S\"; for f in lock fetching *; do \
                 [ -d \"$f\" ] || flock -o \"$f\" sleep 600 & done; wait";
-    let mut attacker = Command::new("setsid");
-    attacker.args(["sh", "-c", hold]).env("S", scene.car.sync_directory());
-    let mut attacker = Process(attacker.uid(ATTACKER.uid).gid(ATTACKER.gid).spawn().unwrap());
+    let attacker = attack(&scene.car, hold);
     let (lock, since) = (scene.car.sync_directory().join("lock"), Instant::now());
     while Command::new("flock").arg("-n").arg(&lock).arg("true").status().unwrap().success() {
         assert!(since.elapsed() < STUCK, "the attacker could not take the lock");
@@ -394,10 +403,7 @@ fn locks_that_are_held_for_ever_stop_neither_the_daemon_nor_its_updates() {
         }
         check(&scene.car, &mut daemon)
     });
-    // Ends every process of the attacker's session.
-    let group = format!("-{}", attacker.0.id());
-    assert!(Command::new("kill").args(["-KILL", "--", &group]).status().unwrap().success());
-    attacker.kill();
+    end(attacker);
     served.unwrap();
 }
 
@@ -421,7 +427,7 @@ fn a_staged_bundle_that_changes_while_it_is_read_does_no_harm() {
          cp {} new; mv -f new \"$f\"; mv -f good \"$f\"; done; done",
         evil.display()
     );
-    let mut attacker = attack(&scene.car, &race);
+    let attacker = attack(&scene.car, &race);
     let mut problems = Vec::new();
     for n in 3..=GENERATIONS {
         scene.fleet.publish(vec![RELEASES.delta(n)]);
@@ -431,7 +437,7 @@ fn a_staged_bundle_that_changes_while_it_is_read_does_no_harm() {
         }
         problems.extend(check(&scene.car, &mut daemon).err());
     }
-    attacker.kill();
+    end(attacker);
     problems.extend(recover(&mut scene, &mut daemon, GENERATIONS).err());
     let marks = scene.car.marks();
     assert!(problems.is_empty() && marks.is_empty(), "{problems:#?}, marks {marks:?}");
