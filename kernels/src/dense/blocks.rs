@@ -16,8 +16,12 @@ use std::ops::Range;
 const BLOCK_VALUES: usize = 8192;
 /// Rows of the left operand that are multiplied together, at most.
 const ROWS: usize = 96;
-/// Rows up to which memory limits a product. Its weights are then streamed from memory.
+/// Rows up to which memory limits a product that skips no zeros. Its weights are then streamed.
 const STREAMED_ROWS: usize = 24;
+/// Rows up to which memory limits every product.
+const FEWEST_ROWS: usize = 6;
+/// The same for weights that are decoded. A block is decoded once for all rows.
+const FEWEST_ROWS_CODED: usize = 12;
 /// Percent of values that are not zero, up to which skipping the zeros is faster than a tile.
 const SPARSE_PERCENT: usize = 60;
 
@@ -39,11 +43,6 @@ impl BlockSizes {
     /// Makes room for a product of this shape. `skips_zeros` says that it may skip zeros.
     pub fn add(&mut self, shape: ProductShape, skips_zeros: bool) {
         let ProductShape { m, k, n } = shape;
-        if m <= STREAMED_ROWS {
-            self.rows = self.rows.max(m);
-            self.is_split |= k > BLOCK_VALUES / width_for(n);
-            return;
-        }
         let blocks = k.div_ceil(block_len(n));
         self.rows = self.rows.max(m.min(ROWS));
         self.is_split |= blocks > 1;
@@ -55,7 +54,7 @@ impl BlockSizes {
 
     /// Makes room for decoded weights of a product of `m` rows.
     pub fn add_decoded(&mut self, m: usize) {
-        self.is_decoded |= m > STREAMED_ROWS;
+        self.is_decoded |= m > FEWEST_ROWS_CODED;
     }
 
     fn partial(&self) -> usize {
@@ -154,12 +153,18 @@ impl<W: Stored> BlockedProduct<'_, W> {
     /// Computes the product.
     pub fn run(&self, a: &[f32], out: &mut [f32], scratch: &mut BlockScratch) {
         let (ProductShape { m, k, n }, rows) = (self.shape, scratch.rows);
-        if m <= STREAMED_ROWS {
+        let fewest = if self.is_coded { FEWEST_ROWS_CODED } else { FEWEST_ROWS };
+        let skips_zeros = self.skips_zeros && may_skip(n) && m > fewest;
+        if m <= STREAMED_ROWS && !skips_zeros {
             return self.stream(a, out, &mut scratch.partial);
         }
         for (a, out) in a[..m * k].chunks(rows * k).zip(out[..m * n].chunks_mut(rows * n)) {
-            if self.skips_zeros && may_skip(n) {
+            if skips_zeros {
                 scratch.nonzero.find(self.isa, a, k, block_len(n));
+                let nonzero = (0..k.div_ceil(block_len(n))).map(|i| scratch.nonzero.count(i));
+                if m <= STREAMED_ROWS && 100 * nonzero.sum::<usize>() > SPARSE_PERCENT * m * k {
+                    return self.stream(a, out, &mut scratch.partial);
+                }
             }
             for group in groups(n) {
                 for number in 0..k.div_ceil(block_len(n)) {
