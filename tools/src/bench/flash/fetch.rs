@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use hatchback::flash::table::{RowLocation, TableRows};
 use hatchback::io::page::PageBytes;
 use hatchback::io::reader::{PageFile, PageReader, ReadMethod};
+use std::hint::black_box;
 use std::io;
 use std::sync::Arc;
 
@@ -75,18 +76,42 @@ impl Fetcher {
         Ok(pages)
     }
 
-    /// Reads `pages` of `file` and ignores their content.
+    /// Reads `pages` of `file`, without any check.
     ///
     /// # Errors
     /// A read fails.
-    pub fn raw(&mut self, file: &Arc<dyn PageFile>, pages: &[u32]) -> Result<()> {
+    pub fn raw(
+        &mut self,
+        file: &Arc<dyn PageFile>,
+        pages: &[u32],
+        content: PageContent,
+    ) -> Result<()> {
         let mut next = pages.iter();
         drive(
             &mut self.reader,
             |reader| next.next().map(|page| reader.begin(file, *page, 0)).is_some(),
-            |_, page| Ok(page.map(drop)?),
+            |_, page| {
+                let page = page?;
+                if content == PageContent::Loaded {
+                    let lines = page.iter().step_by(LINE_BYTES);
+                    black_box(lines.fold(0, |all, byte| all ^ byte));
+                }
+                Ok(())
+            },
         )
     }
+}
+
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
+
+/// The use of a page by a raw read.
+#[derive(Clone, Copy, PartialEq)]
+pub enum PageContent {
+    /// The processor loads no byte of the page.
+    Ignored,
+    /// The processor loads each cache line of the page once, as any check of a page must.
+    Loaded,
 }
 
 /// Keeps the reader full until `begin` has no more pages. Calls `take` with each page.

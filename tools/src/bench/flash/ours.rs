@@ -3,7 +3,7 @@
 //! Never measures a peer.
 
 use super::data::{Data, Draw};
-use super::fetch::Fetcher;
+use super::fetch::{Fetcher, PageContent};
 use super::figures::{Figures, OURS, RAW, measure};
 use super::plan::{FlashPlan, MISSES, median, per_second};
 use super::table::{self, TableFiles};
@@ -146,7 +146,8 @@ impl<'a> OurTable<'a> {
                 let zipf = zipf.collect::<Result<_>>()?;
                 figures.put_at(OURS, measure::ZIPF, depth, median(zipf));
             } else {
-                let rates = (0..self.plan.rounds).map(|_| self.raw(rows, &mut fetcher));
+                let rounds = 0..self.plan.rounds;
+                let rates = rounds.map(|_| self.raw(rows, &mut fetcher, PageContent::Ignored));
                 let rates = rates.collect::<Result<_>>()?;
                 figures.put_at(RAW, measure::RAW_PAGES, depth, median(rates));
             }
@@ -155,26 +156,37 @@ impl<'a> OurTable<'a> {
     }
 
     /// Reads one batch of pages from the device. Returns pages per second.
-    fn raw(&mut self, rows: &TableRows, fetcher: &mut Fetcher) -> Result<f64> {
-        let (pages, time) = self.raw_pages(rows, fetcher, self.plan.batch)?;
-        Ok(per_second(pages as u64, time))
-    }
-
-    /// Reads up to `count` random pages from the device. Returns how many, and the time.
-    fn raw_pages(
+    fn raw(
         &mut self,
         rows: &TableRows,
         fetcher: &mut Fetcher,
-        count: usize,
-    ) -> Result<(usize, Duration)> {
+        content: PageContent,
+    ) -> Result<f64> {
         let segment = &rows.segments()[0];
-        let pages = self.draw.pages(count, segment.counts().data_pages);
+        let pages = self.draw.pages(self.plan.batch, segment.counts().data_pages);
         let start = Instant::now();
-        fetcher.raw(segment.file(), &pages)?;
-        Ok((pages.len(), start.elapsed()))
+        fetcher.raw(segment.file(), &pages, content)?;
+        Ok(per_second(pages.len() as u64, start.elapsed()))
     }
 
-    /// Measures the device and uniform keys in turns; each goes first in every other round.
+    /// Reads the pages of one request's misses from the device. Returns the time.
+    fn raw_misses(&mut self, rows: &TableRows, fetcher: &mut Fetcher) -> Result<Duration> {
+        let segment = &rows.segments()[0];
+        let pages = self.draw.pages(MISSES, segment.counts().data_pages);
+        let start = Instant::now();
+        fetcher.raw(segment.file(), &pages, PageContent::Ignored)?;
+        Ok(start.elapsed())
+    }
+
+    /// Reads the rows of one batch of uniform keys. Returns keys and pages per second.
+    fn cold(&mut self, rows: &TableRows, fetcher: &mut Fetcher) -> Result<(f64, f64)> {
+        let keys = self.draw.uniform(self.plan.batch);
+        let (time, pages) = self.batch(rows, fetcher, &keys, Version::Loaded)?;
+        Ok((per_second(keys.len() as u64, time), per_second(pages, time)))
+    }
+
+    /// Measures the device, with bytes ignored and loaded, and uniform keys in turns. The first of
+    /// a round is the second of the next.
     fn beside_raw(
         &mut self,
         rows: &TableRows,
@@ -182,26 +194,27 @@ impl<'a> OurTable<'a> {
         depth: usize,
         figures: &mut Figures,
     ) -> Result<()> {
-        let (mut raw, mut uniform, mut of_raw) = (vec![], vec![], vec![]);
-        for round in 0..BESIDE_RAW * self.plan.rounds + 2 {
-            let before = if round % 2 == 0 { Some(self.raw(rows, fetcher)?) } else { None };
-            let keys = self.draw.uniform(self.plan.batch);
-            let (time, pages) = self.batch(rows, fetcher, &keys, Version::Loaded)?;
-            let raw_rate = match before {
-                Some(rate) => rate,
-                None => self.raw(rows, fetcher)?,
-            };
-            // The first two rounds warm up.
-            if round >= 2 {
-                raw.push(raw_rate);
-                uniform.push(per_second(keys.len() as u64, time));
-                of_raw.push(per_second(pages, time) / raw_rate);
+        const WARM_UP: usize = 2;
+        let (mut ignored, mut loaded, mut uniform) = (vec![], vec![], vec![]);
+        for round in 0..BESIDE_RAW * self.plan.rounds + WARM_UP {
+            for turn in 0..3 {
+                match (round + turn) % 3 {
+                    0 => ignored.push(self.raw(rows, fetcher, PageContent::Ignored)?),
+                    1 => loaded.push(self.raw(rows, fetcher, PageContent::Loaded)?),
+                    _ => uniform.push(self.cold(rows, fetcher)?),
+                }
             }
         }
+        ignored.drain(..WARM_UP);
+        loaded.drain(..WARM_UP);
+        uniform.drain(..WARM_UP);
 
-        figures.put_at(RAW, measure::RAW_PAGES, depth, median(raw));
-        figures.put_at(OURS, measure::COLD, depth, median(uniform));
-        figures.put_at(OURS, measure::OF_RAW, depth, median(of_raw));
+        let share = |of: &[f64]| median(uniform.iter().zip(of).map(|(u, raw)| u.1 / raw).collect());
+        figures.put_at(OURS, measure::OF_RAW, depth, share(&loaded));
+        figures.put_at(OURS, measure::OF_IGNORED, depth, share(&ignored));
+        figures.put_at(RAW, measure::RAW_PAGES, depth, median(ignored));
+        figures.put_at(RAW, measure::RAW_LOADED, depth, median(loaded));
+        figures.put_at(OURS, measure::COLD, depth, median(uniform.iter().map(|u| u.0).collect()));
         Ok(())
     }
 
@@ -281,7 +294,7 @@ impl<'a> OurTable<'a> {
             let read = (0..TURNS).try_for_each(|_| {
                 for _ in 0..count {
                     self.latencies(&rows, &mut fetcher, Reads { count: 1, ..reads }, &mut idle)?;
-                    raw.record(self.raw_pages(&rows, &mut fetcher, MISSES)?.1);
+                    raw.record(self.raw_misses(&rows, &mut fetcher)?);
                 }
                 job.state.store(RUNNING, Ordering::Relaxed);
                 let read = self.latencies(&rows, &mut fetcher, reads, &mut busy);
