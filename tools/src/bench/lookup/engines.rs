@@ -2,7 +2,7 @@
 //! and the peers. They take turns. Never judges their times.
 
 use super::calls::{BATCHES, Calls, Shape};
-use super::figures::{LIMIT, LookupFigures, LookupMeasurement, OURS, OurEngine};
+use super::figures::{LIMIT, LIMIT_BY_TABLE, LookupFigures, LookupMeasurement, OURS, OurEngine};
 use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
 use crate::workload::key_distributions::Scatter;
@@ -28,8 +28,16 @@ fn batch_max() -> usize {
     BATCHES.into_iter().max().unwrap_or(1)
 }
 
-/// The machine's limit: rows of plain memory, those of all tables scattered over it as over a
-/// cache.
+/// The places of all tables' rows in the memory of [`GatherLimit`].
+#[derive(Clone, Copy)]
+enum Places {
+    /// The rows of all tables are scattered, as over a cache.
+    Scattered,
+    /// One table follows another, as in the memory of the peers.
+    ByTable,
+}
+
+/// The machine's limit: rows of plain memory at known places.
 struct GatherLimit {
     all: roofline::GatherRows,
     rows: usize,
@@ -45,16 +53,20 @@ impl GatherLimit {
     }
 
     /// Returns the CPU time of each call, µs.
-    fn run(&mut self, calls: &Calls) -> Vec<f64> {
+    fn run(&mut self, calls: &Calls, places: Places) -> Vec<f64> {
         let (isa, stride) = (Isa::detect(), TABLES * self.dim);
         let scatter = Scatter::of_table(TABLES, (TABLES * self.rows) as u64);
         let hotness = calls.shape.hotness;
 
         let mut time = |tables: &Vec<Vec<u64>>| {
-            let scattered = |(t, positions): (usize, &Vec<u64>)| -> Vec<u64> {
-                positions.iter().map(|&p| scatter.position((t * self.rows) as u64 + p)).collect()
+            let place = |number: u64| match places {
+                Places::Scattered => scatter.position(number),
+                Places::ByTable => number,
             };
-            let places: Vec<Vec<u64>> = tables.iter().enumerate().map(scattered).collect();
+            let of_table = |(t, positions): (usize, &Vec<u64>)| -> Vec<u64> {
+                positions.iter().map(|&p| place((t * self.rows) as u64 + p)).collect()
+            };
+            let places: Vec<Vec<u64>> = tables.iter().enumerate().map(of_table).collect();
 
             let start = cpu_us();
             for (t, places) in places.iter().enumerate() {
@@ -228,7 +240,8 @@ impl Engines {
     }
 
     fn names(&self) -> Vec<String> {
-        let own = std::iter::once(LIMIT).chain(OURS.iter().map(|o| o.name)).map(str::to_owned);
+        let limits = [LIMIT, LIMIT_BY_TABLE].into_iter();
+        let own = limits.chain(OURS.iter().map(|o| o.name)).map(str::to_owned);
         own.chain(self.peers.iter().flat_map(|p| p.about.engines.clone())).collect()
     }
 
@@ -250,8 +263,9 @@ impl Engines {
         for round in 0..rounds {
             let drawn = Calls::draw(shape, self.rows, calls, rng)?;
             for (number, (name, best)) in names.iter().zip(&mut best).enumerate() {
-                let times = match (number, self.ours.get_mut(number.wrapping_sub(1))) {
-                    (0, _) => self.limit.run(&drawn),
+                let times = match (number, self.ours.get_mut(number.wrapping_sub(2))) {
+                    (0, _) => self.limit.run(&drawn, Places::Scattered),
+                    (1, _) => self.limit.run(&drawn, Places::ByTable),
                     (_, Some(ours)) => ours.run(&drawn)?,
                     (_, None) => match &mut self.peers {
                         Some(peers) => peers.times(name, shape, calls, round)?,

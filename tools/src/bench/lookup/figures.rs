@@ -2,6 +2,7 @@
 //! measures.
 
 use super::calls::{BATCHES, HOTNESS, KEYS, Shape};
+use super::page_walks::PageWalks;
 use crate::bench::bars::{Bar, bars_table};
 use crate::bench::filled_cache::TABLES;
 use crate::bench::peer::BestTimes;
@@ -12,8 +13,10 @@ use anyhow::Result;
 use hatchback::Codec;
 use serde::Serialize;
 
-/// The machine's limit.
+/// The machine's limit, with rows scattered over memory as over a cache.
 pub const LIMIT: &str = "limit, f32";
+/// The machine's limit, with one table after another as in the memory of the peers.
+pub const LIMIT_BY_TABLE: &str = "limit, f32, table by table";
 /// Peers with rows of fp32.
 pub const FP32: &[&str] = &["FBGEMM, fp32", "torch EmbeddingBag, fp32"];
 /// Peers with rows of fp16.
@@ -142,7 +145,11 @@ pub fn bars(points: &[LookupMeasurement]) -> Vec<Bar> {
 ///
 /// # Errors
 /// Standard output is closed.
-pub fn print_tables(report: &BenchReport<LookupMeasurement>, about: Option<&str>) -> Result<()> {
+pub fn print_tables(
+    report: &BenchReport<LookupMeasurement>,
+    about: Option<&str>,
+    walks: &PageWalks,
+) -> Result<()> {
     say!("{}", report.machine)?;
     if let Some(about) = about {
         say!("Peers: {about}.")?;
@@ -162,6 +169,12 @@ pub fn print_tables(report: &BenchReport<LookupMeasurement>, about: Option<&str>
     say!(
         "CPU time on one core, p50 of the best of several turns; all rows in memory, fresh keys in \
          every call."
+    )?;
+    say!(
+        "A load of a cached line takes {:.1} ns if the lines are neighbours, and {:.1} ns if each \
+         is on its own 4 KiB. The rest is the walk of page tables, on machines with small pages.",
+        walks.packed_ns,
+        walks.spread_ns
     )?;
     say!("{}", bars_table(&report.bars))
 }

@@ -6,6 +6,7 @@
 mod calls;
 mod engines;
 mod figures;
+mod page_walks;
 
 use crate::bench::filled_cache::TABLES;
 use crate::bench::peer;
@@ -16,6 +17,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use engines::{Engines, LookupPeers};
 use figures::{BYTES, FP16, FP32, LookupMeasurement};
+use page_walks::PageWalks;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::path::PathBuf;
@@ -77,7 +79,7 @@ pub fn run(args: &LookupArgs) -> Result<()> {
     points.extend(missing);
     let model = format!("{TABLES} tables");
     let report = BenchReport { bench: "lookup", machine, model, bars, points };
-    args.publish(&report, about.as_deref())
+    args.publish(&report, about.as_deref(), &PageWalks::measure(&mut StdRng::seed_from_u64(1)))
 }
 
 /// Returns every peer as not run, because of `e`.
@@ -87,13 +89,18 @@ fn not_run(e: &anyhow::Error) -> Vec<LookupMeasurement> {
 }
 
 impl LookupArgs {
-    fn publish(&self, report: &BenchReport<LookupMeasurement>, about: Option<&str>) -> Result<()> {
+    fn publish(
+        &self,
+        report: &BenchReport<LookupMeasurement>,
+        about: Option<&str>,
+        walks: &PageWalks,
+    ) -> Result<()> {
         if let Some(path) = &self.plot {
             let title = "Pooled lookups on one core, 26 tables";
             plot::panels(path, title, &figures::charts(&report.points))?;
         }
         if prints_tables(self.json.as_ref()) {
-            figures::print_tables(report, about)?;
+            figures::print_tables(report, about, walks)?;
         }
         report.write_to(self.json.as_ref())
     }
@@ -121,8 +128,8 @@ mod tests {
         assert_eq!(report["bars"][0]["not run"], "a peer did not run");
         assert!(report["bars"][25]["value"].as_f64().unwrap() > 0.0);
         let points = report["points"].as_array().unwrap();
-        assert_eq!(points.len(), 16 * 7 + 5);
-        assert_eq!(points[112]["engine"], "FBGEMM, fp32");
+        assert_eq!(points.len(), 16 * 8 + 5);
+        assert_eq!(points[128]["engine"], "FBGEMM, fp32");
         assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, u8, cached"));
     }
 }
