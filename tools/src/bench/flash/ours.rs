@@ -185,8 +185,8 @@ impl<'a> OurTable<'a> {
         Ok((per_second(keys.len() as u64, time), per_second(pages, time)))
     }
 
-    /// Measures the device, with bytes ignored and loaded, and uniform keys in turns. The first of
-    /// a round is the second of the next.
+    /// Measures the device, with bytes ignored and loaded, and uniform keys in turns. The order of
+    /// the turns rotates from round to round.
     fn beside_raw(
         &mut self,
         rows: &TableRows,
