@@ -172,7 +172,8 @@ pub fn print_tables(
     )?;
     say!(
         "A load of a cached line takes {:.1} ns if the lines are neighbours, and {:.1} ns if each \
-         is on its own 4 KiB. The difference is the walk of page tables, where the machine has small pages.",
+         is on its own 4 KiB. The difference is the walk of page tables, where the machine has \
+         small pages.",
         walks.packed_ns,
         walks.spread_ns
     )?;
