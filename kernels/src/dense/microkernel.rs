@@ -329,7 +329,7 @@ const PREFETCH_ROWS: usize = 8;
 /// faster, and with 24 a product of eight rows took a fifth longer on an AMD EPYC.
 const PREFETCH_ROWS_FAR: usize = 56;
 /// Prefetch distance of a panel in a single row, which is bound by memory, in entries of `a`. With
-/// 32, which is two pages of 4 KiB, a network of 64 MB took a fifth longer on an AMD EPYC.
+/// 32, a network of 64 MB of f32 weights took a quarter longer on an AMD EPYC.
 const PREFETCH_ENTRIES: usize = 12;
 
 /// Computes one row by the `C` vectors of a panel.
