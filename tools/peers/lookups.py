@@ -80,10 +80,10 @@ class Lookups:
 
     def round(self, engine, keys, hotness, batch, calls, seed):
         random = np.random.default_rng(seed)
-        drawn = [Keys(self.draw(random, keys, batch * hotness), batch, hotness) for _ in range(calls)]
+        drawn = [Keys(self.draw(random, keys, batch * hotness), batch, hotness) for _ in range(calls + 1)]
         call = self.calls[engine]
         with torch.inference_mode():
-            return {"times_us": peer.times_us(lambda i: call(drawn[i]), calls)}
+            return {"times_us": peer.times_us(lambda i: call(drawn[i]), calls, warm_up=calls)}
 
     def draw(self, random, keys, n):
         """Returns keys of shape `[tables, n]`: uniform, or Zipf with the popular rows scattered over the table."""

@@ -35,9 +35,9 @@ def restart_tuned():
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-def times_us(call, calls):
-    """Returns the CPU time of the process for each of `call(0)`, `call(1)`, ... after one call that warms up."""
-    call(0)
+def times_us(call, calls, warm_up=0):
+    """Returns the CPU time of the process for each of `call(0)`, `call(1)`, ... after `call(warm_up)`."""
+    call(warm_up)
     times = []
     for i in range(calls):
         start = time.process_time_ns()

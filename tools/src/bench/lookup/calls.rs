@@ -37,14 +37,15 @@ pub fn shapes() -> impl Iterator<Item = Shape> {
 pub struct Calls {
     /// Shape of every call.
     pub shape: Shape,
-    /// Row positions in a table, `[calls][table][batch * hotness]`.
+    /// Row positions in a table, `[1 + calls][table][batch * hotness]`. Each engine warms up with
+    /// the first call, which is not timed.
     pub positions: Vec<Vec<Vec<u64>>>,
     /// Offsets of a call's bags, `[batch + 1]`.
     pub offsets: Vec<u32>,
 }
 
 impl Calls {
-    /// Draws `calls` calls over tables of `rows` rows.
+    /// Draws `calls` timed calls, and the call before them, over tables of `rows` rows.
     ///
     /// # Errors
     /// `rows` is 0.
@@ -61,9 +62,21 @@ impl Calls {
 
         let keys = shape.batch * shape.hotness;
         let mut call = || (0..TABLES).map(|t| (0..keys).map(|_| one(t)).collect()).collect();
-        let positions = (0..calls).map(|_| call()).collect();
+        let positions = (0..=calls).map(|_| call()).collect();
         let offsets = (0..=shape.batch).map(|s| (s * shape.hotness) as u32).collect();
         Ok(Self { shape, positions, offsets })
+    }
+
+    /// Returns the keys of all calls, `[1 + calls][table][batch * hotness]`. `key` returns the key
+    /// of a table's row position. An engine prepares all keys before its first call, as the peers
+    /// do: keys that are prepared between two calls displace the engine's rows from the CPU's
+    /// caches.
+    pub fn keys(&self, key: impl Fn(usize, u64) -> u64) -> Vec<Vec<Vec<u64>>> {
+        let of_table = |(table, positions): (usize, &Vec<u64>)| {
+            positions.iter().map(|&position| key(table, position)).collect()
+        };
+        let of_call = |tables: &Vec<Vec<u64>>| tables.iter().enumerate().map(of_table).collect();
+        self.positions.iter().map(of_call).collect()
     }
 }
 
