@@ -533,11 +533,9 @@ fn several_models_are_served_by_name_within_one_budget() {
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
     // A budget for one model does not hold two.
-    let target = car.target(
-        "memory_bytes_max = 300_000_000\ncache_bytes_max = 200_000_000\nresident_bytes_max = 0",
-    );
+    let target = car.target("memory_bytes_max = 20_000_000\nresident_bytes_max = 0");
     let check = |flash: &[String]| car.daemon_on(&target, flash, &["check"]).output().unwrap();
     assert!(check(&flash[..1]).status.success());
     let refused = String::from_utf8(check(&flash).stderr).unwrap();
-    assert!(refused.contains("model `right`: memory_bytes_max = 300000000"), "{refused}");
+    assert!(refused.contains("model `right`: memory_bytes_max = 20000000"), "{refused}");
 }

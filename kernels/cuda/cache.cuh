@@ -33,9 +33,18 @@ struct Cache {
     u32 row_bytes;
     u32 row_words;
     u32 header_words;
-    // A tag is a hash above this many bits of table number; 0 if every table is indexed.
+    // A tag is a hash above this many bits of table number; 0 if every table is indexed. WHOLE if
+    // the cache is whole.
     u32 table_bits;
 };
+
+// Value of `table_bits` of a cache with a slot for every row. A tag is the number of a row, counted
+// from 1, and the row's slot is that number less 1.
+#define WHOLE 0xffffffffu
+
+__device__ __forceinline__ bool is_whole(const Cache& cache) {
+    return cache.table_bits == WHOLE;
+}
 
 // The address of a row: its set, and its tag within the set. No row has tag 0.
 struct SetTag {

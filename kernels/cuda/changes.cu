@@ -139,7 +139,10 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
         const u32 before = load_racing(sequence);
         const u32 since = load_racing(epoch);
 
-        u32 way = match_tags(cache, row.tag, load_header(cache, row.set, lane), lane);
+        // In a whole cache a row has a way of its own.
+        u32 way = VERB == INSERT && is_whole(cache)
+                      ? ((u32)row.tag - 1) % WAYS
+                      : match_tags(cache, row.tag, load_header(cache, row.set, lane), lane);
         bool done = VERB == INSERT ? row.tag != 0 && since == change.epoch : way < WAYS;
         if (done && way == WAYS) {
             way = __shfl_sync(ALL_LANES, lane == 0 ? take_way(cache, row) : 0, 0);

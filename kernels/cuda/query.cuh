@@ -24,6 +24,10 @@ __device__ __forceinline__ SetTag hash_key(const Feature& f, u64 key) {
     if (f.has_end && key >= f.keys_end) {
         return {0, 0};
     }
+    if (is_whole(f.cache)) {
+        u32 number = key < f.end ? f.base + (u32)key : 0;
+        return {(number ? number - 1 : 0) / WAYS, number};
+    }
     if (f.cache.table_bits == 0) {
         u32 hash = key < f.end ? mix_32(f.base + (u32)key) : 0;
         return {(u32)((u64)hash * f.cache.sets >> 32), hash};

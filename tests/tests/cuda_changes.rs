@@ -18,11 +18,16 @@ use std::sync::Arc;
 /// Calls a function for every row that a cache holds.
 type Dump<'a> = dyn Fn(&mut dyn FnMut(RowKey, &[u8])) + 'a;
 
-/// Indexed tables, whose tags have 32 bits, and tables of any keys, whose tags have 64.
-fn namings() -> [KeySpaces; 2] {
+/// Number of the naming whose cache is whole.
+const WHOLE: usize = 2;
+
+/// Indexed tables, whose tags have 32 bits, tables of any keys, whose tags have 64, and small
+/// indexed tables.
+fn namings() -> [KeySpaces; 3] {
     [
         KeySpaces::new(vec![Some(90), Some(4_000_000_000), Some(0)]),
         KeySpaces::new(vec![None, Some(70), None]),
+        KeySpaces::new(vec![Some(90), Some(40), Some(0)]),
     ]
 }
 
@@ -58,7 +63,10 @@ impl Twin {
     fn new(gpu: &Arc<Gpu>, naming: usize, row_bytes: usize, random: &mut Random) -> Self {
         let names = &namings()[naming];
         let bytes = Cache::bytes_min(row_bytes, names) + 6 * 14 * (row_bytes + 11);
-        let make = || Cache::new(row_bytes, bytes, names).unwrap();
+        let make = || match naming {
+            WHOLE => Cache::whole(row_bytes, usize::MAX, names).unwrap(),
+            _ => Cache::new(row_bytes, bytes, names).unwrap(),
+        };
         let (cpu, other) = (make(), make());
         for _ in 0..40 {
             let (row, bytes) = (any_row(naming, random), vec![random.bits() as u8; row_bytes]);
@@ -133,7 +141,7 @@ fn changes_leave_the_same_bytes() {
         let gpu = standin::gpu(seed);
         let mut random = Random::new(seed);
         let row_bytes = *random.pick(&[1, 4, 13, 20, 64, 132, 520, ROW_BYTES_MAX]);
-        let mut twin = Twin::new(&gpu, seed as usize % 2, row_bytes, &mut random);
+        let mut twin = Twin::new(&gpu, seed as usize % 3, row_bytes, &mut random);
         for _ in 0..12 {
             twin.change(&mut random);
         }

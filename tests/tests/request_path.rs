@@ -264,6 +264,33 @@ fn rows_that_fit_the_cache_are_read_once() {
     assert_eq!(worker.counters().since(&first).pages, 0);
 }
 
+/// With room for every row of indexed tables, the cache has a slot for each row and for its growth,
+/// and no more. Each row is read once.
+#[test]
+fn a_cache_with_room_for_every_row_has_a_slot_for_each() {
+    let tables = vec![TablePlan::cached(KeySpace::Index, 1500, 8, CodecChoice::F32); 2];
+    let features = (0..2).map(FeaturePlan::one_hot).collect();
+    let plan =
+        ModelPlan { name: "whole".to_owned(), sequence: 1, seed: 8, dense: 0, tables, features };
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let budget = Budget { resident_bytes_max: 0, ..Budget::default() };
+    let model =
+        Arc::new(Model::open(&hatchback::io::disk::system(), &packed.install(), budget).unwrap());
+    let growth = 1500 / 8 + 4096;
+    assert_eq!(model.cache_slots(), (2 * (1500 + growth) as usize).next_multiple_of(14));
+
+    let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
+    let samples: Vec<Sample> = (0..1500)
+        .map(|key| Sample { sparse: vec![vec![key], vec![1499 - key]], ..Sample::default() })
+        .collect();
+    samples.chunks(50).for_each(|s| check(&mut worker, &reference, s).unwrap());
+    let first = worker.counters();
+    assert_eq!(first.misses, 3000);
+    samples.chunks(50).for_each(|s| check(&mut worker, &reference, s).unwrap());
+    assert_eq!(worker.counters().since(&first).misses, 0);
+}
+
 /// A table with few rows of a width that no other table has still gets a cache of one set beside a
 /// large table.
 #[test]

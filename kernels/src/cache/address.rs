@@ -3,7 +3,10 @@
 //! therefore mean equal rows, and no key has to be compared after a tag has matched.
 //!
 //! A tag has 32 bits if every table is indexed and all rows can be numbered in 32 bits, else 64.
+//! A cache with a slot for every row needs no hash: a row's number gives its slot.
 //! This file computes addresses. It never reads or writes a set.
+
+use crate::cache::eviction::WAYS;
 
 /// The identity of a row: its table and its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -109,6 +112,12 @@ impl KeySpaces {
         if self.bases().is_some() { 1 } else { 1 << self.table_bits() }
     }
 
+    /// Returns the number of sets with a slot for every row; `None` if the rows cannot be numbered.
+    pub(crate) fn sets_of_all_rows(&self) -> Option<usize> {
+        let rows = *self.bases()?.last()? as usize - 1;
+        Some(rows.div_ceil(WAYS).max(1))
+    }
+
     /// Returns whether a tag has 32 bits.
     pub fn is_narrow(&self) -> bool {
         self.bases().is_some()
@@ -119,6 +128,7 @@ impl KeySpaces {
 #[derive(Clone, Copy)]
 pub(crate) enum TableHasher {
     Indexed { base: u32, end: u64 },
+    Numbered { base: u32, end: u64 },
     Hashed { salt: u64, table_bits: u32, table: u64 },
 }
 
@@ -128,6 +138,26 @@ pub(crate) enum TableHasher {
 pub(crate) struct SetTag {
     pub set: u32,
     pub tag: u64,
+}
+
+/// The slots of a table whose rows are stored in the order of their keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TableSlots {
+    /// The slot of key 0.
+    pub first: u32,
+    /// The number of rows.
+    pub rows: u64,
+}
+
+impl TableSlots {
+    /// The slot of a key that the table does not have. No cache has so many slots.
+    pub const NO_SLOT: u32 = u32::MAX;
+
+    /// Returns the slot of `key`, or `NO_SLOT` if the table does not have the key.
+    #[inline(always)]
+    pub fn slot(self, key: u64) -> u32 {
+        if key < self.rows { self.first.wrapping_add(key as u32) } else { Self::NO_SLOT }
+    }
 }
 
 /// The addresses of all rows in a cache with a fixed number of sets.
@@ -140,6 +170,9 @@ enum Tables {
     /// A tag is `mix_32` of the row's number among all rows. `bases` holds each table's first
     /// number.
     Indexed { bases: Box<[u32]> },
+    /// Every row has a slot: row 1 the first, row 2 the second. A tag is the row's number among all
+    /// rows. `bases` holds each table's first number.
+    Numbered { bases: Box<[u32]> },
     /// A tag holds the low bits of the hash above the table's number, counted from 1.
     Hashed { table_bits: u32 },
 }
@@ -154,6 +187,30 @@ impl AddressMap {
         Self { tables, sets }
     }
 
+    /// Creates the map of a cache with a slot for every row. Returns `None` if the rows cannot be
+    /// numbered.
+    pub fn of_all_rows(spaces: &KeySpaces) -> Option<Self> {
+        let (bases, sets) = (spaces.bases()?, spaces.sets_of_all_rows()?);
+        Some(Self { tables: Tables::Numbered { bases }, sets })
+    }
+
+    /// Returns the way of the row with this tag, if every row has a slot of its own.
+    pub fn fixed_way(&self, tag: u64) -> Option<u32> {
+        let numbered = matches!(self.tables, Tables::Numbered { .. });
+        numbered.then(|| (tag.saturating_sub(1) % WAYS as u64) as u32)
+    }
+
+    /// Returns the slots of the rows of `table`, if every row has a slot of its own.
+    #[inline(always)]
+    pub fn slots_of(&self, table: u16) -> Option<TableSlots> {
+        match self.table_hasher(table) {
+            TableHasher::Numbered { base, end } => {
+                Some(TableSlots { first: base.saturating_sub(1), rows: end })
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the number of sets.
     pub fn sets(&self) -> usize {
         self.sets
@@ -163,7 +220,7 @@ impl AddressMap {
     /// different fingerprints.
     pub fn fingerprint(&self, tag: u64) -> u16 {
         let hash = match &self.tables {
-            Tables::Indexed { .. } => tag,
+            Tables::Indexed { .. } | Tables::Numbered { .. } => tag,
             Tables::Hashed { table_bits } => tag >> table_bits,
         };
         (hash as u16).max(1)
@@ -172,14 +229,18 @@ impl AddressMap {
     /// Returns the hash function of `table`.
     #[inline(always)]
     pub fn table_hasher(&self, table: u16) -> TableHasher {
+        let numbers = |bases: &[u32]| match bases.get(usize::from(table)..usize::from(table) + 2) {
+            Some(&[base, next]) => (base, u64::from(next - base)),
+            _ => (0, 0),
+        };
         match &self.tables {
             Tables::Indexed { bases } => {
-                match bases.get(usize::from(table)..usize::from(table) + 2) {
-                    Some(&[base, next]) => {
-                        TableHasher::Indexed { base, end: u64::from(next - base) }
-                    }
-                    _ => TableHasher::Indexed { base: 0, end: 0 },
-                }
+                let (base, end) = numbers(bases);
+                TableHasher::Indexed { base, end }
+            }
+            Tables::Numbered { bases } => {
+                let (base, end) = numbers(bases);
+                TableHasher::Numbered { base, end }
             }
             Tables::Hashed { table_bits } => TableHasher::Hashed {
                 salt: salt(table),
@@ -200,6 +261,7 @@ impl AddressMap {
     pub fn hash(&self, hasher: TableHasher, key: u64) -> SetTag {
         match hasher {
             TableHasher::Indexed { base, end } => self.indexed(base, end, key),
+            TableHasher::Numbered { base, end } => Self::numbered(base, end, key),
             TableHasher::Hashed { salt, table_bits, table } => {
                 self.hashed(salt, table_bits, table, key)
             }
@@ -227,6 +289,11 @@ impl AddressMap {
                     put(n, key, self.indexed(base, end, key));
                 });
             }
+            TableHasher::Numbered { base, end } => {
+                keys.iter().enumerate().for_each(|(n, &key)| {
+                    put(n, key, Self::numbered(base, end, key));
+                });
+            }
             TableHasher::Hashed { salt, table_bits, table } => {
                 keys.iter().enumerate().for_each(|(n, &key)| {
                     put(n, key, self.hashed(salt, table_bits, table, key));
@@ -245,6 +312,12 @@ impl AddressMap {
     }
 
     #[inline(always)]
+    fn numbered(base: u32, end: u64, key: u64) -> SetTag {
+        let number = if key < end { base + key as u32 } else { 0 };
+        SetTag { set: number.saturating_sub(1) / WAYS as u32, tag: number.into() }
+    }
+
+    #[inline(always)]
     fn hashed(&self, salt: u64, table_bits: u32, table: u64, key: u64) -> SetTag {
         let hash = mix(key ^ salt);
         let set = (u128::from(hash) * self.sets as u128) >> 64;
@@ -254,11 +327,8 @@ impl AddressMap {
     /// Returns the row whose address is `address`: the inverse of `address_of`.
     pub fn row_of(&self, address: SetTag) -> RowKey {
         match &self.tables {
-            Tables::Indexed { bases } => {
-                let number = unmix_32(address.tag as u32);
-                let table = bases.partition_point(|&b| b <= number) - 1;
-                RowKey { table: table as u16, key: u64::from(number - bases[table]) }
-            }
+            Tables::Indexed { bases } => row_of_number(bases, unmix_32(address.tag as u32)),
+            Tables::Numbered { bases } => row_of_number(bases, address.tag as u32),
             Tables::Hashed { table_bits } => {
                 // The tag lacks the upper `table_bits` bits of the hash. The set bounds the hash to
                 // a range in which only one value has the tag's lower bits.
@@ -275,6 +345,12 @@ impl AddressMap {
             }
         }
     }
+}
+
+/// Returns the row with this number among all rows, from the first number of each table.
+fn row_of_number(bases: &[u32], number: u32) -> RowKey {
+    let table = bases.partition_point(|&b| b <= number) - 1;
+    RowKey { table: table as u16, key: u64::from(number - bases[table]) }
 }
 
 #[cfg(test)]
@@ -299,6 +375,28 @@ mod tests {
                 let address = map.hash(map.table_hasher(table), key);
                 prop_assert!(address.tag != 0 && (address.set as usize) < map.sets);
                 prop_assert_eq!(map.row_of(address), RowKey { table, key });
+            }
+        }
+
+        #[test]
+        fn every_row_has_a_slot_of_its_own(ends in prop::collection::vec(0u64..60, 1..5)) {
+            let spaces = KeySpaces::new(ends.iter().copied().map(Some).collect());
+            let map = AddressMap::of_all_rows(&spaces).unwrap();
+            let mut next = 0;
+            for (table, end) in (0..).zip(ends) {
+                let slots = map.slots_of(table).unwrap();
+                prop_assert_eq!(slots, TableSlots { first: next, rows: end });
+                prop_assert_eq!(slots.slot(end), TableSlots::NO_SLOT);
+                for key in 0..end {
+                    let address = map.address_of(RowKey { table, key });
+                    let way = map.fixed_way(address.tag).unwrap();
+                    prop_assert_eq!(address.set * WAYS as u32 + way, next);
+                    prop_assert_eq!(slots.slot(key), next);
+                    prop_assert!((address.set as usize) < map.sets());
+                    prop_assert_eq!(map.row_of(address), RowKey { table, key });
+                    next += 1;
+                }
+                prop_assert_eq!(map.address_of(RowKey { table, key: end }).tag, 0);
             }
         }
     }

@@ -9,6 +9,10 @@
 //! that line and the row. A slot takes 6.3 bytes beside its row if all tables are indexed, else
 //! 10.9.
 //!
+//! A cache of indexed tables with a slot for every row is *whole*: each row has a slot of its own,
+//! and none is ever evicted. A whole cache also has a bit for each slot, which says whether the row
+//! is cached. A lookup then reads that bit and the row, and no header.
+//!
 //! A set has three parts, each in an array of its own:
 //!
 //! * the *header*: tags, sequence number and use counts, which every lookup reads
@@ -88,6 +92,8 @@ pub struct Cache {
     headers: Zeroed<AtomicU32>,
     writer_states: Zeroed<AtomicU32>,
     rows: Zeroed<AtomicU32>,
+    /// One bit a slot of a whole cache: set if the row is cached. Empty in other caches.
+    present: Zeroed<AtomicU32>,
     writes: WriteCounter,
 }
 
@@ -122,9 +128,24 @@ impl Cache {
     /// sets.
     pub fn with_sets(row_bytes: usize, sets: usize, spaces: &KeySpaces) -> Option<Self> {
         let addresses = (sets >= spaces.sets_min()).then(|| AddressMap::new(spaces, sets))?;
+        Some(Self::with_addresses(row_bytes, addresses, Self::header_words(spaces)))
+    }
 
-        let (header_words, row_words) = (Self::header_words(spaces), row_bytes.div_ceil(4));
-        Some(Self {
+    /// Creates a whole cache, which has a slot for every row of `row_bytes`. Returns `None` if a
+    /// table of `spaces` is sparse, or if the cache takes more than `bytes_max` bytes.
+    pub fn whole(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<Self> {
+        let sets = spaces.sets_of_all_rows()?;
+        let present = Zeroed::new((sets * WAYS).div_ceil(32));
+        if sets > Self::sets_in(row_bytes, bytes_max.checked_sub(4 * present.len())?, spaces)? {
+            return None;
+        }
+        let addresses = AddressMap::of_all_rows(spaces)?;
+        Some(Self { present, ..Self::with_addresses(row_bytes, addresses, LINE_WORDS) })
+    }
+
+    fn with_addresses(row_bytes: usize, addresses: AddressMap, header_words: usize) -> Self {
+        let (sets, row_words) = (addresses.sets(), row_bytes.div_ceil(4));
+        Self {
             row_bytes,
             row_words,
             header_words,
@@ -133,8 +154,9 @@ impl Cache {
             headers: Zeroed::new(sets * header_words),
             writer_states: Zeroed::new(sets * WRITER_WORDS),
             rows: Zeroed::new(sets * WAYS * row_words + OVERREAD_BYTES / 4),
+            present: Zeroed::new(0),
             writes: WriteCounter::default(),
-        })
+        }
     }
 
     /// Returns the bytes of a row.
@@ -160,10 +182,11 @@ impl Cache {
 
     /// Returns the bytes of memory that the cache takes.
     pub fn bytes(&self) -> usize {
-        4 * (self.headers.len() + self.writer_states.len() + self.rows.len())
+        let parts = [&self.headers, &self.writer_states, &self.rows, &self.present];
+        parts.iter().map(|words| 4 * words.len()).sum()
     }
 
-    /// Returns all words of the cache: headers, writer states, rows.
+    /// Returns the words of which a device has a copy: headers, writer states, rows.
     pub fn image(&self) -> Vec<u32> {
         let words = self.headers.iter().chain(&*self.writer_states).chain(&*self.rows);
         words.map(|word| word.load(Ordering::Relaxed)).collect()
@@ -179,6 +202,17 @@ impl Cache {
     #[inline(always)]
     pub(crate) fn addresses(&self) -> &AddressMap {
         &self.addresses
+    }
+
+    /// Returns whether the cache is whole.
+    pub fn is_whole(&self) -> bool {
+        !self.present.is_empty()
+    }
+
+    /// Returns the bits of the slots of a whole cache, 32 a word, each set if the row is cached.
+    #[inline(always)]
+    pub(crate) fn present(&self) -> &[AtomicU32] {
+        &self.present
     }
 
     /// Returns the headers of all sets.
@@ -242,6 +276,16 @@ impl Cache {
         headers.of(set)[way].store(tag as u32, Ordering::Relaxed);
         if let Some(high) = headers.high(set) {
             high[way].store((tag >> 32) as u32, Ordering::Relaxed);
+        }
+
+        let slot = set as usize * WAYS + way;
+        if let Some(word) = self.present.get(slot / 32) {
+            let bit = 1 << (slot % 32);
+            // Sets share a word, so their writers may change it at the same time.
+            match tag {
+                0 => word.fetch_and(!bit, Ordering::Relaxed),
+                _ => word.fetch_or(bit, Ordering::Relaxed),
+            };
         }
     }
 
@@ -352,9 +396,12 @@ impl Cache {
         })
     }
 
-    /// Returns an empty way of the set, or evicts a row, and records the way in the eviction
-    /// policy.
+    /// Returns the row's own way if the cache is whole. Else returns an empty way of the set, or
+    /// evicts a row, and records the way in the eviction policy.
     fn assign_way(&self, address: SetTag) -> u32 {
+        if let Some(way) = self.addresses.fixed_way(address.tag) {
+            return way;
+        }
         let mut ways = self.load_ways(address.set);
         let empty = (0..WAYS).find(|&way| self.tag(address.set, way as u32) == 0);
         let way = empty.unwrap_or_else(|| {
@@ -483,6 +530,17 @@ mod tests {
         }
     }
 
+    /// Returns a cache for each of `spaces_of_both_kinds`, and a whole cache.
+    fn caches_of_all_kinds() -> [(Cache, KeySpaces); 3] {
+        let [indexed, sparse] = spaces_of_both_kinds();
+        let few = KeySpaces::new(vec![Some(100), Some(3000), Some(50)]);
+        [
+            (Cache::new(20, 64 * 1024, &indexed).unwrap(), indexed),
+            (Cache::new(20, 64 * 1024, &sparse).unwrap(), sparse),
+            (Cache::whole(20, 128 * 1024, &few).unwrap(), few),
+        ]
+    }
+
     fn put(cache: &Cache, row: RowKey, bytes: &[u8]) -> bool {
         cache.insert(row, bytes, cache.epoch(row))
     }
@@ -522,8 +580,7 @@ mod tests {
         /// family of instructions reads the same.
         #[test]
         fn agrees_with_a_map(steps in prop::collection::vec(step(), 1..300)) {
-            for spaces in spaces_of_both_kinds() {
-                let cache = Cache::new(20, 64 * 1024, &spaces).unwrap();
+            for (cache, spaces) in caches_of_all_kinds() {
                 let mut model: HashMap<RowKey, u8> = HashMap::new();
                 for s in &steps {
                     match *s {
@@ -566,29 +623,57 @@ mod tests {
     #[test]
     fn a_key_outside_its_table_is_never_cached() {
         let spaces = KeySpaces::new(vec![Some(10), Some(10)]);
-        let cache = Cache::new(20, 64 * 1024, &spaces).unwrap();
-        let beyond = RowKey { table: 0, key: 10 };
-        assert!(
-            !put(&cache, beyond, &[1; 20])
-                && !cache.update(beyond, &[1; 20])
-                && !cache.invalidate(beyond)
-        );
-        assert!(put(&cache, RowKey { table: 1, key: 0 }, &[2; 20]));
-        assert!(!cache.query(beyond, &mut [0; 20]));
-        assert!(!put(&cache, RowKey { table: 7, key: 0 }, &[1; 20]));
+        for make in [Cache::new, Cache::whole] {
+            let cache = make(20, 64 * 1024, &spaces).unwrap();
+            let beyond = RowKey { table: 0, key: 10 };
+            assert!(
+                !put(&cache, beyond, &[1; 20])
+                    && !cache.update(beyond, &[1; 20])
+                    && !cache.invalidate(beyond)
+            );
+            assert!(put(&cache, RowKey { table: 1, key: 0 }, &[2; 20]));
+            assert!(!cache.query(beyond, &mut [0; 20]));
+            assert!(!put(&cache, RowKey { table: 7, key: 0 }, &[1; 20]));
+        }
+    }
+
+    #[test]
+    fn a_whole_cache_holds_every_row_in_its_bytes() {
+        let spaces = KeySpaces::new(vec![Some(1000), Some(0), Some(37)]);
+        let (mut low, mut high) = (0, 1 << 20);
+        while low < high {
+            let bytes = (low + high) / 2;
+            match Cache::whole(20, bytes, &spaces) {
+                Some(_) => high = bytes,
+                None => low = bytes + 1,
+            }
+        }
+        let cache = Cache::whole(20, low, &spaces).unwrap();
+        assert_eq!(cache.bytes(), low);
+
+        let rows = |table, end| (0..end).map(move |key| RowKey { table, key });
+        for row in rows(0, 1000).chain(rows(2, 37)) {
+            assert!(put(&cache, row, &row_of(row.key, row.table as u8)));
+        }
+        let mut out = [0; 20];
+        for row in rows(0, 1000).chain(rows(2, 37)) {
+            assert!(cache.query(row, &mut out) && out == row_of(row.key, row.table as u8));
+        }
+        assert!(Cache::whole(20, 1 << 30, &KeySpaces::new(vec![Some(10), None])).is_none());
     }
 
     #[test]
     fn a_late_insert_never_brings_an_old_row_back() {
-        let cache = Cache::new(20, 64 * 1024, &spaces_of_both_kinds()[0]).unwrap();
-        let row = RowKey { table: 0, key: 5 };
-        for change in [|c: &Cache, r| c.update(r, &[2; 20]), |c: &Cache, r| c.invalidate(r)] {
-            let before = cache.epoch(row);
-            assert!(!change(&cache, row), "the row is not cached");
-            assert!(!cache.insert(row, &[1; 20], before), "the row was read before the change");
-            assert!(!cache.query(row, &mut [0; 20]));
+        for (cache, _) in caches_of_all_kinds() {
+            let row = RowKey { table: 0, key: 5 };
+            for change in [|c: &Cache, r| c.update(r, &[2; 20]), |c: &Cache, r| c.invalidate(r)] {
+                let before = cache.epoch(row);
+                assert!(!change(&cache, row), "the row is not cached");
+                assert!(!cache.insert(row, &[1; 20], before), "the row was read before the change");
+                assert!(!cache.query(row, &mut [0; 20]));
+            }
+            assert!(put(&cache, row, &[3; 20]));
         }
-        assert!(put(&cache, row, &[3; 20]));
     }
 
     #[test]
@@ -637,11 +722,17 @@ mod tests {
 
     #[test]
     fn no_reader_sees_a_torn_row() {
-        let cache = Cache::new(136, 40 * 1024, &spaces_of_both_kinds()[0]).unwrap();
+        let whole = Cache::whole(136, 1 << 20, &KeySpaces::new(vec![Some(0), Some(400)])).unwrap();
+        for cache in [Cache::new(136, 40 * 1024, &spaces_of_both_kinds()[0]).unwrap(), whole] {
+            no_reader_sees_a_torn_row_of(&cache);
+        }
+    }
+
+    fn no_reader_sees_a_torn_row_of(cache: &Cache) {
         let (reads, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for writer in 0..2u64 {
-                let (cache, finished) = (&cache, &finished);
+                let finished = &finished;
                 scope.spawn(move || {
                     for turn in 0..60_000u64 {
                         let key = (turn * 7 + writer) % 400;
@@ -653,7 +744,7 @@ mod tests {
                 });
             }
             for isa in Isa::available() {
-                let (cache, reads, finished) = (&cache, &reads, &finished);
+                let (reads, finished) = (&reads, &finished);
                 scope.spawn(move || {
                     // A reader runs as long as the writers, and then once more over all keys.
                     loop {

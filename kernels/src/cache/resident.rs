@@ -103,6 +103,12 @@ impl Resident {
         self.count
     }
 
+    /// Returns whether the table finds a key by its hash. If not, the key is the row's number.
+    #[inline(always)]
+    pub(crate) fn is_hashed(&self) -> bool {
+        self.index.is_some()
+    }
+
     /// Returns the number of the row of `key`, or `None` if the table does not have the key.
     #[inline(always)]
     pub fn slot(&self, key: u64) -> Option<u32> {

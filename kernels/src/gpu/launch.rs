@@ -61,6 +61,11 @@ pub(crate) struct DeviceCacheView {
     pub table_bits: u32,
 }
 
+impl DeviceCacheView {
+    /// `table_bits` of a whole cache: `WHOLE` of `cache.cuh`.
+    pub const WHOLE: u32 = u32::MAX;
+}
+
 /// `Change` of `changes.cu`: one row to insert, update, invalidate or probe.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]

@@ -668,7 +668,9 @@ fn view_of_cached(
     let rows = cache.rows;
     let view = DeviceFeature { cache, rows, storage: StorageNumber::Cached as u32, ..view };
     match hasher {
-        TableHasher::Indexed { base, end } => DeviceFeature { base, end: end as u32, ..view },
+        TableHasher::Indexed { base, end } | TableHasher::Numbered { base, end } => {
+            DeviceFeature { base, end: end as u32, ..view }
+        }
         TableHasher::Hashed { salt, .. } => DeviceFeature { salt, ..view },
     }
 }

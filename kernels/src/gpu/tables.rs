@@ -110,6 +110,7 @@ impl DeviceCache {
         let sets = addresses.sets();
         let table_bits = match addresses.table_hasher(0) {
             TableHasher::Indexed { .. } => 0,
+            TableHasher::Numbered { .. } => DeviceCacheView::WHOLE,
             TableHasher::Hashed { table_bits, .. } => table_bits,
         };
         let view = DeviceCacheView {

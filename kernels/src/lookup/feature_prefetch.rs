@@ -5,6 +5,7 @@
 
 use crate::lookup::feature::{Bags, FeatureView, RowStore};
 use crate::lookup::row_source::CachedRows;
+use crate::lookup::whole_rows::WholeRows;
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch};
 use std::ops::RangeInclusive;
@@ -67,7 +68,7 @@ fn first_keys(bags: Bags<'_>) -> &[u64] {
     &bags.keys[..bags.keys.len().min(FEATURE_KEYS)]
 }
 
-/// Prefetches the set headers or index buckets that `PrefetchRows` reads.
+/// Prefetches the set headers, bits or index buckets that `PrefetchRows` reads.
 struct PrefetchSets<'a> {
     feature: FeatureView<'a>,
     bags: Bags<'a>,
@@ -81,7 +82,10 @@ impl Job for PrefetchSets<'_> {
         let FeatureView { rows, table, keys_end, .. } = self.feature;
         let keys = first_keys(self.bags);
         match rows {
-            RowStore::Cached(cache) => CachedRows::new(cache, table, keys_end).prefetch_sets(keys),
+            RowStore::Cached(cache) => match WholeRows::new(cache, table, keys_end) {
+                Some(rows) => rows.prefetch_bits(keys),
+                None => CachedRows::new(cache, table, keys_end).prefetch_sets(keys),
+            },
             RowStore::Resident(table) => keys.iter().for_each(|key| table.prefetch(*key)),
         }
     }
@@ -101,9 +105,10 @@ impl Job for PrefetchRows<'_> {
         let FeatureView { rows, table, keys_end, .. } = self.feature;
         let keys = first_keys(self.bags);
         match rows {
-            RowStore::Cached(cache) => {
-                CachedRows::new(cache, table, keys_end).prefetch_rows::<S>(keys);
-            }
+            RowStore::Cached(cache) => match WholeRows::new(cache, table, keys_end) {
+                Some(rows) => rows.prefetch_rows(keys),
+                None => CachedRows::new(cache, table, keys_end).prefetch_rows::<S>(keys),
+            },
             RowStore::Resident(table) => {
                 let slots = keys.iter().filter_map(|key| table.slot(*key));
                 slots.for_each(|slot| table.prefetch_row(slot));

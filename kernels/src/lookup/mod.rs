@@ -18,6 +18,7 @@ mod query;
 pub mod roofline;
 pub(crate) mod row_source;
 mod status;
+pub(crate) mod whole_rows;
 
 pub use feature::{Bags, FeatureView, Input, Pooling, RowStore};
 pub use status::LookupStatus;

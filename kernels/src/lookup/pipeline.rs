@@ -134,7 +134,15 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
     pub fn hits_from<V: Simd>(&mut self, from: usize) -> usize {
         let end = self.keys.len().min(from + VALIDATE_KEYS);
         self.probe_until::<V>(end);
-        (end - from).min(self.missing.from(from).trailing_zeros() as usize)
+        let sampled = self.source.write_count();
+        let missing = match self.source.missing_now(self.ring, from..end) {
+            Some(missing) => {
+                (self.write_count, self.counted_from) = (sampled, from);
+                missing
+            }
+            None => self.missing.from(from),
+        };
+        (end - from).min(missing.trailing_zeros() as usize)
     }
 
     /// Pools bags into `out` `[bags, stride]`. Together they have at most `VALIDATE_KEYS` keys,

@@ -2,7 +2,7 @@
 //! that have passed a stage and are not pooled yet. It has no state of its own beyond the keys in
 //! flight.
 
-use crate::cache::address::SetTag;
+use crate::cache::address::{SetTag, TableSlots};
 use crate::cache::eviction::used;
 use crate::cache::set_header::Probe;
 
@@ -38,6 +38,30 @@ impl Default for ProbeRing {
 }
 
 impl ProbeRing {
+    /// Writes the slots of a group of `keys` from position `at` on. Returns one bit a key, the
+    /// first key in the lowest bit: set if the table does not have the key.
+    #[inline(always)]
+    pub fn number_slots(&mut self, keys: &[u64], of: TableSlots, at: usize) -> u16 {
+        let beyond = |n: usize, key: u64| u32::from(key >= of.rows) << n;
+        let to = &mut self.slots[at..];
+        match (keys.first_chunk::<GROUP_KEYS>(), to.first_chunk_mut::<GROUP_KEYS>()) {
+            // The compiler vectorises a whole group only.
+            (Some(keys), Some(slots)) => {
+                *slots = keys.map(|key| of.slot(key));
+                let bits: [u32; GROUP_KEYS] = std::array::from_fn(|n| beyond(n, keys[n]));
+                bits.into_iter().fold(0, |all, bit| all | bit) as u16
+            }
+            _ => {
+                let mut bits = 0;
+                for (n, (key, slot)) in keys.iter().zip(to).enumerate() {
+                    *slot = of.slot(*key);
+                    bits |= beyond(n, *key);
+                }
+                bits as u16
+            }
+        }
+    }
+
     /// Converts the masks of the group at `at` to ways and slots, with vector instructions.
     #[inline(always)]
     pub fn finish_probe(&mut self, at: usize) -> GroupProbe {

@@ -9,6 +9,7 @@ use crate::lookup::miss_list::{MissList, OpenBag, RowState, Scratch};
 use crate::lookup::pipeline::LookupPipeline;
 use crate::lookup::row_source::{CachedRows, ReadResult, RowSource};
 use crate::lookup::status::LookupStatus;
+use crate::lookup::whole_rows::WholeRows;
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch, stream_fence};
 use std::ops::Range;
@@ -72,9 +73,10 @@ impl Job for Query<'_, '_> {
         let FeatureView { rows, table, keys_end, .. } = self.feature;
         match rows {
             RowStore::Resident(table) => self.pool::<S, _>(table),
-            RowStore::Cached(cache) => {
-                self.pool::<S, _>(&CachedRows::new(cache, *table, *keys_end))
-            }
+            RowStore::Cached(cache) => match WholeRows::new(cache, *table, *keys_end) {
+                Some(rows) => self.pool::<S, _>(&rows),
+                None => self.pool::<S, _>(&CachedRows::new(cache, *table, *keys_end)),
+            },
         }
     }
 }
@@ -260,7 +262,9 @@ mod tests {
         let mut bytes = vec![0; format.row_bytes()];
         format.encode(&[(key * 1024 + write % 1000) as f32; DIM], &mut bytes).unwrap();
         let row = RowKey { table: 0, key };
-        if write.is_multiple_of(3) {
+        if cache.is_whole() && write.is_multiple_of(64) {
+            cache.invalidate(row);
+        } else if write.is_multiple_of(3) {
             cache.update(row, &bytes);
         } else {
             cache.insert(row, &bytes, cache.epoch(row));
@@ -352,6 +356,27 @@ mod tests {
         plain.chain(all.into_iter().take(3).map(move |pooling| (pooling, weights)))
     }
 
+    /// Returns a hashed cache of indexed keys, one of sparse keys, and a whole cache. Each holds
+    /// most rows.
+    fn caches_without_some(format: RowFormat, encode: impl Fn(u64) -> Vec<u8>) -> [Cache; 3] {
+        let (indexed_keys, sparse_keys) =
+            (KeySpaces::new(vec![Some(2 * KEYS)]), KeySpaces::new(vec![None]));
+        let bytes = 2000 * (format.row_bytes() + 11);
+        [
+            Cache::new(format.row_bytes(), bytes, &indexed_keys),
+            Cache::new(format.row_bytes(), bytes, &sparse_keys),
+            Cache::whole(format.row_bytes(), bytes, &indexed_keys),
+        ]
+        .map(|cache| {
+            let cache = cache.unwrap();
+            for key in (0..KEYS).filter(|key| key % 40 != 7) {
+                let row = RowKey { table: 0, key };
+                assert!(cache.insert(row, &encode(key), cache.epoch(row)));
+            }
+            cache
+        })
+    }
+
     /// The plain family pools row by row; the others pool bags of hits in the pipeline.
     #[test]
     fn every_family_gives_the_result_of_the_plain_family() {
@@ -368,16 +393,7 @@ mod tests {
         let sorted: Vec<u8> = hashes.iter().flat_map(|hash| encode(unmix(*hash))).collect();
         let indexed = Resident::indexed(format.row_bytes(), &all);
         let hashed = Resident::hashed(format.row_bytes(), hashes.into(), &sorted);
-        let caches = [Some(2 * KEYS), None].map(|end| {
-            let names = KeySpaces::new(vec![end]);
-            let cache =
-                Cache::new(format.row_bytes(), 2000 * (format.row_bytes() + 11), &names).unwrap();
-            for key in (0..KEYS).filter(|key| key % 40 != 7) {
-                let row = RowKey { table: 0, key };
-                assert!(cache.insert(row, &encode(key), cache.epoch(row)));
-            }
-            cache
-        });
+        let caches = caches_without_some(format, encode);
         for round in 0..300u64 {
             // Bags of all lengths, some with a key that is not cached or that the model does not
             // have.
@@ -395,6 +411,8 @@ mod tests {
                 for (rows, keys_end) in [
                     (RowStore::Cached(&caches[0]), Some(KEYS)),
                     (RowStore::Cached(&caches[1]), None),
+                    (RowStore::Cached(&caches[2]), Some(KEYS)),
+                    (RowStore::Cached(&caches[2]), None),
                     (RowStore::Resident(&indexed), None),
                     (RowStore::Resident(&hashed), None),
                 ] {
@@ -431,10 +449,13 @@ mod tests {
     fn pooled_rows_are_whole_and_belong_to_their_keys() {
         let format = RowFormat::new(Codec::F32, DIM, 0).unwrap();
         let names = KeySpaces::new(vec![Some(KEYS)]);
-        // With fewer slots than keys, rows evict each other; with more, they are only updated.
-        for slots in [KEYS as usize * 3 / 4, KEYS as usize * 3] {
-            let cache =
-                Cache::new(format.row_bytes(), slots * (format.row_bytes() + 7), &names).unwrap();
+        let of_slots =
+            |slots| Cache::new(format.row_bytes(), slots * (format.row_bytes() + 7), &names);
+        // With fewer slots than keys, rows evict each other; with more, they are only updated. In a
+        // whole cache they are also removed.
+        let whole = Cache::whole(format.row_bytes(), 1 << 20, &names);
+        for cache in [of_slots(KEYS as usize * 3 / 4), of_slots(KEYS as usize * 3), whole] {
+            let cache = cache.unwrap();
             (0..KEYS).for_each(|key| put(&cache, format, key, 1));
             let (pooled, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
             std::thread::scope(|scope| {

@@ -1,8 +1,9 @@
-//! The sources of rows for the lookup pipeline: the embedding cache, and a resident table. Both
-//! implement the stages of the pipeline. No row of a resident table changes during a lookup, so its
-//! rows need no validation. This file never pools.
+//! The sources of rows for the lookup pipeline: the embedding cache, and a resident table. A whole
+//! cache has a source of its own (`whole_rows.rs`). Each implements the stages of the pipeline. No
+//! row of a resident table changes during a lookup, so its rows need no validation. This file never
+//! pools.
 
-use crate::cache::address::{SetTag, TableHasher};
+use crate::cache::address::{SetTag, TableHasher, TableSlots};
 use crate::cache::raw_rows::RawRows;
 use crate::cache::resident::Resident;
 use crate::cache::set_header::{Probe, SetHeaders};
@@ -55,6 +56,14 @@ pub(crate) trait RowSource {
     /// Reads the row of one key without the pipeline, perhaps into `buffer`.
     fn read_row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> ReadResult<'b>;
 
+    /// Returns one bit for each of the probed `keys`, at most 64, the first key in the lowest bit.
+    /// The bit is set if the row is missing now. Returns `None` if `finish_probe` found the missing
+    /// rows.
+    #[inline(always)]
+    fn missing_now(&self, _ring: &ProbeRing, _keys: Range<usize>) -> Option<u64> {
+        None
+    }
+
     /// Returns the number of writes that have ended. The pipeline samples it before it probes.
     #[inline(always)]
     fn write_count(&self) -> u32 {
@@ -82,7 +91,7 @@ pub(crate) trait RowSource {
 
 /// The rows of one table in the embedding cache.
 pub(crate) struct CachedRows<'a> {
-    cache: &'a Cache,
+    pub(super) cache: &'a Cache,
     headers: SetHeaders<'a>,
     hasher: TableHasher,
     /// The largest key that the table has.
@@ -272,6 +281,16 @@ impl RowSource for &Resident {
         at: usize,
         first: bool,
     ) -> GroupProbe {
+        if !self.is_hashed() {
+            let slots = TableSlots { first: 0, rows: self.rows_len() as u64 };
+            let missing = ring.number_slots(keys, slots, at);
+            if first {
+                let those = (0..keys.len()).filter(|n| missing >> n & 1 == 0);
+                those.for_each(|n| self.prefetch_row(ring.slots[at + n]));
+            }
+            return GroupProbe { missing, untouched: 0 };
+        }
+
         let mut missing = 0;
         for (n, (key, to)) in keys.iter().zip(&mut ring.slots[at..at + keys.len()]).enumerate() {
             match self.slot(*key) {

@@ -246,7 +246,8 @@ fn share_cache_bytes(groups: &[WidthGroup], budget: &Budget) -> Result<Vec<usize
     Ok(groups.iter().map(|group| bytes_min(group) + share(group.table_bytes)).collect())
 }
 
-/// Makes one cache for each row width, as [`share_cache_bytes`] divides the budget.
+/// Makes one cache for each row width, as [`share_cache_bytes`] divides the budget. A cache
+/// whose share has room for every row is whole.
 ///
 /// # Errors
 /// [`OpenError::Budget`] if the budget is below the sum of the least sizes.
@@ -257,7 +258,8 @@ pub(crate) fn make_caches(
 ) -> Result<Vec<Arc<Cache>>, OpenError> {
     let groups = width_groups(schema, resident);
     let caches = groups.iter().zip(share_cache_bytes(&groups, budget)?).map(|(group, bytes)| {
-        let cache = Cache::new(group.row_bytes, bytes, &group.keys);
+        let cache = Cache::whole(group.row_bytes, bytes, &group.keys)
+            .or_else(|| Cache::new(group.row_bytes, bytes, &group.keys));
         Arc::new(cache.unwrap_or_else(|| unreachable!("no share is below the least size")))
     });
     Ok(caches.collect())

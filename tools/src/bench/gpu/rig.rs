@@ -425,7 +425,7 @@ pub fn fill_tables(
     let values: Vec<f32> = (0..format.dim()).map(|i| (i % 7) as f32 / 8.0).collect();
     format.encode(&values, &mut encoded)?;
 
-    let FilledCache { cache, keys } = FilledCache::new(2 * rows, rows, &encoded)?;
+    let FilledCache { cache, keys } = FilledCache::hashed(2 * rows, rows, &encoded)?;
     let storage = vec![TableStorage::Cached(0); TABLES];
     Ok((Arc::new(DeviceTables::new(gpu, storage, vec![cache], &[])?), keys))
 }

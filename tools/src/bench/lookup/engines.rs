@@ -2,7 +2,9 @@
 //! and the peers. They take turns. Never judges their times.
 
 use super::calls::{BATCHES, Calls, Shape};
-use super::figures::{LIMIT, LIMIT_BY_TABLE, LookupFigures, LookupMeasurement, OURS, OurEngine};
+use super::figures::{
+    LIMIT, LIMIT_BY_TABLE, LookupFigures, LookupMeasurement, OURS, OurEngine, RowPlace,
+};
 use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
 use crate::workload::key_distributions::Scatter;
@@ -92,8 +94,8 @@ struct OurLookups {
     misses: MissList,
     statuses: Vec<LookupStatus>,
     out: HostMemory<f32>,
-    /// Keys of each table whose rows are in memory. A few sets of the cache overflow; the bench
-    /// does not request the keys that they dropped.
+    /// Keys of each table whose rows are in memory. A few sets of a cache that hashes its rows
+    /// overflow; the bench does not request the keys that they dropped.
     keys: Vec<Vec<u64>>,
 }
 
@@ -104,13 +106,15 @@ impl OurLookups {
         let values: Vec<f32> = (0..dim).map(|i| (i % 7) as f32).collect();
         format.encode(&values, &mut encoded)?;
 
-        let (tables, keys) = if engine.resident {
-            let table = || Resident::indexed(format.row_bytes(), &encoded.repeat(rows));
-            let keys = vec![(0..rows as u64).collect(); TABLES];
-            (OurTables::Resident((0..TABLES).map(|_| table()).collect()), keys)
-        } else {
-            let FilledCache { cache, keys } = FilledCache::new(rows, rows, &encoded)?;
-            (OurTables::Cached(Box::new(cache)), keys)
+        let cached = |FilledCache { cache, keys }| (OurTables::Cached(Box::new(cache)), keys);
+        let (tables, keys) = match engine.place {
+            RowPlace::Cached => cached(FilledCache::whole(rows, &encoded)?),
+            RowPlace::Hashed => cached(FilledCache::hashed(rows, rows, &encoded)?),
+            RowPlace::Resident => {
+                let table = || Resident::indexed(format.row_bytes(), &encoded.repeat(rows));
+                let keys = vec![(0..rows as u64).collect(); TABLES];
+                (OurTables::Resident((0..TABLES).map(|_| table()).collect()), keys)
+            }
         };
 
         Ok(Self {

@@ -24,14 +24,25 @@ pub const FP16: &[&str] = &["FBGEMM, fp16"];
 /// Peers with rows of one byte per value.
 pub const BYTES: &[&str] = &["FBGEMM, int8", "torch quantized, byte"];
 
+/// Where an engine of ours keeps its rows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum RowPlace {
+    /// All tables in one whole cache: the cache of a model whose budget has room for every row.
+    Cached,
+    /// All tables in one cache that finds a row by its hash: the cache of a smaller budget.
+    Hashed,
+    /// Each table whole in memory.
+    Resident,
+}
+
 /// One of our engines.
 pub struct OurEngine {
     /// Name in tables and JSON.
     pub name: &'static str,
     /// Encoding of the rows.
     pub codec: Codec,
-    /// Whether each table is resident; otherwise one cache holds all tables.
-    pub resident: bool,
+    /// Where the rows are.
+    pub place: RowPlace,
     /// The peers whose rows have as many bytes.
     peers: &'static [&'static str],
 }
@@ -40,21 +51,27 @@ pub struct OurEngine {
 const fn ours(
     name: &'static str,
     codec: Codec,
-    resident: bool,
+    place: RowPlace,
     peers: &'static [&'static str],
 ) -> OurEngine {
-    OurEngine { name, codec, resident, peers }
+    OurEngine { name, codec, place, peers }
 }
 
 /// Our engines.
-pub const OURS: [OurEngine; 6] = [
-    ours("Hatchback, f32, cached", Codec::F32, false, FP32),
-    ours("Hatchback, f32, resident", Codec::F32, true, FP32),
-    ours("Hatchback, f16, cached", Codec::F16, false, FP16),
-    ours("Hatchback, f16, resident", Codec::F16, true, FP16),
-    ours("Hatchback, u8, cached", Codec::U8, false, BYTES),
-    ours("Hatchback, u8, resident", Codec::U8, true, BYTES),
+pub const OURS: [OurEngine; 9] = [
+    ours("Hatchback, f32, cached", Codec::F32, RowPlace::Cached, FP32),
+    ours("Hatchback, f32, hashed", Codec::F32, RowPlace::Hashed, FP32),
+    ours("Hatchback, f32, resident", Codec::F32, RowPlace::Resident, FP32),
+    ours("Hatchback, f16, cached", Codec::F16, RowPlace::Cached, FP16),
+    ours("Hatchback, f16, hashed", Codec::F16, RowPlace::Hashed, FP16),
+    ours("Hatchback, f16, resident", Codec::F16, RowPlace::Resident, FP16),
+    ours("Hatchback, u8, cached", Codec::U8, RowPlace::Cached, BYTES),
+    ours("Hatchback, u8, hashed", Codec::U8, RowPlace::Hashed, BYTES),
+    ours("Hatchback, u8, resident", Codec::U8, RowPlace::Resident, BYTES),
 ];
+
+/// Batches of at most so many samples have the larger of the two bars for cached rows.
+const SMALL_BATCH: usize = 256;
 
 /// The figures of one engine at one shape, or a peer that did not run.
 pub type LookupMeasurement = Measurement<LookupFigures>;
@@ -129,10 +146,11 @@ pub fn bars(points: &[LookupMeasurement]) -> Vec<Bar> {
     bars.push(Bar::at_least_if("batch 1, one key: best fp32 peer / f32, cached", first, 20.0));
 
     for batch in BATCHES {
-        for OurEngine { name, peers, .. } in &OURS {
+        for OurEngine { name, place, peers, .. } in &OURS {
             let speedup = least_speedup(points, name, peers, |m| m.batch == batch);
             let bar = format!("batch {batch}: best peer / {name}, worst shape");
-            bars.push(Bar::at_least_if(bar, speedup, 1.0));
+            let small = *place == RowPlace::Cached && batch <= SMALL_BATCH;
+            bars.push(Bar::at_least_if(bar, speedup, if small { 1.2 } else { 1.0 }));
         }
     }
 
@@ -248,6 +266,6 @@ mod tests {
         assert_eq!(least_speedup(&points, ours, FP32, |m| m.keys == "zipf"), Some(25.0));
         let bars = bars(&points);
         let first = Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0);
-        assert_eq!((&bars[0], bars.len()), (&first, 26));
+        assert_eq!((&bars[0], bars.len()), (&first, 38));
     }
 }

@@ -126,10 +126,10 @@ mod tests {
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert_eq!(report["bars"][0]["not run"], "a peer did not run");
-        assert!(report["bars"][25]["value"].as_f64().unwrap() > 0.0);
+        assert!(report["bars"][37]["value"].as_f64().unwrap() > 0.0);
         let points = report["points"].as_array().unwrap();
-        assert_eq!(points.len(), 16 * 8 + 5);
-        assert_eq!(points[128]["engine"], "FBGEMM, fp32");
+        assert_eq!(points.len(), 16 * 11 + 5);
+        assert_eq!(points[176]["engine"], "FBGEMM, fp32");
         assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, u8, cached"));
     }
 }
