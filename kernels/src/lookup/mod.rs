@@ -15,7 +15,6 @@ pub(crate) mod pipeline;
 pub(crate) mod pooling;
 pub(crate) mod probe_ring;
 mod query;
-pub mod roofline;
 pub(crate) mod row_source;
 mod status;
 pub(crate) mod whole_rows;

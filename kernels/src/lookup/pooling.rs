@@ -16,6 +16,9 @@ use crate::simd::vector::{Vector, VectorJob};
 /// Prefetch distance of the rows, in keys. Pooling prefetches later rows between its additions; the
 /// probe stage prefetches only the first rows of a pipeline.
 pub(crate) const ROW_DISTANCE: usize = 64;
+/// Distance of the second prefetch of a row, in keys. The processor drops prefetches while too many
+/// misses are in flight. The second prefetch requests the dropped lines again.
+const REPEAT_DISTANCE: usize = 48;
 /// Values of a `Vector`.
 const VECTOR_VALUES: usize = 16;
 /// Bytes of a cache line.
@@ -112,6 +115,14 @@ impl PoolJob<'_> {
         let Self { rows, format, slots, offsets, start, probed, from_zero, stride, stream, .. } =
             *self;
         let (row_bytes, end) = (format.row_bytes(), format.dim().min((from + N) * VECTOR_VALUES));
+        let trailer = if C::SCALED { 4 } else { 0 };
+        let prefetch = |key: usize| {
+            if key < probed {
+                rows.prefetch(slots[key % RING_KEYS], from * C::BYTES, N * C::BYTES, trailer);
+            }
+        };
+        // Rows of up to two lines gain nothing from a second prefetch.
+        let repeats = row_bytes > 2 * LINE_BYTES;
         // The last vector may have columns beyond `dim`. They are pooled here and dropped.
         let mut edge = [[0.0; VECTOR_VALUES]; N];
         for (bag, bounds) in offsets.windows(2).enumerate() {
@@ -143,14 +154,9 @@ impl PoolJob<'_> {
                         (V::splat(1.0), V::splat(0.0))
                     };
 
-                    if key + ROW_DISTANCE < probed {
-                        let trailer = if C::SCALED { 4 } else { 0 };
-                        rows.prefetch(
-                            slots[(key + ROW_DISTANCE) % RING_KEYS],
-                            from * C::BYTES,
-                            N * C::BYTES,
-                            trailer,
-                        );
+                    prefetch(key + ROW_DISTANCE);
+                    if repeats {
+                        prefetch(key + REPEAT_DISTANCE);
                     }
 
                     let at = row.add(from * C::BYTES);

@@ -1,13 +1,10 @@
-//! The engines that `bench lookup` compares: the machine's limit, the lookups of the request path,
-//! and the peers. They take turns. Never judges their times.
+//! The engines that `bench lookup` compares: the lookups of the request path, and the peers. They
+//! take turns. Never judges their times.
 
 use super::calls::{BATCHES, Calls, Shape};
-use super::figures::{
-    LIMIT, LIMIT_BY_TABLE, LookupFigures, LookupMeasurement, OURS, OurEngine, RowPlace,
-};
+use super::figures::{LookupFigures, LookupMeasurement, OURS, OurEngine, RowPlace};
 use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
-use crate::workload::key_distributions::Scatter;
 use anyhow::{Context, Result, ensure};
 use hatchback::{LookupStatus, Pooling, RowFormat};
 use hatchback_kernels::cache::Cache;
@@ -15,7 +12,6 @@ use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::lookup::feature_prefetch::FeaturePrefetch;
 use hatchback_kernels::lookup::miss_list::MissList;
-use hatchback_kernels::lookup::roofline;
 use hatchback_kernels::lookup::{Bags, FeatureView, Input, RowStore};
 use hatchback_kernels::simd::isa::Isa;
 use rand::rngs::StdRng;
@@ -28,54 +24,6 @@ const ROUND_KEYS: usize = 40_000;
 /// Returns the samples of the largest call.
 fn batch_max() -> usize {
     BATCHES.into_iter().max().unwrap_or(1)
-}
-
-/// The places of all tables' rows in the memory of [`GatherLimit`].
-#[derive(Clone, Copy)]
-enum Places {
-    /// The rows of all tables are scattered, as over a cache.
-    Scattered,
-    /// One table follows another, as in the memory of the peers.
-    ByTable,
-}
-
-/// The machine's limit: rows of plain memory at known places.
-struct GatherLimit {
-    all: roofline::GatherRows,
-    rows: usize,
-    dim: usize,
-    out: HostMemory<f32>,
-}
-
-impl GatherLimit {
-    fn new(dim: usize, rows: usize) -> Result<Self> {
-        let all = roofline::GatherRows::new(TABLES * rows, dim);
-        let out = Device::Cpu.host_memory(batch_max() * TABLES * dim)?;
-        Ok(Self { all, rows, dim, out })
-    }
-
-    /// Returns the CPU time of each timed call, µs.
-    fn run(&mut self, calls: &Calls, places: Places) -> Vec<f64> {
-        let (isa, stride) = (Isa::detect(), TABLES * self.dim);
-        let scatter = Scatter::of_table(TABLES, (TABLES * self.rows) as u64);
-        let hotness = calls.shape.hotness;
-        let drawn = calls.keys(|table, position| {
-            let number = (table * self.rows) as u64 + position;
-            match places {
-                Places::Scattered => scatter.position(number),
-                Places::ByTable => number,
-            }
-        });
-
-        let mut time = |tables: &Vec<Vec<u64>>| {
-            let start = cpu_us();
-            for (t, places) in tables.iter().enumerate() {
-                self.all.pool(isa, places, hotness, &mut self.out, stride, t * self.dim);
-            }
-            cpu_us() - start
-        };
-        drawn.iter().map(&mut time).skip(1).collect()
-    }
 }
 
 /// Where the rows of [`OurLookups`] are.
@@ -224,26 +172,23 @@ impl LookupPeers {
 pub struct Engines {
     dim: usize,
     rows: usize,
-    limit: GatherLimit,
     ours: Vec<OurLookups>,
     peers: Option<LookupPeers>,
 }
 
 impl Engines {
-    /// Fills the tables of the limit and of our engines: `rows` rows of `dim` columns each.
+    /// Fills the tables of our engines: `rows` rows of `dim` columns each.
     ///
     /// # Errors
     /// The rows do not fit in memory.
     pub fn new(dim: usize, rows: usize, peers: Option<LookupPeers>) -> Result<Self> {
-        let limit = GatherLimit::new(dim, rows)?;
         let ours = OURS.iter().map(|engine| OurLookups::new(engine, dim, rows));
         let ours = ours.collect::<Result<_>>()?;
-        Ok(Self { dim, rows, limit, ours, peers })
+        Ok(Self { dim, rows, ours, peers })
     }
 
     fn names(&self) -> Vec<String> {
-        let limits = [LIMIT, LIMIT_BY_TABLE].into_iter();
-        let own = limits.chain(OURS.iter().map(|o| o.name)).map(str::to_owned);
+        let own = OURS.iter().map(|o| o.name.to_owned());
         own.chain(self.peers.iter().flat_map(|p| p.about.engines.clone())).collect()
     }
 
@@ -265,14 +210,10 @@ impl Engines {
         for round in 0..rounds {
             let drawn = Calls::draw(shape, self.rows, calls, rng)?;
             for (number, (name, best)) in names.iter().zip(&mut best).enumerate() {
-                let times = match (number, self.ours.get_mut(number.wrapping_sub(2))) {
-                    (0, _) => self.limit.run(&drawn, Places::Scattered),
-                    (1, _) => self.limit.run(&drawn, Places::ByTable),
-                    (_, Some(ours)) => ours.run(&drawn)?,
-                    (_, None) => match &mut self.peers {
-                        Some(peers) => peers.times(name, shape, calls, round)?,
-                        None => Vec::new(),
-                    },
+                let times = match (self.ours.get_mut(number), &mut self.peers) {
+                    (Some(ours), _) => ours.run(&drawn)?,
+                    (None, Some(peers)) => peers.times(name, shape, calls, round)?,
+                    (None, None) => Vec::new(),
                 };
                 best.add_round(times);
             }

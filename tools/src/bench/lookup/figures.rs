@@ -13,10 +13,6 @@ use anyhow::Result;
 use hatchback::Codec;
 use serde::Serialize;
 
-/// The machine's limit, with rows scattered over memory as over a cache.
-pub const LIMIT: &str = "limit, f32";
-/// The machine's limit, with one table after another as in the memory of the peers.
-pub const LIMIT_BY_TABLE: &str = "limit, f32, table by table";
 /// Peers with rows of fp32.
 pub const FP32: &[&str] = &["FBGEMM, fp32", "torch EmbeddingBag, fp32"];
 /// Peers with rows of fp16.
@@ -153,9 +149,6 @@ pub fn bars(points: &[LookupMeasurement]) -> Vec<Bar> {
             bars.push(Bar::at_least_if(bar, speedup, if small { 1.2 } else { 1.0 }));
         }
     }
-
-    let limit = least_speedup(points, f32_rows.name, &[LIMIT], |m| m.batch >= 256);
-    bars.push(Bar::at_least_if("limit / f32, cached, batch 256 and 2048, worst shape", limit, 0.8));
     bars
 }
 
@@ -266,6 +259,6 @@ mod tests {
         assert_eq!(least_speedup(&points, ours, FP32, |m| m.keys == "zipf"), Some(25.0));
         let bars = bars(&points);
         let first = Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0);
-        assert_eq!((&bars[0], bars.len()), (&first, 38));
+        assert_eq!((&bars[0], bars.len()), (&first, 37));
     }
 }

@@ -1,7 +1,5 @@
 //! `bench lookup`: pooled embedding lookups on one core, with all rows in the cache or in resident
-//! tables. The bench compares them with PyTorch, with FBGEMM, and with the machine's limit for
-//! reading random rows (`hatchback_kernels::lookup::roofline`: known places in plain memory). Never
-//! reads flash and never runs a dense network.
+//! tables, beside PyTorch and FBGEMM. Never reads flash and never runs a dense network.
 
 mod calls;
 mod engines;
@@ -22,7 +20,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::path::PathBuf;
 
-/// Measures pooled lookups on one core beside the machine's limit, PyTorch and FBGEMM
+/// Measures pooled lookups on one core beside PyTorch and FBGEMM
 #[derive(Args, Debug)]
 pub struct LookupArgs {
     /// Columns of a row
@@ -54,7 +52,7 @@ pub fn run(args: &LookupArgs) -> Result<()> {
     let machine = HostMachine::this();
     peer::stay_on_one_core()?;
     let dims = if args.quick { &args.dim[..args.dim.len().min(1)] } else { &args.dim };
-    let rounds = if args.quick { 2 } else { 5 };
+    let rounds = if args.quick { 2 } else { 12 };
     let steps = dims.len() * calls::shapes().count();
     let bar = serve::progress_bar(steps as u64, "measuring", "{pos}/{len} shapes");
     let (mut points, mut about, mut missing) = (Vec::new(), None, Vec::new());
@@ -126,10 +124,9 @@ mod tests {
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert_eq!(report["bars"][0]["not run"], "a peer did not run");
-        assert!(report["bars"][37]["value"].as_f64().unwrap() > 0.0);
         let points = report["points"].as_array().unwrap();
-        assert_eq!(points.len(), 16 * 11 + 5);
-        assert_eq!(points[176]["engine"], "FBGEMM, fp32");
+        assert_eq!(points.len(), 16 * 9 + 5);
+        assert_eq!(points[144]["engine"], "FBGEMM, fp32");
         assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, u8, cached"));
     }
 }
