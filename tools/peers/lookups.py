@@ -78,19 +78,21 @@ class Lookups:
         about = f"torch {torch.__version__}, fbgemm_gpu {fbgemm_gpu.__version__} ({vectors})"
         return {"engines": list(self.calls), "about": about}
 
-    def round(self, engine, keys, hotness, batch, calls, seed):
+    def round(self, engine, rows, keys, hotness, batch, calls, seed):
         random = np.random.default_rng(seed)
-        drawn = [Keys(self.draw(random, keys, batch * hotness), batch, hotness) for _ in range(calls + 1)]
+        drawn = [Keys(self.draw(random, rows, keys, batch * hotness), batch, hotness) for _ in range(calls + 1)]
         call = self.calls[engine]
         with torch.inference_mode():
             return {"times_us": peer.times_us(lambda i: call(drawn[i]), calls, warm_up=calls)}
 
-    def draw(self, random, keys, n):
-        """Returns keys of shape `[tables, n]`: uniform, or Zipf with the popular rows scattered over the table."""
+    def draw(self, random, rows, keys, n):
+        """Returns keys of shape `[tables, n]` of the `rows` most popular rows: uniform, or else Zipf. The popular rows
+        are scattered over the table."""
         if keys == "uniform":
-            return random.integers(0, self.rows, (self.tables, n))
-        at = random.random((self.tables, n)) * self.cumulative_zipf[-1]
-        ranks = np.searchsorted(self.cumulative_zipf, at, side="right").clip(max=self.rows - 1)
+            return random.integers(0, rows, (self.tables, n))
+        cumulative = self.cumulative_zipf[:rows]
+        at = random.random((self.tables, n)) * cumulative[-1]
+        ranks = np.searchsorted(cumulative, at, side="right").clip(max=rows - 1)
         return self.row_of_rank[ranks]
 
 

@@ -77,6 +77,8 @@ pub(crate) mod x86 {
     read!(read_128, "avx2", __m128i, xmm_reg, "vmovdqu {v}, xmmword ptr [{p}]");
     read!(read_64, "avx2", __m128i, xmm_reg, "vmovq {v}, qword ptr [{p}]");
     read!(read_32, "avx2", __m128i, xmm_reg, "vmovd {v}, dword ptr [{p}]");
+    // AVX2 would need a shuffle to convert the upper half of 16 loaded bytes.
+    read!(widen_256, "avx2", __m256i, ymm_reg, "vpmovzxbd {v}, qword ptr [{p}]");
 
     /// Unpacks 16 codes of half a byte into bytes.
     #[inline]
@@ -261,7 +263,10 @@ pub(crate) mod x86 {
         #[inline(always)]
         unsafe fn u8s(at: *const u8) -> Self {
             // SAFETY: as `Vector` requires.
-            unsafe { codes(read_128(at)) }
+            unsafe {
+                let eight = |at| _mm256_cvtepi32_ps(widen_256(at));
+                Self([eight(at), eight(at.add(8))])
+            }
         }
         #[inline(always)]
         unsafe fn u4s(at: *const u8) -> Self {

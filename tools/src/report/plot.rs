@@ -18,7 +18,7 @@ use std::path::Path;
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
 /// Width of the legend, the column on the right, in pixels.
-const LEGEND_WIDTH: i32 = 216;
+const LEGEND_WIDTH: i32 = 240;
 const FONT: &str = "Helvetica, Arial, DejaVu Sans, sans-serif";
 const INK: RGBColor = RGBColor(40, 40, 40);
 const GRID: RGBColor = RGBColor(224, 224, 224);
@@ -211,14 +211,14 @@ fn draw_panel(area: &Area<'_>, panel: &Panel) -> Result<()> {
 
 /// Draws line `number` of the legend.
 fn draw_name(area: &Area<'_>, number: usize, series: &Series) -> Result<()> {
-    let y = 24 + 26 * number as i32;
+    let y = 24 + 21 * number as i32;
     let line = vec![(4, y), (40, y)];
     if series.dashed {
         area.draw(&DashedPathElement::new(line, 8, 5, series.stroke())).map_err(failed)?;
     } else {
         area.draw(&PathElement::new(line, series.stroke())).map_err(failed)?;
     }
-    let style = (FONT, 18).into_font().color(&INK).pos(Pos::new(HPos::Left, VPos::Center));
+    let style = (FONT, 16).into_font().color(&INK).pos(Pos::new(HPos::Left, VPos::Center));
     area.draw(&Text::new(series.name.clone(), (48, y), style)).map_err(failed)
 }
 

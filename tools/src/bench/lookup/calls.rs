@@ -1,7 +1,6 @@
 //! The shapes of the measured calls, and their keys. Never measures.
 
 use crate::bench::filled_cache::TABLES;
-use crate::workload::key_distributions::Scatter;
 use anyhow::Result;
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -11,8 +10,12 @@ use rand_distr::{Distribution, Zipf};
 pub const BATCHES: [usize; 4] = [1, 32, 256, 2048];
 /// Keys per bag.
 pub const HOTNESS: [usize; 2] = [1, 10];
-/// Key distributions.
-pub const KEYS: [&str; 2] = ["uniform", "zipf"];
+/// Key distributions: uniform and Zipf over all rows, and Zipf over the popular rows.
+pub const KEYS: [&str; 3] = ["uniform", "zipf", POPULAR];
+/// Zipf keys of the most popular quarter of the rows: keys that a cache of a smaller budget holds.
+pub const POPULAR: &str = "popular";
+/// The share of the rows that is popular is one in so many.
+const POPULAR_PART: usize = 4;
 /// Exponent of the Zipf keys.
 const ALPHA: f64 = 1.05;
 
@@ -27,6 +30,13 @@ pub struct Shape {
     pub batch: usize,
 }
 
+impl Shape {
+    /// Returns the number of rows, the most popular of `rows`, that the keys may request.
+    pub fn rows_requested(&self, rows: usize) -> usize {
+        if self.keys == POPULAR { rows.div_ceil(POPULAR_PART) } else { rows }
+    }
+}
+
 /// Returns every combination of distribution, hotness and batch size.
 pub fn shapes() -> impl Iterator<Item = Shape> {
     let keys = KEYS.into_iter().flat_map(|keys| HOTNESS.map(|hotness| (keys, hotness)));
@@ -37,9 +47,9 @@ pub fn shapes() -> impl Iterator<Item = Shape> {
 pub struct Calls {
     /// Shape of every call.
     pub shape: Shape,
-    /// Row positions in a table, `[1 + calls][table][batch * hotness]`. Each engine warms up with
-    /// the first call, which is not timed.
-    pub positions: Vec<Vec<Vec<u64>>>,
+    /// Popularity ranks of rows, `[1 + calls][table][batch * hotness]`. Rank 0 is the most popular
+    /// row of its table. Each engine warms up with the first call, which is not timed.
+    pub ranks: Vec<Vec<Vec<u64>>>,
     /// Offsets of a call's bags, `[batch + 1]`.
     pub offsets: Vec<u32>,
 }
@@ -50,33 +60,30 @@ impl Calls {
     /// # Errors
     /// `rows` is 0.
     pub fn draw(shape: Shape, rows: usize, calls: usize, rng: &mut StdRng) -> Result<Self> {
+        let rows = shape.rows_requested(rows) as u64;
         let zipf = Zipf::new(rows as f64, ALPHA)?;
-        let scatters =
-            std::array::from_fn::<_, TABLES, _>(|table| Scatter::of_table(table, rows as u64));
-        let mut one = |table: usize| match shape.keys {
-            "uniform" => rng.random_range(0..rows as u64),
-            // The scatter separates popular rows, differently in each table. The most popular row
-            // has rank 1.
-            _ => scatters[table].position((zipf.sample(rng) as u64).clamp(1, rows as u64) - 1),
+        let mut one = || match shape.keys {
+            "uniform" => rng.random_range(0..rows),
+            _ => (zipf.sample(rng) as u64).clamp(1, rows) - 1,
         };
 
         let keys = shape.batch * shape.hotness;
-        let mut call = || (0..TABLES).map(|t| (0..keys).map(|_| one(t)).collect()).collect();
-        let positions = (0..=calls).map(|_| call()).collect();
+        let mut call = || (0..TABLES).map(|_| (0..keys).map(|_| one()).collect()).collect();
+        let ranks = (0..=calls).map(|_| call()).collect();
         let offsets = (0..=shape.batch).map(|s| (s * shape.hotness) as u32).collect();
-        Ok(Self { shape, positions, offsets })
+        Ok(Self { shape, ranks, offsets })
     }
 
     /// Returns the keys of all calls, `[1 + calls][table][batch * hotness]`. `key` returns the key
-    /// of a table's row position. An engine prepares all keys before its first call, as the peers
-    /// do: keys that are prepared between two calls displace the engine's rows from the CPU's
+    /// of a table's popularity rank. An engine prepares all keys before its first call, as the
+    /// peers do: keys that are prepared between two calls displace the engine's rows from the CPU's
     /// caches.
     pub fn keys(&self, key: impl Fn(usize, u64) -> u64) -> Vec<Vec<Vec<u64>>> {
-        let of_table = |(table, positions): (usize, &Vec<u64>)| {
-            positions.iter().map(|&position| key(table, position)).collect()
+        let of_table = |(table, ranks): (usize, &Vec<u64>)| {
+            ranks.iter().map(|&rank| key(table, rank)).collect()
         };
         let of_call = |tables: &Vec<Vec<u64>>| tables.iter().enumerate().map(of_table).collect();
-        self.positions.iter().map(of_call).collect()
+        self.ranks.iter().map(of_call).collect()
     }
 }
 
@@ -85,14 +92,29 @@ mod tests {
     use super::*;
     use rand::SeedableRng;
 
-    #[test]
-    fn popular_keys_leave_no_row_out() {
-        let shape = Shape { keys: "zipf", hotness: 10, batch: 2048 };
+    fn counts_of_ranks(keys: &'static str) -> Vec<[u32; 100]> {
+        let shape = Shape { keys, hotness: 10, batch: 2048 };
         let drawn = Calls::draw(shape, 100, 1, &mut StdRng::seed_from_u64(3)).unwrap();
-        for table in &drawn.positions[0] {
-            let mut seen = [0; 100];
-            table.iter().for_each(|&p| seen[p as usize] += 1);
-            assert!(seen.iter().all(|&n| n > 0) && seen.iter().any(|&n| n > 2048), "{seen:?}");
+        let count = |ranks: &Vec<u64>| {
+            let mut counts = [0; 100];
+            ranks.iter().for_each(|&rank| counts[rank as usize] += 1);
+            counts
+        };
+        drawn.ranks[0].iter().map(count).collect()
+    }
+
+    #[test]
+    fn zipf_keys_leave_no_row_out() {
+        for counts in counts_of_ranks("zipf") {
+            assert!(counts.iter().all(|&n| n > 0) && counts[0] > 2048, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn popular_keys_are_a_quarter_of_the_rows() {
+        for counts in counts_of_ranks(POPULAR) {
+            assert!(counts[..25].iter().all(|&n| n > 0), "{counts:?}");
+            assert_eq!(counts[25..], [0; 75]);
         }
     }
 }

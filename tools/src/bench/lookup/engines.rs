@@ -5,6 +5,7 @@ use super::calls::{BATCHES, Calls, Shape};
 use super::figures::{LookupFigures, LookupMeasurement, OURS, OurEngine, RowPlace};
 use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
+use crate::workload::key_distributions::Scatter;
 use anyhow::{Context, Result, ensure};
 use hatchback::{LookupStatus, Pooling, RowFormat};
 use hatchback_kernels::cache::Cache;
@@ -42,9 +43,25 @@ struct OurLookups {
     misses: MissList,
     statuses: Vec<LookupStatus>,
     out: HostMemory<f32>,
-    /// Keys of each table whose rows are in memory. A few sets of a cache that hashes its rows
-    /// overflow; the bench does not request the keys that they dropped.
-    keys: Vec<Vec<u64>>,
+    keys: PopularKeys,
+}
+
+/// The keys of each table, the most popular first.
+enum PopularKeys {
+    /// The keys of a hashed cache, without those of its overflowed sets. Their hashes separate
+    /// popular rows.
+    Hashed(Vec<Vec<u64>>),
+    /// All keys. The scatter separates popular rows, differently in each table.
+    Scattered(Vec<Scatter>),
+}
+
+impl PopularKeys {
+    fn key(&self, table: usize, rank: u64) -> u64 {
+        match self {
+            Self::Hashed(keys) => keys[table][rank as usize],
+            Self::Scattered(scatters) => scatters[table].position(rank),
+        }
+    }
 }
 
 impl OurLookups {
@@ -54,14 +71,18 @@ impl OurLookups {
         let values: Vec<f32> = (0..dim).map(|i| (i % 7) as f32).collect();
         format.encode(&values, &mut encoded)?;
 
-        let cached = |FilledCache { cache, keys }| (OurTables::Cached(Box::new(cache)), keys);
+        let in_cache = |cache| OurTables::Cached(Box::new(cache));
+        let scatters = (0..TABLES).map(|table| Scatter::of_table(table, rows as u64));
+        let all = PopularKeys::Scattered(scatters.collect());
         let (tables, keys) = match engine.place {
-            RowPlace::Cached => cached(FilledCache::whole(rows, &encoded)?),
-            RowPlace::Hashed => cached(FilledCache::hashed(rows, rows, &encoded)?),
+            RowPlace::Cached => (in_cache(FilledCache::whole(rows, &encoded)?.cache), all),
+            RowPlace::Hashed => {
+                let half = FilledCache::hashed(rows, rows.div_ceil(2), &encoded)?;
+                (in_cache(half.cache), PopularKeys::Hashed(half.keys))
+            }
             RowPlace::Resident => {
                 let table = || Resident::indexed(format.row_bytes(), &encoded.repeat(rows));
-                let keys = vec![(0..rows as u64).collect(); TABLES];
-                (OurTables::Resident((0..TABLES).map(|_| table()).collect()), keys)
+                (OurTables::Resident((0..TABLES).map(|_| table()).collect()), all)
             }
         };
 
@@ -102,11 +123,8 @@ impl OurLookups {
     fn run(&mut self, calls: &Calls) -> Result<Vec<f64>> {
         let (dim, batch) = (self.format.dim(), calls.shape.batch);
         let requested = batch * calls.shape.hotness * TABLES;
-        let mut times = Vec::with_capacity(calls.positions.len());
-        let drawn = calls.keys(|table, position| {
-            let known = &self.keys[table];
-            known[position as usize % known.len()]
-        });
+        let mut times = Vec::with_capacity(calls.ranks.len());
+        let drawn = calls.keys(|table, rank| self.keys.key(table, rank));
 
         for keys in &drawn {
             let statuses = &mut self.statuses[..batch];
@@ -138,6 +156,7 @@ impl OurLookups {
 /// PyTorch and FBGEMM.
 pub struct LookupPeers {
     peer: Peer,
+    rows: usize,
     /// The program's description of itself.
     pub about: PeerAbout,
 }
@@ -151,16 +170,16 @@ impl LookupPeers {
         let mut peer = Peer::start(venv, peer::LOOKUPS)?;
         let about =
             peer.request("setup", &json!({ "tables": TABLES, "rows": rows, "dim": dim }))?;
-        Ok(Self { peer, about })
+        Ok(Self { peer, rows, about })
     }
 
     fn times(&mut self, engine: &str, shape: Shape, calls: usize, seed: usize) -> Result<Vec<f64>> {
-        let Shape { keys, hotness, batch } = shape;
         let options = json!({
             "engine": engine,
-            "keys": keys,
-            "hotness": hotness,
-            "batch": batch,
+            "rows": shape.rows_requested(self.rows),
+            "keys": shape.keys,
+            "hotness": shape.hotness,
+            "batch": shape.batch,
             "calls": calls,
             "seed": seed,
         });
@@ -187,13 +206,8 @@ impl Engines {
         Ok(Self { dim, rows, ours, peers })
     }
 
-    fn names(&self) -> Vec<String> {
-        let own = OURS.iter().map(|o| o.name.to_owned());
-        own.chain(self.peers.iter().flat_map(|p| p.about.engines.clone())).collect()
-    }
-
-    /// Measures `rounds` rounds at `shape`, in which each engine has one turn. Returns the best of
-    /// each engine.
+    /// Measures `rounds` rounds at `shape`, in which each engine that has these keys has one turn.
+    /// Returns the best of each engine.
     ///
     /// # Errors
     /// A row is missing, or a peer fails.
@@ -203,15 +217,20 @@ impl Engines {
         rounds: usize,
         rng: &mut StdRng,
     ) -> Result<Vec<LookupMeasurement>> {
-        let names = self.names();
+        let peers = self.peers.iter().flat_map(|p| p.about.engines.clone());
+        let peers: Vec<String> = peers.collect();
+        let ours = OURS.iter().zip(&mut self.ours).filter(|(engine, _)| engine.has_keys_of(shape));
+        let mut ours: Vec<_> = ours.map(|(engine, lookups)| (engine.name, lookups)).collect();
+        let names = ours.iter().map(|(name, _)| (*name).to_owned()).chain(peers);
+        let names: Vec<String> = names.collect();
         let calls = (ROUND_KEYS / (shape.batch * shape.hotness)).clamp(5, 400);
         let mut best = vec![BestTimes::default(); names.len()];
 
         for round in 0..rounds {
             let drawn = Calls::draw(shape, self.rows, calls, rng)?;
             for (number, (name, best)) in names.iter().zip(&mut best).enumerate() {
-                let times = match (self.ours.get_mut(number), &mut self.peers) {
-                    (Some(ours), _) => ours.run(&drawn)?,
+                let times = match (ours.get_mut(number), &mut self.peers) {
+                    (Some((_, lookups)), _) => lookups.run(&drawn)?,
                     (None, Some(peers)) => peers.times(name, shape, calls, round)?,
                     (None, None) => Vec::new(),
                 };

@@ -1,7 +1,7 @@
 //! The figures of `bench lookup`: the engines' names, the bars, the tables and the chart. Never
 //! measures.
 
-use super::calls::{BATCHES, HOTNESS, KEYS, Shape};
+use super::calls::{BATCHES, HOTNESS, KEYS, POPULAR, Shape};
 use super::page_walks::PageWalks;
 use crate::bench::bars::{Bar, bars_table};
 use crate::bench::filled_cache::TABLES;
@@ -25,7 +25,8 @@ pub const BYTES: &[&str] = &["FBGEMM, int8", "torch quantized, byte"];
 pub enum RowPlace {
     /// All tables in one whole cache: the cache of a model whose budget has room for every row.
     Cached,
-    /// All tables in one cache that finds a row by its hash: the cache of a smaller budget.
+    /// All tables in one cache that finds a row by its hash, as under a smaller budget. The cache
+    /// holds half of the rows.
     Hashed,
     /// Each table whole in memory.
     Resident,
@@ -41,6 +42,13 @@ pub struct OurEngine {
     pub place: RowPlace,
     /// The peers whose rows have as many bytes.
     peers: &'static [&'static str],
+}
+
+impl OurEngine {
+    /// Returns whether the engine holds every row that `shape` requests.
+    pub fn has_keys_of(&self, shape: Shape) -> bool {
+        self.place != RowPlace::Hashed || shape.keys == POPULAR
+    }
 }
 
 /// Returns one of our engines.
@@ -112,8 +120,10 @@ fn measured(points: &[LookupMeasurement]) -> impl Iterator<Item = &LookupFigures
     points.iter().filter_map(Measurement::figures)
 }
 
+/// Returns the engines in the order of the tables: ours, then the peers.
 fn engine_names(points: &[LookupMeasurement]) -> Vec<&str> {
-    distinct(measured(points).map(|m| m.engine.as_str()))
+    let ours = OURS.iter().map(|engine| engine.name);
+    distinct(ours.chain(measured(points).map(|m| m.engine.as_str())))
 }
 
 /// Returns the best time of `others` over the time of `ours`, at the worst of the shapes that
@@ -207,7 +217,10 @@ fn shape_table(
         let own = measured(points).filter(|m| m.engine == name && m.dim == dim);
         let own = own.filter(|m| (m.keys, m.hotness) == (keys, hotness));
         let cells = own.map(|m| format!("{:.1} ({:.1})", m.p50_us, m.mrows_per_s));
-        table.add_row([name.to_owned()].into_iter().chain(cells));
+        let cells: Vec<String> = cells.collect();
+        if !cells.is_empty() {
+            table.add_row([name.to_owned()].into_iter().chain(cells));
+        }
     }
     for peer in points.iter().filter_map(Measurement::not_run) {
         table.add_row(peer.cells());
@@ -215,24 +228,33 @@ fn shape_table(
     table
 }
 
-/// Returns the chart: rows per second by batch size, uniform keys, of the first row width.
+/// Returns the chart: rows per second by batch size, with the most keys per bag, of the first row
+/// width. One panel has uniform keys of all rows. The other has the hashed caches beside the peers,
+/// with Zipf keys of the popular rows.
 pub fn charts(points: &[LookupMeasurement]) -> Vec<Panel> {
     let dim = measured(points).next().map_or(0, |m| m.dim);
-    let panel = |hotness: usize| {
+    let hotness = HOTNESS[HOTNESS.len() - 1];
+    // A peer has no place.
+    let place = |name: &str| OURS.iter().find(|e| e.name == name).map(|e| e.place);
+    let panel = |keys: &str| {
         let line = |(color, name): (usize, &str)| {
             let own = measured(points).filter(|m| m.engine == name && m.dim == dim);
-            let own = own.filter(|m| (m.keys, m.hotness) == ("uniform", hotness));
-            let dashed = !name.starts_with("Hatchback");
+            let own = own.filter(|m| (m.keys, m.hotness) == (keys, hotness));
+            let dashed = place(name).is_none();
             let points = own.map(|m| (m.batch as f64, m.mrows_per_s)).collect();
             Series { name: name.to_owned(), color, dashed, points }
         };
+        let shown = |name: &str| {
+            place(name).is_none_or(|place| (place == RowPlace::Hashed) == (keys == POPULAR))
+        };
+        let lines = engine_names(points).into_iter().enumerate().map(line);
         Panel {
             x: Axis::log("samples of a call").at(&BATCHES.map(|b| b as f64)),
-            y: Axis::log(&format!("Mrows/s, {hotness} a bag")),
-            series: engine_names(points).into_iter().enumerate().map(line).collect(),
+            y: Axis::log(&format!("Mrows/s, {keys} keys")),
+            series: lines.filter(|line| shown(&line.name)).collect(),
         }
     };
-    HOTNESS.map(panel).into()
+    ["uniform", POPULAR].map(panel).into()
 }
 
 #[cfg(test)]
