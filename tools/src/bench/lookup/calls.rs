@@ -14,7 +14,7 @@ pub const HOTNESS: [usize; 2] = [1, 10];
 pub const KEYS: [&str; 3] = ["uniform", "zipf", POPULAR];
 /// Zipf keys of the most popular quarter of the rows: keys that a cache of a smaller budget holds.
 pub const POPULAR: &str = "popular";
-/// The share of the rows that is popular is one in so many.
+/// One row in so many is popular.
 const POPULAR_PART: usize = 4;
 /// Exponent of the Zipf keys.
 const ALPHA: f64 = 1.05;
@@ -33,8 +33,13 @@ pub struct Shape {
 impl Shape {
     /// Returns the number of rows, the most popular of `rows`, that the keys may request.
     pub fn rows_requested(&self, rows: usize) -> usize {
-        if self.keys == POPULAR { rows.div_ceil(POPULAR_PART) } else { rows }
+        if self.keys == POPULAR { popular(rows) } else { rows }
     }
+}
+
+/// Returns the number of popular rows of `rows`.
+pub fn popular(rows: usize) -> usize {
+    rows.div_ceil(POPULAR_PART)
 }
 
 /// Returns every combination of distribution, hotness and batch size.

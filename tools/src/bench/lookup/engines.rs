@@ -1,7 +1,7 @@
 //! The engines that `bench lookup` compares: the lookups of the request path, and the peers. They
 //! take turns. Never judges their times.
 
-use super::calls::{BATCHES, Calls, Shape};
+use super::calls::{BATCHES, Calls, Shape, popular};
 use super::figures::{LookupFigures, LookupMeasurement, OURS, OurEngine, RowPlace};
 use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
@@ -78,6 +78,8 @@ impl OurLookups {
             RowPlace::Cached => (in_cache(FilledCache::whole(rows, &encoded)?.cache), all),
             RowPlace::Hashed => {
                 let half = FilledCache::hashed(rows, rows.div_ceil(2), &encoded)?;
+                let enough = half.keys.iter().all(|keys| keys.len() >= popular(rows));
+                ensure!(enough, "--rows {rows}: too few for a hashed cache, its sets overflow");
                 (in_cache(half.cache), PopularKeys::Hashed(half.keys))
             }
             RowPlace::Resident => {

@@ -109,6 +109,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn too_few_rows_are_an_error() {
+        let args = LookupArgs {
+            dim: vec![8],
+            rows: Some(1),
+            quick: true,
+            venv: PathBuf::from("none"),
+            json: None,
+            plot: None,
+        };
+        let error = run(&args).unwrap_err().to_string();
+        assert!(error.contains("--rows 1: too few"), "{error}");
+    }
+
+    #[test]
     fn without_peers_ours_is_measured_and_they_are_listed() {
         let folder = tempfile::tempdir().unwrap();
         let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
