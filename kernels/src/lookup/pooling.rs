@@ -117,9 +117,7 @@ impl PoolJob<'_> {
         let (row_bytes, end) = (format.row_bytes(), format.dim().min((from + N) * VECTOR_VALUES));
         let trailer = if C::SCALED { 4 } else { 0 };
         let prefetch = |key: usize| {
-            if key < probed {
-                rows.prefetch(slots[key % RING_KEYS], from * C::BYTES, N * C::BYTES, trailer);
-            }
+            rows.prefetch(slots[key % RING_KEYS], from * C::BYTES, N * C::BYTES, trailer);
         };
         // Rows of up to two lines gain nothing from a second prefetch.
         let repeats = row_bytes > 2 * LINE_BYTES;
@@ -154,9 +152,12 @@ impl PoolJob<'_> {
                         (V::splat(1.0), V::splat(0.0))
                     };
 
-                    prefetch(key + ROW_DISTANCE);
-                    if repeats {
-                        prefetch(key + REPEAT_DISTANCE);
+                    // One comparison for both distances. The last few rows are prefetched once.
+                    if key + ROW_DISTANCE < probed {
+                        prefetch(key + ROW_DISTANCE);
+                        if repeats {
+                            prefetch(key + REPEAT_DISTANCE);
+                        }
                     }
 
                     let at = row.add(from * C::BYTES);

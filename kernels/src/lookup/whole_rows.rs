@@ -76,9 +76,16 @@ impl RowSource for WholeRows<'_> {
 
     #[inline(always)]
     fn missing_now(&self, ring: &ProbeRing, keys: Range<usize>) -> Option<u64> {
-        let bit =
-            |(n, key): (usize, usize)| u64::from(self.is_missing(ring.slots[key % RING_KEYS])) << n;
-        Some(keys.enumerate().map(bit).fold(0, |all, bit| all | bit))
+        let (at, end) = (keys.start % RING_KEYS, keys.start % RING_KEYS + keys.len());
+        let slots = &ring.slots[at..end.min(RING_KEYS)];
+        let wrapped = &ring.slots[..end.saturating_sub(RING_KEYS)];
+        // Mostly no row is missing. Then no bit needs its place.
+        let any = |slots: &[u32]| slots.iter().fold(0, |any, slot| any | self.is_missing(*slot));
+        if any(slots) | any(wrapped) == 0 {
+            return Some(0);
+        }
+        let slots = slots.iter().chain(wrapped).enumerate();
+        Some(slots.fold(0, |all, (n, slot)| all | u64::from(self.is_missing(*slot)) << n))
     }
 
     #[inline(always)]

@@ -77,8 +77,34 @@ pub(crate) mod x86 {
     read!(read_128, "avx2", __m128i, xmm_reg, "vmovdqu {v}, xmmword ptr [{p}]");
     read!(read_64, "avx2", __m128i, xmm_reg, "vmovq {v}, qword ptr [{p}]");
     read!(read_32, "avx2", __m128i, xmm_reg, "vmovd {v}, dword ptr [{p}]");
-    // AVX2 would need a shuffle to convert the upper half of 16 loaded bytes.
-    read!(widen_256, "avx2", __m256i, ymm_reg, "vpmovzxbd {v}, qword ptr [{p}]");
+
+    // Each loads two registers and converts if the instruction can. With one block of assembly the
+    // compiler computes one address, not two.
+    macro_rules! read_two {
+        ($name:ident, $features:literal, $load:literal, $size:literal, $step:literal $flags:tt) => {
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn $name(at: *const u8) -> [__m256i; 2] {
+                let (low, high);
+                // SAFETY: as `Vector` requires.
+                unsafe {
+                    asm!(
+                        concat!($load, " {l}, ", $size, " ptr [{p}]"),
+                        concat!($load, " {h}, ", $size, " ptr [{p} + ", $step, "]"),
+                        l = out(ymm_reg) low,
+                        h = lateout(ymm_reg) high,
+                        p = in(reg) at,
+                        options $flags
+                    );
+                }
+                [low, high]
+            }
+        };
+    }
+    read_two!(read_f32s, "avx2", "vmovdqu", "ymmword", "32"(nostack, preserves_flags, readonly));
+    // The conversion of a signalling NaN, which a torn row may have, changes the flags of MXCSR.
+    read_two!(read_f16s, "avx2,f16c", "vcvtph2ps", "xmmword", "16"(nostack, readonly));
+    read_two!(read_u8s, "avx2", "vpmovzxbd", "qword", "8"(nostack, preserves_flags, readonly));
 
     /// Unpacks 16 codes of half a byte into bytes.
     #[inline]
@@ -251,22 +277,17 @@ pub(crate) mod x86 {
         #[inline(always)]
         unsafe fn f32s(at: *const u8) -> Self {
             // SAFETY: as `Vector` requires.
-            unsafe {
-                Self([_mm256_castsi256_ps(read_256(at)), _mm256_castsi256_ps(read_256(at.add(32)))])
-            }
+            unsafe { Self(read_f32s(at).map(|eight| _mm256_castsi256_ps(eight))) }
         }
         #[inline(always)]
         unsafe fn f16s(at: *const u8) -> Self {
             // SAFETY: as `Vector` requires.
-            unsafe { Self([_mm256_cvtph_ps(read_128(at)), _mm256_cvtph_ps(read_128(at.add(16)))]) }
+            unsafe { Self(read_f16s(at).map(|eight| _mm256_castsi256_ps(eight))) }
         }
         #[inline(always)]
         unsafe fn u8s(at: *const u8) -> Self {
             // SAFETY: as `Vector` requires.
-            unsafe {
-                let eight = |at| _mm256_cvtepi32_ps(widen_256(at));
-                Self([eight(at), eight(at.add(8))])
-            }
+            unsafe { Self(read_u8s(at).map(|eight| _mm256_cvtepi32_ps(eight))) }
         }
         #[inline(always)]
         unsafe fn u4s(at: *const u8) -> Self {

@@ -63,7 +63,7 @@ pub enum BenchCommand {
     Gpu(GpuArgs),
     /// Measures hit rates of the cache beside other policies, and its rows per MiB
     Hits(HitsArgs),
-    /// Measures pooled lookups on one core beside the machine's limit
+    /// Measures pooled lookups on one core beside PyTorch and FBGEMM
     Lookup(LookupArgs),
     /// Measures the way of changed rows from the trainer to the car's score
     Publish(PublishBenchArgs),
