@@ -1,8 +1,9 @@
 //! The engines that `bench lookup` compares: the lookups of the request path, and the peers. They
-//! take turns. Never judges their times.
+//! take turns, also with mere reads of the rows. Never judges their times.
 
 use super::calls::{BATCHES, Calls, Shape, popular};
-use super::figures::{LookupFigures, LookupMeasurement, OURS, OurEngine, RowPlace};
+use super::figures::{LookupFigures, LookupMeasurement, OURS, OurEngine, READS, RowPlace};
+use super::row_reads::RowReads;
 use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
 use crate::workload::key_distributions::Scatter;
@@ -195,17 +196,19 @@ pub struct Engines {
     rows: usize,
     ours: Vec<OurLookups>,
     peers: Option<LookupPeers>,
+    reads: Vec<RowReads>,
 }
 
 impl Engines {
-    /// Fills the tables of our engines: `rows` rows of `dim` columns each.
+    /// Fills the tables of our engines and of the reads: `rows` rows of `dim` columns each.
     ///
     /// # Errors
     /// The rows do not fit in memory.
     pub fn new(dim: usize, rows: usize, peers: Option<LookupPeers>) -> Result<Self> {
         let ours = OURS.iter().map(|engine| OurLookups::new(engine, dim, rows));
         let ours = ours.collect::<Result<_>>()?;
-        Ok(Self { dim, rows, ours, peers })
+        let reads = READS.iter().map(|(_, codec)| RowReads::new(rows, codec.row_bytes(dim)));
+        Ok(Self { dim, rows, ours, peers, reads: reads.collect() })
     }
 
     /// Measures `rounds` rounds at `shape`, in which each engine that has these keys has one turn.
@@ -222,22 +225,26 @@ impl Engines {
         let peers = self.peers.iter().flat_map(|p| p.about.engines.clone());
         let peers: Vec<String> = peers.collect();
         let ours = OURS.iter().zip(&mut self.ours).filter(|(engine, _)| engine.has_keys_of(shape));
-        let mut ours: Vec<_> = ours.map(|(engine, lookups)| (engine.name, lookups)).collect();
-        let names = ours.iter().map(|(name, _)| (*name).to_owned()).chain(peers);
-        let names: Vec<String> = names.collect();
+        let (ours, mut lookups): (Vec<_>, Vec<_>) = ours.unzip();
+        let ours = ours.into_iter().map(|engine| engine.name.to_owned());
+        let reads = READS.iter().map(|(name, _)| (*name).to_owned());
+        let names: Vec<String> = ours.chain(peers.clone()).chain(reads).collect();
         let calls = (ROUND_KEYS / (shape.batch * shape.hotness)).clamp(5, 400);
         let mut best = vec![BestTimes::default(); names.len()];
 
         for round in 0..rounds {
             let drawn = Calls::draw(shape, self.rows, calls, rng)?;
-            for (number, (name, best)) in names.iter().zip(&mut best).enumerate() {
-                let times = match (ours.get_mut(number), &mut self.peers) {
-                    (Some((_, lookups)), _) => lookups.run(&drawn)?,
-                    (None, Some(peers)) => peers.times(name, shape, calls, round)?,
-                    (None, None) => Vec::new(),
-                };
-                best.add_round(times);
+            let mut times = Vec::with_capacity(names.len());
+            for lookups in &mut lookups {
+                times.push(lookups.run(&drawn)?);
             }
+            if let Some(running) = &mut self.peers {
+                for name in &peers {
+                    times.push(running.times(name, shape, calls, round)?);
+                }
+            }
+            times.extend(self.reads.iter().map(|reads| reads.run(&drawn)));
+            best.iter_mut().zip(times).for_each(|(best, times)| best.add_round(times));
         }
 
         let figures = |(engine, best)| {

@@ -74,6 +74,13 @@ pub const OURS: [OurEngine; 9] = [
     ours("Hatchback, u8, resident", Codec::U8, RowPlace::Resident, BYTES),
 ];
 
+/// Reads of the requested rows without a lookup: name, and encoding of the rows.
+pub const READS: [(&str, Codec); 3] = [
+    ("only reads, f32 rows", Codec::F32),
+    ("only reads, f16 rows", Codec::F16),
+    ("only reads, u8 rows", Codec::U8),
+];
+
 /// Batches of at most so many samples have the larger of the two bars for cached rows.
 const SMALL_BATCH: usize = 256;
 
@@ -120,7 +127,7 @@ fn measured(points: &[LookupMeasurement]) -> impl Iterator<Item = &LookupFigures
     points.iter().filter_map(Measurement::figures)
 }
 
-/// Returns the engines in the order of the tables: ours, then the peers.
+/// Returns the engines in the order of the tables: ours, the peers, then the reads.
 fn engine_names(points: &[LookupMeasurement]) -> Vec<&str> {
     let ours = OURS.iter().map(|engine| engine.name);
     distinct(ours.chain(measured(points).map(|m| m.engine.as_str())))
@@ -192,6 +199,10 @@ pub fn print_tables(
          every call."
     )?;
     say!(
+        "`only reads` loads one word of each cache line of the requested rows. It adds no rows and \
+         writes no result."
+    )?;
+    say!(
         "A load of a cached line takes {:.1} ns if the lines are neighbours, and {:.1} ns if each \
          is on its own 4 KiB. The difference is the walk of page tables, where the machine has \
          small pages.",
@@ -245,7 +256,8 @@ pub fn charts(points: &[LookupMeasurement]) -> Vec<Panel> {
             Series { name: name.to_owned(), color, dashed, points }
         };
         let shown = |name: &str| {
-            place(name).is_none_or(|place| (place == RowPlace::Hashed) == (keys == POPULAR))
+            let here = |place| (place == RowPlace::Hashed) == (keys == POPULAR);
+            place(name).is_none_or(here) && READS.iter().all(|(reads, _)| *reads != name)
         };
         let lines = engine_names(points).into_iter().enumerate().map(line);
         Panel {
