@@ -88,9 +88,16 @@ pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
         #[cfg(all(target_arch = "x86_64", not(loom)))]
         Family::Avx512 => unsafe { x86::run_avx512(job) },
         #[cfg(all(target_arch = "aarch64", not(loom)))]
-        Family::Neon => job.run::<arm::Neon>(),
-        _ => job.run::<Plain>(),
+        Family::Neon => arm::run_neon(job),
+        _ => run_plain(job),
     }
+}
+
+/// Never inlined: with the jobs of all codecs and poolings in one function, the compiler takes
+/// minutes for that function.
+#[inline(never)]
+fn run_plain<J: Job>(job: J) -> J::Out {
+    job.run::<Plain>()
 }
 
 /// Orders all earlier stores past the caches before all later stores.
@@ -287,6 +294,12 @@ pub(crate) mod arm {
 
     pub(crate) struct Neon;
 
+    /// Never inlined, for the reason of [`run_plain`].
+    #[inline(never)]
+    pub(crate) fn run_neon<J: Job>(job: J) -> J::Out {
+        job.run::<Neon>()
+    }
+
     #[inline(always)]
     fn read_128<T>(from: &[T]) -> uint32x4_t {
         assert!(size_of_val(from) >= 16);
@@ -301,6 +314,12 @@ pub(crate) mod arm {
             );
         }
         value
+    }
+
+    #[inline(never)]
+    fn run_vectors_neon<J: VectorJob>(job: J) {
+        // SAFETY: every AArch64 machine has Advanced SIMD.
+        unsafe { job.run::<vector::arm::FourRegisters>() };
     }
 
     impl Simd for Neon {
@@ -349,8 +368,7 @@ pub(crate) mod arm {
 
         #[inline(always)]
         fn run_vectors<J: VectorJob>(job: J) -> bool {
-            // SAFETY: every AArch64 machine has Advanced SIMD.
-            unsafe { job.run::<vector::arm::FourRegisters>() };
+            run_vectors_neon(job);
             true
         }
     }
