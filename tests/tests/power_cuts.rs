@@ -190,9 +190,16 @@ fn every_cut_ends_in_one_whole_generation() {
     };
     assert!(clustered(0) > 200 && clustered(1) > 200, "the snapshot has no clustered rows");
     let calls = disk.calls();
-    for n in 0..cut_points() {
-        run_story(&versions, n % calls, n);
-    }
+    let next = AtomicU64::new(0);
+    let run_stories = || {
+        let numbers = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
+        numbers.take_while(|n| *n < cut_points()).for_each(|n| run_story(&versions, n % calls, n));
+    };
+    std::thread::scope(|threads| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            threads.spawn(run_stories);
+        }
+    });
     let resumed = RESUMED.load(Ordering::Relaxed);
     println!("{} cuts at {calls} places, {resumed} merged pages resumed, all whole", cut_points());
     assert!(cut_points() < 1000 || resumed > cut_points() / 4, "only {resumed} pages were resumed");
