@@ -1,6 +1,6 @@
 //! The whole car in a simulation, as `tests/src/whole_car` describes it. A fixed number of seeds
-//! and the scenario of every defect that was found must pass. Equal seeds give equal traces. `cargo
-//! run --release --bin simulate` runs any number of seeds.
+//! and the scenario of every defect that was found must pass. Equal seeds give equal traces. The
+//! program `simulate` runs any number of seeds.
 
 #![allow(clippy::unwrap_used)]
 

@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -181,6 +182,55 @@ fn the_rust_page_shows_the_example() {
         lines.filter(|line| !line.starts_with("// Opening")).collect::<Vec<_>>().join("\n")
     };
     assert!(plain(&example).contains(&plain(shown)), "docs/rust.md differs from score.rs");
+}
+
+/// Returns the folder of each package of the workspace by name.
+fn packages() -> BTreeMap<String, PathBuf> {
+    let manifest = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
+    let members = manifest.lines().find_map(|line| line.strip_prefix("members = ")).unwrap();
+    let named = |member: &str| {
+        let folder = root().join(member);
+        let manifest = std::fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+        let name = manifest.lines().find_map(|line| line.strip_prefix("name = ")).unwrap();
+        (name.trim_matches('"').to_string(), folder)
+    };
+    members.split('"').skip(1).step_by(2).map(named).collect()
+}
+
+/// Without `-p` or `--workspace`, cargo looks only into the package of the tool.
+#[test]
+fn cargo_finds_every_test_and_program_that_a_page_names() {
+    let packages = packages();
+    let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output();
+    let pages = String::from_utf8(listed.unwrap().stdout).unwrap();
+    let mut found = 0;
+    for page in pages.lines() {
+        let text = std::fs::read_to_string(root().join(page)).unwrap();
+        let commands = text.split(['`', '\n']).filter(|text| text.contains("cargo "));
+        for command in commands {
+            let words: Vec<&str> = command.split_whitespace().collect();
+            let after = |option: &str| {
+                let at = words.iter().position(|word| *word == option)?;
+                words.get(at + 1).copied()
+            };
+            let files = [("--test", "tests"), ("--bin", "src/bin"), ("--example", "examples")];
+            let wanted = files.iter().filter_map(|(option, folder)| Some((folder, after(option)?)));
+            for (folder, name) in wanted {
+                let searched: Vec<&PathBuf> = match after("-p") {
+                    _ if words.contains(&"--workspace") => packages.values().collect(),
+                    Some(package) => vec![&packages[package]],
+                    None => vec![&packages["hatchback-tools"]],
+                };
+                let is_there = searched.iter().any(|package| {
+                    let path = package.join(folder).join(name);
+                    path.with_extension("rs").exists() || path.join("main.rs").exists()
+                });
+                assert!(is_there, "{page}: {command}: cargo does not find {name}");
+                found += 1;
+            }
+        }
+    }
+    assert!(found > 10, "{found}");
 }
 
 #[test]
