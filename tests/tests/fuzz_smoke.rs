@@ -54,8 +54,8 @@ fn no_parser_panics() {
     }
 }
 
-/// The targets have the same text but for the name. No compiler needs to check them here, which
-/// would check every dependency again for the crate of the targets.
+/// The targets differ only in the name, so this test compares their text. To compile them, cargo
+/// would compile every dependency again, because their crate is outside the workspace.
 #[test]
 fn every_parser_has_a_fuzz_target_that_calls_it() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/fuzz_targets");

@@ -197,40 +197,54 @@ fn packages() -> BTreeMap<String, PathBuf> {
     members.split('"').skip(1).step_by(2).map(named).collect()
 }
 
-/// Without `-p` or `--workspace`, cargo looks only into the package of the tool.
+/// Checks that cargo finds what the options of `command` name; returns the number of names. Without
+/// `-p` or `--workspace`, cargo looks only into the package of the tool.
+fn check_names(page: &Path, command: &str, packages: &BTreeMap<String, PathBuf>) -> usize {
+    let page = page.display();
+    let words: Vec<&str> = command.split_whitespace().collect();
+    let after = |option: &str| {
+        let at = words.iter().position(|word| *word == option)?;
+        words.get(at + 1).copied()
+    };
+    let package = after("-p").unwrap_or("hatchback-tools");
+    assert!(packages.contains_key(package), "{page}: {command}: no package {package}");
+
+    let folders = [("--test", "tests"), ("--bin", "src/bin"), ("--example", "examples")];
+    let mut names = 0;
+    for (option, folder) in folders {
+        let Some(name) = after(option) else { continue };
+        let has = |package: &PathBuf| {
+            let path = package.join(folder).join(name);
+            path.with_extension("rs").exists() || path.join("main.rs").exists()
+        };
+        let found = if words.contains(&"--workspace") {
+            packages.values().any(has)
+        } else {
+            has(&packages[package])
+        };
+        assert!(found, "{page}: {command}: cargo does not find {name}");
+        names += 1;
+    }
+    names
+}
+
 #[test]
 fn cargo_finds_every_test_and_program_that_a_page_names() {
     let packages = packages();
-    let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output();
-    let pages = String::from_utf8(listed.unwrap().stdout).unwrap();
-    let mut found = 0;
-    for page in pages.lines() {
-        let text = std::fs::read_to_string(root().join(page)).unwrap();
-        let commands = text.split(['`', '\n']).filter(|text| text.contains("cargo "));
-        for command in commands {
-            let words: Vec<&str> = command.split_whitespace().collect();
-            let after = |option: &str| {
-                let at = words.iter().position(|word| *word == option)?;
-                words.get(at + 1).copied()
-            };
-            let files = [("--test", "tests"), ("--bin", "src/bin"), ("--example", "examples")];
-            let wanted = files.iter().filter_map(|(option, folder)| Some((folder, after(option)?)));
-            for (folder, name) in wanted {
-                let searched: Vec<&PathBuf> = match after("-p") {
-                    _ if words.contains(&"--workspace") => packages.values().collect(),
-                    Some(package) => vec![&packages[package]],
-                    None => vec![&packages["hatchback-tools"]],
-                };
-                let is_there = searched.iter().any(|package| {
-                    let path = package.join(folder).join(name);
-                    path.with_extension("rs").exists() || path.join("main.rs").exists()
-                });
-                assert!(is_there, "{page}: {command}: cargo does not find {name}");
-                found += 1;
+    let mut names = 0;
+    for folder in [root(), root().join("docs")] {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let page = entry.unwrap().path();
+            if page.extension().is_none_or(|extension| extension != "md") {
+                continue;
             }
+            let text = std::fs::read_to_string(&page).unwrap();
+            let commands = text.split(['`', '\n']).filter(|part| part.contains("cargo "));
+            let check = |command| check_names(&page, command, &packages);
+            names += commands.map(check).sum::<usize>();
         }
     }
-    assert!(found > 10, "{found}");
+    assert!(names > 10, "the pages name only {names} tests and programs");
 }
 
 #[test]

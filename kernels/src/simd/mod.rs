@@ -93,8 +93,8 @@ pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
     }
 }
 
-/// Never inlined: with the jobs of all codecs and poolings in one function, the compiler takes
-/// minutes for that function.
+/// Never inlined. If one function contains the jobs of all codecs and poolings, the compiler takes
+/// minutes for it.
 #[inline(never)]
 fn run_plain<J: Job>(job: J) -> J::Out {
     job.run::<Plain>()
