@@ -6,7 +6,6 @@
 
 use crate::simd::OVERREAD_BYTES;
 use crate::simd::atomics::AtomicU32;
-use crate::simd::prefetch::prefetch_l2;
 use std::marker::PhantomData;
 
 /// Bytes of a cache line.
@@ -44,14 +43,20 @@ impl<'a> RawRows<'a> {
     }
 
     /// Prefetches `values` bytes of the row in `slot` from byte `from` on, and the `trailer` bytes
-    /// after them.
+    /// after them, which are less than a cache line. Calls `hint` for each line.
     #[inline(always)]
-    pub fn prefetch(&self, slot: u32, from: usize, values: usize, trailer: usize) {
+    pub fn prefetch(
+        &self,
+        slot: u32,
+        from: usize,
+        [values, trailer]: [usize; 2],
+        hint: impl Fn(*const u8),
+    ) {
         let at = self.start.wrapping_add(slot as usize * self.stride + from);
-        (0..values).step_by(LINE_BYTES).for_each(|byte| prefetch_l2(at.wrapping_add(byte)));
+        (0..values).step_by(LINE_BYTES).for_each(|byte| hint(at.wrapping_add(byte)));
         // A row need not start on a cache line, so its end may be on one line more.
         if !self.stride.is_multiple_of(LINE_BYTES) {
-            prefetch_l2(at.wrapping_add(values + trailer - 1));
+            hint(at.wrapping_add(values + trailer - 1));
         }
     }
 }

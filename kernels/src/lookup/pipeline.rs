@@ -11,7 +11,7 @@ use crate::lookup::pooling::{Combine, PoolJob, ROW_DISTANCE};
 use crate::lookup::probe_ring::{GROUP_KEYS, ProbeRing, RING_KEYS, RingBits};
 use crate::lookup::row_source::RowSource;
 use crate::simd::Simd;
-use crate::simd::prefetch::prefetch;
+use crate::simd::prefetch::{prefetch, prefetch_l2};
 use std::ops::Range;
 
 /// Prefetch distance of the rows: number of keys by which the probe stage is ahead of pooling.
@@ -25,7 +25,7 @@ const HASH_DISTANCE: usize = 64;
 /// stage.
 const KEY_DISTANCE: usize = 64;
 /// Keys of a bag that are pooled before their rows are validated.
-const VALIDATE_KEYS: usize = 64;
+pub(crate) const VALIDATE_KEYS: usize = 64;
 const _: () = assert!(ROW_DISTANCE <= PROBE_DISTANCE);
 const _: () = assert!(VALIDATE_KEYS <= PROBE_DISTANCE && VALIDATE_KEYS <= HASH_DISTANCE);
 const _: () = assert!(VALIDATE_KEYS <= 64, "`hits_from` looks at the bits of one word");
@@ -222,7 +222,8 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
         let rows = self.source.rows();
         let ahead = bag.start + ROW_DISTANCE..bag.end + ROW_DISTANCE;
         for key in ahead.take_while(|key| *key < self.probed) {
-            rows.prefetch(self.ring.slots[key % RING_KEYS], 0, format.row_bytes(), 0);
+            let slot = self.ring.slots[key % RING_KEYS];
+            rows.prefetch(slot, 0, [format.row_bytes(), 0], prefetch_l2);
         }
     }
 

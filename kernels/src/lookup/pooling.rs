@@ -11,14 +11,19 @@
 use crate::cache::codec::{Codec, RowFormat};
 use crate::cache::raw_rows::RawRows;
 use crate::lookup::probe_ring::RING_KEYS;
+use crate::simd::prefetch::{prefetch, prefetch_l2};
 use crate::simd::vector::{Vector, VectorJob};
 
 /// Prefetch distance of the rows, in keys. Pooling prefetches later rows between its additions; the
 /// probe stage prefetches only the first rows of a pipeline.
 pub(crate) const ROW_DISTANCE: usize = 64;
-/// Distance of the second prefetch of a row, in keys. The processor drops prefetches while too many
-/// misses are in flight. The second prefetch requests the dropped lines again.
+/// Distance of the second prefetch of a row of floats, in keys. The processor drops prefetches while
+/// too many misses are in flight. The second prefetch requests the dropped lines again.
 const REPEAT_DISTANCE: usize = 48;
+/// Distance of the second prefetch of a row of codes, in keys. The scale and the bias are at the end
+/// of the row, and no column can be decoded before they are loaded. The second prefetch brings all
+/// lines of the row into the first cache level.
+const NEAR_DISTANCE: usize = 8;
 /// Values of a `Vector`.
 const VECTOR_VALUES: usize = 16;
 /// Bytes of a cache line.
@@ -115,11 +120,12 @@ impl PoolJob<'_> {
         let Self { rows, format, slots, offsets, start, probed, from_zero, stride, stream, .. } =
             *self;
         let (row_bytes, end) = (format.row_bytes(), format.dim().min((from + N) * VECTOR_VALUES));
-        let trailer = if C::SCALED { 4 } else { 0 };
-        let prefetch = |key: usize| {
-            rows.prefetch(slots[key % RING_KEYS], from * C::BYTES, N * C::BYTES, trailer);
-        };
-        // Rows of up to two lines gain nothing from a second prefetch.
+        // A constant, so the compiler unrolls the prefetches.
+        let bytes = [N * C::BYTES, if C::SCALED { 4 } else { 0 }];
+        let slot_of = |key: usize| slots[key % RING_KEYS];
+        let prefetch_l2 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch_l2);
+        let prefetch = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch);
+        // Rows of floats of up to two lines gain nothing from a second prefetch.
         let repeats = row_bytes > 2 * LINE_BYTES;
         // The last vector may have columns beyond `dim`. They are pooled here and dropped.
         let mut edge = [[0.0; VECTOR_VALUES]; N];
@@ -144,7 +150,7 @@ impl PoolJob<'_> {
                 }
 
                 for key in bounds[0] as usize - start..bounds[1] as usize - start {
-                    let row = rows.row(slots[key % RING_KEYS], row_bytes);
+                    let row = rows.row(slot_of(key), row_bytes);
                     let (scale, bias) = if C::SCALED {
                         let (scale, bias) = V::halves(row.add(row_bytes - 4));
                         (V::splat(scale * format.unit()), V::splat(bias * format.unit()))
@@ -152,11 +158,13 @@ impl PoolJob<'_> {
                         (V::splat(1.0), V::splat(0.0))
                     };
 
-                    // One comparison for both distances. The last few rows are prefetched once.
+                    // One comparison for all distances. The last few rows are prefetched once.
                     if key + ROW_DISTANCE < probed {
-                        prefetch(key + ROW_DISTANCE);
-                        if repeats {
-                            prefetch(key + REPEAT_DISTANCE);
+                        prefetch_l2(key + ROW_DISTANCE);
+                        if C::SCALED {
+                            prefetch(key + NEAR_DISTANCE);
+                        } else if repeats {
+                            prefetch_l2(key + REPEAT_DISTANCE);
                         }
                     }
 

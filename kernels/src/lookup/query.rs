@@ -6,7 +6,7 @@
 use crate::cache::address::RowKey;
 use crate::lookup::feature::{Bags, FeatureView, Input, Place, Pooling, RowStore};
 use crate::lookup::miss_list::{MissList, OpenBag, RowState, Scratch};
-use crate::lookup::pipeline::LookupPipeline;
+use crate::lookup::pipeline::{LookupPipeline, VALIDATE_KEYS};
 use crate::lookup::row_source::{CachedRows, ReadResult, RowSource};
 use crate::lookup::status::LookupStatus;
 use crate::lookup::whole_rows::WholeRows;
@@ -106,12 +106,14 @@ impl Query<'_, '_> {
         }
 
         while done < samples {
-            // The bags that end before the first miss, together.
+            // The bags that end before the first miss, together. They have at most `VALIDATE_KEYS`
+            // keys, so the search looks at as many bags.
             let begin = offsets[done] as usize;
             let hits_end = begin + pipeline.hits_from::<S>(begin - start);
             let run = match feature.pooling {
                 Pooling::None => 0,
-                _ => offsets[done + 1..=samples].partition_point(|end| *end as usize <= hits_end),
+                _ => offsets[done + 1..=samples.min(done + VALIDATE_KEYS)]
+                    .partition_point(|end| *end as usize <= hits_end),
             };
             let columns = &mut self.input.data[done * self.input.stride + feature.column..];
             let (bounds, stride) = (&offsets[done..=done + run], self.input.stride);
