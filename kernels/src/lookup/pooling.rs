@@ -17,12 +17,13 @@ use crate::simd::vector::{Vector, VectorJob};
 /// Prefetch distance of the rows, in keys. Pooling prefetches later rows between its additions; the
 /// probe stage prefetches only the first rows of a pipeline.
 pub(crate) const ROW_DISTANCE: usize = 64;
-/// Distance of the second prefetch of a row of floats, in keys. The processor drops prefetches
-/// while too many misses are in flight. The second prefetch requests the dropped lines again.
+/// Distance of the second prefetch of a row of more than two lines, in keys. The processor drops
+/// prefetches while too many misses are in flight. The second prefetch requests the dropped lines
+/// again.
 const REPEAT_DISTANCE: usize = 48;
-/// Distance of the second prefetch of a row of codes, in keys. The scale and the bias are at the
-/// row's end, and no column can be decoded before they are loaded. This prefetch brings all lines
-/// of the row into the first cache level.
+/// Distance of the second prefetch of a narrower row of codes, in keys. The scale and the bias are
+/// at the row's end, and no column can be decoded before they are loaded. This prefetch brings the
+/// row into the first cache level.
 const NEAR_DISTANCE: usize = 8;
 /// Values of a `Vector`.
 const VECTOR_VALUES: usize = 16;
@@ -125,7 +126,8 @@ impl PoolJob<'_> {
         let slot_of = |key: usize| slots[key % RING_KEYS];
         let into_l2 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch_l2);
         let into_l1 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch);
-        // Rows of floats of up to two lines gain nothing from a second prefetch.
+        // Rows of floats of up to two lines gain nothing from a second prefetch. Wide rows of codes
+        // lose if only a near prefetch requests their dropped lines.
         let repeats = row_bytes > 2 * LINE_BYTES;
         // The last vector may have columns beyond `dim`. They are pooled here and dropped.
         let mut edge = [[0.0; VECTOR_VALUES]; N];
@@ -161,10 +163,10 @@ impl PoolJob<'_> {
                     // One comparison for all distances. The last few rows are prefetched once.
                     if key + ROW_DISTANCE < probed {
                         into_l2(key + ROW_DISTANCE);
-                        if C::SCALED {
-                            into_l1(key + NEAR_DISTANCE);
-                        } else if repeats {
+                        if repeats {
                             into_l2(key + REPEAT_DISTANCE);
+                        } else if C::SCALED {
+                            into_l1(key + NEAR_DISTANCE);
                         }
                     }
 
