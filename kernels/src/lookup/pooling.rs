@@ -11,19 +11,18 @@
 use crate::cache::codec::{Codec, RowFormat};
 use crate::cache::raw_rows::RawRows;
 use crate::lookup::probe_ring::RING_KEYS;
-use crate::simd::prefetch::{prefetch, prefetch_l2};
+use crate::simd::prefetch::{drops_prefetches, prefetch, prefetch_l2};
 use crate::simd::vector::{Vector, VectorJob};
 
 /// Prefetch distance of the rows, in keys. Pooling prefetches later rows between its additions; the
 /// probe stage prefetches only the first rows of a pipeline.
 pub(crate) const ROW_DISTANCE: usize = 64;
-/// Distance of the second prefetch of a row of more than two lines, in keys. The processor drops
-/// prefetches while too many misses are in flight. The second prefetch requests the dropped lines
-/// again.
+/// Distance of the second prefetch of a row of more than two lines, in keys, on a processor that
+/// drops prefetches. The second prefetch requests the dropped lines again.
 const REPEAT_DISTANCE: usize = 48;
-/// Distance of the second prefetch of a narrower row of codes, in keys. The scale and the bias are
-/// at the row's end, and no column can be decoded before they are loaded. This prefetch brings the
-/// row into the first cache level.
+/// Distance of the second prefetch of other rows that must be decoded, in keys. It brings the row
+/// into the first cache level. All columns of a row of codes wait for the scale and the bias at its
+/// end.
 const NEAR_DISTANCE: usize = 8;
 /// Values of a `Vector`.
 const VECTOR_VALUES: usize = 16;
@@ -126,9 +125,10 @@ impl PoolJob<'_> {
         let slot_of = |key: usize| slots[key % RING_KEYS];
         let into_l2 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch_l2);
         let into_l1 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch);
-        // Rows of floats of up to two lines gain nothing from a second prefetch. Wide rows of codes
-        // lose if only a near prefetch requests their dropped lines.
-        let repeats = row_bytes > 2 * LINE_BYTES;
+        let wide = row_bytes > 2 * LINE_BYTES;
+        let repeats = wide && drops_prefetches();
+        // Rows of f32 and narrow rows of f16 gain nothing from a near prefetch.
+        let near = C::SCALED || C::DECODED && wide;
         // The last vector may have columns beyond `dim`. They are pooled here and dropped.
         let mut edge = [[0.0; VECTOR_VALUES]; N];
         for (bag, bounds) in offsets.windows(2).enumerate() {
@@ -165,7 +165,7 @@ impl PoolJob<'_> {
                         into_l2(key + ROW_DISTANCE);
                         if repeats {
                             into_l2(key + REPEAT_DISTANCE);
-                        } else if C::SCALED {
+                        } else if near {
                             into_l1(key + NEAR_DISTANCE);
                         }
                     }
@@ -252,6 +252,8 @@ impl Combiner for Maxima {
 trait Code {
     /// Bytes of a vector's values.
     const BYTES: usize;
+    /// Whether the values are not f32.
+    const DECODED: bool;
     /// Whether the values are codes that the row's scale and bias convert to numbers.
     const SCALED: bool;
     /// Loads a vector's values.
@@ -266,6 +268,7 @@ macro_rules! code {
         struct $name;
         impl Code for $name {
             const BYTES: usize = $bytes;
+            const DECODED: bool = $bytes < 4 * VECTOR_VALUES;
             const SCALED: bool = $scaled;
             #[inline(always)]
             unsafe fn values<V: Vector>(at: *const u8) -> V {

@@ -27,12 +27,16 @@ impl<'a> WholeRows<'a> {
         Some(Self { cached: CachedRows::new(cache, table, keys_end), slots })
     }
 
-    /// Returns 1 if the row in `slot` is missing or there is no such slot, else 0.
+    /// Returns a function that returns 1 if the row in a slot is missing or there is no such slot,
+    /// else 0.
     #[inline(always)]
-    fn is_missing(&self, slot: u32) -> u32 {
-        let word = self.cached.cache.present().get(slot as usize / 32);
-        let word = word.map_or(0, |word| word.load(Ordering::Relaxed));
-        !word >> (slot % 32) & 1
+    fn missing(&self) -> impl Fn(u32) -> u32 {
+        let present = self.cached.cache.present();
+        move |slot| {
+            let word = present.get(slot as usize / 32);
+            let word = word.map_or(0, |word| word.load(Ordering::Relaxed));
+            !word >> (slot % 32) & 1
+        }
     }
 
     /// Prefetches the bits of `keys`.
@@ -80,12 +84,13 @@ impl RowSource for WholeRows<'_> {
         let slots = &ring.slots[at..end.min(RING_KEYS)];
         let wrapped = &ring.slots[..end.saturating_sub(RING_KEYS)];
         // Mostly no row is missing. Then no bit needs its place.
-        let any = |slots: &[u32]| slots.iter().fold(0, |any, slot| any | self.is_missing(*slot));
+        let is_missing = self.missing();
+        let any = |slots: &[u32]| slots.iter().fold(0, |any, slot| any | is_missing(*slot));
         if any(slots) | any(wrapped) == 0 {
             return Some(0);
         }
         let slots = slots.iter().chain(wrapped).enumerate();
-        Some(slots.fold(0, |all, (n, slot)| all | u64::from(self.is_missing(*slot)) << n))
+        Some(slots.fold(0, |all, (n, slot)| all | u64::from(is_missing(*slot)) << n))
     }
 
     #[inline(always)]
@@ -96,7 +101,7 @@ impl RowSource for WholeRows<'_> {
     #[inline(always)]
     fn read_row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> ReadResult<'b> {
         let (since, slot) = (self.write_count(), self.slots.slot(key));
-        if self.is_missing(slot) == 0 {
+        if self.missing()(slot) == 0 {
             S::copy_racing(self.cached.cache.row(slot), buffer);
             if self.no_writes_since(since) {
                 return ReadResult::Row(buffer);

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Family {
     Plain,
-    /// AVX2, FMA and F16C.
+    /// AVX2, BMI2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// AVX-512 F, BW, DQ and VL, and all of `Avx2`.
@@ -47,7 +47,7 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::is_x86_feature_detected as has;
-            let avx2 = has!("avx2") && has!("fma") && has!("f16c");
+            let avx2 = has!("avx2") && has!("bmi2") && has!("fma") && has!("f16c");
             let avx512 =
                 has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
             if avx2 {

@@ -119,12 +119,12 @@ pub(crate) mod x86 {
     pub(crate) struct Avx2;
     pub(crate) struct Avx512;
 
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[target_feature(enable = "avx2,bmi2,fma,f16c")]
     pub(crate) fn run_avx2<J: Job>(job: J) -> J::Out {
         job.run::<Avx2>()
     }
 
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    #[target_feature(enable = "avx2,bmi2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(crate) fn run_avx512<J: Job>(job: J) -> J::Out {
         job.run::<Avx512>()
     }
@@ -216,14 +216,14 @@ pub(crate) mod x86 {
     }
 
     #[inline(never)]
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[target_feature(enable = "avx2,bmi2,fma,f16c")]
     fn run_vectors_avx2<J: VectorJob>(job: J) {
         // SAFETY: the function's features include the instructions.
         unsafe { job.run::<vector::x86::TwoRegisters>() };
     }
 
     #[inline(never)]
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    #[target_feature(enable = "avx2,bmi2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     fn run_vectors_avx512<J: VectorJob>(job: J) {
         // SAFETY: the function's features include the instructions.
         unsafe { job.run::<vector::x86::OneRegister>() };

@@ -4,6 +4,9 @@
 // Each hint is an intrinsic or inline assembly.
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
+
 macro_rules! prefetch {
     ($(#[$doc:meta])* $name:ident, $hint:ident, $operation:literal) => {
         $(#[$doc])*
@@ -35,6 +38,24 @@ prefetch! {
     /// Prefetches the cache line at `at` into the second level only. A core can have few misses of
     /// its first level in flight (24 on a Zen 4), and this hint takes none of these entries.
     prefetch_l2, _MM_HINT_T1, "prfm pldl2keep, [{p}]"
+}
+
+/// Returns whether this processor is taken to drop prefetches while too many lines are outstanding.
+/// A Zen 4 does: a second prefetch of a line makes lookups faster. It makes them slower on a
+/// processor of Intel (`docs/lookup.md`). On other processors nobody has measured it.
+#[inline]
+pub(crate) fn drops_prefetches() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static DROPS: LazyLock<bool> = LazyLock::new(|| {
+            let leaf = std::arch::x86_64::__cpuid(0);
+            let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+            vendor.as_flattened() != b"GenuineIntel"
+        });
+        *DROPS
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    true
 }
 
 /// Prefetches the first `LINES_MAX` lines of a row and its last line. The hardware prefetcher loads
