@@ -125,10 +125,7 @@ impl PoolJob<'_> {
         let slot_of = |key: usize| slots[key % RING_KEYS];
         let into_l2 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch_l2);
         let into_l1 = |key| rows.prefetch(slot_of(key), from * C::BYTES, bytes, prefetch);
-        let wide = row_bytes > 2 * LINE_BYTES;
-        let repeats = wide && drops_prefetches();
-        // Rows of f32 and narrow rows of f16 gain nothing from a near prefetch.
-        let near = C::SCALED || C::DECODED && wide;
+        let second = SecondPrefetch::of::<C>(row_bytes);
         // The last vector may have columns beyond `dim`. They are pooled here and dropped.
         let mut edge = [[0.0; VECTOR_VALUES]; N];
         for (bag, bounds) in offsets.windows(2).enumerate() {
@@ -163,10 +160,10 @@ impl PoolJob<'_> {
                     // One comparison for all distances. The last few rows are prefetched once.
                     if key + ROW_DISTANCE < probed {
                         into_l2(key + ROW_DISTANCE);
-                        if repeats {
-                            into_l2(key + REPEAT_DISTANCE);
-                        } else if near {
-                            into_l1(key + NEAR_DISTANCE);
+                        match second {
+                            SecondPrefetch::Far => into_l2(key + REPEAT_DISTANCE),
+                            SecondPrefetch::Near => into_l1(key + NEAR_DISTANCE),
+                            SecondPrefetch::None => {}
                         }
                     }
 
@@ -197,6 +194,30 @@ impl PoolJob<'_> {
             }
         }
         N
+    }
+}
+
+/// The second prefetch of a row.
+#[derive(Clone, Copy)]
+enum SecondPrefetch {
+    None,
+    /// `REPEAT_DISTANCE` keys ahead, into the second cache level.
+    Far,
+    /// `NEAR_DISTANCE` keys ahead, into the first cache level.
+    Near,
+}
+
+impl SecondPrefetch {
+    /// Returns the second prefetch of rows of `row_bytes` bytes. Rows of f32 and narrow rows of f16
+    /// gain nothing from a near one.
+    #[inline(always)]
+    fn of<C: Code>(row_bytes: usize) -> Self {
+        match row_bytes > 2 * LINE_BYTES {
+            true if drops_prefetches() => Self::Far,
+            true if C::BYTES < F32::BYTES => Self::Near,
+            false if C::SCALED => Self::Near,
+            _ => Self::None,
+        }
     }
 }
 
@@ -252,8 +273,6 @@ impl Combiner for Maxima {
 trait Code {
     /// Bytes of a vector's values.
     const BYTES: usize;
-    /// Whether the values are not f32.
-    const DECODED: bool;
     /// Whether the values are codes that the row's scale and bias convert to numbers.
     const SCALED: bool;
     /// Loads a vector's values.
@@ -268,7 +287,6 @@ macro_rules! code {
         struct $name;
         impl Code for $name {
             const BYTES: usize = $bytes;
-            const DECODED: bool = $bytes < 4 * VECTOR_VALUES;
             const SCALED: bool = $scaled;
             #[inline(always)]
             unsafe fn values<V: Vector>(at: *const u8) -> V {
