@@ -355,6 +355,8 @@ impl Cache {
             spin();
         };
 
+        // The fence of `start_write` also orders the odd sequence number before the stores of
+        // `write`.
         self.writes.start_write();
         let result = write(address);
         header[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);

@@ -17,7 +17,9 @@ pub(crate) struct WriteCounter {
 }
 
 impl WriteCounter {
-    /// Counts the start of a write. The writer calls this before its first store.
+    /// Counts the start of a write. The writer calls this before its first store to a row. Its
+    /// earlier stores, such as that of the set's odd sequence number, are ordered before its later
+    /// ones.
     pub fn start_write(&self) {
         self.started.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);

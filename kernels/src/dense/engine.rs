@@ -163,11 +163,6 @@ impl DenseEngine {
         }
     }
 
-    /// Returns the instruction set that the network runs on.
-    pub fn isa(&self) -> Isa {
-        self.isa
-    }
-
     /// Creates the memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> DenseScratch {
         let plan = if let Backend::Plan(plan) = &self.backend {

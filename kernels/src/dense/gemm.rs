@@ -7,7 +7,7 @@
 use crate::dense::blocks::{BlockScratch, BlockSizes, BlockedProduct};
 use crate::dense::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::lanes::Stored;
-use crate::dense::microkernel::{Finish, Row, WIDTH_MAX};
+use crate::dense::microkernel::{Finish, NonzeroRow, Row, WIDTH_MAX};
 use crate::dense::tiling::{ProductShape, padded, panels, width_for};
 use crate::dense::transpose::transpose;
 use crate::dense::weights::Weights;
@@ -241,7 +241,7 @@ impl Matrix {
             return product.run(a, out, &mut scratch.blocks);
         }
 
-        let a = list_nonzero(&a[..self.k], &mut scratch.nonzero);
+        let a = NonzeroRow::list(&a[..self.k], &mut scratch.nonzero);
         for (first, width) in panels(self.n) {
             let panel = &packed[first * self.k..][..self.k * width];
             let out = &mut out[first..self.n.min(first + width)];
@@ -262,16 +262,6 @@ fn fill<T: Zeroable>(k: usize, n: usize, value: &dyn Fn(usize, usize) -> T) -> Z
         }
     }
     packed
-}
-
-/// Lists the positions and values of `a` that are not zero, ascending. NaN is not zero.
-fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
-    let mut len = 0;
-    for (k, &x) in a.iter().enumerate() {
-        list[len] = (k as u32, x);
-        len += usize::from(x != 0.0);
-    }
-    &list[..len]
 }
 
 /// Packs `[k, n]`, or `[n, k]` if `transposed`, as the second operand of `multiply_packed`.

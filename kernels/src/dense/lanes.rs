@@ -187,18 +187,8 @@ pub(super) mod neon {
         }
         #[inline(always)]
         unsafe fn load_f16(p: *const f16) -> Self {
-            let wide;
-            // SAFETY: see the implementation's head. The conversion is in assembly because the f16
-            // vector type is not stable in this compiler.
-            unsafe {
-                std::arch::asm!(
-                    "fcvtl {w:v}.4s, {h:v}.4h",
-                    w = lateout(vreg) wide,
-                    h = in(vreg) vld1_u16(p.cast()),
-                    options(pure, nomem, nostack, preserves_flags)
-                );
-            }
-            Self(wide)
+            // SAFETY: see the implementation's head.
+            unsafe { Self(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p.cast())))) }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {

@@ -166,11 +166,32 @@ impl<W: Stored> Tile<'_, W> {
     }
 }
 
+/// The values of a row that are not zero, each with its position, ascending.
+#[derive(Clone, Copy)]
+pub(super) struct NonzeroRow<'a> {
+    values: &'a [(u32, f32)],
+    /// Every position is below this length of the row.
+    len: usize,
+}
+
+impl<'a> NonzeroRow<'a> {
+    /// Lists the values of `a` that are not zero in `list`, which has room for all. NaN is not
+    /// zero.
+    pub fn list(a: &[f32], list: &'a mut [(u32, f32)]) -> Self {
+        let mut count = 0;
+        for (k, &x) in a.iter().enumerate() {
+            list[count] = (k as u32, x);
+            count += usize::from(x != 0.0);
+        }
+        Self { values: &list[..count], len: a.len() }
+    }
+}
+
 /// A product of one row by one panel. Unlike a `Tile` of one row, it skips each `k` whose `a` is
 /// zero. That gives the same bits as long as no weight is infinite and no bias is `-0`.
 pub(super) struct Row<'a, W> {
-    /// The values of `a` that are not zero, each with its `k`, ascending.
-    pub a: &'a [(u32, f32)],
+    /// `[k]`.
+    pub a: NonzeroRow<'a>,
     /// `[k, width]`.
     pub panel: &'a [W],
     pub width: usize,
@@ -184,11 +205,7 @@ impl<W: Stored> Row<'_, W> {
     pub fn run(self, isa: Isa) {
         assert!(matches!(self.width, 16 | 32 | 64) && (1..=self.width).contains(&self.out.len()));
         assert!(self.finish.scale.len() >= self.width && self.finish.bias.len() >= self.width);
-        // The list ascends, so its last entry bounds all entries.
-        debug_assert!(self.a.is_sorted_by_key(|(k, _)| *k));
-        assert!(
-            self.a.last().is_none_or(|(k, _)| (*k as usize + 1) * self.width <= self.panel.len())
-        );
+        assert!(self.a.len * self.width <= self.panel.len());
         match isa.family() {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: an `Isa` proves the instructions; the slices were checked.
@@ -337,11 +354,11 @@ const PREFETCH_ENTRIES: usize = 12;
 unsafe fn row<V: Lanes, W: Stored, const C: usize>(t: Row<W>) {
     // SAFETY: `Row::run` checked that the slices hold what is read and written here.
     unsafe {
-        let panel = t.panel.as_ptr();
+        let (panel, a) = (t.panel.as_ptr(), t.a.values);
         let mut sums = [V::splat(0.0); C];
-        for i in 0..t.a.len() {
-            let (k, x) = *t.a.get_unchecked(i);
-            let ahead = t.a.get_unchecked((i + PREFETCH_ENTRIES).min(t.a.len() - 1)).0 as usize;
+        for i in 0..a.len() {
+            let (k, x) = *a.get_unchecked(i);
+            let ahead = a.get_unchecked((i + PREFETCH_ENTRIES).min(a.len() - 1)).0 as usize;
             let (w, x) = (panel.add(k as usize * t.width), V::splat(x));
             for c in 0..C {
                 if (c * V::N * size_of::<W>()).is_multiple_of(64) {

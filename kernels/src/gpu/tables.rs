@@ -343,11 +343,6 @@ impl DeviceTables {
         let row_words = self.shared.caches.iter().map(|c| c.view.row_words as usize).max();
         row_words.map_or(0, |row_words| DUMP_SLOTS * (size_of::<u64>() + 4 * row_words))
     }
-
-    /// Returns the number of caches.
-    pub fn caches(&self) -> usize {
-        self.shared.caches.len()
-    }
 }
 
 /// A change, and the number of the cache that it is for.
@@ -392,11 +387,6 @@ impl RowChanges {
     /// Returns the bytes that `capacity` changes take.
     pub fn bytes(capacity: usize) -> usize {
         capacity * (size_of::<CollectedChange>() + size_of::<Change>() + 4 + 1 + 8)
-    }
-
-    /// Returns the number of collected changes.
-    pub fn len(&self) -> usize {
-        self.collected.len()
     }
 
     /// Returns whether no change is collected.

@@ -111,21 +111,21 @@ pub(crate) fn stream_fence() {
 }
 
 #[cfg(all(target_arch = "x86_64", not(loom)))]
-pub(crate) mod x86 {
+mod x86 {
     use super::*;
     use std::arch::asm;
     use std::arch::x86_64::*;
 
-    pub(crate) struct Avx2;
-    pub(crate) struct Avx512;
+    pub(super) struct Avx2;
+    pub(super) struct Avx512;
 
     #[target_feature(enable = "avx2,bmi2,fma,f16c")]
-    pub(crate) fn run_avx2<J: Job>(job: J) -> J::Out {
+    pub(super) fn run_avx2<J: Job>(job: J) -> J::Out {
         job.run::<Avx2>()
     }
 
     #[target_feature(enable = "avx2,bmi2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(crate) fn run_avx512<J: Job>(job: J) -> J::Out {
+    pub(super) fn run_avx512<J: Job>(job: J) -> J::Out {
         job.run::<Avx512>()
     }
 
@@ -287,16 +287,16 @@ pub(crate) mod x86 {
 }
 
 #[cfg(all(target_arch = "aarch64", not(loom)))]
-pub(crate) mod arm {
+mod arm {
     use super::*;
     use std::arch::aarch64::*;
     use std::arch::asm;
 
-    pub(crate) struct Neon;
+    pub(super) struct Neon;
 
     /// Never inlined, for the reason of [`run_plain`].
     #[inline(never)]
-    pub(crate) fn run_neon<J: Job>(job: J) -> J::Out {
+    pub(super) fn run_neon<J: Job>(job: J) -> J::Out {
         job.run::<Neon>()
     }
 
@@ -346,22 +346,12 @@ pub(crate) mod arm {
 
         #[inline(always)]
         fn widen(halves: &[u8; 16]) -> [f32; 8] {
-            let (low, high): (float32x4_t, float32x4_t);
             let mut out = [0.0; 8];
-            // SAFETY: 16 bytes are read and 32 stored. The conversion is part of Advanced SIMD. It
-            // is written in assembly because its f16 vector type is not stable in this compiler.
+            // SAFETY: 16 bytes are read and 32 stored. The conversion is part of Advanced SIMD.
             unsafe {
-                let halves = vld1q_u8(halves.as_ptr());
-                asm!(
-                    "fcvtl {l:v}.4s, {h:v}.4h",
-                    "fcvtl2 {u:v}.4s, {h:v}.8h",
-                    l = out(vreg) low,
-                    u = out(vreg) high,
-                    h = in(vreg) halves,
-                    options(pure, nomem, nostack, preserves_flags)
-                );
-                vst1q_f32(out.as_mut_ptr(), low);
-                vst1q_f32(out.as_mut_ptr().add(4), high);
+                let halves = vreinterpretq_f16_u8(vld1q_u8(halves.as_ptr()));
+                vst1q_f32(out.as_mut_ptr(), vcvt_f32_f16(vget_low_f16(halves)));
+                vst1q_f32(out.as_mut_ptr().add(4), vcvt_high_f32_f16(halves));
             }
             out
         }

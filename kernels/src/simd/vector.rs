@@ -353,23 +353,14 @@ pub(crate) mod arm {
         value
     }
 
-    /// Converts eight f16 to f32, in assembly because the f16 vector type is not stable in this
-    /// compiler.
+    /// Converts eight f16 to f32.
     #[inline(always)]
     unsafe fn widen(halves: uint8x16_t) -> [float32x4_t; 2] {
-        let (low, high);
-        // SAFETY: the conversion accesses no memory, and every AArch64 machine has Advanced SIMD.
+        // SAFETY: every AArch64 machine has Advanced SIMD.
         unsafe {
-            asm!(
-                "fcvtl {l:v}.4s, {h:v}.4h",
-                "fcvtl2 {u:v}.4s, {h:v}.8h",
-                l = out(vreg) low,
-                u = out(vreg) high,
-                h = in(vreg) halves,
-                options(pure, nomem, nostack, preserves_flags)
-            );
+            let halves = vreinterpretq_f16_u8(halves);
+            [vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)]
         }
-        [low, high]
     }
 
     /// The vectors of Advanced SIMD.
