@@ -21,6 +21,9 @@ const TIMEOUT: u64 = u64::MAX;
 pub(crate) struct Ring {
     ring: ManuallyDrop<IoUring>,
     buffers: ManuallyDrop<Box<[UnsafeCell<AlignedPage>]>>,
+    /// The limit of a wait. The kernel reads it when it accepts a timeout entry, which may be in a
+    /// later call than the one that queued the entry.
+    limit: ManuallyDrop<Box<types::Timespec>>,
     /// The read in flight into each buffer: its file, which stays open, and its token.
     reads: Vec<Option<(Arc<File>, u64)>>,
     free: Vec<usize>,
@@ -41,7 +44,13 @@ impl Ring {
         let ring = ManuallyDrop::new(IoUring::new(entries)?);
         let buffers = (0..depth).map(|_| UnsafeCell::new(AlignedPage::zeroed())).collect();
         let reads = (0..depth).map(|_| None).collect();
-        Ok(Self { ring, buffers: ManuallyDrop::new(buffers), reads, free: (0..depth).collect() })
+        Ok(Self {
+            ring,
+            buffers: ManuallyDrop::new(buffers),
+            limit: ManuallyDrop::default(),
+            reads,
+            free: (0..depth).collect(),
+        })
     }
 
     pub fn in_flight(&self) -> usize {
@@ -141,14 +150,12 @@ impl Ring {
             return self.ring.submit().map(drop);
         }
 
-        let time = wait
-            .map(|w| w.min(URING_WAIT_MAX))
-            .map(|w| types::Timespec::new().sec(w.as_secs()).nsec(w.subsec_nanos()));
-        if let Some(time) = &time {
+        if let Some(wait) = wait.map(|w| w.min(URING_WAIT_MAX)) {
+            **self.limit = types::Timespec::new().sec(wait.as_secs()).nsec(wait.subsec_nanos());
             // The timeout also ends with the next completion. Kernels from 5.4 on support it.
-            let timeout = opcode::Timeout::new(time).count(1).build().user_data(TIMEOUT);
-            // SAFETY: the kernel copies the time when it accepts the entry, in `submit_and_wait`
-            // below; `time` lives until then.
+            let timeout = opcode::Timeout::new(&**self.limit).count(1).build().user_data(TIMEOUT);
+            // SAFETY: the kernel copies the time when it accepts the entry. The time lives as long
+            // as the ring.
             let pushed = unsafe { self.ring.submission().push(&timeout) };
             if pushed.is_err() {
                 return self.ring.submit().map(drop);
@@ -171,11 +178,12 @@ impl Drop for Ring {
             // their memory is leaked.
             return;
         }
-        // SAFETY: neither field is used again, and with no read in flight the kernel uses no
-        // buffer.
+        // SAFETY: no field is used again. With no read in flight the kernel uses no buffer, and
+        // without a ring it accepts no queued timeout.
         unsafe {
             ManuallyDrop::drop(&mut self.ring);
             ManuallyDrop::drop(&mut self.buffers);
+            ManuallyDrop::drop(&mut self.limit);
         }
     }
 }
