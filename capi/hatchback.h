@@ -151,9 +151,10 @@ hatchback_result hatchback_output_name(hatchback_model model, uint32_t column, c
  * `generation`, which may be NULL, the sequence number of the one generation that scored them all.
  *
  * Never waits for a free request slot, and blocks until the scores are there. If `timeout_us` is
- * above 0, the call returns by then, or a millisecond later. Rows of tables with the miss policy
- * `deadline` that are not read in time are replaced by the default row. If a row of a table with the
- * miss policy `wait` is not read in time, the result is HATCHBACK_DEADLINE_EXCEEDED. */
+ * above 0, the call returns by then, or a millisecond and the delay of the system's scheduler later.
+ * Rows of tables with the miss policy `deadline` that are not read in time are replaced by the
+ * default row. If a row of a table with the miss policy `wait` is not read in time, the result is
+ * HATCHBACK_DEADLINE_EXCEEDED. */
 hatchback_result hatchback_score(hatchback_model model, uint32_t samples, const float *dense,
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
                                  hatchback_status *statuses, uint64_t *generation);

@@ -128,13 +128,13 @@ fn model(handle: ModelHandle) -> Result<Arc<ServedModel>, Refusal> {
 
 /// Returns the version of the library. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_version() -> *const c_char {
+extern "C" fn hatchback_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
 /// Takes the function for messages. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_set_logger(logger: Option<Logger>, context: *mut c_void) -> Outcome {
+extern "C" fn hatchback_set_logger(logger: Option<Logger>, context: *mut c_void) -> Outcome {
     answer(|| match logger::set(logger, context) {
         true => Ok(()),
         false => Err(request("the program has a logger of Rust's `log` already")),
@@ -143,7 +143,7 @@ pub extern "C" fn hatchback_set_logger(logger: Option<Logger>, context: *mut c_v
 
 /// Opens a process. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) -> Outcome {
+extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) -> Outcome {
     answer(|| {
         write("process", to, ProcessHandle(0))?;
         let opened = Process::open(Path::new(text("target", target)?))?;
@@ -153,7 +153,7 @@ pub extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) 
 
 /// Closes a process and its models. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_close(handle: ProcessHandle) -> Outcome {
+extern "C" fn hatchback_close(handle: ProcessHandle) -> Outcome {
     answer(|| {
         let process = PROCESSES.close(handle.0).ok_or_else(|| closed("process"))?;
         MODELS.close_if(|model| process.has(model));
@@ -163,7 +163,7 @@ pub extern "C" fn hatchback_close(handle: ProcessHandle) -> Outcome {
 
 /// Loads a model. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_load(
+extern "C" fn hatchback_load(
     handle: ProcessHandle,
     flash: *const c_char,
     name: *const c_char,
@@ -180,13 +180,13 @@ pub extern "C" fn hatchback_load(
 
 /// Ends serving a model. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
+extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
     answer(|| MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload())
 }
 
 /// Writes the shape of requests. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outcome {
+extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outcome {
     answer(|| {
         let model = model(handle)?;
         let opened = model.process.serving.model(&model.name).ok_or_else(|| closed("model"))?;
@@ -202,7 +202,7 @@ pub extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> 
 
 /// Returns the number of a feature. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_feature(handle: ModelHandle, name: *const c_char) -> i32 {
+extern "C" fn hatchback_feature(handle: ModelHandle, name: *const c_char) -> i32 {
     let mut number = -1;
     answer(|| {
         number = model(handle)?.feature(text("name", name)?)?;
@@ -213,7 +213,7 @@ pub extern "C" fn hatchback_feature(handle: ModelHandle, name: *const c_char) ->
 
 /// Returns the first column of an output. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_output(handle: ModelHandle, name: *const c_char) -> i32 {
+extern "C" fn hatchback_output(handle: ModelHandle, name: *const c_char) -> i32 {
     let mut number = -1;
     answer(|| {
         number = model(handle)?.output(text("name", name)?)?;
@@ -224,7 +224,7 @@ pub extern "C" fn hatchback_output(handle: ModelHandle, name: *const c_char) -> 
 
 /// Writes the name of an output. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_output_name(
+extern "C" fn hatchback_output_name(
     handle: ModelHandle,
     column: u32,
     name: *mut c_char,
@@ -235,12 +235,14 @@ pub extern "C" fn hatchback_output_name(
         let missing = || request(format!("column = {column}: the model has {}", names.len()));
         let found = names.get(column as usize).ok_or_else(missing)?;
         let room = room("name", name, name_bytes as usize)?;
-        if found.len() >= room.len() {
-            let needed = found.len() + 1;
+        let needed = found.len() + 1;
+        if needed > room.len() {
             let problem = format!("name_bytes = {name_bytes}: `{found}` needs {needed}");
             return Err(request(problem));
         }
-        copy_text(found, room);
+        let mut text = vec![0; needed];
+        copy_text(found, &mut text);
+        room[..needed].write_copy_of_slice(&text);
         Ok(())
     })
 }
@@ -298,9 +300,9 @@ impl Destination {
 
     fn write(&self, answer: &Answer<'_>) -> Result<(), Refusal> {
         let scores = answer.scores();
-        room("scores", self.scores, scores.values.len())?.copy_from_slice(scores.values);
+        room("scores", self.scores, scores.values.len())?.write_copy_of_slice(scores.values);
         if let Some(generation) = place("generation", self.generation)? {
-            *generation = answer.generation().sequence;
+            generation.write(answer.generation().sequence);
         }
         if self.statuses.is_null() {
             return Ok(());
@@ -308,7 +310,7 @@ impl Destination {
         let statuses = room("statuses", self.statuses, scores.statuses.len())?;
         for (to, from) in statuses.iter_mut().zip(scores.statuses) {
             let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *from;
-            *to = Status { fresh, defaulted, absent, damaged, late: u32::from(late) };
+            to.write(Status { fresh, defaulted, absent, damaged, late: u32::from(late) });
         }
         Ok(())
     }
@@ -317,7 +319,7 @@ impl Destination {
 /// Scores samples. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // The arguments are those of the C call.
-pub extern "C" fn hatchback_score(
+extern "C" fn hatchback_score(
     handle: ModelHandle,
     samples: u32,
     dense: *const f32,
@@ -344,7 +346,7 @@ pub extern "C" fn hatchback_score(
 
 /// Writes the key of a text. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_key_of_text(
+extern "C" fn hatchback_key_of_text(
     handle: ModelHandle,
     feature: u32,
     value: *const c_char,
@@ -358,7 +360,7 @@ pub extern "C" fn hatchback_key_of_text(
 
 /// Writes the key of an integer. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_key_of_integer(
+extern "C" fn hatchback_key_of_integer(
     handle: ModelHandle,
     feature: u32,
     value: i64,
@@ -369,7 +371,7 @@ pub extern "C" fn hatchback_key_of_integer(
 
 /// Writes the key of a number. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_key_of_number(
+extern "C" fn hatchback_key_of_number(
     handle: ModelHandle,
     feature: u32,
     value: f64,
@@ -380,7 +382,7 @@ pub extern "C" fn hatchback_key_of_number(
 
 /// Queues keys to prefetch. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_prefetch(
+extern "C" fn hatchback_prefetch(
     handle: ModelHandle,
     feature: u32,
     keys: *const u64,
@@ -398,7 +400,7 @@ pub extern "C" fn hatchback_prefetch(
         let keys = values("keys", keys, count as usize)?;
         let taken = serving.prefetch(&model.name, feature as usize, keys);
         if let Some(queued) = place("queued", queued)? {
-            *queued = taken as u32;
+            queued.write(taken as u32);
         }
         Ok(())
     })
@@ -406,7 +408,7 @@ pub extern "C" fn hatchback_prefetch(
 
 /// Writes what a model did. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_get_statistics(
+extern "C" fn hatchback_get_statistics(
     handle: ModelHandle,
     statistics: *mut Statistics,
 ) -> Outcome {
@@ -440,7 +442,7 @@ pub extern "C" fn hatchback_get_statistics(
 
 /// Writes the memory of a process, line by line. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_get_memory(
+extern "C" fn hatchback_get_memory(
     handle: ProcessHandle,
     lines: *mut MemoryLine,
     lines_max: u32,
@@ -458,7 +460,7 @@ pub extern "C" fn hatchback_get_memory(
             let mut line = MemoryLine { model: [0; 64], part: [0; 64], bytes };
             copy_text(model, &mut line.model);
             copy_text(part, &mut line.part);
-            *to = line;
+            to.write(line);
         }
         Ok(())
     })
@@ -466,6 +468,6 @@ pub extern "C" fn hatchback_get_memory(
 
 /// Returns the text of this thread's last error. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_error() -> *const c_char {
+extern "C" fn hatchback_error() -> *const c_char {
     outcome::last_error()
 }

@@ -3,6 +3,7 @@
 
 use crate::outcome::{Refusal, request};
 use std::ffi::{CStr, c_char};
+use std::mem::MaybeUninit;
 
 /// Returns the text at `text`. `name` is the argument's name, for the error.
 pub fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str, Refusal> {
@@ -15,35 +16,44 @@ pub fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str, Refusal> {
     text.to_str().map_err(|e| request(format!("{name}: {e}")))
 }
 
-/// Returns the `length` values at `start`. `name` is the argument's name, for the error.
-pub fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], Refusal> {
-    match length {
-        0 => Ok(&[]),
-        _ if start.is_null() || !start.is_aligned() => {
-            Err(request(format!("{name} is NULL or not aligned")))
-        }
-        // SAFETY: `start` is not null and aligned; by the header it has `length` values, which live
-        // through the call.
-        _ => Ok(unsafe { std::slice::from_raw_parts(start, length) }),
+/// Checks that `start` may point to values, unless `length` is 0.
+fn check<T>(name: &str, start: *const T, length: usize) -> Result<(), Refusal> {
+    match length > 0 && (start.is_null() || !start.is_aligned()) {
+        true => Err(request(format!("{name} is NULL or not aligned"))),
+        false => Ok(()),
     }
 }
 
-/// Returns the `length` values at `start`, to be written. `name` is the argument's name, for the
-/// error.
-pub fn room<'a, T>(name: &str, start: *mut T, length: usize) -> Result<&'a mut [T], Refusal> {
-    values(name, start.cast_const(), length)?;
-    // SAFETY: as in `values`; by the header no other code reads or writes them during the call.
+/// Returns the `length` values at `start`. `name` is the argument's name, for the error.
+pub fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], Refusal> {
+    check(name, start, length)?;
+    // SAFETY: `start` is not null and aligned; by the header it has `length` values, which live
+    // through the call.
+    Ok(if length == 0 { &[] } else { unsafe { std::slice::from_raw_parts(start, length) } })
+}
+
+/// Returns the room for `length` values at `start`, which the caller need not have initialised.
+/// `name` is the argument's name, for the error.
+pub fn room<'a, T>(
+    name: &str,
+    start: *mut T,
+    length: usize,
+) -> Result<&'a mut [MaybeUninit<T>], Refusal> {
+    check(name, start, length)?;
+    let start = start.cast();
+    // SAFETY: as in `values`; by the header no other code reads or writes the room during the call.
+    // `MaybeUninit` has the layout of its value.
     Ok(if length == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, length) } })
 }
 
-/// Returns the value at `start`, to be written; `None` if `start` is null.
-pub fn place<'a, T>(name: &str, start: *mut T) -> Result<Option<&'a mut T>, Refusal> {
+/// Returns the room for a value at `start`; `None` if `start` is null.
+pub fn place<'a, T>(name: &str, start: *mut T) -> Result<Option<&'a mut MaybeUninit<T>>, Refusal> {
     if start.is_null() { Ok(None) } else { Ok(room(name, start, 1)?.first_mut()) }
 }
 
 /// Writes `value` to `start`, which must not be null.
 pub fn write<T>(name: &str, start: *mut T, value: T) -> Result<(), Refusal> {
-    room(name, start, 1)?[0] = value;
+    room(name, start, 1)?[0].write(value);
     Ok(())
 }
 
