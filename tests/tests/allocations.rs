@@ -20,7 +20,7 @@ use hatchback::schema::{KeySpace, MissPolicy};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cuda::Device;
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
 use hatchback_tests::{onnx, standin};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -32,11 +32,13 @@ struct Counting;
 
 static COUNTS: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-/// Bytes of the heap in use.
+/// Bytes of the heap in use, and the most since `PEAK` was last set.
 static HELD: AtomicI64 = AtomicI64::new(0);
+static PEAK: AtomicI64 = AtomicI64::new(0);
 
 fn hold(more: usize, less: usize) {
-    HELD.fetch_add(more as i64 - less as i64, Ordering::Relaxed);
+    let change = more as i64 - less as i64;
+    PEAK.fetch_max(HELD.fetch_add(change, Ordering::Relaxed) + change, Ordering::Relaxed);
 }
 
 fn count() {
@@ -79,6 +81,8 @@ fn allocations(work: impl FnOnce()) -> u64 {
 }
 
 const BATCH_MAX: usize = 4;
+/// Bytes of the heap that no line of the memory plan covers, at most.
+const BESIDE: i64 = 256 << 10;
 const NAME: &str = "m";
 
 struct Fixture {
@@ -209,12 +213,54 @@ fn after_warm_up_nothing_is_allocated() {
     cache_verbs();
     reading_threads();
     memory_is_summed(&Fixture::new(Device::Cpu));
+    memory_of_a_swap_is_summed();
+}
+
+/// A swap to a snapshot, which names no changed rows, compares and reads all cached rows. Its lists
+/// of these rows are in the memory plan.
+fn memory_of_a_swap_is_summed() {
+    const ROWS: usize = 60_000;
+    const KEYS: usize = 100;
+    let table = TablePlan::cached(KeySpace::Index, ROWS as u64, 4, CodecChoice::F32);
+    let feature = FeaturePlan { hotness_max: KEYS as u32, ..FeaturePlan::one_hot(0) };
+    let plan = |sequence| ModelPlan {
+        name: "swapped".to_owned(),
+        sequence,
+        seed: 30 + sequence,
+        dense: 1,
+        tables: vec![table.clone()],
+        features: vec![feature.clone()],
+    };
+    let [first, second] = [1, 2].map(|sequence| plan(sequence).pack());
+    let directory = first.install();
+    let mut budget = Budget::default();
+    let flash = Flash::open(&disk::system(), &directory).unwrap();
+    let serving = serving_on(&Device::Cpu, &flash, |b| {
+        (b.cache_bytes_max, b.batch_max) = (4 << 20, 64);
+        budget = *b;
+    });
+    for from in (0..ROWS as u64).step_by(64 * KEYS) {
+        let bag = |i: u64| (0..KEYS as u64).map(|k| (from + 100 * i + k) % ROWS as u64).collect();
+        let sample = |i| Sample { dense: vec![1.0], sparse: vec![bag(i)], ..Sample::default() };
+        let samples: Vec<Sample> = (0..64).map(sample).collect();
+        answer(&serving, &batch_for(&first.schema, 64, &samples), None);
+    }
+
+    install(&directory, &second.bundle);
+    let flash = Flash::open(&disk::system(), &directory).unwrap();
+    let before = HELD.load(Ordering::SeqCst);
+    PEAK.store(before, Ordering::SeqCst);
+    let swapped = serving.swap(NAME, &flash, budget, &|| {}).unwrap();
+    let peak = PEAK.load(Ordering::SeqCst) - before;
+    let plan = serving.memory().remove(0).1;
+    println!("{peak} bytes of the heap at most, {} in the plan", plan.opening_bytes());
+    assert_eq!((swapped.read, swapped.dropped), (ROWS, 0));
+    assert!(peak <= plan.opening_bytes() as i64 + BESIDE, "{peak} bytes at most:\n{plan}");
 }
 
 /// The heap memory that no line of the memory plan covers (names and threads) stays small, however
 /// large the budget is.
 fn memory_is_summed(fixture: &Fixture) {
-    const BESIDE: i64 = 256 << 10;
     for (batch_max, slots, workers) in [(4, 4, 1), (512, 64, 3)] {
         let before = HELD.load(Ordering::SeqCst);
         let serving =

@@ -369,24 +369,27 @@ fn set_vocabularies(plan: &mut MemoryPlan, model: &Model) {
     }
 }
 
-fn input_bytes(model: &Model) -> u64 {
-    let batch = u64::from(model.budget().batch_max) * u64::from(model.budget().workers);
-    4 * batch * model.input_widths().iter().sum::<usize>() as u64
+/// Sets the lines that another generation of the same model changes. The dense network of `model`
+/// is in host memory.
+fn set_generation(plan: &mut MemoryPlan, model: &Model) {
+    let (workers, dense) = (u64::from(model.budget().workers), cpu_dense_bytes(model));
+    let batch = u64::from(model.budget().batch_max);
+    let inputs = 4 * batch * model.input_widths().iter().sum::<usize>() as u64;
+    plan.set(RESIDENTS, resident_bytes(model.backend()));
+    plan.set(INDEXES, index_bytes(model));
+    set_vocabularies(plan, model);
+    plan.set(DENSE_WEIGHTS, dense.weights);
+    plan.set(INPUTS, workers * inputs);
+    plan.set(DENSE_RESULTS, workers * dense.scratch as u64);
 }
 
 /// Returns the memory plan of `model`, whose dense network is in host memory. The caches and
 /// workers are those of an earlier generation, whose plan is `before`.
 pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
     let mut plan = before.clone();
-    let dense = cpu_dense_bytes(model);
     plan.remove(GPU_WEIGHTS);
     plan.remove(GPU_DENSE);
-    plan.set(RESIDENTS, resident_bytes(model.backend()));
-    plan.set(INDEXES, index_bytes(model));
-    set_vocabularies(&mut plan, model);
-    plan.set(INPUTS, input_bytes(model));
-    plan.set(DENSE_WEIGHTS, dense.weights);
-    plan.set(DENSE_RESULTS, u64::from(model.budget().workers) * dense.scratch as u64);
+    set_generation(&mut plan, model);
     plan
 }
 
@@ -402,22 +405,14 @@ pub(crate) fn own_bytes(model: &Model, before: &Model) -> u64 {
 /// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.
 fn sum_memory(model: &Model) -> MemoryPlan {
     let mut plan = MemoryPlan::default();
-    add_model(&mut plan, model);
+    plan.set("embedding caches", cache_bytes(model));
+    set_generation(&mut plan, model);
     add_workers(&mut plan, model);
     add_queue(&mut plan, model);
     plan
 }
 
-/// Adds the caches, the tables and the dense network.
-fn add_model(plan: &mut MemoryPlan, model: &Model) {
-    plan.add("embedding caches", cache_bytes(model));
-    plan.add(RESIDENTS, resident_bytes(model.backend()));
-    plan.add(INDEXES, index_bytes(model));
-    set_vocabularies(plan, model);
-    plan.add(DENSE_WEIGHTS, cpu_dense_bytes(model).weights);
-}
-
-/// Adds the memory of one worker, times the workers.
+/// Adds the memory of one worker that every generation takes, times the workers.
 fn add_workers(plan: &mut MemoryPlan, model: &Model) {
     let budget = model.budget();
     let (workers, batch) = (u64::from(budget.workers), budget.batch_max as usize);
@@ -430,8 +425,6 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
 
     add("miss lists, staging rows and negative caches, all workers", misses);
     add("page buffers, all workers", PageReader::bytes(budget.reads_max as usize));
-    add(INPUTS, 4 * batch * model.input_widths().iter().sum::<usize>());
-    add(DENSE_RESULTS, cpu_dense_bytes(model).scratch);
     add("scores and statuses, all workers", batch * sample_bytes(model));
     add("batches, all workers", Batch::bytes(model.schema(), batch));
 }

@@ -12,6 +12,7 @@ use crate::model::row_writer::{ResidentPatch, RowWriter, resident_slots};
 use crate::model::served_tables::{ServedTable, Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
 use crate::request::open::{own_bytes, plan_after};
+use crate::request::transition::list_bytes;
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::gpu::GpuDense;
 use std::sync::Arc;
@@ -93,6 +94,7 @@ pub(crate) fn open(
     let taken: u64 = patches.iter().map(ResidentPatch::bytes).sum::<u64>()
         + replaced.iter().map(|(_, table)| table.bytes() as u64).sum::<u64>()
         + change.bytes()
+        + list_bytes(old, &change)
         + RowWriter::bytes(old);
 
     let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
