@@ -3,16 +3,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
-use hatchback::limits::{NAME_BYTES_MAX, SAMPLE_BYTES_MAX};
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::request::worker::{ScoreError, Worker};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{LookupStatus, Pooling};
-use hatchback_tests::fleet::VERSIONS;
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
 };
@@ -20,8 +17,7 @@ use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tools::pack::spec::CodecChoice;
 use proptest::prelude::*;
-use serde_json::json;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 const BATCH_MAX: u32 = 12;
@@ -458,22 +454,4 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     assert_eq!(refused(&|b| b.workers = 0), "workers");
     assert_eq!(refused(&|b| b.resident_bytes_max = 300 * 16 - 1), "resident_bytes_max");
     assert_eq!(refused(&|b| b.memory_bytes_max = 1 << 12), "memory_bytes_max");
-}
-
-/// A reader of lines knows from the schema how long a line may be.
-#[test]
-fn the_longest_sample_is_no_longer_than_its_schema_says() {
-    let mut schema = BundleReader::open(&VERSIONS.snapshots[0]).unwrap().manifest().schema.clone();
-    schema.dense_features = (0..100).map(|n| n.to_string()).collect();
-    schema.features.iter_mut().for_each(|feature| feature.hotness_max = 1000);
-    let bag = |hotness_max: u32| vec![u64::MAX; hotness_max as usize];
-    let sparse: BTreeMap<_, _> =
-        schema.features.iter().map(|f| (f.name.clone(), bag(f.hotness_max))).collect();
-    let dense = vec![-1.234_567_890_123_456_7e-38; schema.dense_features.len()];
-    let line =
-        json!({"model": "m".repeat(NAME_BYTES_MAX), "dense": dense, "sparse": sparse, "label": 1});
-    let line = serde_json::to_string_pretty(&line).unwrap().replace('\n', " ");
-    Sample::from_json(&line, &schema).unwrap();
-    let most = Sample::json_bytes_max(&schema);
-    assert!(line.len() <= most && most < SAMPLE_BYTES_MAX, "{} bytes, at most {most}", line.len());
 }

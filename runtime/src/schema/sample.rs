@@ -2,8 +2,8 @@
 //! of features with a key function; a sample holds keys. This file checks samples against the
 //! schema and never scores them.
 
-use crate::limits::{NAME_BYTES_MAX, RAW_BYTES_MAX, SAMPLE_BYTES_MAX};
-use crate::schema::key_function::{KeyError, KeyFunction};
+use crate::limits::SAMPLE_BYTES_MAX;
+use crate::schema::key_function::KeyError;
 use crate::schema::sample_line::{Line, Outcome, UniqueMap};
 use crate::schema::{Feature, Schema};
 use std::collections::BTreeMap;
@@ -115,23 +115,6 @@ impl Sample {
     /// Returns the recorded score of an output, if it is known.
     pub fn score(&self, output: usize) -> Option<f32> {
         self.scores.get(output).copied().flatten()
-    }
-
-    /// Returns the largest number of bytes of a sample as JSON, for any common serializer. A line
-    /// with more than one blank around each value may be longer.
-    pub fn json_bytes_max(schema: &Schema) -> usize {
-        // A number with all its digits, a key, an escaped name, an escaped text, and the other
-        // fields: each with the punctuation around it.
-        let (value, key, name) = (64, 32, 6 * NAME_BYTES_MAX + 32);
-        let (text, other) = (6 * RAW_BYTES_MAX + 32, 1024);
-        let bags = schema.features.iter().map(|f| {
-            let each = if f.key == KeyFunction::Key { key } else { text };
-            let weights = if f.weighted { (name, value) } else { (0, 0) };
-            name + weights.0 + (each + weights.1) * f.hotness_max as usize
-        });
-        let outputs = schema.network.outputs.len() * 2 * (name + value);
-        let dense = value * schema.dense_features.len();
-        (other + name + dense + outputs + bags.sum::<usize>()).min(SAMPLE_BYTES_MAX)
     }
 
     /// Checks the sample against a schema.

@@ -509,12 +509,14 @@ mod tests {
 
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-        for point in report["points"].as_array().unwrap() {
+        let points = report["points"].as_array().unwrap();
+        for point in points {
             let count = |name: &str| point[name].as_u64().unwrap();
             assert_eq!(count("requests"), 100, "{point}");
             assert_eq!(count("whole") + count("late") + count("without_scores"), 100, "{point}");
             assert_eq!(count("wrong_statuses"), 0, "{point}");
-            assert!(point["stalled"].as_f64().unwrap() > 0.0, "{point}");
         }
+        // A phase of 100 requests may end before its first stall.
+        assert!(points.iter().any(|point| point["stalled"].as_f64().unwrap() > 0.0), "{report}");
     }
 }
