@@ -38,7 +38,7 @@ pub struct Flash {
 }
 
 /// The live generation in a flash directory, if there is one.
-pub(super) enum Found {
+pub(crate) enum Found {
     /// No generation was ever live, or both copies of the live record are missing.
     Nothing,
     /// The live generation cannot be opened, for this reason.
@@ -81,7 +81,7 @@ impl Flash {
     ///
     /// # Errors
     /// [`FlashError`] if the device refused; another attempt may succeed.
-    pub(super) fn find(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Found, FlashError> {
+    pub(crate) fn find(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Found, FlashError> {
         let opened = match read_live(disk.as_ref(), directory) {
             Ok(None) => return Ok(Found::Nothing),
             Ok(Some(_)) => Self::open(disk, directory),
@@ -441,17 +441,22 @@ impl Flash {
         );
     }
 
-    /// Returns the bytes of the live generation on flash.
-    ///
-    /// # Errors
-    /// Those of [`Flash::table`].
-    pub fn bytes(&self) -> Result<u64, FlashError> {
+    /// Returns the bytes of the live generation on flash. A file that cannot be opened adds nothing.
+    pub fn bytes(&self) -> u64 {
+        let segment_bytes = |number, of, part| -> Option<u64> {
+            let (path, _) = self.segment_file(number, of, part).ok()?;
+            self.disk.open_pages(&path).ok()?.bytes().ok()
+        };
+        let table_bytes = |(number, table): (usize, &TableState)| {
+            let hot = table.hot.map_or(0, |hot| hot.bytes);
+            hot + table
+                .segments()
+                .filter_map(|(of, part)| segment_bytes(number, of, part))
+                .sum::<u64>()
+        };
         let blob = |b: u32| self.manifest.blobs[b as usize].raw_bytes();
-        let hot: u64 =
-            self.record.live.tables.iter().filter_map(|t| t.hot).map(|hot| hot.bytes).sum();
-        let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
-        (0..self.manifest.tables.len())
-            .try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
+        let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob);
+        rest + self.record.live.tables.iter().enumerate().map(table_bytes).sum::<u64>()
     }
 }
 

@@ -29,6 +29,7 @@ mod paths;
 pub mod segment;
 pub mod table;
 
+pub(crate) use directory::Found;
 pub use directory::{CLUSTERED_SERIAL, Flash, clustered_rows_max};
 pub use error::FlashError;
 pub(crate) use error::io_error;

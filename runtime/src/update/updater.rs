@@ -1,7 +1,7 @@
 //! One car's update: its directories, its two records and their locks. Never decides which release
 //! comes next (`fetch.rs`) and never changes the live generation (`apply.rs`).
 
-use crate::flash::{Flash, FlashError};
+use crate::flash::{Flash, Found};
 use crate::io::disk::{Disk, Lock};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::fetch_status::{FetchStatus, Offer};
@@ -93,14 +93,13 @@ impl Updater {
     /// # Errors
     /// `UpdateError::Flash` if the device refused.
     pub(super) fn live(&self) -> Result<Option<Flash>, UpdateError> {
-        match Flash::open(&self.disk, &self.flash) {
-            Ok(flash) => Ok(Some(flash)),
-            Err(FlashError::Field(e)) if e.field == "live" => Ok(None),
-            Err(e) if e.is_damage() => {
+        match Flash::find(&self.disk, &self.flash)? {
+            Found::Live(flash) => Ok(Some(*flash)),
+            Found::Nothing => Ok(None),
+            Found::Damaged(e) => {
                 log::debug!("{}: counts as empty: {e}", self.flash.display());
                 Ok(None)
             }
-            Err(e) => Err(e.into()),
         }
     }
 
