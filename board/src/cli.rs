@@ -67,9 +67,9 @@ pub struct Cli {
 pub enum Command {
     /// Scores the probe sets and compares them with the scores that the trainer recorded
     Check {
-        /// Largest difference allowed; quantized tables differ more than f32 tables
-        #[arg(long, default_value_t = 0.01)]
-        tolerance: f32,
+        /// Largest difference allowed [default: the target's update.probe_difference_max]
+        #[arg(long)]
+        tolerance: Option<f32>,
     },
     /// Serves scores over gRPC and HTTP on a Unix socket
     Serve(ServeArgs),

@@ -56,6 +56,7 @@ fn main() -> Result<()> {
         Some(Command::Check { tolerance }) => {
             car.require_models()?;
             let serving = models::new_serving(&target, &cli.target, device, &[])?;
+            let tolerance = tolerance.unwrap_or(target.update.probe_difference_max);
             check::run(&serving, &target, &car.models, tolerance)
         }
         Some(Command::Serve(args)) => {
