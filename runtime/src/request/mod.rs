@@ -1,5 +1,6 @@
 //! The request flow: a batch of dense features and sparse keys becomes scores with statuses.
 
+mod changed_rows;
 pub(crate) mod check;
 pub mod error;
 pub(crate) mod negative_cache;
