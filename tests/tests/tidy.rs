@@ -68,7 +68,7 @@ const CRATES: [Layers; 8] = [
             &["repository", "serve", "workload"],
             &["pack"],
             &["hps_kafka", "import", "window"],
-            &["report"],
+            &["machine_fault", "report"],
             &["limits"],
         ],
     },

@@ -18,6 +18,7 @@ pub mod import;
 pub mod inspect;
 mod limits;
 pub mod live;
+pub mod machine_fault;
 pub mod pack;
 pub mod plan;
 pub mod report;

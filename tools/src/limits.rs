@@ -16,8 +16,8 @@ pub(crate) const NPY_HEADER_BYTES_MAX: u64 = 10_000;
 /// Characters of a trainer's file that an error message repeats.
 pub(crate) const MESSAGE_CHARS_MAX: usize = 300;
 
-/// Temporary files that a sort of rows keeps open. A table that needs more partitions gets larger
-/// ones.
+/// Temporary files over which a sort spreads rows in one pass. Rows that need more files are spread
+/// in several passes.
 pub(crate) const SORT_PARTITIONS_MAX: u64 = 128;
 
 /// Ranges of a table that is packed by ranges. The merge holds a chunk of each.

@@ -5,6 +5,7 @@
 
 use clap::Parser;
 use hatchback_tools::cli::{self, Cli};
+use hatchback_tools::machine_fault;
 use hatchback_tools::report::output::CLOSED_PIPE_STATUS;
 use hatchback_tools::report::{self, OutputClosed};
 use std::process::ExitCode;
@@ -26,7 +27,10 @@ fn main() -> ExitCode {
         Err(error) if error.is::<OutputClosed>() => ExitCode::from(CLOSED_PIPE_STATUS),
         Err(error) => {
             report::note(format_args!("error: {}", report::explain(&error)));
-            ExitCode::FAILURE
+            match machine_fault::is_machine_fault(&error) {
+                true => ExitCode::from(machine_fault::STATUS),
+                false => ExitCode::FAILURE,
+            }
         }
     }
 }

@@ -129,6 +129,9 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
 /// # Errors
 /// The bundle is refused, or the directory cannot be written.
 pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
+    // The disk replaces a file that stands where it creates a directory. Here the path is a user's.
+    let is_taken = directory.exists() && !directory.is_dir();
+    ensure!(!is_taken, "{}: exists and is not a flash directory", directory.display());
     let mut bundle = BundleReader::open(path)?;
     let segment_bytes =
         |table: &TableBlobs| bundle.manifest().blobs[table.segment as usize].raw_bytes();

@@ -73,6 +73,26 @@ impl Desk {
     }
 }
 
+/// The car replaces what stands where its own files belong. The tools write to paths of a user.
+#[test]
+fn what_a_user_has_is_not_replaced() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let (shares, notes) = (desk.path("shares"), desk.path("notes.txt"));
+    let share = ["pack", &coupon("model.toml"), "--share", "1/2", "--out", &shares];
+    printed(&share);
+    let packed = |path: &str| std::fs::read_dir(path).unwrap().count();
+    let before = packed(&shares);
+    let said = refused(&["pack", &coupon("model.toml"), "--out", &shares]);
+    assert!(said.contains(&shares) && said.contains("directory"), "{said}");
+    assert!(before > 0 && packed(&shares) == before);
+
+    std::fs::write(&notes, "notes").unwrap();
+    let said = refused(&["eval", &bundle, "--flash", &notes]);
+    assert!(said.contains("notes.txt: exists and is not a flash directory"), "{said}");
+    assert_eq!(std::fs::read_to_string(&notes).unwrap(), "notes");
+}
+
 #[test]
 fn pack_inspect_eval() {
     let desk = Desk::new();
@@ -108,10 +128,11 @@ fn pack_inspect_eval() {
     let flash = desk.path("coupon.flash");
     printed(&["inspect", &flash, "--verify"]);
     let folder = Path::new(&flash).join("g000000000001");
-    for name in ["dense.onnx", "t0000.hot", "probe"] {
+    // A segment describes itself in its last page.
+    for name in ["dense.onnx", "t0000.hot", "probe", "t0003-0000.seg"] {
         let whole = std::fs::read(folder.join(name)).unwrap();
         let mut bad = whole.clone();
-        bad[whole.len() / 2] ^= 1;
+        bad[if name.ends_with(".seg") { whole.len() - 4096 } else { whole.len() / 2 }] ^= 1;
         std::fs::write(folder.join(name), bad).unwrap();
         let output = hatchback(&["inspect", &flash, "--verify"], "");
         let said = String::from_utf8(output.stdout).unwrap();

@@ -266,6 +266,18 @@ fn what_is_missing_or_wrong_in_the_ranges_is_refused_by_name() {
     refused(merge(), "range 2/3 of table `t1` is in none of the shares");
     assert_eq!(model.merged(overrides), model.whole(overrides), "the range is packed again");
 
+    // One range of a finer division does not hide the whole one.
+    let finer = TableRange { table: "t1", range: "1/5".parse().unwrap() };
+    let learn = |number: usize| {
+        let range = format!("{number}/5").parse().unwrap();
+        let part = TableRange { range, ..finer };
+        let (spec, folder) = (model.path("model.toml"), &folders[0]);
+        learn_range(&spec, part, folder, overrides, &mut |_, _| {}).unwrap();
+    };
+    (1..=5).for_each(learn);
+    pack_range(&model.path("model.toml"), finer, &folders[0], overrides, &mut |_, _| {}).unwrap();
+    merge().unwrap();
+
     let blobs = folders[1].join("t0001-1of3.blobs");
     let mut bytes = std::fs::read(&blobs).unwrap();
     bytes[100] ^= 1;

@@ -119,8 +119,13 @@ impl BundleWriter {
     /// Starts a bundle that `finish` will rename to `path`. The threads of `workers` compress.
     ///
     /// # Errors
-    /// [`BundleError::Io`] if the file cannot be created.
+    /// [`BundleError::Io`] if the file cannot be created or `path` is a directory.
     pub fn create_on(path: &Path, workers: &WorkPool) -> Result<Self, BundleError> {
+        // The disk replaces a directory that stands where it renames a file to. In a car that mends
+        // damage. Here the path is a user's, and the directory may be work of hours.
+        if path.is_dir() {
+            return Err(io_error(path)(io::ErrorKind::IsADirectory.into()));
+        }
         let file = SystemDisk.create(&atomic_write::part_of(path)).map_err(io_error(path))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
         let mut writer = Self {
@@ -196,10 +201,7 @@ impl BundleWriter {
         Manifest::decode(&bytes).map_err(refused)?;
 
         self.write_end(&bytes).map_err(io_error(&self.path))?;
-        if let Some(part) = self.file.take() {
-            atomic_write::rename_into_place(&SystemDisk, &self.path, part)
-                .map_err(io_error(&self.path))?;
-        }
+        self.rename_into_place()?;
         Ok(self.written)
     }
 
@@ -209,11 +211,20 @@ impl BundleWriter {
     /// # Errors
     /// [`BundleError::Io`] if the file cannot be written.
     pub fn finish_part(mut self) -> Result<Vec<Blob>, BundleError> {
-        if let Some(part) = self.file.take() {
-            atomic_write::rename_into_place(&SystemDisk, &self.path, part)
-                .map_err(io_error(&self.path))?;
-        }
+        self.rename_into_place()?;
         Ok(std::mem::take(&mut self.blobs))
+    }
+
+    fn rename_into_place(&mut self) -> Result<(), BundleError> {
+        let Some(part) = self.file.take() else { return Ok(()) };
+        atomic_write::rename_into_place(&SystemDisk, &self.path, part)
+            .inspect_err(|_| self.remove_part())
+            .map_err(io_error(&self.path))
+    }
+
+    /// Removes the partial file of a bundle that will not be finished.
+    fn remove_part(&self) {
+        let _ = SystemDisk.remove_file(&atomic_write::part_of(&self.path));
     }
 
     /// Adds the `blobs` of `part`, a file of [`BundleWriter::finish_part`] at `path`. Copies the
@@ -260,9 +271,8 @@ impl BundleWriter {
 
 impl Drop for BundleWriter {
     fn drop(&mut self) {
-        if self.file.take().is_some() {
-            // The bundle was not finished, so the partial file is removed.
-            let _ = SystemDisk.remove_file(&atomic_write::part_of(&self.path));
+        if self.file.is_some() {
+            self.remove_part();
         }
     }
 }

@@ -441,7 +441,7 @@ impl Flash {
         );
     }
 
-    /// Returns the bytes of the live generation on flash. A file that cannot be opened adds nothing.
+    /// Returns the bytes of the live generation on flash. A file that cannot be opened adds none.
     pub fn bytes(&self) -> u64 {
         let segment_bytes = |number, of, part| -> Option<u64> {
             let (path, _) = self.segment_file(number, of, part).ok()?;

@@ -6,7 +6,7 @@
 
 use super::hot::HotKeys;
 use super::learn::{Learnt, learn};
-use super::share::{ReadModel, Share, check_model};
+use super::share::{ReadModel, Share, check_model, note_packed};
 use super::table::{Destination, TakeRow, each_sorted, write_sorted};
 use super::{Overrides, check_rows_left};
 use crate::limits::RANGES_MAX;
@@ -123,6 +123,7 @@ pub fn learn_range(
     std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     let file = path_of(folder, number, range, "learnt");
     if read_learnt(&file, &model, number, range).is_ok() {
+        note_packed(&format!("range {range} of table `{}`", part.table), &file);
         return Ok(());
     }
 
@@ -163,6 +164,7 @@ pub fn pack_range(
     let (number, range) = (model.number_of(part.table)?, part.range);
     let head_path = path_of(folder, number, range, "head");
     if read_head(&head_path, &model, number, range).is_ok() {
+        note_packed(&format!("range {range} of table `{}`", part.table), &head_path);
         return Ok(());
     }
     let (table, left_out) = table_of_all(&model, number, range.of, folder)?;
@@ -222,12 +224,18 @@ impl PackedRanges {
     /// Finds all ranges of table `number` in `folders`.
     pub(super) fn find(model: &ReadModel, number: usize, folders: &[PathBuf]) -> Result<Self> {
         let name = &model.spec.tables[number].name;
-        let of = most_ranges(number, folders)?;
-        let Some(of) = of else { bail!("table `{name}` is in none of the shares") };
+        let head_of = |range| {
+            let mut heads = folders.iter().map(|folder| path_of(folder, number, range, "head"));
+            heads.find(|path| path.is_file())
+        };
+        // A folder may hold some ranges of an earlier division.
+        let divisions = divisions(number, folders)?;
+        let is_whole = |of: &&usize| Share::all(**of).all(|range| head_of(range).is_some());
+        let of = divisions.iter().rev().find(is_whole).or(divisions.last());
+        let Some(&of) = of else { bail!("table `{name}` is in none of the shares") };
         let mut ranges = Vec::<(PathBuf, RangeHead)>::new();
         for range in Share::all(of) {
-            let mut heads = folders.iter().map(|folder| path_of(folder, number, range, "head"));
-            let Some(path) = heads.find(|path| path.is_file()) else {
+            let Some(path) = head_of(range) else {
                 bail!("range {range} of table `{name}` is in none of the shares");
             };
             let head = read_head(&path, model, number, range)?;
@@ -296,8 +304,8 @@ impl PackedRanges {
     }
 }
 
-/// Returns the largest number of ranges of which `folders` hold a head of table `number`.
-fn most_ranges(number: usize, folders: &[PathBuf]) -> Result<Option<usize>> {
+/// Returns each number of ranges into which table `number` is divided in `folders`.
+fn divisions(number: usize, folders: &[PathBuf]) -> Result<BTreeSet<usize>> {
     let prefix = format!("t{number:04}-");
     let mut found = BTreeSet::new();
     for folder in folders {
@@ -308,7 +316,7 @@ fn most_ranges(number: usize, folders: &[PathBuf]) -> Result<Option<usize>> {
             found.extend(range.and_then(|range| range.split_once("of")?.1.parse::<usize>().ok()));
         }
     }
-    Ok(found.pop_last())
+    Ok(found)
 }
 
 /// The sorted rows of a range.

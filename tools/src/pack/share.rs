@@ -9,6 +9,7 @@ use super::table::{Destination, write_table};
 use super::{Learnt, OpenedSource, Overrides, check_name, check_rows_left, learn};
 use super::{open_source, read_requests};
 use crate::import::Rows;
+use crate::report;
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Blob, Generation, TableBlobs, sha256};
@@ -229,14 +230,24 @@ pub fn pack_part(
     let total = 2 * ours.iter().map(|(_, source)| source.rows.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
     for (number, source) in &ours {
+        let place = || format!("table `{}`", model.spec.tables[*number].name);
         if read_head(folder, *number).is_ok_and(|head| head.model == model.hash) {
+            note_packed(&place(), &head_path(folder, *number));
             continue;
         }
-        let place = || format!("table `{}`", model.spec.tables[*number].name);
         let mut work = Work { model: &model, tables: &mut tables, requests: &requests, folder };
         work.pack_table(*number, source, &mut advance).with_context(place)?;
     }
     Ok(ours.into_iter().map(|(number, _)| number).collect())
+}
+
+/// Says that a table or a range is packed already. The program cannot know whether its source has
+/// changed since.
+pub(super) fn note_packed(what: &str, head: &Path) {
+    report::note(format_args!(
+        "{what}: is packed already; remove {} to pack it again",
+        head.display()
+    ));
 }
 
 /// The work of one worker.
@@ -296,7 +307,7 @@ pub(super) fn read_head(folder: &Path, number: usize) -> Result<Head> {
 pub(super) fn check_model(path: &Path, model: &ReadModel, found: &[u8; 32]) -> Result<()> {
     ensure!(
         *found == model.hash,
-        "{}: model: is a share of another model.toml, or of other --codec or --placement",
+        "{}: model: is of another model.toml, or of other --codec, --placement or --min-count",
         path.display()
     );
     Ok(())
