@@ -9,6 +9,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::targets::Target;
+use hatchback_server::front_bytes;
 use hatchback_tools::serve::install;
 use hatchback_tools::workload::key_distributions::{BagSizes, Distribution, Workload};
 use hatchback_tools::workload::synthetic::pack_criteo;
@@ -80,14 +81,14 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets").join(name);
         std::fs::copy(from, path(name)).unwrap();
     }
-    let (log, model, svg, car) =
+    let (log, model_path, svg, car) =
         (text("log.jsonl"), text("m.flash"), text("p.svg"), text("car.toml"));
     let warm_up = WARM_UP_PERCENT.to_string();
     let plan = hatchback(&[
         "plan",
         &log,
         "--model",
-        &model,
+        &model_path,
         "--resident-mib",
         "0",
         "--warm-up-percent",
@@ -122,7 +123,22 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let target = Target::load(&path("car.toml")).unwrap();
     assert_eq!(target.budget.cache_bytes_max, bytes);
     let model = Model::from_flash(&flash, target.budget).unwrap();
-    assert_eq!(model.memory().total(), target.budget.memory_bytes_max);
+    let front = front_bytes(&target.server).iter().map(|(_, bytes)| bytes).sum::<u64>();
+    assert_eq!(model.memory().total() + front, target.budget.memory_bytes_max);
+
+    // A plan that fails keeps the earlier target.
+    let earlier = std::fs::read_to_string(&car).unwrap();
+    let args =
+        ["plan", &log, "--model", &model_path, "--resident-mib", "0", "--write-target", &car];
+    let inherits = ["--hit-percent", "75", "--inherits", "nosuch"].as_slice();
+    for (wrong, named) in [(inherits, "nosuch"), (&["--hit-percent", "99.9999"], "99.9999")] {
+        let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(args).args(wrong).output();
+        let out = out.unwrap();
+        assert!(!out.status.success(), "{wrong:?}");
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(said.contains(named), "{wrong:?}: {said}");
+        assert_eq!(std::fs::read_to_string(&car).unwrap(), earlier, "{wrong:?}");
+    }
 }
 
 #[test]

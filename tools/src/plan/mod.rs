@@ -15,12 +15,15 @@ use crate::{report, say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::flash::Flash;
+use hatchback::io::atomic_write;
+use hatchback::io::disk::SystemDisk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::model::capacity::least_cache_bytes;
 use hatchback::schema::Schema;
 use hatchback::schema::sample::Sample;
-use hatchback::targets::Target;
+use hatchback::targets::{DeviceKind, Target};
+use hatchback_server::front_bytes;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -282,8 +285,9 @@ fn serve_samples(
     Ok(Served { hit_p50_us: hit_us.get(hit_us.len() / 2).copied(), pages_per_miss })
 }
 
-/// Writes a target with the caches of the last wished hit rate and the memory that the model then
-/// takes.
+/// Writes a target with the caches of the last wished hit rate. Its memory is what the model then
+/// takes, and the daemon's front door beside it. A target with a GPU keeps the memory of the one
+/// that it inherits from: the GPU's share is known only where the GPU is.
 fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Result<()> {
     let Some(wish) = plan.wishes.last() else { bail!("--hit-percent: is empty") };
     let percent = wish.hit_percent;
@@ -291,22 +295,31 @@ fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Res
         format!("--hit-percent {percent}: no size reaches it; the input looks up too many new rows")
     })?;
     let resident = budget(args)?.resident_bytes_max;
-    let text = |memory: u64| {
+    let text = |memory: Option<u64>| {
+        let memory =
+            memory.map_or(String::new(), |memory| format!("memory_bytes_max = {memory}\n"));
         format!(
             "# Written by `hatchback plan` for {model}: {percent} % of the lookups hit.\n\
-             inherits = \"{inherits}\"\n\n[budget]\nmemory_bytes_max = {memory}\n\
-             cache_bytes_max = {cache}\nresident_bytes_max = {resident}\n",
+             inherits = \"{inherits}\"\n\n[budget]\n{memory}cache_bytes_max = {cache}\n\
+             resident_bytes_max = {resident}\n",
             model = plan.model,
             inherits = args.inherits,
         )
     };
-    let write = |memory| {
-        std::fs::write(path, text(memory)).with_context(|| path.display().to_string())?;
-        Target::load(path).context("--inherits")
+
+    let place = || path.display().to_string();
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let draft = tempfile::Builder::new().suffix(".toml").tempfile_in(folder).with_context(place)?;
+    std::fs::write(&draft, text(Some(1 << 50))).with_context(place)?;
+    let target = Target::load(draft.path()).context("--inherits")?;
+    let memory = match target.device {
+        DeviceKind::Cuda => None,
+        DeviceKind::Cpu => {
+            let front = front_bytes(&target.server).iter().map(|(_, bytes)| bytes).sum::<u64>();
+            Some(Model::from_flash(flash, target.budget)?.memory().total() + front)
+        }
     };
-    let model = Model::from_flash(flash, write(1 << 50)?.budget)?;
-    write(model.memory().total())?;
-    Ok(())
+    atomic_write::replace(&SystemDisk, path, text(memory).as_bytes()).with_context(place)
 }
 
 impl Plan {

@@ -5,7 +5,7 @@ use crate::pack::spec::ModelSpec;
 use crate::plan::simulate::{Curve, Lookup};
 use anyhow::{Context, Result, ensure};
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, Schema};
+use hatchback::schema::{Feature, KeySpace, Schema};
 use hatchback::{RowKey, mix};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -110,25 +110,33 @@ pub fn draw_counts(
 ) -> Result<()> {
     let tables = read_counts(spec, schema, curve)?;
     let rows: u64 = tables.iter().flatten().map(|table| table.keys.len() as u64).sum();
-    let features: Vec<u16> =
-        schema.features.iter().map(|f| f.table).filter(|table| curve.is_cached(*table)).collect();
+    let features: Vec<&Feature> =
+        schema.features.iter().filter(|feature| curve.is_cached(feature.table)).collect();
     // The counts of all tables come from the same samples, so their ratios are those of the bag
-    // lengths.
-    let sharing = |table: u16| features.iter().filter(|of| **of == table).count().max(1) as u64;
+    // lengths. A feature that few samples have makes the other bags too long, so the schema bounds
+    // them.
+    let sharing = |table: u16| features.iter().filter(|of| of.table == table).count().max(1) as u64;
     let per_feature = |table: u16| {
         let total = tables[usize::from(table)].as_ref().map_or(0, CountedRows::total);
         (total / sharing(table)).max(1)
     };
-    let least = features.iter().map(|table| per_feature(*table)).min().unwrap_or(1);
-    let bags: Vec<u64> = features.iter().map(|table| per_feature(*table) / least).collect();
+    let least = features.iter().map(|feature| per_feature(feature.table)).min().unwrap_or(1);
+    let bag_of = |feature: &&Feature| {
+        (per_feature(feature.table) / least).min(u64::from(feature.hotness_max))
+    };
+    let bags: Vec<u64> = features.iter().map(bag_of).collect();
     let in_request = bags.iter().sum::<u64>().max(1) * rules.batch as u64;
-    let requests = (DRAWS_PER_ROW * rows).clamp(DRAWS_MIN, DRAWS_MAX) / in_request;
+    // One request warms the caches up, and one is counted, however large they are.
+    let draws = (DRAWS_PER_ROW.saturating_mul(rows)).clamp(DRAWS_MIN, DRAWS_MAX);
+    let requests = (draws / in_request).max(2);
+    let warm_up = requests * rules.warm_up_percent / 100;
 
     let (mut random, mut lookups) = (0, Vec::new());
     for request in 0..requests {
         lookups.clear();
         for _ in 0..rules.batch {
-            for (&table, &bag) in features.iter().zip(&bags) {
+            for (feature, &bag) in features.iter().zip(&bags) {
+                let table = feature.table;
                 let Some(rows) = &tables[usize::from(table)] else { continue };
                 for _ in 0..bag {
                     random += 1;
@@ -137,7 +145,7 @@ pub fn draw_counts(
                 }
             }
         }
-        curve.request(&lookups, request >= requests / 100 * rules.warm_up_percent);
+        curve.request(&lookups, request >= warm_up);
     }
     Ok(())
 }
@@ -160,7 +168,9 @@ fn read_counts(path: &Path, schema: &Schema, curve: &Curve) -> Result<Vec<Option
             (CountedRows { keys: Vec::new(), sums: Vec::new() }, 0, 0);
         crate::import::RowSource::each_block(&rows, &mut |keys, _| {
             for (key, count) in keys.iter().zip(&counts[at..]).filter(|(_, count)| **count > 0) {
-                sum += count;
+                sum = count.checked_add(sum).with_context(|| {
+                    format!("{}: key {key}: the counts add up to 2^64 or more", place())
+                })?;
                 counted.keys.push(*key);
                 counted.sums.push(sum);
             }
