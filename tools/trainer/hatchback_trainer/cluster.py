@@ -1,34 +1,44 @@
-"""Packs a model on a Dask cluster, from an object store into an object store. Needs distributed and fsspec, not torch.
+"""Packs a model on a Dask cluster, from an object store into an object store. Needs distributed and
+fsspec, not torch.
 
-    python3 -m hatchback_trainer.cluster s3://models/7/model.toml --out s3://bundles/7.hatch --shares s3://scratch \
-        --scheduler tcp://10.0.0.1:8786
+    python3 -m hatchback_trainer.cluster s3://models/7/model.toml --out s3://bundles/7.hatch \
+        --shares s3://scratch --scheduler tcp://10.0.0.1:8786
 
-Each table is a task: a worker fetches the table's files, runs `hatchback pack --table`, and puts the packed table into
-the folder of shares, its head last. The last task merges the shares into the bundle. A task whose head
-is there already does nothing. So a lost worker loses only its current table, and a driver that is started again continues.
+Each table is a task: a worker fetches the table's files, runs `hatchback pack --table`, and puts
+the packed table into the folder of shares, its head last. The last task merges the shares into the
+bundle. A task whose head is there already does nothing. So a lost worker loses only its current
+table, and a driver that is started again continues.
 
-A table larger than --range-mib is packed by ranges of its rows, each of them a task. Before that, a task for each range
-learns the values that the encoding of every range depends on.
+A table larger than --range-mib is packed by ranges of its rows, each of them a task. Before that, a
+task for each range learns the values that the encoding of every range depends on.
 """
 
 import argparse
+import contextlib
+import logging
 import math
+import os
 import posixpath
 import shutil
 import subprocess
 import tempfile
 import time
 import uuid
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
-from distributed import Client, KilledWorker, as_completed, get_worker
+from distributed import Client, as_completed, get_worker
 
-from .model_sources import ModelSources, fetch, identity
+from .model_sources import ChangedSource, ModelSources, fetch, identity
+
+LOG = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 << 30  # source of one task
 RANGES_MAX = 256  # of a table: the merge holds a chunk of each
+PAUSE_S_MAX = 60  # before another attempt
+MACHINE_FAULT_STATUS = 3  # of `hatchback`, such as for a full disk
 
 # Stores that show a file only when it is whole. In others a file is renamed into place.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"}
@@ -39,6 +49,7 @@ class Job:
     """The parameters that all tasks share."""
 
     model: str  # URL of model.toml
+    text: bytes  # of model.toml as the driver read it, by zlib: every task holds a copy
     shares: str  # URL of the folder of packed tables
     hatchback: str  # the program on a worker
     options: tuple  # of `hatchback pack`
@@ -47,6 +58,13 @@ class Job:
 
     def open(self, url):
         return fsspec.core.url_to_fs(url, **dict(self.storage))
+
+    def write_model(self, folder):
+        """Writes model.toml into `folder`, which is made. Returns its path."""
+        path = Path(folder, posixpath.basename(self.model))
+        path.parent.mkdir()
+        path.write_bytes(zlib.decompress(self.text))
+        return path
 
 
 @dataclass(frozen=True)
@@ -62,30 +80,55 @@ class Done:
 
 
 class Refused(Exception):
-    """`hatchback` refused the model: another attempt would end in the same way."""
+    """`hatchback` refused the model or cannot be started: no attempt would end in another way."""
+
+
+# Errors that no attempt can heal. Any other is tried again: each store raises errors of its own,
+# and Dask replaces one that cannot be pickled with a plain `Exception`.
+FINAL = (Refused, ChangedSource, PermissionError, ImportError)
 
 
 def put(fs, local, remote):
-    """Writes a file to the store under its name only when it is complete. Returns its bytes."""
+    """Writes a file to the store under its name only when it is complete. Returns its bytes.
+
+    Raises what the store raises. No other file is left there then, unless its removal fails too.
+    """
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     if protocols & OBJECT_STORES:
         fs.put_file(str(local), remote)
     else:
         part = f"{remote}.part-{uuid.uuid4().hex}"
-        fs.put_file(str(local), part)
-        fs.mv(part, remote)
+        try:
+            fs.put_file(str(local), part)
+            fs.mv(part, remote)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                fs.rm_file(part)
+            raise
     return Path(local).stat().st_size
 
 
-def run_program(job, words):
-    """Runs `hatchback pack`. The program ends with the worker, even if the worker is killed."""
+def run_program(job, words, work):
+    """Runs `hatchback pack` with its temporary files in the folder `work`. The program ends with
+    the worker, even if the worker is killed.
+
+    Raises `OSError` for a signal or a fault of this machine, and `Refused` for any other failure.
+    """
     ends_too = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
-    command = [*ends_too, job.hatchback, "pack", *words, "--threads", str(job.threads), *job.options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    threads = ["--threads", str(job.threads)]
+    command = [*ends_too, job.hatchback, "pack", *words, *threads, *job.options]
+    environment = {**os.environ, "TMPDIR": str(work)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    except (FileNotFoundError, PermissionError) as error:
+        raise Refused(f"{job.hatchback}: cannot be started on this worker: {error}") from error
+    message = f"{' '.join(command)}\n{done.stderr.strip()}"
     if done.returncode < 0:
         raise OSError(f"{job.hatchback}: ended by signal {-done.returncode}")
+    if done.returncode == MACHINE_FAULT_STATUS:
+        raise OSError(message)
     if done.returncode != 0:
-        raise Refused(f"{' '.join(command)}\n{done.stderr.strip()}")
+        raise Refused(message)
 
 
 @dataclass(frozen=True)
@@ -99,7 +142,8 @@ class Piece:
 
     def words(self):
         """Returns what tells `hatchback pack` to pack this piece."""
-        return ["--table", self.name, *(["--range", f"{self.part}/{self.of}"] if self.of > 1 else [])]
+        ranges = ["--range", f"{self.part}/{self.of}"] if self.of > 1 else []
+        return ["--table", self.name, *ranges]
 
     def stem(self):
         return f"t{self.number:04}" + (f"-{self.part}of{self.of}" if self.of > 1 else "")
@@ -115,7 +159,8 @@ class Piece:
 
 
 def scratch():
-    """Returns a temporary folder of the worker. After a kill, the nanny (Dask's parent process) removes it."""
+    """Returns a temporary folder of the worker. After a kill, the nanny (Dask's parent process)
+    removes it."""
     return tempfile.TemporaryDirectory(dir=get_worker().local_directory)
 
 
@@ -128,15 +173,15 @@ def pack_piece(job, piece, needs, learn=False):
         return Done(packed=False)
     models, model = job.open(job.model)
     with scratch() as work:
-        local, out, times = Path(work, "model", posixpath.basename(model)), Path(work, "share"), [time.monotonic()]
-        local.parent.mkdir()
-        local.write_bytes(models.cat_file(model))
+        times, out = [time.monotonic()], Path(work, "share")
+        local = job.write_model(Path(work, "model"))
         bytes_in = fetch(models, posixpath.dirname(model), needs, local.parent)
         out.mkdir()
         for file in [] if learn else piece.learnt():
             shares.get_file(posixpath.join(folder, file), str(out / file))
         times.append(time.monotonic())
-        run_program(job, [str(local), "--out", str(out), *piece.words(), *(["--learn"] if learn else [])])
+        words = [str(local), "--out", str(out), *piece.words(), *(["--learn"] if learn else [])]
+        run_program(job, words, work)
         times.append(time.monotonic())
         shares.makedirs(folder, exist_ok=True)
         bytes_out = sum(put(shares, out / file, posixpath.join(folder, file)) for file in files)
@@ -147,19 +192,19 @@ def pack_piece(job, piece, needs, learn=False):
 
 def merge(job, pieces, needs, out):
     """Makes the bundle of the packed tables. Runs on a worker."""
-    (shares, folder), (models, model), (outs, target) = (job.open(url) for url in (job.shares, job.model, out))
+    urls = (job.shares, job.model, out)
+    (shares, folder), (models, model), (outs, target) = (job.open(url) for url in urls)
     with scratch() as work:
-        local, packed, times = Path(work, "model", posixpath.basename(model)), Path(work, "share"), [time.monotonic()]
+        times, packed = [time.monotonic()], Path(work, "share")
         packed.mkdir()
-        local.parent.mkdir()
-        local.write_bytes(models.cat_file(model))
+        local = job.write_model(Path(work, "model"))
         bytes_in = fetch(models, posixpath.dirname(model), needs, local.parent)
         for file in (file for piece in pieces for file in piece.files()):
             shares.get_file(posixpath.join(folder, file), str(packed / file))
             bytes_in += (packed / file).stat().st_size
         times.append(time.monotonic())
         bundle = Path(work, "bundle")
-        run_program(job, [str(local), "--out", str(bundle), "--merge", str(packed)])
+        run_program(job, [str(local), "--out", str(bundle), "--merge", str(packed)], work)
         times.append(time.monotonic())
         outs.makedirs(posixpath.dirname(target), exist_ok=True)
         bytes_out = put(outs, bundle, target)
@@ -168,46 +213,71 @@ def merge(job, pieces, needs, out):
     return Done(True, bytes_in, bytes_out, *spent)
 
 
-def run_tasks(client, tasks, attempts_max):
-    """Runs tasks, `{name: (function, arguments)}`, in their order of priority. Returns the results by name.
+def pause_s(attempt):
+    """Returns the pause before an attempt, counted from 1, in seconds: none before the first, then
+    1, 2, 4 and so on, at most `PAUSE_S_MAX`."""
+    return min(2 ** (attempt - 2), PAUSE_S_MAX) if attempt > 1 else 0
 
-    Dask moves the task of a lost worker to another worker, and gives up after a few. This function then submits the task
-    again, and also after an error of the store, up to `attempts_max` times.
+
+def attempt_after(seconds, function, *arguments):
+    """Returns `function(*arguments)`, called after a pause. Runs on a worker."""
+    time.sleep(seconds)
+    return function(*arguments)
+
+
+def run_tasks(client, tasks, attempts_max):
+    """Runs tasks, `{name: (function, arguments)}`, in their order of priority. Returns the results
+    by name.
+
+    Dask moves the task of a lost worker to another worker, and gives up after a few. This function
+    then submits the task again, and also after an error that may pass, up to `attempts_max` times.
+    The pause before an attempt is on a worker, so an outage of the store takes only the attempts of
+    the tasks that have begun.
+
+    Raises an error of a task that is in `FINAL`, or that of its last attempt.
     """
     results, attempts, names = {}, dict.fromkeys(tasks, 0), {}
 
     def submit(name, priority):
-        function, *arguments = tasks[name]
         attempts[name] += 1
-        key = f"{name}-{uuid.uuid4().hex}"
-        future = client.submit(function, *arguments, key=key, pure=False, priority=priority)
+        task, key = (pause_s(attempts[name]), *tasks[name]), f"{name}-{uuid.uuid4().hex}"
+        future = client.submit(attempt_after, *task, key=key, pure=False, priority=priority)
         names[future.key] = name
         return future
 
     running = as_completed([submit(name, -place) for place, name in enumerate(tasks)])
     for future in running:
         name = names[future.key]
-        error = future.exception() if future.status == "error" else None
-        again = isinstance(error, (KilledWorker, OSError)) or future.status in ("lost", "cancelled")
-        if again and attempts[name] < attempts_max:
-            running.add(submit(name, 0))
-        elif future.status != "finished":
-            raise error or RuntimeError(f"{name}: {future.status}")
-        else:
+        if future.status == "finished":
             results[name] = future.result()
-            # Dask then forgets the task. Otherwise it would repeat the task if the worker with the result is lost.
+            # Dask then forgets the task. Otherwise it would repeat the task if the worker with the
+            # result is lost.
             future.release()
+            continue
+        error = future.exception() if future.status == "error" else None
+        error = error or RuntimeError(f"Dask reports the task as {future.status}")
+        if isinstance(error, FINAL) or attempts[name] >= attempts_max:
+            raise error
+        LOG.warning("%s: attempt %d of %d failed, and another follows: %s: %s",
+                    name, attempts[name], attempts_max, type(error).__name__, error)
+        running.add(submit(name, 0))
     return results
 
 
-def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threads=1, storage=None, attempts_max=20, range_bytes=RANGE_BYTES):
+def pack(
+    client, model, out, shares, *, hatchback="hatchback", options=(), threads=1, storage=None,
+    attempts_max=20, range_bytes=RANGE_BYTES,
+):
     """Packs `model`, the URL of a model.toml, into the bundle `out` on the workers of `client`.
 
-    `shares` is the URL of a folder for packed tables; each state of the sources has a folder in it. Its content may be
-    removed once the bundle is there. A table of more than `range_bytes` of source is packed by ranges. Returns the results of
-    all tasks by name; the merge is `merge`.
+    `shares` is the URL of a folder for packed tables; each state of the sources has a folder in it.
+    Its content may be removed once the bundle is there. A table of more than `range_bytes` of
+    source is packed by ranges. Each task has at most `attempts_max` attempts. Returns the results
+    of all tasks by name; the merge is `merge`.
 
-    Raises `Refused` with the message of `hatchback` if the model or a file is wrong.
+    Raises `Refused` with the message of `hatchback` if the model or a file is wrong,
+    `ChangedSource` if a file changes meanwhile, `PermissionError` if a store denies access, and the
+    last error of a task that failed `attempts_max` times.
     """
     storage = tuple((storage or {}).items())
     fs, path = fsspec.core.url_to_fs(model, **dict(storage))
@@ -215,17 +285,21 @@ def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threa
     common, merged = sources.common_needs(), sources.merge_needs()
     needs = [sources.table_needs(number) for number in range(len(sources.tables()))]
     version = client.submit(program_version, hatchback, pure=False).result()
-    name = identity(sources, [*common, *(need for table in needs for need in table)], [version, *options])
-    job = Job(model, posixpath.join(shares, name), hatchback, tuple(options), threads, storage)
+    inputs = [*common, *(need for table in needs for need in table)]
+    folder = posixpath.join(shares, identity(sources, inputs, [version, *options]))
+    text = zlib.compress(sources.text)
+    job = Job(model, text, folder, hatchback, tuple(options), threads, storage)
 
     pieces = []  # each with its needs
     for number, table in enumerate(sources.tables()):
-        of = min(math.ceil(sum(need.bytes for need in needs[number]) / range_bytes), RANGES_MAX) or 1
+        bytes_in = sum(need.bytes for need in needs[number])
+        of = min(math.ceil(bytes_in / range_bytes), RANGES_MAX) or 1
         for part in range(1, of + 1):
             own = needs[number] if of == 1 else sources.range_needs(number, part, of)
             pieces.append((Piece(number, table, part, of), [*common, *own]))
     pieces.sort(key=lambda one: -sum(need.bytes for need in one[1]))
-    learn = {f"learn-{piece.stem()}": (pack_piece, job, piece, own, True) for piece, own in pieces if piece.of > 1}
+    divided = [(piece, own) for piece, own in pieces if piece.of > 1]
+    learn = {f"learn-{piece.stem()}": (pack_piece, job, piece, own, True) for piece, own in divided}
     results = run_tasks(client, learn, attempts_max) if learn else {}
     tasks = {f"pack-{piece.stem()}": (pack_piece, job, piece, own) for piece, own in pieces}
     results |= run_tasks(client, tasks, attempts_max)
@@ -235,25 +309,36 @@ def pack(client, model, out, shares, *, hatchback="hatchback", options=(), threa
 
 def program_version(hatchback):
     """Returns the version that the program on a worker prints."""
-    return subprocess.run([hatchback, "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    asked = subprocess.run([hatchback, "--version"], check=True, capture_output=True, text=True)
+    return asked.stdout.strip()
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="hatchback_trainer.cluster", description="Packs a model on a Dask cluster.")
-    parser.add_argument("model", metavar="URL", help="the model.toml, such as s3://models/7/model.toml")
-    parser.add_argument("--out", required=True, metavar="URL", help="the bundle to write")
-    parser.add_argument("--shares", required=True, metavar="URL", help="a folder for packed tables")
-    parser.add_argument("--scheduler", required=True, metavar="ADDRESS", help="Dask's scheduler, such as tcp://10.0.0.1:8786")
-    parser.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program on the workers")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads for one table (default: 1)")
-    parser.add_argument("--range-mib", type=float, default=RANGE_BYTES / 2**20, metavar="MIB", help="source of one task: a larger table is packed by ranges of its rows (default: 16384)")
-    parser.add_argument("--option", action="append", default=[], metavar="WORD", help="a word for `hatchback pack`, such as --option=--codec=u8")
+    parser = argparse.ArgumentParser(
+        prog="hatchback_trainer.cluster", description="Packs a model on a Dask cluster."
+    )
+    add = parser.add_argument
+    add("model", metavar="URL", help="the model.toml, such as s3://models/7/model.toml")
+    add("--out", required=True, metavar="URL", help="the bundle to write")
+    add("--shares", required=True, metavar="URL", help="a folder for packed tables")
+    add("--scheduler", required=True, metavar="ADDRESS",
+        help="Dask's scheduler, such as tcp://10.0.0.1:8786")
+    add("--hatchback", default="hatchback", metavar="PROGRAM", help="the program on the workers")
+    add("--threads", type=int, default=1, metavar="N", help="threads for one table (default: 1)")
+    add("--range-mib", type=float, default=RANGE_BYTES / 2**20, metavar="MIB",
+        help="source of one task: a larger table is packed by ranges of its rows (default: 16384)")
+    add("--option", action="append", default=[], metavar="WORD",
+        help="a word for `hatchback pack`, such as --option=--codec=u8")
     args = parser.parse_args()
     with Client(args.scheduler) as client:
-        results = pack(client, args.model, args.out, args.shares, hatchback=args.hatchback, options=args.option, threads=args.threads, range_bytes=args.range_mib * 2**20)
+        results = pack(
+            client, args.model, args.out, args.shares, hatchback=args.hatchback,
+            options=args.option, threads=args.threads, range_bytes=args.range_mib * 2**20,
+        )
     packed = [done for name, done in results.items() if name != "merge" and done.packed]
     moved = sum(done.bytes_in + done.bytes_out for done in results.values())
-    print(f"{args.out}: {results['merge'].bytes_out} bytes; {len(packed)} of {len(results) - 1} tasks packed, {moved} bytes moved")
+    written = f"{args.out}: {results['merge'].bytes_out} bytes"
+    print(f"{written}; {len(packed)} of {len(results) - 1} tasks packed, {moved} bytes moved")
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class OnACluster(unittest.TestCase):
         merge, cluster.merge = cluster.merge, None
         try:
             with self.assertRaises(Exception):
-                self.pack(program)
+                self.pack(program, attempts_max=1)
         finally:
             cluster.merge = merge
         self.assertEqual(len(self.runs()), synthetic.TABLES)
