@@ -48,6 +48,15 @@ pub const SCORE_DIFFERENCE_MAX: f32 = 1e-3;
 /// Samples of the probe set that the check of narrow weights scores. They are enough to detect a
 /// network that does not tolerate such weights, and few enough for a start.
 pub const WEIGHT_CHECK_SAMPLES_MAX: usize = 512;
+/// Time after its deadline within which a request is answered, µs: with scores, or with the error
+/// that the deadline is exceeded. Delays of the system's scheduler are not included.
+pub const DEADLINE_GRACE_US: u64 = 1_000;
+/// Time after its deadline for which a caller waits for scores, µs. The rest of the grace is for
+/// the return to the caller.
+pub const DEADLINE_WAIT_US: u64 = 500;
+/// Longest expected time of a request that is scored on its caller's thread, µs. Longer ones go to
+/// a worker, so that the caller's other requests keep their deadlines.
+pub const CALLER_SCORE_US_MAX: u64 = 200;
 
 // Bundles and the flash tier.
 
@@ -178,14 +187,5 @@ const _: () =
     assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");
 const _: () = assert!(SLOTS_MAX <= u16::MAX as usize, "u16 numbers the slots");
 const _: () = assert!(DELTA_PAGES_MAX <= 1 << 24, "a page of a delta has a number of 24 bits");
-/// Time after its deadline within which a request is answered, µs: with scores, or with the error
-/// that the deadline is exceeded. Delays of the system's scheduler are not included.
-pub const DEADLINE_GRACE_US: u64 = 1_000;
-/// Time after its deadline for which a caller waits for scores, µs. The rest of the grace is for
-/// the return to the caller.
-pub const DEADLINE_WAIT_US: u64 = 500;
 const _: () = assert!(DEADLINE_WAIT_US < DEADLINE_GRACE_US);
-/// Longest expected time of a request that is scored on its caller's thread, µs. Longer ones go to
-/// a worker, so that the caller's other requests keep their deadlines.
-pub const CALLER_SCORE_US_MAX: u64 = 200;
 const _: () = assert!(CALLER_SCORE_US_MAX < DEADLINE_GRACE_US - DEADLINE_WAIT_US);

@@ -262,7 +262,7 @@ impl Gpu {
             format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
 
         if let Some((_, cubin)) = images.cubins.iter().find(|(sm, _)| *sm == self.sm) {
-            match self.load_cubin(cubin) {
+            match self.load_image(cubin) {
                 Ok(module) => return Ok(module),
                 Err(e) => {
                     tried =
@@ -287,17 +287,18 @@ impl Gpu {
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
     }
 
-    /// Loads `cubin`, a whole image of machine code.
-    fn load_cubin(self: &Arc<Self>, cubin: &[u8]) -> Result<Arc<Module>> {
+    /// Loads `image`, a whole file of machine code or of PTX.
+    fn load_image(self: &Arc<Self>, image: &[u8]) -> Result<Arc<Module>> {
         // The driver reads 8-byte words, so the copy is aligned to them.
-        let mut image = vec![0u64; cubin.len().div_ceil(8) + 1];
-        for (word, bytes) in image.iter_mut().zip(cubin.chunks(8)) {
+        let mut aligned = vec![0u64; image.len().div_ceil(8) + 1];
+        for (word, bytes) in aligned.iter_mut().zip(image.chunks(8)) {
             let mut eight = [0; 8];
             eight[..bytes.len()].copy_from_slice(bytes);
             *word = u64::from_ne_bytes(eight);
         }
-        // SAFETY: `image` holds a whole image, which the driver copies, and ends in a zero byte.
-        let module = unsafe { self.load(image.as_ptr().cast()) }?;
+        // SAFETY: `aligned` ends in a zero byte, and the driver copies it. The image is whole: it is
+        // part of this program, or of a folder for development, whose user vouches for it.
+        let module = unsafe { self.load(aligned.as_ptr().cast()) }?;
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
     }
 
@@ -308,7 +309,7 @@ impl Gpu {
         let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
         let image = std::fs::read(&path).map_err(|e| none(format!("{}: {e}", path.display())))?;
         log::warn!("kernels for development: {}", path.display());
-        self.load_cubin(&image).map_err(|e| none(format!("{}: {e}", path.display())))
+        self.load_image(&image).map_err(|e| none(format!("{}: {e}", path.display())))
     }
 
     /// # Safety

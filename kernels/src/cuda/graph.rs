@@ -15,8 +15,10 @@ use std::sync::Arc;
 const RECORD_ATTEMPTS: usize = 4;
 
 impl Stream {
-    fn begin_recording(&self, mode: sys::CUstreamCaptureMode) -> Result<(), CudaError> {
+    fn begin_recording(&self) -> Result<(), CudaError> {
         self.bind()?;
+        // Records this thread only, so other threads may allocate at the same time.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive.
         let result = unsafe { (self.gpu().driver().begin_recording)(self.raw(), mode as u32) };
         check("record a graph", result)
@@ -110,14 +112,12 @@ impl<T> Graphs<T> {
         stream: impl Fn(&T) -> &Stream,
         mut work: impl FnMut(&mut T) -> Result<(), E>,
     ) -> Result<usize, E> {
-        // Records this thread only, so other threads may allocate at the same time.
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let gpu = Arc::clone(stream(&self.resources).gpu());
         let _no_wait = gpu.recording();
 
         let mut attempts = 0..RECORD_ATTEMPTS;
         let graph = loop {
-            stream(&self.resources).begin_recording(mode)?;
+            stream(&self.resources).begin_recording()?;
             let worked = work(&mut self.resources);
             // The recording must end even if the work failed.
             let graph = Recording::end(stream(&self.resources));

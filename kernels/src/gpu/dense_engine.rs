@@ -125,12 +125,13 @@ impl DeviceEngine {
             .zip(&shapes)
             .map(|((name, _), shape)| (*name, shape.clone()))
             .collect();
-        let reference = load_on_cpu(network)?;
+        let DenseNetwork { onnx, inputs: fed, output, activation } = *network;
+        let reference = DenseEngine::load(onnx.to_vec(), fed, output, activation, Weights::F32)?;
         let loader = Loader {
             gpu,
             network,
             kernels: Arc::new(DenseKernels::load(gpu)?),
-            outputs: reference.outputs(),
+            reference: &reference,
             batch_max: options.batch_max,
             f16_inputs: &options.f16_inputs,
         };
@@ -152,7 +153,7 @@ impl DeviceEngine {
         };
         let plan = Arc::new(DevicePlan::new(&layout, gpu)?);
         if let Some(factors) = precision.factors() {
-            match loader.load_cublas(&plan, precision, factors, &reference, &mut rejected) {
+            match loader.load_cublas(&plan, precision, factors, &mut rejected) {
                 Ok(engine) => return Ok(Self { rejected, ..engine }),
                 Err(e) => reject(&e, &mut rejected),
             }
@@ -404,17 +405,13 @@ impl DeviceEngine {
     }
 }
 
-fn load_on_cpu(network: &DenseNetwork) -> Result<DenseEngine, DenseError> {
-    let DenseNetwork { onnx, inputs, output, activation } = *network;
-    DenseEngine::load(onnx.to_vec(), inputs, output, activation, Weights::F32)
-}
-
 /// The common parts of all backends of one network.
 struct Loader<'a> {
     gpu: &'a Arc<Gpu>,
     network: &'a DenseNetwork<'a>,
     kernels: Arc<DenseKernels>,
-    outputs: usize,
+    /// The network on the CPU, whose scores each backend must give.
+    reference: &'a DenseEngine,
     batch_max: usize,
     f16_inputs: &'a [usize],
 }
@@ -427,7 +424,7 @@ impl Loader<'_> {
             kernels: Arc::clone(&self.kernels),
             backend,
             widths: self.network.inputs.iter().map(|(_, width)| *width).collect(),
-            outputs: self.outputs,
+            outputs: self.reference.outputs(),
             activation: self.network.activation,
             batch_max: self.batch_max,
             rejected: Vec::new(),
@@ -439,7 +436,6 @@ impl Loader<'_> {
         plan: &Arc<DevicePlan>,
         precision: Precision,
         factors: Factors,
-        reference: &DenseEngine,
         rejected: &mut Vec<String>,
     ) -> Result<DeviceEngine, GpuDenseError> {
         // Every scratch opens its own handle. This one only checks whether the libraries are
@@ -449,7 +445,7 @@ impl Loader<'_> {
             rejected.push(format!("bias and Relu in the products: {why}"));
         }
         let backend = Backend::Plan { plan: Arc::clone(plan), precision };
-        self.engine(backend).check(reference, precision.difference_bound())
+        self.engine(backend).check(self.reference, precision.difference_bound())
     }
 
     /// Loads the network on TensorRT. With precision f16 it first tries f16 for the inputs that may
@@ -491,7 +487,6 @@ impl Loader<'_> {
         precision: Precision,
         inputs: Vec<BuildInput<'_>>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        let reference = load_on_cpu(self.network)?;
         let input_types: Vec<InputType> = inputs.iter().map(|input| input.of).collect();
         let build = Build {
             onnx: self.network.onnx,
@@ -507,7 +502,7 @@ impl Loader<'_> {
             let name = format!("TensorRT {}, {types}, plan {origin}", tensorrt.version());
             let engine = tensorrt.load(self.gpu, plan, &build)?;
             let engine = self.engine(Backend::TensorRt { engine, name });
-            DeviceEngine { types: input_types.clone(), ..engine }.check(&reference, bound)
+            DeviceEngine { types: input_types.clone(), ..engine }.check(self.reference, bound)
         };
 
         let plans = Plans::new(&options.plans);

@@ -81,15 +81,15 @@ impl ModelBackend {
                 match dense.weights() {
                     Some(Weights::F32) => engine,
                     Some(weights) => format!("{engine}, with {weights} weights"),
-                    None => format!("{engine}, with weights {}", list(&dense.layers())),
+                    None => format!("{engine}, with weights {}", layer_names(&dense.layers())),
                 }
             }
         }
     }
 }
 
-/// Returns `layers` as words.
-pub(crate) fn list(layers: &[DenseLayer]) -> String {
+/// Returns the names of `layers`, with commas between them.
+pub(crate) fn layer_names(layers: &[DenseLayer]) -> String {
     layers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 

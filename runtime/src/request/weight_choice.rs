@@ -6,7 +6,7 @@
 use crate::clock::SystemClock;
 use crate::flash::Flash;
 use crate::limits::{SCORE_DIFFERENCE_MAX, WEIGHT_CHECK_SAMPLES_MAX};
-use crate::model::backend::{ModelBackend, list, sole_owner};
+use crate::model::backend::{ModelBackend, layer_names, sole_owner};
 use crate::model::{Model, OpenError};
 use crate::request::worker::{ScoreError, Worker};
 use crate::schema::sample::Sample;
@@ -37,7 +37,7 @@ pub(crate) fn choose(model: Model, flash: &Flash) -> Result<Model, OpenError> {
     let difference = Choice { trained: &trained, chosen: &mut chosen, probe: &probe }.run()?;
     log::info!(
         "{name}: dense_weights = auto: {}; {} probe samples score at most {difference:.1e} apart",
-        list(&chosen.layers()),
+        layer_names(&chosen.layers()),
         probe.samples
     );
     model.map_backend(|backend| match backend {

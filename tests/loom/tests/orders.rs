@@ -4,7 +4,7 @@
 
 use hatchback_loom::cache::Cache;
 use hatchback_loom::cache::address::{KeySpaces, RowKey};
-use hatchback_loom::{no_writes_since, read_bag, writes_ended};
+use hatchback_loom::{no_writes_since, read_bag, read_whole_bag, writes_ended};
 use loom::sync::{Arc, RwLock};
 use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use loom::thread;
@@ -160,6 +160,28 @@ fn a_bag_never_has_another_row() {
         assert!(found.is_none_or(|found| found == [bytes(1), bytes(2)]));
         writer.join().unwrap();
         assert_eq!(read_bag(&cache, [row(3)]), Some([bytes(3)]));
+    });
+}
+
+/// A whole cache, whose bits and rows no set's sequence number covers: a change of a row beside the
+/// read of its bag.
+#[test]
+fn a_bag_of_a_whole_cache_is_of_whole_rows_or_none() {
+    model(|| {
+        let cache = Cache::whole(8, usize::MAX, &KeySpaces::new(vec![Some(2)])).unwrap();
+        let cache = Arc::new(cache);
+        put(&cache, 0, 1);
+        put(&cache, 1, 2);
+        let writer = Arc::clone(&cache);
+        let writer = thread::spawn(move || {
+            assert!(writer.invalidate(row(0)));
+            put(&writer, 0, 4);
+        });
+        let found = read_whole_bag(&cache, [row(0), row(1)]);
+        let whole = [1, 4].map(|value| [bytes(value), bytes(2)]);
+        assert!(found.is_none_or(|found| whole.contains(&found)));
+        writer.join().unwrap();
+        assert_eq!(read_whole_bag(&cache, [row(0), row(1)]), Some([bytes(4), bytes(2)]));
     });
 }
 
