@@ -216,10 +216,10 @@ fn after_warm_up_nothing_is_allocated() {
     memory_of_a_swap_is_summed();
 }
 
-/// A swap to a snapshot, which names no changed rows, compares and reads all cached rows. Its lists
-/// of these rows are in the memory plan.
+/// A swap to a snapshot, which names no changed rows, compares and reads all cached rows, in several
+/// pieces. Its lists of these rows are in the memory plan.
 fn memory_of_a_swap_is_summed() {
-    const ROWS: usize = 60_000;
+    const ROWS: usize = 200_000;
     const KEYS: usize = 100;
     let table = TablePlan::cached(KeySpace::Index, ROWS as u64, 4, CodecChoice::F32);
     let feature = FeaturePlan { hotness_max: KEYS as u32, ..FeaturePlan::one_hot(0) };
@@ -236,7 +236,7 @@ fn memory_of_a_swap_is_summed() {
     let mut budget = Budget::default();
     let flash = Flash::open(&disk::system(), &directory).unwrap();
     let serving = serving_on(&Device::Cpu, &flash, |b| {
-        (b.cache_bytes_max, b.batch_max) = (4 << 20, 64);
+        (b.cache_bytes_max, b.batch_max) = (16 << 20, 64);
         budget = *b;
     });
     for from in (0..ROWS as u64).step_by(64 * KEYS) {

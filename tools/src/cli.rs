@@ -4,6 +4,7 @@
 #[cfg(feature = "kafka")]
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
+use crate::machine_fault::is_machine_fault;
 use crate::pack::merge::merge_shares;
 use crate::pack::prove::Proof;
 use crate::pack::range::{TableRange, learn_range, pack_range};
@@ -14,7 +15,7 @@ use crate::repository::{keys, prune, publish};
 use crate::{
     bench, demo, eval, gate, image, inspect, pack, plan, report, run, say, select, serve, sync, tuf,
 };
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback::update::probe::Probed;
@@ -201,16 +202,23 @@ fn pack_model(args: &PackArgs) -> Result<()> {
     }
 }
 
-/// Scores the probe set of the new bundle. Removes a bundle that a car would refuse.
+/// Scores the probe set of the new bundle. Removes a bundle that a car would refuse. Keeps one that
+/// a fault of this machine left unscored.
 fn prove(args: &PackArgs) -> Result<Proof> {
     if args.parent.is_some() {
         return Ok(Proof::NotScored("a delta is scored where its parent is".to_owned()));
     }
-    let proof = pack::prove::prove(&args.out, args.probe_difference_max);
-    if proof.is_err() {
-        std::fs::remove_file(&args.out)?;
+    let path = args.out.display();
+    match pack::prove::prove(&args.out, args.probe_difference_max) {
+        Err(e) if is_machine_fault(&e) => {
+            Err(e.context(format!("{path}: is packed, but its probe set was not scored")))
+        }
+        Err(e) => {
+            std::fs::remove_file(&args.out)?;
+            Err(e.context(format!("{path}: not kept")))
+        }
+        proved => proved,
     }
-    proof.with_context(|| format!("{}: not kept", args.out.display()))
 }
 
 #[cfg(test)]

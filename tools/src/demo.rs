@@ -206,7 +206,7 @@ fn coupon_with(codec: CodecChoice, out: &Path) -> Result<CouponRun> {
     let samples = read_samples(&out.join("heldout.jsonl"), model.schema())?;
     let found = evaluate(&model, &samples, 1)?;
     found.check_scores()?;
-    Ok(CouponRun { found, model, bundle_bytes: packed.bytes, flash_bytes: flash.bytes() })
+    Ok(CouponRun { found, model, bundle_bytes: packed.bytes, flash_bytes: flash.bytes()? })
 }
 
 fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
@@ -258,7 +258,7 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
         report::count(served.latencies.percentiles().requests)
     )?;
     say!("{}\n{}", served_table(&served), serve::memory_table(&model))?;
-    say!("{} on flash; {}", report::bytes(flash.bytes()), rows_line(&served.rows))?;
+    say!("{} on flash; {}", report::bytes(flash.bytes()?), rows_line(&served.rows))?;
 
     let plot = out.join("criteo.svg");
     plot::over_time(&plot, "Criteo-shaped model: latency and hit rate", &served.slices)?;

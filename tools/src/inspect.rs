@@ -397,7 +397,12 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     let report = if args.path.is_dir() {
         let flash = Flash::open(&hatchback::io::disk::system(), &args.path)?;
         let onnx = flash.dense().map_err(Into::into);
-        let mut report = Report::new("flash directory", flash.manifest(), flash.bytes(), onnx);
+        let bytes = match flash.bytes() {
+            // The list of damage names the file.
+            Err(_) if args.verify => 0,
+            bytes => bytes?,
+        };
+        let mut report = Report::new("flash directory", flash.manifest(), bytes, onnx);
         report.damage = args.verify.then(|| verify_flash(&flash));
         report.scrub = ScrubReport::read(&flash);
         report

@@ -87,6 +87,11 @@ fn what_a_user_has_is_not_replaced() {
     assert!(said.contains(&shares) && said.contains("directory"), "{said}");
     assert!(before > 0 && packed(&shares) == before);
 
+    let plan = ["plan", &coupon("heldout.jsonl"), "--model", &bundle, "--resident-mib", "0"];
+    let said = refused(&[&plan[..], &["--hit-percent", "75", "--write-target", &shares]].concat());
+    assert!(said.contains("is a directory"), "{said}");
+    assert_eq!(packed(&shares), before);
+
     std::fs::write(&notes, "notes").unwrap();
     let said = refused(&["eval", &bundle, "--flash", &notes]);
     assert!(said.contains("notes.txt: exists and is not a flash directory"), "{said}");

@@ -124,14 +124,17 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     assert_eq!(target.budget.cache_bytes_max, bytes);
     let model = Model::from_flash(&flash, target.budget).unwrap();
     let front = front_bytes(&target.server).iter().map(|(_, bytes)| bytes).sum::<u64>();
-    assert_eq!(model.memory().total() + front, target.budget.memory_bytes_max);
+    let (model_bytes, update) = (model.memory().total(), model.update_bytes());
+    assert_eq!(model_bytes + update + front, target.budget.memory_bytes_max);
 
     // A plan that fails keeps the earlier target.
     let earlier = std::fs::read_to_string(&car).unwrap();
     let args =
         ["plan", &log, "--model", &model_path, "--resident-mib", "0", "--write-target", &car];
     let inherits = ["--hit-percent", "75", "--inherits", "nosuch"].as_slice();
-    for (wrong, named) in [(inherits, "nosuch"), (&["--hit-percent", "99.9999"], "99.9999")] {
+    let itself = ["--hit-percent", "75", "--inherits", "car"].as_slice();
+    let too_high = ["--hit-percent", "99.9999"].as_slice();
+    for (wrong, named) in [(inherits, "nosuch"), (itself, "inherits from"), (too_high, "99.9999")] {
         let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(args).args(wrong).output();
         let out = out.unwrap();
         assert!(!out.status.success(), "{wrong:?}");

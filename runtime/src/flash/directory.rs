@@ -441,22 +441,22 @@ impl Flash {
         );
     }
 
-    /// Returns the bytes of the live generation on flash. A file that cannot be opened adds none.
-    pub fn bytes(&self) -> u64 {
-        let segment_bytes = |number, of, part| -> Option<u64> {
-            let (path, _) = self.segment_file(number, of, part).ok()?;
-            self.disk.open_pages(&path).ok()?.bytes().ok()
-        };
-        let table_bytes = |(number, table): (usize, &TableState)| {
-            let hot = table.hot.map_or(0, |hot| hot.bytes);
-            hot + table
-                .segments()
-                .filter_map(|(of, part)| segment_bytes(number, of, part))
-                .sum::<u64>()
-        };
+    /// Returns the bytes of the live generation on flash, from the lengths of its files.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if a segment cannot be opened.
+    pub fn bytes(&self) -> Result<u64, FlashError> {
         let blob = |b: u32| self.manifest.blobs[b as usize].raw_bytes();
-        let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob);
-        rest + self.record.live.tables.iter().enumerate().map(table_bytes).sum::<u64>()
+        let mut sum = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob);
+        for (number, table) in self.record.live.tables.iter().enumerate() {
+            sum += table.hot.map_or(0, |hot| hot.bytes);
+            for (of, part) in table.segments() {
+                let (path, _) = self.segment_file(number, of, part)?;
+                let bytes = self.disk.open_pages(&path).and_then(|file| file.bytes());
+                sum += bytes.map_err(io_error(&path))?;
+            }
+        }
+        Ok(sum)
     }
 }
 

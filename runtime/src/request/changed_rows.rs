@@ -11,34 +11,43 @@ use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 use hatchback_kernels::cuda::driver::CudaError;
 
-/// Keys whose rows a swap reads at a time. The reads need memory for each key.
-const KEYS_PER_READ: usize = 1 << 18;
+/// Keys whose rows a swap reads at a time. The reads need memory for each key. The keys are in the
+/// order of the segments, so pieces share few pages.
+const KEYS_PER_READ: usize = 1 << 16;
 
 /// The rows of a table that a swap removed from the caches.
 pub(super) struct RemovedRows {
     table: u16,
-    /// Ascending.
     pub keys: Vec<u64>,
 }
 
 /// Returns the most bytes that the lists of rows take during a swap with this `change`.
 pub(super) fn list_bytes(model: &Model, change: &GenerationChange) -> u64 {
-    // The keys of a table that may differ, those that were cached in a list that grows by doubling,
-    // and a byte for each comparison.
-    const BYTES_PER_KEY: usize = 8 + 16 + 1;
-    // Where the rows of a piece are, and the pages with these rows.
-    const BYTES_PER_READ: usize = 64;
+    list_bytes_of(model, |table| match change.of(table) {
+        TableChange::Keys(keys) => keys.len() as u64,
+        TableChange::All => u64::MAX,
+    })
+}
 
-    let slots = model.backend().cache_slots();
-    let cached = model.tables().iter().map(|table| table.storage).enumerate();
-    let cached = cached.filter(|(_, storage)| matches!(storage, Storage::Cached(_)));
-    let rows = cached.map(|(table, _)| match change.of(table as u16) {
-        TableChange::Keys(keys) => keys.len(),
-        TableChange::All => slots,
-    });
-    let rows = rows.fold(0, usize::saturating_add).min(slots);
+/// Returns the most bytes that the lists of rows take during any swap.
+pub(super) fn list_bytes_max(model: &Model) -> u64 {
+    list_bytes_of(model, |_| u64::MAX)
+}
+
+/// Returns the most bytes that the lists take if at most `changed` rows of each table differ.
+fn list_bytes_of(model: &Model, changed: impl Fn(u16) -> u64) -> u64 {
+    // Two lists that grow by doubling, of the keys that may differ and of those that were cached,
+    // and a byte for each comparison.
+    const BYTES_PER_KEY: u64 = 16 + 16 + 1;
+    // Where the rows of a piece are (16), and three lists of their pages.
+    const BYTES_PER_READ: u64 = 16 + 3 * 32;
+
+    let tables = model.schema().tables.iter().zip(model.tables()).enumerate();
+    let cached = tables.filter(|(_, (_, served))| matches!(served.storage, Storage::Cached(_)));
+    let rows = cached.map(|(number, (table, _))| changed(number as u16).min(table.rows));
+    let rows = rows.sum::<u64>().min(model.backend().cache_slots() as u64);
     let dump = model.backend().device_tables().map_or(0, |tables| tables.dump_bytes());
-    (rows * BYTES_PER_KEY + rows.min(KEYS_PER_READ) * BYTES_PER_READ + dump) as u64
+    rows * BYTES_PER_KEY + rows.min(KEYS_PER_READ as u64) * BYTES_PER_READ + dump as u64
 }
 
 /// Removes the changed rows from the caches. Returns those that were cached.
@@ -67,8 +76,8 @@ pub(super) fn remove_changed(
     Ok(removed)
 }
 
-/// Returns the cached keys of a table whose rows may differ in `model`, ascending. In host memory
-/// each row is read and compared; on a GPU all cached keys are returned.
+/// Returns the cached keys of a table whose rows may differ in `model`. In host memory each row is
+/// read and compared; on a GPU all cached keys are returned.
 fn differing_keys(
     model: &Model,
     table: u16,
@@ -80,13 +89,13 @@ fn differing_keys(
         tables.dump(cache, yield_now, |row, _| {
             keys.extend((row.table == table).then_some(row.key));
         })?;
-        keys.sort_unstable();
         return Ok(keys);
     }
 
     let cache = &model.backend().cpu_caches()[cache];
     cache.each_key(|row| keys.extend((row.table == table).then_some(row.key)));
-    keys.sort_unstable();
+    let space = model.schema().tables[usize::from(table)].keys;
+    keys.sort_unstable_by_key(|key| space.order(*key));
     let mut is_same = vec![false; keys.len()];
     let mut preloader = Preloader::new(model, Some(yield_now));
     for (keys, is_same) in keys.chunks(KEYS_PER_READ).zip(is_same.chunks_mut(KEYS_PER_READ)) {
@@ -94,7 +103,7 @@ fn differing_keys(
             let mut cached = [0; ROW_BYTES_MAX];
             let cached = &mut cached[..bytes.len()];
             let is_cached = cache.query(RowKey { table, key }, cached);
-            if let Ok(at) = keys.binary_search(&key) {
+            if let Ok(at) = keys.binary_search_by_key(&space.order(key), |key| space.order(*key)) {
                 is_same[at] = is_cached && cached == bytes;
             }
         });
@@ -109,12 +118,14 @@ fn differing_keys(
 pub(super) fn read_again(
     writer: &mut RowWriter<'_>,
     model: &Model,
-    removed: &[RemovedRows],
+    removed: &mut [RemovedRows],
     yield_now: &dyn Fn(),
 ) -> Result<usize, CudaError> {
     let mut preloader = Preloader::new(model, Some(yield_now));
     let (mut count, mut failed) = (0, None);
-    for &RemovedRows { table, ref keys } in removed {
+    for &mut RemovedRows { table, ref mut keys } in removed {
+        let space = model.schema().tables[usize::from(table)].keys;
+        keys.sort_unstable_by_key(|key| space.order(*key));
         for keys in keys.chunks(KEYS_PER_READ) {
             let read = preloader.read_rows(model.rows(table), keys, |key, bytes| {
                 count += 1;

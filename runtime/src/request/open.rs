@@ -8,8 +8,10 @@ use crate::io::reader::{DeviceDepth, PageReader};
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
 use crate::model::budget::{Budget, DenseWeights, EngineRule, MemoryPlan};
 use crate::model::opened::ModelParts;
+use crate::model::row_writer::RowWriter;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
+use crate::request::changed_rows::list_bytes_max;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
 use crate::request::worker::{TableCounters, lookup_limits};
@@ -156,6 +158,18 @@ impl Model {
             backend: ModelBackend::Cpu { tables, dense: Arc::new(dense) },
             outputs,
         }))
+    }
+
+    /// Returns the bytes that an update takes beside this model, at most: a next generation with
+    /// tables and a network of the same sizes. It is a snapshot, or a tenth of the rows changed.
+    pub fn update_bytes(&self) -> u64 {
+        let rows = self.schema().tables.iter().map(|table| table.rows).sum::<u64>();
+        let changed_keys = rows / 10 * size_of::<u64>() as u64;
+        bytes_of_lines(self, &NOT_SHARED)
+            + bytes_of_lines(self, &[RESIDENTS, INDEXES])
+            + list_bytes_max(self)
+            + RowWriter::bytes(self)
+            + changed_keys
     }
 
     /// Moves the caches, with their rows, and the resident tables to `device`. Does nothing if
@@ -397,9 +411,16 @@ pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
 pub(crate) fn own_bytes(model: &Model, before: &Model) -> u64 {
     let tables = model.tables().iter().zip(before.tables());
     let indexes: usize = tables.map(|(new, old)| new.rows.own_index_bytes(&old.rows)).sum();
-    let own = [INPUTS, DENSE_WEIGHTS, DENSE_RESULTS, GPU_WEIGHTS, GPU_DENSE];
-    let lines = model.memory().lines().iter().filter(|(line, _)| own.contains(line));
-    indexes as u64 + lines.map(|(_, bytes)| bytes).sum::<u64>()
+    indexes as u64 + bytes_of_lines(model, &NOT_SHARED)
+}
+
+/// The lines that two generations never share.
+const NOT_SHARED: [&str; 6] =
+    [VOCABULARIES, INPUTS, DENSE_WEIGHTS, DENSE_RESULTS, GPU_WEIGHTS, GPU_DENSE];
+
+fn bytes_of_lines(model: &Model, names: &[&str]) -> u64 {
+    let lines = model.memory().lines().iter().filter(|(line, _)| names.contains(line));
+    lines.map(|(_, bytes)| bytes).sum()
 }
 
 /// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.

@@ -62,13 +62,13 @@ pub(crate) fn run(
         let (users, pause) = outside_idle_class(|| live.switch(successor, clock, patch))?;
         Ok((removed, users, pause))
     });
-    let (removed, users, pause) = switched.inspect_err(|_| live.lift())?;
+    let (mut removed, users, pause) = switched.inspect_err(|_| live.lift())?;
 
     pipeline.reset_stats();
     pipeline.wait_until_left(&users, yield_now);
     live.lift();
     // The new model is served whether or not its changed rows return to the caches.
-    let read = unhurried(|| read_again(&mut writer, &model, &removed, yield_now));
+    let read = unhurried(|| read_again(&mut writer, &model, &mut removed, yield_now));
     let read = read.unwrap_or_else(|e| {
         log::error!("the changed rows of {} stay out of the caches: {e}", model.generation());
         0

@@ -201,6 +201,14 @@ impl Target {
         }
     }
 
+    /// Returns the paths of the file at `path` and of those that it inherits from.
+    ///
+    /// # Errors
+    /// [`TargetError::Io`] or [`TargetError::Parse`], with the file at fault.
+    pub fn files(path: &Path) -> Result<Vec<PathBuf>, TargetError> {
+        Ok(Chain::read(path)?.paths())
+    }
+
     /// Finds the first value that is out of its range.
     fn check(&self) -> Result<(), WrongValue> {
         self.check_budget()?;

@@ -50,6 +50,11 @@ impl Chain {
         Ok(Self { files })
     }
 
+    /// Returns the paths of all files.
+    pub(super) fn paths(self) -> Vec<PathBuf> {
+        self.files.into_iter().map(|file| file.path).collect()
+    }
+
     /// Returns the keys of all files. A key of the file that inherits overrides the same key of its
     /// base.
     pub(super) fn merged(&self) -> Table {

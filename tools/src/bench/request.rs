@@ -339,7 +339,7 @@ const HEADS: [&str; 13] = [
 fn print_report(report: &BenchReport<RequestFigures>, flash: &Flash) -> Result<()> {
     let tables = &flash.manifest().schema.tables;
     let rows = report::count(tables.iter().map(|t| t.rows).sum());
-    let (bytes, n) = (report::bytes(flash.bytes()), tables.len());
+    let (bytes, n) = (report::bytes(flash.bytes()?), tables.len());
     say!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model)?;
     say!("{}", report.machine)?;
 

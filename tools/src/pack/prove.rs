@@ -1,8 +1,6 @@
 //! Tests a new bundle before it leaves the machine: installs it into a temporary folder beside it,
 //! as a car does, and scores its probe set. Never touches another generation.
 
-use crate::machine_fault::is_machine_fault;
-use crate::report::explain;
 use anyhow::{Context, Result, bail};
 use hatchback::Budget;
 use hatchback::bundle::BundleReader;
@@ -33,11 +31,7 @@ pub fn prove(bundle: &Path, difference_max: f32) -> Result<Proof> {
     let beside = bundle.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folder = tempfile::Builder::new().prefix(".pack-").tempdir_in(beside)?;
     let flash = Flash::install(&disk::system(), folder.path(), &mut reader, |_| {})
-        .context("the bundle cannot be installed");
-    let flash = match flash {
-        Err(e) if is_machine_fault(&e) => return Ok(Proof::NotScored(explain(&e))),
-        installed => installed?,
-    };
+        .context("the bundle cannot be installed")?;
 
     match probe(&flash, Budget::default(), &|| {}) {
         Ok(probed) if probed.difference > difference_max => bail!(

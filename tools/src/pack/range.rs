@@ -6,7 +6,7 @@
 
 use super::hot::HotKeys;
 use super::learn::{Learnt, learn};
-use super::share::{ReadModel, Share, check_model, note_packed};
+use super::share::{ReadModel, Share, check_model, note_done};
 use super::table::{Destination, TakeRow, each_sorted, write_sorted};
 use super::{Overrides, check_rows_left};
 use crate::limits::RANGES_MAX;
@@ -123,7 +123,7 @@ pub fn learn_range(
     std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     let file = path_of(folder, number, range, "learnt");
     if read_learnt(&file, &model, number, range).is_ok() {
-        note_packed(&format!("range {range} of table `{}`", part.table), &file);
+        note_done(&format!("range {range} of table `{}`", part.table), &file);
         return Ok(());
     }
 
@@ -164,7 +164,7 @@ pub fn pack_range(
     let (number, range) = (model.number_of(part.table)?, part.range);
     let head_path = path_of(folder, number, range, "head");
     if read_head(&head_path, &model, number, range).is_ok() {
-        note_packed(&format!("range {range} of table `{}`", part.table), &head_path);
+        note_done(&format!("range {range} of table `{}`", part.table), &head_path);
         return Ok(());
     }
     let (table, left_out) = table_of_all(&model, number, range.of, folder)?;

@@ -232,7 +232,7 @@ pub fn pack_part(
     for (number, source) in &ours {
         let place = || format!("table `{}`", model.spec.tables[*number].name);
         if read_head(folder, *number).is_ok_and(|head| head.model == model.hash) {
-            note_packed(&place(), &head_path(folder, *number));
+            note_done(&place(), &head_path(folder, *number));
             continue;
         }
         let mut work = Work { model: &model, tables: &mut tables, requests: &requests, folder };
@@ -241,13 +241,10 @@ pub fn pack_part(
     Ok(ours.into_iter().map(|(number, _)| number).collect())
 }
 
-/// Says that a table or a range is packed already. The program cannot know whether its source has
-/// changed since.
-pub(super) fn note_packed(what: &str, head: &Path) {
-    report::note(format_args!(
-        "{what}: is packed already; remove {} to pack it again",
-        head.display()
-    ));
+/// Says that the work on a table or a range was done before. The program cannot know whether its
+/// source has changed since.
+pub(super) fn note_done(what: &str, done: &Path) {
+    report::note(format_args!("{what}: was done before; remove {} to repeat it", done.display()));
 }
 
 /// The work of one worker.

@@ -62,7 +62,7 @@ impl RowSorter {
         if keys == KeySpace::Index && key >= self.table_rows {
             bail!("key {key} is not in 0..{}, the rows of this `index` table", self.table_rows)
         }
-        let out = self.partitions.of(keys.order(key));
+        let out = self.partitions.file_for(keys.order(key));
         out.write_all(&key.to_le_bytes())?;
         Ok(out.write_all(row)?)
     }
@@ -83,7 +83,8 @@ impl SortRules {
         partitions: Partitions,
         take: &mut dyn FnMut(u64, &[u8]) -> Result<()>,
     ) -> Result<()> {
-        for (orders, mut file) in partitions.finish()? {
+        for Partition { file, lowest, highest } in partitions.files {
+            let mut file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
             let bytes = file.stream_position()?;
             file.seek(SeekFrom::Start(0))?;
             if bytes <= 2 * self.partition_bytes {
@@ -91,6 +92,7 @@ impl SortRules {
                 continue;
             }
             // The keys are not spread evenly over the table: these rows are a range of it.
+            let orders = u128::from(lowest)..u128::from(highest) + 1;
             let split = self.split(orders, bytes, file)?;
             self.each_row(split, take)?;
         }
@@ -107,7 +109,7 @@ impl SortRules {
             if is_one_key {
                 bail!("key {} occurs twice", key_of(&record));
             }
-            split.of(self.keys.order(key_of(&record))).write_all(&record)?;
+            split.file_for(self.keys.order(key_of(&record))).write_all(&record)?;
         }
         Ok(split)
     }
@@ -133,34 +135,35 @@ impl SortRules {
 /// Temporary files, each for an equal part of a range of orders.
 struct Partitions {
     orders: Range<u128>,
-    files: Vec<BufWriter<File>>,
+    files: Vec<Partition>,
+}
+
+struct Partition {
+    file: BufWriter<File>,
+    /// The lowest and the highest order of its rows.
+    lowest: u64,
+    highest: u64,
 }
 
 impl Partitions {
     fn new(orders: Range<u128>, count: u64) -> Result<Self> {
-        let file = || Ok(BufWriter::with_capacity(1 << 16, tempfile::tempfile()?));
+        let partition = || {
+            let file = BufWriter::with_capacity(1 << 16, tempfile::tempfile()?);
+            Ok(Partition { file, lowest: u64::MAX, highest: 0 })
+        };
         let count = count.clamp(1, SORT_PARTITIONS_MAX);
-        let files = (0..count).map(|_| file()).collect::<Result<_>>();
+        let files = (0..count).map(|_| partition()).collect::<Result<_>>();
         Ok(Self { orders, files: files.context("a temporary file")? })
     }
 
-    /// Returns the file for rows of this order.
-    fn of(&mut self, order: u64) -> &mut BufWriter<File> {
+    /// Returns the file for a row of this order.
+    fn file_for(&mut self, order: u64) -> &mut BufWriter<File> {
         let Range { start, end } = self.orders;
         let at = (u128::from(order) - start) * self.files.len() as u128 / (end - start);
-        &mut self.files[at as usize]
-    }
-
-    /// Returns the files in the sequence of their orders, each with its range of orders.
-    fn finish(self) -> Result<Vec<(Range<u128>, File)>> {
-        let Range { start, end } = self.orders;
-        let count = self.files.len() as u128;
-        let bound = |i: usize| start + (i as u128 * (end - start)).div_ceil(count);
-        let whole = |(i, file): (usize, BufWriter<File>)| {
-            let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
-            Ok((bound(i)..bound(i + 1), file))
-        };
-        self.files.into_iter().enumerate().map(whole).collect()
+        let partition = &mut self.files[at as usize];
+        partition.lowest = partition.lowest.min(order);
+        partition.highest = partition.highest.max(order);
+        &mut partition.file
     }
 }
 
@@ -213,8 +216,9 @@ mod tests {
 
         let mut twice = input;
         twice.extend(vec![700_000_500; 1000]);
-        let said = sorted_of(KeySpace::Index, 1 << 40, &twice).unwrap_err().to_string();
-        assert_eq!(said, "key 700000500 occurs twice");
+        let said = |keys| sorted_of(keys, 1 << 40, &twice).unwrap_err().to_string();
+        assert_eq!(said(KeySpace::Index), "key 700000500 occurs twice");
+        assert_eq!(said(KeySpace::Sparse), "key 700000500 occurs twice");
     }
 
     #[test]

@@ -286,9 +286,12 @@ fn serve_samples(
 }
 
 /// Writes a target with the caches of the last wished hit rate. Its memory is what the model then
-/// takes, and the daemon's front door beside it. A target with a GPU keeps the memory of the one
-/// that it inherits from: the GPU's share is known only where the GPU is.
+/// takes, an update beside it, and the daemon's front door. A target with a GPU keeps the memory of
+/// the one that it inherits from: the GPU's share is known only where the GPU is.
 fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Result<()> {
+    let place = || path.display().to_string();
+    // The disk replaces a directory that stands where it renames a file to.
+    ensure!(!path.is_dir(), "--write-target {}: is a directory", place());
     let Some(wish) = plan.wishes.last() else { bail!("--hit-percent: is empty") };
     let percent = wish.hit_percent;
     let cache = wish.cache_bytes.with_context(|| {
@@ -307,16 +310,23 @@ fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Res
         )
     };
 
-    let place = || path.display().to_string();
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let draft = tempfile::Builder::new().suffix(".toml").tempfile_in(folder).with_context(place)?;
+    let name = path.file_stem().unwrap_or_default();
+    let draft = tempfile::Builder::new().prefix(name).suffix(".toml").tempfile_in(folder);
+    let draft = draft.with_context(place)?;
     std::fs::write(&draft, text(Some(1 << 50))).with_context(place)?;
-    let target = Target::load(draft.path()).context("--inherits")?;
+    let inherits = || format!("--inherits {}", args.inherits);
+    let target = Target::load(draft.path()).with_context(inherits)?;
+    let is_base = |file: &PathBuf| file.file_name() == path.file_name();
+    let files = Target::files(draft.path())?;
+    ensure!(!files.iter().any(is_base), "{}: inherits from {}", inherits(), place());
+
     let memory = match target.device {
         DeviceKind::Cuda => None,
         DeviceKind::Cpu => {
+            let model = Model::from_flash(flash, target.budget)?;
             let front = front_bytes(&target.server).iter().map(|(_, bytes)| bytes).sum::<u64>();
-            Some(Model::from_flash(flash, target.budget)?.memory().total() + front)
+            Some(model.memory().total() + model.update_bytes() + front)
         }
     };
     atomic_write::replace(&SystemDisk, path, text(memory).as_bytes()).with_context(place)

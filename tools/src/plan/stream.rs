@@ -126,10 +126,11 @@ pub fn draw_counts(
     };
     let bags: Vec<u64> = features.iter().map(bag_of).collect();
     let in_request = bags.iter().sum::<u64>().max(1) * rules.batch as u64;
-    // One request warms the caches up, and one is counted, however large they are.
+    // At least one request is counted, however large it is, and one before it warms the caches up.
     let draws = (DRAWS_PER_ROW.saturating_mul(rows)).clamp(DRAWS_MIN, DRAWS_MAX);
     let requests = (draws / in_request).max(2);
     let warm_up = requests * rules.warm_up_percent / 100;
+    let warm_up = if rules.warm_up_percent > 0 { warm_up.max(1) } else { 0 };
 
     let (mut random, mut lookups) = (0, Vec::new());
     for request in 0..requests {

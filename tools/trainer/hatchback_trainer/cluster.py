@@ -230,7 +230,8 @@ def run_tasks(client, tasks, attempts_max):
     by name.
 
     Dask moves the task of a lost worker to another worker, and gives up after a few. This function
-    then submits the task again, and also after an error that may pass, up to `attempts_max` times.
+    then submits the task again, and also after an error that may pass. A task has up to
+    `attempts_max` attempts in all.
     The pause before an attempt is on a worker, so an outage of the store takes only the attempts of
     the tasks that have begun.
 
