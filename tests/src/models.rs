@@ -18,6 +18,7 @@ use hatchback_tools::pack::spec::{
     ProbeSpec, RequestsSpec, TableSpec,
 };
 use hatchback_tools::pack::{Overrides, pack, pack_file};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -183,7 +184,12 @@ impl ModelPlan {
     fn bag(&self, feature: &FeaturePlan, random: &mut Random) -> Vec<u64> {
         let table = &self.tables[feature.table];
         // `rows` draws its keys first from the same stream, so these are its keys.
-        let keys = sparse_keys(table.rows, &mut Random::of(self.seed, feature.table as u64));
+        let keys = match table.keys {
+            KeySpace::Index => Vec::new(),
+            KeySpace::Sparse => {
+                sparse_keys(table.rows, &mut Random::of(self.seed, feature.table as u64))
+            }
+        };
         let most = u64::from(feature.hotness_max);
         let n = if random.one_in(3) { most } else { random.below(most + 1) };
         let mut bag: Vec<u64> = Vec::new();
@@ -339,9 +345,10 @@ fn table_spec((t, plan): (usize, &TablePlan)) -> TableSpec {
 fn sparse_keys(n: u64, random: &mut Random) -> Vec<u64> {
     let mut keys: Vec<u64> = vec![0, u64::MAX, 1 << 63];
     keys.truncate(n as usize);
+    let mut known: HashSet<u64> = keys.iter().copied().collect();
     while (keys.len() as u64) < n {
         let key = if random.one_in(4) { random.below(1 << 40) } else { random.bits() };
-        if !keys.contains(&key) {
+        if known.insert(key) {
             keys.push(key);
         }
     }
