@@ -216,8 +216,8 @@ fn after_warm_up_nothing_is_allocated() {
     memory_of_a_swap_is_summed();
 }
 
-/// A swap to a snapshot, which names no changed rows, compares and reads all cached rows, in several
-/// pieces. Its lists of these rows are in the memory plan.
+/// A swap to a snapshot, which names no changed rows, compares and reads all cached rows, in
+/// several pieces. Its lists of these rows are in the memory plan.
 fn memory_of_a_swap_is_summed() {
     const ROWS: usize = 200_000;
     const KEYS: usize = 100;

@@ -296,8 +296,8 @@ impl Gpu {
             eight[..bytes.len()].copy_from_slice(bytes);
             *word = u64::from_ne_bytes(eight);
         }
-        // SAFETY: `aligned` ends in a zero byte, and the driver copies it. The image is whole: it is
-        // part of this program, or of a folder for development, whose user vouches for it.
+        // SAFETY: `aligned` ends in a zero byte, and the driver copies it. The image is whole: it
+        // is part of this program, or of a folder for development, whose user vouches for it.
         let module = unsafe { self.load(aligned.as_ptr().cast()) }?;
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
     }

@@ -41,9 +41,9 @@ pub fn read_bag<const N: usize>(cache: &Cache, rows: [RowKey; N]) -> Option<[[u8
     valid.then_some(out)
 }
 
-/// Reads the rows of a bag of a whole cache as a lookup does (`whole_rows.rs`): samples the counter,
-/// checks the bits, reads the rows, and compares the counter. Returns `None` if a row is not cached
-/// or a write overlapped.
+/// Reads the rows of a bag of a whole cache as a lookup does (`whole_rows.rs`). It samples the
+/// counter, checks the bits, reads the rows, and compares the counter. Returns `None` if a row is
+/// not cached or a write overlapped.
 pub fn read_whole_bag<const N: usize>(cache: &Cache, rows: [RowKey; N]) -> Option<[[u8; 8]; N]> {
     let since = writes_ended(cache);
     let slots = rows.map(|row| cache.addresses().slots_of(row.table).unwrap().slot(row.key));
