@@ -6,6 +6,7 @@ use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback::request::serving::{Serving, ServingError};
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::targets::Target;
@@ -126,6 +127,16 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let front = front_bytes(&target.server).iter().map(|(_, bytes)| bytes).sum::<u64>();
     let (model_bytes, update) = (model.memory().total(), model.update_bytes());
     assert_eq!(model_bytes + update + front, target.budget.memory_bytes_max);
+
+    // The target has room to swap generations, and none to spare.
+    let swap_within = |bytes: u64| {
+        let clock = Arc::new(SystemClock::default());
+        let serving = Serving::new(bytes, target.budget.reads_max, clock);
+        serving.load("m", &flash, target.budget).unwrap();
+        serving.swap("m", &flash, target.budget, &|| {}).map(drop)
+    };
+    swap_within(model_bytes + update).unwrap();
+    assert!(matches!(swap_within(model_bytes), Err(ServingError::Memory { .. })));
 
     // A plan that fails keeps the earlier target.
     let earlier = std::fs::read_to_string(&car).unwrap();
