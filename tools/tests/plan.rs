@@ -69,6 +69,13 @@ fn hatchback(words: &[&str]) -> serde_json::Value {
     serde_json::from_slice(&out.stdout).unwrap()
 }
 
+/// Loads the model and swaps it with itself in a process that has `bytes` bytes of memory for it.
+fn swap_within(bytes: u64, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
+    let serving = Serving::new(bytes, budget.reads_max, Arc::new(SystemClock::default()));
+    serving.load("m", flash, budget).unwrap();
+    serving.swap("m", flash, budget, &|| {}).map(drop)
+}
+
 #[test]
 fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let folder = tempfile::tempdir().unwrap();
@@ -129,14 +136,9 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     assert_eq!(model_bytes + update + front, target.budget.memory_bytes_max);
 
     // The target has room to swap generations, and none to spare.
-    let swap_within = |bytes: u64| {
-        let clock = Arc::new(SystemClock::default());
-        let serving = Serving::new(bytes, target.budget.reads_max, clock);
-        serving.load("m", &flash, target.budget).unwrap();
-        serving.swap("m", &flash, target.budget, &|| {}).map(drop)
-    };
-    swap_within(model_bytes + update).unwrap();
-    assert!(matches!(swap_within(model_bytes), Err(ServingError::Memory { .. })));
+    swap_within(model_bytes + update, &flash, target.budget).unwrap();
+    let refused = swap_within(model_bytes, &flash, target.budget);
+    assert!(matches!(refused, Err(ServingError::Memory { .. })));
 
     // A plan that fails keeps the earlier target.
     let earlier = std::fs::read_to_string(&car).unwrap();
