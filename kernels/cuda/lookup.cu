@@ -19,13 +19,13 @@ struct Shared {
     } of_warp[4];
 };
 
-// Copies a structure of the caller to shared memory. All lanes of the warp call it together.
+// Copies a structure of the caller to shared memory. All lanes of the warp call it together, and have
+// synchronised since another lane last read `to`.
 template <class T>
 __device__ __forceinline__ void copy_words(T& to, const T* from) {
     static_assert(sizeof(T) <= 64 * 4, "two words a lane");
     const u32 lane = lane_number();
     const u32 words = sizeof(T) / 4;
-    __syncwarp();
     if (lane < words) {
         ((u32*)&to)[lane] = ((const u32*)from)[lane];
     }
@@ -41,7 +41,6 @@ __device__ __forceinline__ void query_tile(
     if (uniform(f.aligned) == UNALIGNED) {
         tile.counted[lane_number()] = 0;
         tile.rare = ALL_LANES >> (32 - tile.samples);
-        __syncwarp();
     } else if (uniform(f.pooling) == NONE) {
         list_rows(q, f, tile);
     } else if (are_together(f, tile)) {
@@ -53,16 +52,14 @@ __device__ __forceinline__ void query_tile(
         tile.had_rare = 1;
     }
 
+    // Each lane reads only what it has written itself, which is the same in all lanes.
     bag.left = tile.rare;
-    __syncwarp();
 #pragma unroll 1
     while (uniform(bag.left)) {
         RarePath{q, f, tile, bag}.run();
-        __syncwarp();
         const u32 left = bag.left;
         __syncwarp();
         bag.left = left & (left - 1);
-        __syncwarp();
     }
 }
 
@@ -88,7 +85,6 @@ extern "C" __global__ void __launch_bounds__(128, 8) query_tables(Query q) {
     volatile Tile& tile = mine.tile;
     tile.number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     tile.had_rare = 0;
-    __syncwarp();
 
 #pragma unroll 1
     while (uniform(tile.number) < q.tiles) {
@@ -98,7 +94,6 @@ extern "C" __global__ void __launch_bounds__(128, 8) query_tables(Query q) {
         const u32 next = tile.number + gridDim.x * (blockDim.x / 32);
         __syncwarp();
         tile.number = next;
-        __syncwarp();
     }
 
     // The fences order the block's counts before its end, and all counts before the last block's
@@ -133,11 +128,10 @@ struct SharedFinish {
 // Rows of a bag that `finish_bags` reads from the host at the same time.
 #define FINISH_ROWS 4u
 
-// Sets `word`, which all lanes of the warp read.
+// Sets `word`, as `Tile::set` does.
 __device__ __forceinline__ void set_word(volatile u32& word, u32 value) {
     __syncwarp();
     word = value;
-    __syncwarp();
 }
 
 // Pools one pass over the rest of a bag, and adds it to the sum of the rows that the query has

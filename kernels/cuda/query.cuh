@@ -112,7 +112,7 @@ struct Tile {
     u32 ends[32];     // of each bag; after the last bag, of the last one
     u32 counted[32];  // keys of a rare bag whose uses are counted already
 
-    // All lanes of the warp call it together.
+    // All lanes of the warp call it together, and synchronise before they read the bags.
     __device__ __forceinline__ void start(const Query& q) volatile {
         const u32 lane = lane_number();
         if (lane == 0) {
@@ -128,7 +128,6 @@ struct Tile {
             begin = offsets[0];
             rare = 0;
         }
-        __syncwarp();
     }
 
     __device__ __forceinline__ u32 end() const volatile { return uniform(ends[31]); }
@@ -174,7 +173,7 @@ struct Tile {
     __device__ __forceinline__ bool is_rare(u32 bag) const volatile { return rare >> bag & 1; }
 
     // Writes the lane's slot to `slots`, which all teams read, and sets `found`. All lanes of the
-    // warp call it together.
+    // warp call it together, and have synchronised since another lane last read `slots`.
     __device__ __forceinline__ void share_slot(u32 slot) volatile;
 
     // Returns the bag that the lane's team pools in this round. All lanes of the warp call it
@@ -183,11 +182,11 @@ struct Tile {
 
     __device__ __forceinline__ void advance(u32 by) volatile { set(round, round + by); }
 
-    // Sets `word` of the tile. All lanes of the warp call it together, with one value.
+    // Sets `word` of the tile. All lanes of the warp call it together, with one value. Other lanes'
+    // reads of the old value end first. Each lane then reads the value that it has written itself.
     __device__ __forceinline__ void set(volatile u32& word, u32 value) volatile {
         __syncwarp();
         word = value;
-        __syncwarp();
     }
 
     // Begins a round of bags: those that have all their keys among the next 32, but one at least.
@@ -241,7 +240,6 @@ __device__ __forceinline__ void Tile::share_slot(u32 slot) volatile {
     if (any) {
         const u32 lane = lane_number();
         const u32 loaded = loaded_slot(slot);
-        __syncwarp();
         slots[lane] = loaded;
         if (lane < GROUP_ROWS) {
             slots[32 + lane] = loaded;
@@ -318,7 +316,8 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
                     at += step * bytes;
                 }
                 if constexpr (Code<CODEC>::HAS_SCALE) {
-                    // Keeps the compiler from decoding several rows at a time.
+                    // Keeps the compiler from decoding several rows at a time: no other lane reads what
+                    // this one writes.
                     __syncwarp();
                 }
             }
@@ -357,7 +356,6 @@ __device__ __forceinline__ void list_rows(const Query& q, const Feature& f, vola
             tile.listed = min(32u, tile.end() - tile.round);
             __syncwarp();
             write_any_rows(f, tile);
-            __syncwarp();
         }
     }
 
@@ -393,7 +391,8 @@ __device__ __forceinline__ void add_rows(
         for (u32 u = 0; u < ROWS; u++) {
             loaded[u].load(rows, slots[u]);
         }
-        // Keeps the compiler from using the first row before it loads the last.
+        // Ends the reads of `slots`. It also keeps the compiler from using the first row before it
+        // loads the last.
         __syncwarp();
         const float unit = late.unit;
 #pragma unroll

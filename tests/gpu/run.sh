@@ -1,170 +1,318 @@
 #!/bin/sh
 # Tests and measures the GPU path on this machine, which needs only a CUDA driver of 11.4 or later:
-#   ./run.sh [--quick] [--only PART,...] [FOLDER]
-# It prints the machine, compares every kernel with its CPU twin, runs requests of the demo model, and
-# times lookups and requests. TensorRT runs the dense network where its libraries and headers are
-# installed. FOLDER (default: `report` next to this file, or a new folder under TMPDIR if that cannot be
-# written) receives report.json, report.txt and the log of each part. A failed part does not stop the
-# others; each part reports its result. Exit status 1: a part failed.
-# PART is `suites`, the name of one suite, `demo`, `bench`, `bench_exact`, `shapes` or `peers`; each takes
-# less than 4 minutes on a GPU. Without --only all of them run. `peers` needs python3 with torch; other
-# libraries are described in tree/tools/peers/gpu.py.
-# HATCHBACK_STANDIN=.../libcuda.so runs on that stand-in. HATCHBACK_RUN=... runs the programs through
-# another, such as an emulator. HATCHBACK_BENCH="--batch 4" measures only that.
+#   ./run.sh [--quick] [--only PART,...] [--pack FILE] [FOLDER]
+# The parts, most valuable first; each is made for less than 4 minutes on a GPU, `first` for 5:
+#   first     three suites, the litmus of changes and recorded queries, requests, lookups of f16 rows
+#   suites    every kernel against its CPU twin, and requests on models
+#   demo      the demo model's scores on the GPU and on the CPU
+#   shapes    lookups of every codec and row size beside a plain gather
+#   bench     requests of every batch size with cuBLAS or TensorRT, then on Hatchback's kernels alone
+#   workers   four workers at once      swap      a model that is swapped while requests run
+#   profile   ncu on four kernels       sanitize  compute-sanitizer on the suite of the kernels
+#   peers     other libraries on the same keys: torch, and those of tree/tools/peers/gpu.py
+# Without --only all of them run. PART may also be the name of one step, such as `litmus` or `cuda_swaps`.
+# FOLDER (default: `report` next to this file, or a new folder under TMPDIR if that cannot be written)
+# keeps the results of all calls: report.jsonl and report.txt grow by a line a step, NAME.log and NAME.json
+# are those of the step's last run. After each step all of it is packed into FILE (default:
+# FOLDER/results.tar.gz). A failed step does not stop the others. Exit status 1: a step failed.
+# HATCHBACK_STANDIN=.../libcuda.so runs on that stand-in; --quick chooses sizes for it. HATCHBACK_RUN=...
+# runs the programs through another, such as an emulator. HATCHBACK_BENCH="--batch 4" measures only that.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-quick= to= only= next=
+quick='' to='' only='' packed='' value_of=''
 for argument; do
-    if [ -n "$next" ]; then only=$argument next=; continue; fi
-    case $argument in
-    --quick) quick=--quick ;;
-    --only) next=only ;;
-    -*) sed -n '2,14s/^# \?//p' "$0" >&2; exit 2 ;;
+    case $value_of:$argument in
+    only:*) only=$argument value_of='' ;;
+    packed:*) packed=$argument value_of='' ;;
+    :--quick) quick=--quick ;;
+    :--only) value_of=only ;;
+    :--pack) value_of=packed ;;
+    :-*) sed -n '2,22s/^# \?//p' "$0" >&2; exit 2 ;;
     *) to=$argument ;;
     esac
 done
 if [ -z "$to" ]; then
     to=$here/report
-    { rm -rf "$to" && mkdir "$to"; } 2>/dev/null || to=$(mktemp -d) || exit 1
+    { mkdir -p "$to" && [ -w "$to" ]; } 2>/dev/null || to=$(mktemp -d) || exit 1
 fi
-mkdir -p "$to/bin" && to=$(cd "$to" && pwd) || exit 1
+mkdir -p "$to" && to=$(realpath "$to") && packed=$(realpath "${packed:-$to/results.tar.gz}") || exit 1
+[ -z "${CUEMBED:-}" ] || CUEMBED=$(realpath "$CUEMBED") || exit 1
+[ -z "${GPU_CACHE:-}" ] || GPU_CACHE=$(realpath "$GPU_CACHE") || exit 1
 cd "$to" || exit 1
-rm -f ./*.log report.json report.txt bench.json bench_exact.json shapes.json peers.json
-for program in "$here"/bin/*.gz; do
-    name=$(basename "$program" .gz)
-    { gzip -dc "$program" >"bin/$name" && chmod +x "bin/$name"; } || exit 1
-done
+
+# The unpacked programs are no result, so they lie elsewhere.
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+trap 'exit 143' HUP INT TERM
+unpack() {
+    if [ -e "$here/programs.tar.gz" ]; then tar xzf "$here/programs.tar.gz" -C "$work"
+    elif command -v xz >/dev/null; then tar xJf "$here/programs.tar.xz" -C "$work"
+    else python3 -m tarfile -e "$here/programs.tar.xz" "$work"; fi
+}
+unpack || exit 1
+
+# NVIDIA's tools are often installed beside the search path.
+for folder in /usr/local/cuda/bin /opt/nvidia/nsight-compute/*; do PATH=$PATH:$folder; done
+# `real`: the suites take this machine's GPU as it is. The stand-in then plays it too.
 export HATCHBACK_REPOSITORY="$here/tree" HATCHBACK_GPU=real
 if [ -n "${HATCHBACK_STANDIN:-}" ]; then
-    unset HATCHBACK_GPU
-    export LD_LIBRARY_PATH="$(dirname "$HATCHBACK_STANDIN"):${LD_LIBRARY_PATH:-}"
+    STANDIN_DEVICE=desk LD_LIBRARY_PATH="$(dirname "$HATCHBACK_STANDIN")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    export STANDIN_DEVICE LD_LIBRARY_PATH
 fi
 
+# cuBLAS of a Python environment lies outside the loader's path. Its folders come last, because a library
+# of the system belongs to the system's driver.
+add_cublas_of_python() {
+    folders=$(python3 -c '
+import glob, os, sys
+libraries = [f for p in sys.path for f in glob.glob(os.path.join(p, "nvidia/*/lib/libcublas.so.*"))]
+folders = {os.path.dirname(f) for f in libraries}
+print(":".join(f for f in sorted(folders) if glob.glob(f + "/libcublasLt.so.*")))' 2>/dev/null) || return 0
+    [ -z "$folders" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folders"
+}
+add_cublas_of_python
+
+# Prints the cuBLAS that the loader finds under the names that Hatchback tries, in Hatchback's order.
+cublas_taken() {
+    command -v python3 >/dev/null || { echo "unknown, no python3; see bench_f32.log"; return; }
+    python3 -c '
+import ctypes
+for name in ["libcublas.so"] + [f"libcublas.so.{release}" for release in (13, 12, 11)]:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        continue
+    paths = [line.split()[-1] for line in open("/proc/self/maps") if "libcublas.so" in line]
+    print(paths[0])
+    break
+else:
+    print("none")'
+}
+
+# The program has `seconds`, so that one that hangs leaves time for the others. In the foreground it stays
+# in this process group, and ends with it.
+limited() {
+    if [ -n "$quick" ] || ! command -v timeout >/dev/null; then "$@"; else timeout --foreground -k 5 "$seconds" "$@"; fi
+}
+seconds=235
 # If the system's C library is older than the programs need, they run on the one in lib/.
 loader=$(echo "$here"/lib/ld-linux-*.so.*)
-run() {
-    program=$to/bin/$1
+libraries=/usr/local/nvidia/lib64:/usr/lib/$(uname -m)-linux-gnu:/usr/lib64:/usr/local/cuda/lib64
+own_libc=''
+run() { # run PROGRAM ARGUMENT...
+    program=$work/bin/$1
     shift
-    if [ -z "${own_libc:-}" ]; then ${HATCHBACK_RUN:-} "$program" "$@"; else "$loader" --library-path "$here/lib:${LD_LIBRARY_PATH:-}:/usr/local/nvidia/lib64:/usr/lib/$(uname -m)-linux-gnu:/usr/lib64:/usr/local/cuda/lib64" "$program" "$@"; fi
+    set -- "$program" "$@"
+    [ -z "$own_libc" ] || set -- "$loader" --library-path "$here/lib:${LD_LIBRARY_PATH:-}:$libraries" "$@"
+    limited ${HATCHBACK_RUN:-} "$@"
 }
-own_libc=
 if [ -e "$loader" ] && ! run hatchback --version >/dev/null 2>&1; then own_libc=yes; fi
 
-failed=0 parts=
-say() { echo "$@" | tee -a report.txt; }
+failed=0 part='' known=, recorded=, summary=''
+say() { printf '%s\n' "$*" | tee -a report.txt; }
 # Prints a text as a JSON string.
 quoted() { printf '"%s"' "$(printf %s "$1" | tr '\n\t' '  ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g')"; }
-outcome() { # outcome NAME passed|FAILED|"not run" WHY
-    say "$(printf '%-28s %s' "$1" "$2")${3:+: $3}"
-    parts="$parts${parts:+,
-}{\"name\": \"$1\", \"result\": \"$2\", \"why\": $(quoted "${3:-}")}"
+outcome() { # outcome STEP passed|SKIPPED|FAILED|"not run" SECONDS [WHY]
+    line=$(printf '%-28s %s' "$1" "$2")${4:+: $4}
+    say "$line"
+    summary="$summary$line
+"
+    printf '{"at": "%s", "part": "%s", "step": "%s", "result": "%s", "seconds": %s, "why": %s}\n' \
+        "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$part" "$1" "$2" "$3" "$(quoted "${4:-}")" >>report.jsonl
 }
-# Whether --only names a part, or there is no --only.
-chosen() { case ,$only, in ,, | *,"$1",*) ;; *) return 1 ;; esac; }
-part() { # part NAME COMMAND...: writes its output to a log and its result to the report
-    name=$1
+existing() { for file; do [ ! -e "$file" ] || echo "$file"; done; }
+# Packs all results, the short ones first. The profiles of ncu are left out if the pack would be too large
+# for a machine that returns 16 MiB a file. The rename keeps the earlier pack whole if this one is cut short.
+pack() {
+    for profiles in '*.ncu-rep' ''; do
+        tar czf "$packed.new" $(existing report.jsonl report.txt ./*.json ./*.csv ./*.log $profiles) || return 1
+        [ "$(wc -c <"$packed.new")" -gt 15000000 ] || break
+    done
+    mv -f "$packed.new" "$packed"
+}
+record() { # record STEP COMMAND...: runs it; its output becomes a log, its result a line of the report
+    name=$1 recorded=$recorded$1, began=$(date +%s)
     shift
+    rm -f "$name.json"
     "$@" >"$name.log" 2>&1
     status=$?
-    skips=$(grep -c SKIPPED "$name.log")
-    if [ "$status" = 0 ]; then
-        outcome "$name" passed "$([ "$skips" = 0 ] || echo "$skips skipped")"
-    else
-        failed=1
-        outcome "$name" FAILED "status $status: $(grep -v '^ *$' "$name.log" | grep -m 1 -iE 'error|panicked|refused|fail' || tail -n 1 "$name.log")"
-        tail -n 15 "$name.log"
-    fi
-    return "$status"
+    took=$(($(date +%s) - began)) skips=$(grep -c SKIPPED "$name.log")
+    case $status in
+    0) outcome "$name" passed $took "$([ "$skips" = 0 ] || echo "$skips skipped")" ;;
+    77) outcome "$name" SKIPPED $took "$(sed -n 's/^SKIPPED: //p' "$name.log" | tail -n 1)" ;;
+    124) outcome "$name" FAILED $took "stopped, because it still ran after $took s" ;;
+    *)
+        why=$(grep -v '^ *$\| 0 failed' "$name.log" | grep -m 1 -iE 'error|panicked|refused|fail' || tail -n 1 "$name.log")
+        outcome "$name" FAILED $took "status $status: $why"
+        ;;
+    esac
+    case $status in 0 | 77) ;; *) failed=1; tail -n 15 "$name.log" ;; esac
+    pack
+    return $status
 }
-not_run() { # not_run WHY NAME...
-    why=$1
+# Whether --only names a part or a step, or there is no --only.
+chosen() {
+    known=$known$1,
+    case ,$only, in ,, | *,"$1",*) ;; *) return 1 ;; esac
+}
+step() { # step STEP COMMAND...: records it if --only names it or its part, once
+    chosen "$1" || chosen "$part" || return 0
+    case $recorded in *,"$1",*) return 0 ;; esac
+    record "$@"
+}
+bench() { # bench STEP ARGUMENT...: a step that runs `hatchback bench gpu`; the report has its tables too
+    bench_step=$1 before=$recorded
     shift
-    for name; do outcome "$name" "not run" "$why"; done
+    step "$bench_step" run hatchback bench gpu "$@" $quick ${HATCHBACK_BENCH:-} --json "$bench_step.json"
+    [ "$recorded" = "$before" ] || tee -a report.txt <"$bench_step.log"
 }
+# A step that cannot run here ends with this status and reason.
+skip() { echo "SKIPPED: $1"; return 77; }
 
 machine() {
     uname -srm
     (. /etc/os-release && echo "$PRETTY_NAME") 2>/dev/null
     [ -z "$own_libc" ] || echo "the system's C library is older than the programs need; they run on the bundle's"
     cat /proc/driver/nvidia/version 2>/dev/null
-    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.memory,clocks.max.sm --format=csv 2>/dev/null || echo "no nvidia-smi"
+    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.memory,clocks.max.sm --format=csv 2>/dev/null ||
+        echo "no nvidia-smi"
+    echo "cuBLAS: $(cublas_taken)"
 }
-say "== the machine"
-machine | tee -a report.txt
-
+# Runs tests by name. A suite also passes if it has no test of that name, so they are counted.
+tests() { # tests SUITE TEST...
+    suite=$1
+    shift
+    run "$suite" --exact "$@" --nocapture --test-threads 1 || return
+    grep -q "^test result: ok. $# passed" "$name.log" || { echo "error: $suite has not all of the tests $*"; return 1; }
+}
 # Compares the demo model's scores on the GPU and on the CPU, to the bit.
 demo_requests() {
-    demo=$here/tree/tools/demo/coupon samples=heldout
+    model=$here/tree/tools/demo/coupon samples=heldout
     [ -z "$quick" ] || samples=probe
-    run hatchback pack "$demo/model.toml" -o demo.bundle || return 1
+    run hatchback pack "$model/model.toml" -o "$work/demo.bundle" || return
     for device in cpu cuda; do
-        run hatchback run demo.bundle --samples "$demo/$samples.jsonl" --batch 32 --device $device >$device.scores || return 1
+        run hatchback run "$work/demo.bundle" --samples "$model/$samples.jsonl" --batch 32 --device $device >"$work/$device" || return
     done
-    [ -s cpu.scores ] && cmp cpu.scores cuda.scores && echo "$(wc -l <cpu.scores) scores, equal to the bit"
+    [ -s "$work/cpu" ] && cmp "$work/cpu" "$work/cuda" && echo "$(wc -l <"$work/cpu") scores, equal to the bit"
 }
-
-suites=$(for suite in bin/*; do [ "$suite" = bin/hatchback ] || basename "$suite"; done)
-# Times other libraries on the keys of some shapes. On the stand-in only torch runs, on the CPU.
-peers() {
-    command -v python3 >/dev/null || { echo "SKIPPED: all peers: no python3"; return 0; }
-    size=8192 device=cuda
-    [ -z "${HATCHBACK_STANDIN:-}" ] || size=4 device=cpu
-    run hatchback bench gpu --shapes $quick --batch "$size" --keys keys --json peer_shapes.json &&
-        python3 "$here/tree/tools/peers/gpu.py" peer_shapes.json keys --device "$device" --json peers.json
-    outcome_of_peers=$?
-    rm -rf keys peer_shapes.json
-    return "$outcome_of_peers"
-}
-
-# Runs first, because every later part needs a driver that accepts the kernels' machine code.
-facts() { CUDA_CACHE_DISABLE=1 run hatchback bench gpu --facts; }
-say "== the driver and the GPU"
-if part programs run hatchback --version && part gpu facts; then
-    tee -a report.txt <gpu.log
-
-    say "== TensorRT"
-    tensorrt=
-    if shim=$("$here/tree/kernels/tensorrt/make" "$to" 2>tensorrt.log); then
-        say "headers found, shim built: $shim"
-        tensorrt="--tensorrt $shim"
+# Builds TensorRT's shim if its headers are here.
+tensorrt=''
+find_tensorrt() {
+    if shim=$("$here/tree/kernels/tensorrt/make" "$work" 2>tensorrt.log); then
+        say "TensorRT: headers found, shim built"
+        tensorrt="--tensorrt $shim --plans $work"
     else
-        say "not used: $(tail -n 1 tensorrt.log)"
+        say "TensorRT: not used: $(tail -n 1 tensorrt.log)"
     fi
+}
+# Runs programs under a tool of NVIDIA's. A machine may keep such a tool from its GPU.
+under() { # under TOOL OPTIONS COMMAND...
+    command -v "$1" >/dev/null || { skip "no $1 on this machine"; return; }
+    (HATCHBACK_RUN="$1 $2" && shift 2 && "$@") && return
+    tool_status=$?
+    refusal=$(grep -m 1 -E 'Device not supported|LibraryNotLoaded|ERR_NVGPUCTRPERM' "$name.log") || return $tool_status
+    skip "$1 may not use the GPU here: $refusal"
+}
+sanitize() { # sanitize TOOL
+    under compute-sanitizer "--tool=$1 --error-exitcode=99" \
+        tests cuda_kernels queries_pool_the_same_bits no_query_sees_a_torn_or_foreign_row
+}
+# Profiles a few launches of a kernel, and prints what ncu counted in all and at each line.
+profile() { # profile KERNEL BATCH SKIP LAUNCHES
+    images=''
+    if [ -d "$work/lines" ] && grep -q '^compute capability *9\.0' gpu.log; then images="--kernels $work/lines"
+    else echo "these images have no line numbers"; fi
+    rm -f "$name.ncu-rep" "$name.csv"
+    sizes="--rows 20000 --batch $2"
+    [ -z "$quick" ] || sizes="--quick --batch 4"
+    # By default ncu sets lower clocks. Its times would not compare with those of the other steps.
+    options="--set=full --kernel-name=$1 --launch-skip=$3 --launch-count=$4 --clock-control=none --kill=yes"
+    options="$options --import-source=yes --source-folders=$here/tree/kernels/cuda --export=$name"
+    under ncu "$options" run hatchback bench gpu requests --precision exact $images $sizes
+    tool_status=$?
+    # ncu ends the program after the last launch, so its status says less than the report that it wrote.
+    [ -s "$name.ncu-rep" ] || return $tool_status
+    ncu --import="$name.ncu-rep" --page=source --print-source=cuda,sass --csv >"$name.csv"
+    ncu --import="$name.ncu-rep" --page=details
+}
+# Times other libraries on the keys of some shapes. On the stand-in only torch runs, on the CPU.
+peers() { # peers CODEC
+    command -v python3 >/dev/null || { skip "all peers: no python3"; return; }
+    sizes=64,8192 device=cuda
+    [ -z "${HATCHBACK_STANDIN:-}" ] || sizes=4 device=cpu
+    run hatchback bench gpu shapes --codec "$1" $quick --batch "$sizes" --keys "$work/keys" --json "$work/shapes.json" &&
+        limited python3 "$here/tree/tools/peers/gpu.py" "$work/shapes.json" "$work/keys" --device $device --json "$name.json"
+}
 
-    say "== every kernel against its CPU twin, and requests on models"
-    for suite in $suites; do
-        if chosen suites || chosen "$suite"; then part "$suite" run "$suite" --nocapture; fi
+parts="first suites demo shapes bench workers swap profile sanitize peers"
+run_part() {
+    part=$1 seconds=235
+    case $part in
+    first)
+        for suite in cuda_kernels cuda_changes gpu_dense; do step $suite run $suite --nocapture; done
+        step litmus tests cuda_changes changes_wait_for_the_queries_of_recorded_graphs
+        sizes="--batch 1,64,1024,8192"
+        [ -z "$quick" ] || sizes=''
+        for precision in exact f32; do bench requests_$precision requests --precision $precision $sizes; done
+        bench shapes_f16 shapes --codec f16
+        ;;
+    suites) for suite in $suites; do step "$suite" run "$suite" --nocapture; done ;;
+    demo) step demo demo_requests ;;
+    # One step for each codec, because a step that is stopped leaves no figures.
+    shapes) for codec in f32 f16 u8 u4; do bench shapes_$codec shapes --codec $codec; done ;;
+    bench)
+        if chosen bench || chosen bench_f32; then find_tensorrt; fi
+        bench bench_f32 requests --precision f32 $tensorrt
+        bench bench_exact requests --precision exact
+        ;;
+    workers) bench workers workers ;;
+    swap) bench swap swap ;;
+    profile)
+        seconds=58
+        # The launches that are skipped warm graphs of all batch sizes up. A request of the benchmark has
+        # eight matrices, and they differ.
+        step profile_matrix profile dense_matrix_few 64 200 8
+        step profile_query profile query_tables 8192 100 2
+        step profile_products profile dense_products 8192 40 2
+        step profile_finish profile finish_bags 1024 50 2
+        ;;
+    sanitize)
+        seconds=58
+        for tool in memcheck racecheck synccheck initcheck; do step sanitize_$tool sanitize $tool; done
+        ;;
+    peers)
+        seconds=115
+        for codec in f32 f16; do step peers_$codec peers $codec; done
+        ;;
+    esac
+}
+
+say "== the machine, $(date -u +%Y-%m-%dT%H:%M:%SZ)"
+machine | tee -a report.txt
+[ -z "${HATCHBACK_STANDIN:-}" ] || say "on the stand-in: times mean nothing"
+suites=$(for suite in "$work"/bin/*; do basename "$suite"; done | grep -v '^hatchback$')
+
+# Runs first, because every part needs a driver that accepts the kernels' machine code. A driver that keeps
+# what it compiled would not show how long that takes.
+facts() (
+    export CUDA_CACHE_DISABLE=1
+    run hatchback bench gpu facts --json gpu.json
+)
+say "== the driver and the GPU"
+if record programs run hatchback --version && record gpu facts; then
+    tee -a report.txt <gpu.log
+    for each in $parts; do
+        ! chosen "$each" || say "== $each"
+        run_part "$each"
     done
-
-    say "== the demo model"
-    chosen demo && part demo demo_requests
-    rm -f demo.bundle ./*.scores
-
-    say "== measured"
-    [ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: times mean nothing)"
-    chosen bench && part bench run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} $tensorrt --plans "$to" --json bench.json
-    chosen bench_exact && part bench_exact run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} --precision exact --json bench_exact.json
-    chosen shapes && part shapes run hatchback bench gpu --shapes $quick ${HATCHBACK_BENCH:-} --json shapes.json
-    chosen peers && part peers peers
-    cat bench.log shapes.log peers.log 2>/dev/null | tee -a report.txt
+    for each in $(echo "$only" | tr , ' '); do
+        case $known in *,"$each",*) ;; *) failed=1; say "no part and no step is called $each" ;; esac
+    done
 else
-    tensorrt=
     why="nothing can be tested here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
-    not_run "$why" $suites demo bench bench_exact shapes peers
+    for part in $parts; do ! chosen "$part" || outcome "$part" "not run" 0 "$why"; done
 fi
-rm -rf bin
-
-json() { if [ -s "$1" ]; then cat "$1"; else echo null; fi; }
-{
-    printf '{"parts": [%s],\n"tensorrt": %s,\n"bench":\n' "$parts" "$([ -n "$tensorrt" ] && echo true || echo false)"
-    json bench.json
-    printf ',\n"bench_exact":\n'
-    json bench_exact.json
-    printf ',\n"shapes":\n'
-    json shapes.json
-    printf ',\n"peers":\n'
-    json peers.json
-    echo '}'
-} >report.json
-say "$([ "$failed" = 0 ] && echo passed || echo FAILED): $to/report.json and report.txt have the results, the logs next to them the details"
+say "== $([ "$failed" = 0 ] && echo passed || echo FAILED)"
+pack
+printf '%s%s\n' "$summary" "all results: $packed"
 exit $failed

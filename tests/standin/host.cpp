@@ -40,7 +40,10 @@ static void switch_to(Context& from, Context& to) { swapcontext(&from.context, &
 constexpr size_t STACK = 64 << 10;
 static std::vector<char*> stacks;
 
-void yield() { switch_to(block->current->context, scheduler); }
+void yield() {
+    end_writes();
+    switch_to(block->current->context, scheduler);
+}
 
 static void leave(Warp& warp) {
     for (auto& m : warp.meetings)
@@ -126,9 +129,29 @@ void met(bool fenced) {
     block->current->fenced = false;
 }
 
+void synced(uint32_t mask) {
+    Fiber& me = *block->current;
+    uint32_t alive = block->warps[me.warp].alive;
+    // No kernel synchronises a part of a warp, so one count for all lanes is enough.
+    if ((mask & alive) != alive) fail("a __syncwarp of mask %08x, and the warp has lanes %08x", mask, alive);
+    me.syncs++;
+}
+
+void* shared(size_t bytes) {
+    if (block->shared.empty()) {
+        block->shared.resize((bytes + 23) / 8, 0xa5a5a5a5a5a5a5a5);
+        // Aligned to 16 bytes, as on a GPU.
+        block->shared_at = (char*)(((size_t)block->shared.data() + 15) & ~(size_t)15);
+        block->shared_bytes = bytes;
+        block->words.resize((bytes + 3) / 4);
+    }
+    return block->shared_at;
+}
+
 // Never returns, so its frame must hold nothing that AddressSanitizer would leave marked.
 __attribute__((no_sanitize_address, noinline)) static void run_fiber() {
     block->grid->body();
+    end_writes();
     Fiber* me = block->current;
     me->done = true;
     block->alive--;
@@ -162,6 +185,7 @@ static void prepare(Fiber& fiber) {
 }
 
 Meeting& meet(uint32_t mask, uint64_t value, unsigned& turn) {
+    end_writes();
     Fiber* me = block->current;
     Warp& warp = block->warps[me->warp];
     uint32_t bit = 1u << me->lane;
@@ -190,6 +214,7 @@ Meeting& meet(uint32_t mask, uint64_t value, unsigned& turn) {
 }
 
 void barrier() {
+    end_writes();
     Block* b = block;
     perform_all(warp_here());
     b->current->seen.clear();
@@ -198,6 +223,8 @@ void barrier() {
     progress++;
     pass_barrier(*b);
     while (b->barriers == before) yield();
+    b->current->syncs++;
+    b->current->barriers++;
 }
 
 std::unique_ptr<Grid> begin(std::function<void()> body, dim3 blocks, dim3 threads, bool exclusive) {
@@ -229,8 +256,8 @@ static void begin_block(Grid& grid) {
         b->warps[f.warp].alive |= 1u << f.lane;
         prepare(f);
     }
+    b->number = ++blocks;
     grid.resident.push_back(std::move(b));
-    blocks++;
 }
 
 // Runs lanes of a warp until each has yielded: all lanes, or some, so that others see the work of half

@@ -10,6 +10,9 @@
 // value of a word until it passes a fence, or meets (`__syncwarp`) a lane that passed one. The writes
 // of a warp become visible to others in any order until one of its lanes passes a fence. Atomics, and
 // words that a lane reads for the first time, use the value in memory.
+//
+// It also finds accesses to shared memory that no `__syncwarp` and no barrier orders (shared.cpp), but
+// not in a build with AddressSanitizer: the compiler instruments for one sanitizer only.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -60,11 +63,29 @@ struct Context {
 #endif
 };
 
+// The last accesses of one kind to a word of shared memory, with no `__syncwarp` between them.
+struct Access {
+    uint32_t lanes = 0;
+    unsigned warp = 0, syncs = 0, barriers = 0;
+};
+
+struct Word { Access write, read; };
+
+// A write that is not ordered after another lane's access. It is an error if it changes the word.
+struct Unordered {
+    Word* word;
+    const uint32_t* at;
+    uint32_t before;
+};
+
 struct Fiber {
     Context context;
     dim3 thread;
     unsigned lane = 0, warp = 0;
     bool done = false;
+    // The times that it passed a `__syncwarp` or a barrier, and a barrier.
+    unsigned syncs = 0, barriers = 0;
+    std::vector<Unordered> unordered;
     char* stack = nullptr;
     uint64_t wakes = 0;  // step number before which the fiber does not run
     // Words as the lane read them since its last fence, and whether it passed a fence since it last
@@ -82,7 +103,12 @@ struct Block {
     std::vector<Warp> warps;
     unsigned alive = 0, at_barrier = 0, barriers = 0, votes = 0;
     Fiber* current = nullptr;
-    std::vector<uint64_t> shared;  // what SHARED of prelude.cuh declares: one object
+    uint64_t number = 0;
+    // What SHARED of prelude.cuh declares: one object, and the record of each of its words.
+    std::vector<uint64_t> shared;
+    char* shared_at = nullptr;
+    size_t shared_bytes = 0;
+    std::vector<Word> words;
 };
 
 // A launch that is running.
@@ -129,11 +155,11 @@ inline T from(const uint64_t* slots, unsigned lane) {
 
 void barrier();
 // Returns the block's one shared object.
-inline void* shared(size_t bytes) {
-    if (block->shared.empty()) block->shared.resize((bytes + 23) / 8, 0xa5a5a5a5a5a5a5a5);
-    // Aligned to 16 bytes, as on a GPU.
-    return (void*)(((size_t)block->shared.data() + 15) & ~(size_t)15);
-}
+void* shared(size_t bytes);
+// Notes that all lanes of the warp passed a `__syncwarp`.
+void synced(uint32_t mask);
+// Ends the run if one of the lane's last writes changed a word that another lane accesses at the time.
+void end_writes();
 uint32_t load(const uint32_t* at);
 void store(uint32_t* at, uint32_t value);
 void fence();
@@ -166,7 +192,7 @@ struct Add { Add(Named kernel) { add(kernel); } };
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __shared__ static __attribute__((section("gpu_shared")))
 #define __restrict__ __restrict
 #define threadIdx (sim::block->current->thread)
 #define blockIdx (sim::block->index)
@@ -193,7 +219,10 @@ static inline unsigned __ballot_sync(unsigned mask, int yes) {
 }
 static inline int __any_sync(unsigned mask, int yes) { return __ballot_sync(mask, yes) != 0; }
 static inline int __all_sync(unsigned mask, int yes) { return __ballot_sync(mask, !yes) == 0; }
-static inline void __syncwarp(unsigned mask = ~0u) { sim::met(__ballot_sync(mask, sim::block->current->fenced)); }
+static inline void __syncwarp(unsigned mask = ~0u) {
+    sim::met(__ballot_sync(mask, sim::block->current->fenced));
+    sim::synced(mask);
+}
 template <class T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
     const uint64_t* slots; uint32_t who;
     sim::exchange(mask, v, slots, who);

@@ -22,6 +22,8 @@ use hatchback_kernels::simd::isa::Isa;
 use hatchback_tests::random::Random;
 use hatchback_tests::{reference, standin};
 use std::collections::HashMap;
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 /// A table of a model: its rows as flash holds them, and how they are served.
@@ -605,7 +607,7 @@ fn without_the_order_of_queries_and_changes_rows_are_torn() {
     if standin::load().is_none() {
         return println!("SKIPPED: a real driver keeps every order");
     }
-    let run = std::process::Command::new(std::env::current_exe().unwrap())
+    let run = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "no_query_sees_a_torn_or_foreign_row"])
         .env(WITHOUT_ORDER, "1")
         .output()
@@ -613,6 +615,43 @@ fn without_the_order_of_queries_and_changes_rows_are_torn() {
     let said = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
     assert!(!run.status.success(), "{said}");
     assert!(said.contains("a torn row") || said.contains("were answered with rows"), "{said}");
+}
+
+/// Copies the files of `from`, without its folders, to the new folder `to`.
+fn copy_files(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for file in std::fs::read_dir(from).unwrap().map(|entry| entry.unwrap().path()) {
+        if file.is_file() {
+            std::fs::copy(&file, to.join(file.file_name().unwrap())).unwrap();
+        }
+    }
+}
+
+/// The stand-in ends a run in which a lane reads shared words of another lane without a
+/// `__syncwarp` in between: a copy of the kernels lacks one. `tests/standin/removals` removes each.
+#[test]
+fn without_a_syncwarp_the_stand_in_ends_the_run() {
+    if standin::load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
+        return println!("SKIPPED: only a stand-in that this test builds can lack a `__syncwarp`");
+    }
+    let (tree, copy) = (Path::new(env!("CARGO_MANIFEST_DIR")), tempfile::tempdir().unwrap());
+    let sources = copy.path().join("kernels/cuda");
+    copy_files(&tree.join("standin"), &copy.path().join("tests/standin"));
+    copy_files(&tree.join("../kernels/cuda"), &sources);
+    let text = std::fs::read_to_string(sources.join("lookup.cu")).unwrap();
+    let (before, after) = text.split_once("__syncwarp();").unwrap();
+    std::fs::write(sources.join("lookup.cu"), [before, after].concat()).unwrap();
+
+    let out = copy.path().join("out");
+    let made = Command::new(copy.path().join("tests/standin/make")).arg(&out).status();
+    assert!(made.unwrap().success());
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "queries_pool_the_same_bits"])
+        .env("HATCHBACK_STANDIN", out.join("libcuda.so"))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
+    assert!(!run.status.success() && said.contains("no __syncwarp is between"), "{said}");
 }
 
 #[test]

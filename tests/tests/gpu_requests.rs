@@ -161,6 +161,8 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
             let asked =
                 asked(|| assert!(same_bits(gpu.score(&batch, None).unwrap().values, &expected)));
             let misses = gpu.counters().misses - before;
+            missed += misses;
+            // Only the stand-in counts calls.
             let Some([launches, waits, copies]) = asked else { continue };
 
             assert_eq!(copies, keys_brought());
@@ -173,8 +175,6 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
                 // the ring had no room.
                 _ => assert!(launches <= 3 * waits / 2 && waits % 2 == 0, "{launches}, {waits}"),
             }
-
-            missed += misses;
         }
 
         assert!(missed > 20, "{missed} rows missed");

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Times the lookups of other libraries on a GPU, on the keys of `hatchback bench gpu --shapes`.
+"""Times the lookups of other libraries on a GPU, on the keys of `hatchback bench gpu shapes`.
 
-    hatchback bench gpu --shapes --batch 64,8192,65536 --keys KEYS --json REPORT
+    hatchback bench gpu shapes --batch 64,8192,65536 --keys KEYS --json REPORT
     tools/peers/gpu.py REPORT KEYS [--json FILE] [--device cpu]
 
 The peers are torch's EmbeddingBag, cuEmbed, the gpu_cache of HugeCTR and NVE. All rows are in GPU memory, as in the
@@ -10,12 +10,15 @@ report. cuEmbed and gpu_cache are compiled from their sources, whose folders the
     CUEMBED=.../cuEmbed  GPU_CACHE=.../HugeCTR/gpu_cache  NVCC=nvcc
 
 NVE is the Python package pynve. A peer that cannot run here prints SKIPPED and the reason. Each peer must first give
-torch's rows or sums. Only then is it timed, with events on the stream. `share` is the peer's time divided by
-Hatchback's: 2 means that Hatchback is twice as fast. With --device cpu only torch runs, to try the script.
+torch's rows or sums. Only then is it timed, with events on the stream. The key sets of a point rotate as they do in
+the report, so that no loop measures the second-level cache. `share` is the peer's time divided by Hatchback's: 2
+means that Hatchback is twice as fast. With --device cpu only torch runs, to try the script.
+Exit status 77: no peer can run here.
 """
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -37,7 +40,7 @@ class Skipped(Exception):
 
 
 class Shape:
-    """A point of the report, its table of all rows, and its keys as numbers of rows."""
+    """A point of the report, its table of all rows, and its key sets as numbers of rows."""
 
     def __init__(self, torch, point, folder, device):
         self.codec, self.dim, self.rows = point["codec"], point["dim"], point["rows"]
@@ -45,14 +48,15 @@ class Shape:
         self.dtype = {"f32": torch.float32, "f16": torch.float16}[self.codec]
         path = os.path.join(folder, point["keys_file"])
         keys = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.int64)
-        expected = TABLES * self.batch * self.hotness
+        a_set = TABLES * self.batch * self.hotness
+        expected = point["sets"] * a_set
         if keys.numel() != expected or keys.min() < 0 or keys.max() >= self.rows:
             raise SystemExit(f"{path}: {keys.numel()} keys up to {keys.max()}, {expected} below {self.rows} expected")
         first = torch.arange(TABLES).repeat_interleave(self.batch * self.hotness) * self.rows
-        self.places = (keys + first).to(device)
+        self.sets = [(keys + first).to(device) for keys in keys.split(a_set)]
         torch.manual_seed(1)
         self.table = torch.rand(TABLES * self.rows, self.dim, dtype=torch.float32).to(self.dtype).to(device)
-        self.bags = self.places.view(-1, self.hotness)
+        self.bags = [places.view(-1, self.hotness) for places in self.sets]
 
 
 class Torch:
@@ -63,7 +67,7 @@ class Torch:
 
     def call(self, shape):
         bag = self.torch.nn.functional.embedding_bag
-        return lambda: bag(shape.bags, shape.table, mode="sum")
+        return lambda number: bag(shape.bags[number], shape.table, mode="sum")
 
 
 def compiled(name, define, includes, sources=()):
@@ -102,14 +106,15 @@ class CuEmbed:
         self.torch, self.library = torch, compiled("cuembed", "WITH_CUEMBED", [folder])
 
     def call(self, shape):
-        out = self.torch.empty(shape.bags.shape[0], shape.dim, dtype=shape.dtype, device="cuda")
-        places = shape.places.to(self.torch.int32)
+        bags = len(shape.bags[0])
+        out = self.torch.empty(bags, shape.dim, dtype=shape.dtype, device="cuda")
+        sets = [places.to(self.torch.int32) for places in shape.sets]
         run = getattr(self.library, f"peer_cuembed_{shape.codec}")
-        sizes = [shape.dim, shape.bags.shape[0], shape.hotness]
+        sizes = [shape.dim, bags, shape.hotness]
 
-        def lookup():
+        def lookup(number):
             stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
-            run(pointer(shape.table), pointer(places), *map(ctypes.c_int, sizes), pointer(out), stream)
+            run(pointer(shape.table), pointer(sets[number]), *map(ctypes.c_int, sizes), pointer(out), stream)
             return out
 
         return lookup
@@ -129,7 +134,7 @@ class GpuCache:
     def call(self, shape):
         if shape.codec != "f32" or shape.hotness != 1:
             raise Skipped("it has rows of f32 only, and does not pool")
-        torch, count = self.torch, shape.places.numel()
+        torch, count = self.torch, shape.sets[0].numel()
         if self.cache:
             self.library.peer_gpu_cache_delete(ctypes.c_void_p(self.cache))
         # With more rows a set of 64 could overflow, and the cache would lack some.
@@ -143,10 +148,10 @@ class GpuCache:
         length, dim = ctypes.c_size_t(len(keys)), ctypes.c_size_t(shape.dim)
         self.library.peer_gpu_cache_fill(cache, pointer(keys), length, pointer(shape.table), dim, stream)
 
-        def lookup():
+        def lookup(number):
             left = [pointer(missing), pointer(missing_keys), pointer(missed)]
             self.library.peer_gpu_cache_query(
-                cache, pointer(shape.places), ctypes.c_size_t(count), pointer(out), *left, stream)
+                cache, pointer(shape.sets[number]), ctypes.c_size_t(count), pointer(out), *left, stream)
             return out
 
         return lookup
@@ -173,30 +178,33 @@ class Nve:
             gpu_cache_size=int(rows * SLOTS_PER_ROW) * dim * shape.table.element_size(), weight_init=shape.table)
         keys = self.torch.arange(rows, dtype=self.torch.int64, device="cuda")
         layer.insert(keys, shape.table, 0)
-        return lambda: layer(shape.places)
+        return lambda number: layer(shape.sets[number])
 
 
-def time_us(torch, device, call):
-    """Returns the median time of `call` in us: on the GPU between two events."""
+def time_us(torch, device, call, sets):
+    """Returns the median time of `call` in us: on the GPU between two events. Each call takes the next key set."""
+    numbers = itertools.cycle(range(sets))
     if device == "cpu":
         start = time.perf_counter()
-        call()
+        call(next(numbers))
         return 1e6 * (time.perf_counter() - start)
     times = []
+    # As many launches as in the report: there are no more key sets than launches.
+    repeats = max(REPEATS, sets // ROUNDS)
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(REPEATS):
-            call()
+        for _ in range(repeats):
+            call(next(numbers))
         end.record()
         end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / REPEATS)
+        times.append(1000 * start.elapsed_time(end) / repeats)
     return statistics.median(times)
 
 
 def check(torch, shape, found):
     """Raises if `found` is not torch's result, but for the order of the sums and their rounding."""
-    expected = torch.nn.functional.embedding_bag(shape.bags, shape.table, mode="sum").float()
+    expected = torch.nn.functional.embedding_bag(shape.bags[0], shape.table, mode="sum").float()
     found = found.float().view(expected.shape)
     difference = (found - expected).abs().max().item()
     bound = (1e-5 if shape.codec == "f32" else 2e-3) * shape.hotness
@@ -226,8 +234,8 @@ def measure(torch, device, peers, points, folder):
             line = {k: point[k] for k in ("codec", "dim", "hotness", "keys", "batch")} | {"peer": peer.name}
             try:
                 call = peer.call(shape)
-                check(torch, shape, call())
-                us = time_us(torch, device, call)
+                check(torch, shape, call(0))
+                us = time_us(torch, device, call, len(shape.sets))
                 line |= {"us": us, "hatchback_us": point["gpu_us_p50"], "share": us / point["gpu_us_p50"]}
                 figures = f"{us:10.1f} us, Hatchback {point['gpu_us_p50']:10.1f} us, share {line['share']:.2f}"
             except Skipped as e:
@@ -240,9 +248,14 @@ def measure(torch, device, peers, points, folder):
     return lines, failed
 
 
+def nothing_runs(why):
+    print(f"SKIPPED: all peers: {why}")
+    sys.exit(77)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", help="the JSON of `bench gpu --shapes`")
+    parser.add_argument("report", help="the JSON of `bench gpu shapes`")
     parser.add_argument("keys", help="its folder of keys")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -250,12 +263,12 @@ def main():
     try:
         import torch
     except ImportError as e:
-        return print(f"SKIPPED: all peers: {e}")
+        return nothing_runs(e)
     if options.device == "cuda" and not torch.cuda.is_available():
-        return print("SKIPPED: all peers: torch finds no GPU")
+        return nothing_runs("torch finds no GPU")
     points = [p for p in json.load(open(options.report))["points"] if p["keys_file"]]
     if not points:
-        sys.exit(f"{options.report}: no point has keys; run `bench gpu --shapes --keys FOLDER`")
+        sys.exit(f"{options.report}: no point has keys; run `bench gpu shapes --keys FOLDER`")
     peers = start_peers(torch, options.device)
     lines, failed = measure(torch, options.device, peers, points, options.keys)
     if options.json:

@@ -1,6 +1,6 @@
 //! The functions of the CUDA driver that this crate calls. Their results are plain numbers, because
-//! a newer driver may return codes that are in no list. If the driver lacks a function, opening the
-//! driver returns a typed error. Checks no argument.
+//! a newer driver may return codes that are in no list. If the driver lacks a function that a
+//! request needs, opening the driver returns a typed error. Checks no argument.
 
 #![allow(unsafe_code)]
 
@@ -8,6 +8,7 @@ use cudarc::driver::sys::{
     CUcontext, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
 };
 use std::ffi::{CStr, c_char, c_void};
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 /// Why the driver's functions cannot be called.
@@ -19,26 +20,41 @@ pub(crate) enum MissingDriver {
     Function(&'static str),
 }
 
-/// Declares the table of functions: a name here, the driver's symbol, and the arguments' types.
+/// Declares the table of functions: a name here, the driver's symbol, and the arguments' types. An
+/// `optional` function has several symbols, of which the first that the driver has is called.
 macro_rules! calls {
-    ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
+    (needed {$($name:ident = $symbol:literal ($($argument:ty),*);)*}
+     optional {$($option:ident = $($either:literal)|+ ($($of_option:ty),*);)*}) => {
         /// The driver's functions.
         pub(crate) struct Calls {
             $(pub $name: unsafe extern "C" fn($($argument),*) -> u32,)*
+            $(pub $option: Option<unsafe extern "C" fn($($of_option),*) -> u32>,)*
         }
 
         impl Calls {
+            /// Returns the table of the functions that `find` finds by their symbols.
+            ///
             /// # Safety
-            /// `library` is the CUDA driver.
-            unsafe fn load(library: &libloading::Library) -> Result<Self, MissingDriver> {
+            /// `find` returns functions of the CUDA driver, which stay valid.
+            unsafe fn load(
+                find: impl Fn(&'static str) -> Option<NonNull<c_void>>,
+            ) -> Result<Self, MissingDriver> {
+                let needed = |symbol| find(symbol).ok_or(MissingDriver::Function(symbol));
                 // SAFETY: the functions have these types in cuda.h of CUDA 11.4 to 13. They return
-                // an enum, whose values are numbers of 32 bits. They stay valid because the library
-                // is never unloaded.
+                // an enum, whose values are numbers of 32 bits. The optional ones have the same
+                // type under each of their symbols.
                 unsafe {
                     Ok(Self {
-                        $($name: *library
-                            .get(concat!($symbol, "\0").as_bytes())
-                            .map_err(|_| MissingDriver::Function($symbol))?,)*
+                        $($name: std::mem::transmute::<
+                            NonNull<c_void>,
+                            unsafe extern "C" fn($($argument),*) -> u32,
+                        >(needed($symbol)?),)*
+                        $($option: [$($either),+].into_iter().find_map(&find).map(|function| {
+                            std::mem::transmute::<
+                                NonNull<c_void>,
+                                unsafe extern "C" fn($($of_option),*) -> u32,
+                            >(function)
+                        }),)*
                     })
                 }
             }
@@ -46,7 +62,7 @@ macro_rules! calls {
     };
 }
 
-calls! {
+calls! { needed {
     init = "cuInit" (u32);
     driver_version = "cuDriverGetVersion" (*mut i32);
     error_name = "cuGetErrorName" (u32, *mut *const c_char);
@@ -72,7 +88,6 @@ calls! {
     record_event = "cuEventRecord" (CUevent, CUstream);
     record_event_with = "cuEventRecordWithFlags" (CUevent, CUstream, u32);
     wait_event = "cuEventSynchronize" (CUevent);
-    elapsed = "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
     new_graph = "cuGraphInstantiateWithFlags" (*mut CUgraphExec, CUgraph, u64);
     upload_graph = "cuGraphUpload" (CUgraphExec, CUstream);
     launch_graph = "cuGraphLaunch" (CUgraphExec, CUstream);
@@ -93,7 +108,10 @@ calls! {
     copy_to_device = "cuMemcpyHtoDAsync_v2" (CUdeviceptr, *const c_void, usize, CUstream);
     copy_from_device = "cuMemcpyDtoHAsync_v2" (*mut c_void, CUdeviceptr, usize, CUstream);
     copy_on_device = "cuMemcpyDtoDAsync_v2" (CUdeviceptr, CUdeviceptr, usize, CUstream);
-}
+} optional {
+    // Only measurements call it. Drivers from 12.8 on have `_v2`, and may drop the old symbol.
+    elapsed = "cuEventElapsedTime_v2" | "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
+}}
 
 impl Calls {
     /// Returns the functions of the machine's driver, which is loaded once.
@@ -106,11 +124,16 @@ impl Calls {
             return Ok(calls);
         }
         // SAFETY: loads the driver library by its usual names; its initializers are meant to run.
+        // The library is never unloaded.
         let calls = unsafe {
             if !cudarc::driver::sys::is_culib_present() {
                 return Err(MissingDriver::Library);
             }
-            Self::load(cudarc::driver::sys::culib())?
+            let driver = cudarc::driver::sys::culib();
+            Self::load(|symbol| {
+                let found = driver.get::<*mut c_void>(symbol.as_bytes()).ok()?;
+                NonNull::new(*found)
+            })?
         };
         Ok(LOADED.get_or_init(|| calls))
     }
@@ -123,5 +146,36 @@ impl Calls {
             let known = (self.error_name)(error, &mut name) == 0 && !name.is_null();
             known.then(|| CStr::from_ptr(name).to_str().ok()).flatten()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Loads the table from a driver that lacks the symbols `lacking`. Its functions cannot be
+    /// called.
+    fn load_without(lacking: &'static [&'static str]) -> Result<Calls, MissingDriver> {
+        let address = |symbol: &'static str| NonNull::new(symbol.as_ptr().cast_mut().cast());
+        // SAFETY: the tests compare the addresses and call nothing.
+        unsafe { Calls::load(|symbol| address(symbol).filter(|_| !lacking.contains(&symbol))) }
+    }
+
+    #[test]
+    fn a_driver_without_the_time_between_events_is_loaded() {
+        let both = &["cuEventElapsedTime_v2", "cuEventElapsedTime"];
+        assert!(load_without(both).is_ok_and(|calls| calls.elapsed.is_none()));
+        assert!(load_without(&both[..1]).is_ok_and(|calls| calls.elapsed.is_some()));
+        let addresses = [&[], &both[..1], &both[1..]].map(|lacking| {
+            load_without(lacking).ok().and_then(|calls| calls.elapsed).map(|f| f as usize)
+        });
+        assert_eq!(addresses[0], addresses[2], "`_v2` comes first");
+        assert_ne!(addresses[0], addresses[1]);
+    }
+
+    #[test]
+    fn a_driver_without_a_function_that_requests_need_is_refused() {
+        let refused = load_without(&["cuGraphLaunch"]).err();
+        assert_eq!(refused, Some(MissingDriver::Function("cuGraphLaunch")));
     }
 }

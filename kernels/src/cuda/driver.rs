@@ -168,6 +168,15 @@ impl Gpu {
         self.context.memory()
     }
 
+    /// Returns the bytes of the GPU's second-level cache.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn l2_bytes(&self) -> Result<usize> {
+        let bytes = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
+        Ok(self.context.attribute(bytes)?.max(0) as usize)
+    }
+
     /// Returns the counts of driver calls so far.
     pub fn calls(&self) -> Calls {
         Calls {
@@ -515,12 +524,14 @@ impl Event {
     /// must be of [`Gpu::timed_event`], and the host must have waited for both.
     ///
     /// # Errors
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Lacks`] if the driver cannot tell, or [`CudaError::Driver`].
     pub fn us_since(&self, start: &Event) -> Result<f64> {
+        let elapsed = self.gpu.driver().elapsed;
+        let elapsed = elapsed.ok_or(CudaError::Lacks { function: "cuEventElapsedTime" })?;
         self.gpu.bind()?;
         let mut ms = 0.0f32;
         // SAFETY: the events are alive; the call writes one number.
-        let result = unsafe { (self.gpu.driver().elapsed)(&mut ms, start.event, self.event) };
+        let result = unsafe { elapsed(&mut ms, start.event, self.event) };
         check("time between events", result)?;
         Ok(f64::from(ms) * 1e3)
     }

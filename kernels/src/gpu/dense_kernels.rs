@@ -25,6 +25,9 @@ pub(crate) const IMAGES: Images = Images {
 const THREADS: u32 = 256;
 /// Maximum blocks of a kernel whose blocks stride over the values.
 const STRIDED_GRID_BLOCKS: usize = 1 << 16;
+/// Blocks of the kernel for small products, for each multiprocessor: four times those that are
+/// resident, so that the multiprocessors end at about the same time.
+const PRODUCT_BLOCKS: usize = 16;
 /// A product of at most this many rows uses the small tiles.
 const FEW_ROWS: usize = 64;
 /// Sizes and indexes are `int` in the kernels.
@@ -294,7 +297,9 @@ impl DenseKernels {
         assert!(out.len() >= products * m * n);
         assert!(m * k < INT_END && k * n < INT_END && m * n < INT_END);
 
-        let blocks = products.min(STRIDED_GRID_BLOCKS) as u32;
+        // A block takes one product after the other.
+        let blocks_max = stream.gpu().processors() as usize * PRODUCT_BLOCKS;
+        let blocks = products.min(blocks_max) as u32;
         let argument = SmallProducts {
             a: left.address(),
             b: right.address(),

@@ -1,5 +1,5 @@
-//! A plain gather of rows, whose speed is the limit for a lookup. Only `hatchback bench gpu` runs
-//! it. Never waits.
+//! A plain gather of rows, whose speed is the limit for a lookup. Only `hatchback bench gpu shapes`
+//! runs it. Never waits.
 
 #![allow(unsafe_code)]
 

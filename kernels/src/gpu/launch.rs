@@ -43,6 +43,11 @@ const THREADS: u32 = 128;
 /// Marks the default row, in place of a slot.
 pub(crate) const NO_SLOT: u32 = u32::MAX;
 
+/// Returns the warps of a query that `gpu` runs at the same time.
+pub(crate) fn query_warps(gpu: &Gpu) -> usize {
+    (gpu.processors() * QUERY_BLOCKS * (THREADS / 32)) as usize
+}
+
 fn blocks(warps: usize) -> u32 {
     warps.div_ceil(THREADS as usize / 32) as u32
 }

@@ -5,67 +5,25 @@
 //! the CPU. Never reads flash.
 
 use crate::cache::Epoch;
-use crate::cache::address::{RowKey, TableHasher};
-use crate::cache::codec::{Codec, RowFormat};
+use crate::cache::address::RowKey;
 use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped};
-use crate::gpu::input_type::InputType;
+use crate::gpu::feature::view_of;
 use crate::gpu::launch::{
-    AbsentCount, BagNumber, DeviceBag, DeviceCacheView, DeviceFeature, Entry, MissRing, NO_SLOT,
-    OpenBags, QueryBags, QueryMemory, RequestAddresses, RingCounts, StagedRows,
+    AbsentCount, BagNumber, DeviceBag, DeviceFeature, Entry, MissRing, NO_SLOT, OpenBags,
+    QueryBags, QueryMemory, RingCounts, StagedRows, query_warps,
 };
-use crate::gpu::numbers::{Alignment, CodecNumber, EntryKind, PoolingNumber, StorageNumber};
-use crate::gpu::tables::{DeviceIndex, DeviceTables, RowChanges, TableStorage};
+use crate::gpu::numbers::EntryKind;
+use crate::gpu::request::RequestMemory;
+use crate::gpu::tables::{DeviceTables, RowChanges};
 use crate::gpu::turns::Reader;
 use crate::lookup::miss_list::{Miss, MissList, RowState};
-use crate::lookup::{Bags, LookupStatus, Pooling};
+use crate::lookup::{Bags, LookupStatus};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// One sparse feature, and the location of its vectors on the device.
-pub struct FeatureOnDevice<'a> {
-    /// The table's number.
-    pub table: u16,
-    /// The encoding of the table's rows.
-    pub format: RowFormat,
-    /// End of an indexed table's keys: this key and the keys above are absent.
-    pub keys_end: Option<u64>,
-    /// The row that is used for a key that is absent, damaged or late, `[dim]`.
-    pub default_row: &'a [f32],
-    /// The function that makes a vector of a bag.
-    pub pooling: Pooling,
-    /// Whether each row is multiplied by its key's weight. Only sums have weights.
-    pub weighted: bool,
-    /// The largest number of keys in a bag.
-    pub hotness_max: usize,
-    /// Device address of the network input that the feature fills, `[batch_max, stride]`.
-    pub input: u64,
-    /// The type of that input. With F16, `stride`, `column` and the row's columns must be multiples
-    /// of four.
-    pub input_type: InputType,
-    /// Columns of that input.
-    pub stride: usize,
-    /// First column of the feature.
-    pub column: usize,
-    /// Columns that the feature fills.
-    pub width: usize,
-}
-
-/// The memory from which the query reads a request's keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keys {
-    /// The mapped host memory to which the host wrote them.
-    InPlace,
-    /// Device memory, to which one copy on the stream brings them.
-    Copied,
-}
-
-impl Keys {
-    /// Returns the choice for `gpu`. If there is a bus between host and GPU, keys should cross it
-    /// once, in one piece.
-    pub fn on(gpu: &Gpu) -> Self {
-        if gpu.integrated() { Self::InPlace } else { Self::Copied }
-    }
-}
+pub use crate::gpu::feature::{FeatureOnDevice, PIECE_COLUMNS};
+pub use crate::gpu::request::{Keys, RequestRoom};
 
 /// Sizes of a worker's requests.
 #[derive(Clone, Copy, Debug)]
@@ -78,76 +36,6 @@ pub struct LookupLimits {
     pub row_bytes_max: usize,
     /// The memory from which the query reads keys.
     pub keys: Keys,
-}
-
-/// The size of a request, for one sample.
-#[derive(Clone, Copy, Debug)]
-pub struct RequestRoom {
-    /// Sparse features.
-    pub features: usize,
-    /// The sum of the longest bags of all features.
-    pub lookups: usize,
-    /// The same sum for the features with weights only.
-    pub weights: usize,
-}
-
-impl RequestRoom {
-    fn words(&self, samples: usize) -> usize {
-        (2 * self.lookups + self.weights) * samples + self.features * (samples + 1)
-    }
-}
-
-/// A request's keys, offsets and weights in one piece of words. First come the keys of each
-/// feature, with room for the longest bags. Then come the offsets of each feature, and the weights
-/// of those that have some. The layout depends on the number of samples.
-struct Request {
-    words: Mapped<u32>,
-    /// The copy in device memory, with [`Keys::Copied`].
-    copy: Option<Buffer<u32>>,
-    room: RequestRoom,
-    /// Number of samples for which the current request is laid out.
-    samples: usize,
-}
-
-impl Request {
-    fn new(gpu: &Arc<Gpu>, room: RequestRoom, limits: LookupLimits) -> Result<Self> {
-        let words = room.words(limits.batch_max);
-        let copy = (limits.keys == Keys::Copied).then(|| gpu.buffer(words)).transpose()?;
-        Ok(Self { words: gpu.mapped(words)?, copy, room, samples: 0 })
-    }
-
-    /// Returns the device addresses of the parts of a request of `samples` samples.
-    fn addresses(&self, samples: usize) -> RequestAddresses {
-        let keys = self.copy.as_ref().map_or(self.words.address(), Buffer::address);
-        let offsets = keys + 8 * (self.room.lookups * samples) as u64;
-        let weights = offsets + 4 * (self.room.features * (samples + 1)) as u64;
-        RequestAddresses { keys, offsets, weights }
-    }
-
-    fn put_keys(&mut self, keys_before: usize, keys: &[u64]) {
-        let words = &mut self.words[2 * keys_before * self.samples..][..2 * keys.len()];
-        for (words, key) in words.chunks_exact_mut(2).zip(keys) {
-            words.copy_from_slice(&[*key as u32, (*key >> 32) as u32]);
-        }
-    }
-
-    fn put_weights(&mut self, weights_before: usize, weights: &[f32]) {
-        let Self { room, samples, .. } = *self;
-        let first = 2 * room.lookups * samples + room.features * (samples + 1);
-        let words = &mut self.words[first + weights_before * samples..][..weights.len()];
-        words.iter_mut().zip(weights).for_each(|(word, weight)| *word = weight.to_bits());
-    }
-
-    /// Returns the offsets of a feature, `[samples + 1]`.
-    fn offsets(&self, feature: usize) -> &[u32] {
-        &self.words[2 * self.room.lookups * self.samples + feature * (self.samples + 1)..]
-            [..=self.samples]
-    }
-
-    fn offsets_mut(&mut self, feature: usize) -> &mut [u32] {
-        &mut self.words[2 * self.room.lookups * self.samples + feature * (self.samples + 1)..]
-            [..=self.samples]
-    }
 }
 
 /// Looks up one batch at a time. All memory is allocated at the start.
@@ -163,7 +51,9 @@ pub struct GpuLookup {
     limits: LookupLimits,
     /// Samples of the current batch.
     batch: usize,
-    request: Request,
+    request: RequestMemory,
+    /// Further requests, for [`GpuLookup::next_request`].
+    later_requests: VecDeque<RequestMemory>,
     ring: MissRing,
     counters: Buffer<u32>,
     requeries: Mapped<BagNumber>,
@@ -219,7 +109,8 @@ impl GpuLookup {
             _default_rows: default_rows,
             limits,
             batch: 0,
-            request: Request::new(gpu, room, limits)?,
+            request: RequestMemory::new(gpu, room, limits.batch_max, limits.keys)?,
+            later_requests: VecDeque::new(),
             ring: ring(gpu, bags, limits)?,
             counters: gpu.buffer(5)?,
             requeries: gpu.mapped(bags)?,
@@ -323,7 +214,7 @@ impl GpuLookup {
     /// # Errors
     /// `CudaError::Driver`.
     pub fn copy_keys(&self, samples: usize) -> Result<()> {
-        let Request { words, copy, room, .. } = &self.request;
+        let RequestMemory { words, copy, room, .. } = &self.request;
         let Some(copy) = copy else { return Ok(()) };
         self.stream.upload_async(words, copy, room.words(samples))
     }
@@ -333,14 +224,47 @@ impl GpuLookup {
     /// # Errors
     /// `CudaError::Driver`.
     pub fn launch(&self, samples: usize) -> Result<()> {
+        self.launch_in_tiles(samples, self.tile(samples))
+    }
+
+    /// Returns the samples of one feature that a warp takes together in a query of `samples`.
+    pub fn tile(&self, samples: usize) -> usize {
+        let (features, lookups) = (self.views.len(), self.request.room.lookups);
+        let warps = query_warps(self.tables.gpu());
+        tile_of(TileShape { samples, features, lookups, warps })
+    }
+
+    /// Launches as [`GpuLookup::launch`] does, with tiles of `tile` samples, which is 1 to 32. The
+    /// tile changes the time and no result.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`.
+    pub fn launch_in_tiles(&self, samples: usize, tile: usize) -> Result<()> {
         assert!(samples <= self.limits.batch_max);
-        // There are enough tiles to keep every multiprocessor busy. With many samples a tile has
-        // several.
-        let warps = self.tables.gpu().processors() as usize * 64;
-        let tile = (samples * self.views.len() / warps).clamp(1, 32);
         let memory = self.memory(samples);
         self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })?;
         self.reader.end_query(&self.stream)
+    }
+
+    /// Allocates memory for a further request of at most `samples` samples.
+    ///
+    /// # Errors
+    /// `CudaError::Driver` if there is not enough memory.
+    pub fn add_request(&mut self, samples: usize) -> Result<()> {
+        assert!(samples <= self.limits.batch_max);
+        let (gpu, room) = (self.tables.gpu(), self.request.room);
+        let request = RequestMemory::new(gpu, room, samples, self.limits.keys)?;
+        self.later_requests.push_back(request);
+        Ok(())
+    }
+
+    /// Moves on to the next request, in turn with all that were added: the functions that write,
+    /// copy and launch then use its memory. A measurement launches different requests one after the
+    /// other in this way. A recorded graph keeps the memory that it was recorded with.
+    pub fn next_request(&mut self) {
+        if let Some(next) = self.later_requests.pop_front() {
+            self.later_requests.push_back(std::mem::replace(&mut self.request, next));
+        }
     }
 
     fn memory(&self, samples: usize) -> QueryMemory<'_> {
@@ -557,6 +481,37 @@ impl GpuLookup {
     }
 }
 
+/// What the size of a query's tiles depends on.
+struct TileShape {
+    samples: usize,
+    features: usize,
+    /// The sum of the longest bags of all features.
+    lookups: usize,
+    /// Warps of the query that the GPU runs at the same time.
+    warps: usize,
+}
+
+/// Samples of the largest tile: one a lane.
+const TILE_SAMPLES: usize = 32;
+/// Keys of a larger tile, at most. The fixed cost of a tile is then small beside that of its keys.
+const TILE_KEYS: usize = 256;
+
+/// Returns the samples of one feature in a tile.
+fn tile_of(shape: TileShape) -> usize {
+    let TileShape { samples, features, lookups, warps } = shape;
+    // A tile has a fixed cost of some 700 instructions and ten trips to memory, for one key as for
+    // 32. So no warp takes a second tile before each warp has one, of full size if need be. The
+    // tiles of one feature are counted, because its last tile can be smaller than the others.
+    let tiles_each = (warps / features.max(1)).max(1);
+    let by_warps = samples.div_ceil(tiles_each).clamp(1, TILE_SAMPLES);
+
+    // With long bags the keys are the cost, and larger tiles only leave warps idle at the end. A
+    // launch has one size of tile, so the mean bag of all features counts. The longest bags stand
+    // for all, because a recorded launch does not know those of its requests.
+    let mean_bag = lookups.div_ceil(features.max(1)).max(1);
+    by_warps.min((TILE_KEYS / mean_bag).max(1))
+}
+
 fn ring(gpu: &Arc<Gpu>, bags: usize, limits: LookupLimits) -> Result<MissRing> {
     let LookupLimits { misses_max, row_bytes_max, .. } = limits;
     let hit_stride = row_bytes_max.div_ceil(4);
@@ -571,138 +526,37 @@ fn ring(gpu: &Arc<Gpu>, bags: usize, limits: LookupLimits) -> Result<MissRing> {
     })
 }
 
-/// Returns the kernels' view of a feature, without the fields that depend on earlier features.
-fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeature {
-    let format = feature.format;
-    assert_eq!(feature.default_row.len(), format.dim());
-    assert!(feature.column + feature.width <= feature.stride);
-    let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
-    assert_eq!(feature.width, rows_out * format.dim());
-    assert!(!feature.weighted || feature.pooling == Pooling::Sum);
-    let in_pieces = [format.dim(), feature.column, feature.stride]
-        .iter()
-        .all(|columns| columns.is_multiple_of(PIECE_COLUMNS));
-    assert!(feature.input_type == InputType::F32 || (in_pieces && feature.input.is_multiple_of(8)));
-    // A bag of at most one key without a weight is its row.
-    let one_row = feature.hotness_max == 1 && !feature.weighted && feature.pooling != Pooling::Max;
-    let pooling = if one_row { Pooling::None } else { feature.pooling };
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    let view = DeviceFeature {
-        out: address_of(feature),
-        out_bytes: feature.input_type.bytes() as u32,
-        stride: feature.stride as u64,
-        keys_end: feature.keys_end.unwrap_or(0),
-        has_end: feature.keys_end.is_some().into(),
-        table: feature.table.into(),
-        dim: format.dim() as u32,
-        width: feature.width as u32,
-        unit: format.unit(),
-        codec: CodecNumber::from(format.codec()) as u32,
-        pooling: PoolingNumber::from(pooling) as u32,
-        weighted: feature.weighted.into(),
-        ..DeviceFeature::default()
-    };
-    let view = match tables.storage(feature.table) {
-        TableStorage::Cached(number) => view_of_cached(tables, feature, number, view),
-        TableStorage::Resident(number) => view_of_resident(tables, feature, number, view),
-    };
-    DeviceFeature { lane_bits: lane_bits(format), aligned: alignment(feature) as u32, ..view }
-}
-
-/// Columns of a piece of a row, which a lane reads or writes together.
-pub const PIECE_COLUMNS: usize = 4;
-
-/// Returns the device address of the first column that `feature` fills.
-fn address_of(feature: &FeatureOnDevice<'_>) -> u64 {
-    feature.input + (feature.input_type.bytes() * feature.column) as u64
-}
-
-/// Returns the base-2 logarithm of the number of lanes that read one row together, which is 4 to
-/// 32. A lane has up to four pieces (see `Code` of `pool.cuh`).
-fn lane_bits(format: RowFormat) -> u32 {
-    let pieces = match format.codec() {
-        Codec::F32 => 1,
-        Codec::F16 => 2,
-        Codec::U8 | Codec::U4 => 4,
-    };
-    let lanes = format.dim().div_ceil(PIECE_COLUMNS * pieces);
-    lanes.next_power_of_two().clamp(4, 32).trailing_zeros()
-}
-
-/// Returns the accesses of `feature` that a kernel may make 16 bytes at a time.
-fn alignment(feature: &FeatureOnDevice<'_>) -> Alignment {
-    let (format, codec) = (feature.format, feature.format.codec());
-    let row_bytes = format.row_bytes();
-    let stride = row_bytes.next_multiple_of(4);
-    let is_plain = !feature.weighted && feature.pooling != Pooling::Max;
-    let is_aligned = match codec {
-        Codec::F32 => stride.is_multiple_of(16),
-        Codec::F16 => stride.is_multiple_of(8),
-        // The scale is the last word.
-        Codec::U8 | Codec::U4 => row_bytes.is_multiple_of(4),
-    };
-    if !(format.dim().is_multiple_of(PIECE_COLUMNS) && is_aligned && is_plain) {
-        return Alignment::Unaligned;
+    fn tile(samples: usize, features: usize, bag: usize) -> usize {
+        // As an H100 has them.
+        tile_of(TileShape { samples, features, lookups: bag * features, warps: 132 * 32 })
     }
 
-    let bytes = feature.input_type.bytes();
-    let is_aligned = address_of(feature).is_multiple_of(16)
-        && (feature.stride * bytes).is_multiple_of(16)
-        && (format.dim() * bytes).is_multiple_of(16);
-    match feature.input_type {
-        _ if !is_aligned => Alignment::AlignedRows,
-        InputType::F32 => Alignment::AlignedF32,
-        InputType::F16 => Alignment::AlignedF16,
-    }
-}
-
-fn view_of_cached(
-    tables: &DeviceTables,
-    feature: &FeatureOnDevice<'_>,
-    cache: usize,
-    view: DeviceFeature,
-) -> DeviceFeature {
-    let (hasher, cache) = (tables.table_hasher(cache, feature.table), tables.cache_view(cache));
-    assert_eq!(cache.row_bytes as usize, feature.format.row_bytes());
-
-    let rows = cache.rows;
-    let view = DeviceFeature { cache, rows, storage: StorageNumber::Cached as u32, ..view };
-    match hasher {
-        TableHasher::Indexed { base, end } | TableHasher::Numbered { base, end } => {
-            DeviceFeature { base, end: end as u32, ..view }
+    #[test]
+    fn every_resident_warp_has_a_tile_before_any_has_two() {
+        for (samples, features) in
+            (1..3000).step_by(7).flat_map(|s| [1, 8, 26, 100].map(|f| (s, f)))
+        {
+            let tile = tile(samples, features, 1);
+            let tiles = |tile: usize| features * samples.div_ceil(tile);
+            assert!(tile == TILE_SAMPLES || tiles(tile) <= 132 * 32, "{samples} x {features}");
+            assert!(tile == 1 || tiles(tile - 1) > 132 * 32, "{samples} x {features}");
         }
-        TableHasher::Hashed { salt, .. } => DeviceFeature { salt, ..view },
+        assert_eq!(
+            [1, 64, 1024, 8192, 65536].map(|samples| tile(samples, 26, 1)),
+            [1, 1, 7, 32, 32]
+        );
     }
-}
 
-fn view_of_resident(
-    tables: &DeviceTables,
-    feature: &FeatureOnDevice<'_>,
-    number: usize,
-    view: DeviceFeature,
-) -> DeviceFeature {
-    let table = tables.resident(number);
-    assert_eq!(table.row_bytes, feature.format.row_bytes());
-
-    let view = DeviceFeature {
-        cache: DeviceCacheView {
-            row_bytes: table.row_bytes as u32,
-            row_words: table.row_words as u32,
-            ..DeviceCacheView::default()
-        },
-        rows: table.rows.address(),
-        count: table.count as u64,
-        storage: StorageNumber::Resident as u32,
-        ..view
-    };
-    match &table.index {
-        None => view,
-        Some(DeviceIndex { hashes, buckets }) => DeviceFeature {
-            storage: StorageNumber::ResidentHashed as u32,
-            hashes: hashes.address(),
-            buckets: buckets.address(),
-            bucket_count: buckets.len() as u64 - 1,
-            ..view
-        },
+    #[test]
+    fn tiles_of_long_bags_have_fewer_samples() {
+        assert_eq!([1, 8, 9, 50, 300].map(|bag| tile(65536, 26, bag)), [32, 32, 28, 5, 1]);
+        // Three features, one of them long.
+        let mixed = TileShape { samples: 65536, features: 3, lookups: 102, warps: 4224 };
+        assert_eq!(tile_of(mixed), 7);
+        assert_eq!(tile_of(TileShape { samples: 8, features: 0, lookups: 0, warps: 32 }), 1);
     }
 }

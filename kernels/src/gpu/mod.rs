@@ -5,7 +5,8 @@
 //!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and
 //!   embedded here.
 //! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch;
-//!   `turns`: the order of queries and changes.
+//!   `feature`, `request`: its features and the memory of its keys; `turns`: the order of queries
+//!   and changes.
 //! * `dense_plan`, `dense_engine`, `precision`, `input_type`: the dense network; [`tensorrt`]: the
 //!   network by TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
@@ -17,12 +18,14 @@ mod dense_error;
 mod dense_kernels;
 mod dense_plan;
 pub mod device_info;
+mod feature;
 pub mod gather;
 mod input_type;
 mod launch;
 pub mod lookup;
 mod numbers;
 mod precision;
+mod request;
 pub mod step;
 pub mod tables;
 pub mod tensorrt;

@@ -146,6 +146,22 @@ pub fn push_normals(seed: u64, n: usize, deviation: f32, values: &mut Vec<f32>) 
     }
 }
 
+/// Returns the expected lookups in training of each row of table `number`, with the default power
+/// law. `order` has the rows' positions in the order of the segment.
+pub fn powerlaw_counts(number: usize, order: &[u64]) -> Vec<u64> {
+    let rows = order.len() as u64;
+    let scatter = Scatter::of_table(number, rows);
+    let mut counts = vec![0; order.len()];
+    let (all, mut before) = (LOOKUPS_PER_ROW * rows as f64, 0.0);
+    for rank in 0..rows {
+        let up_to = powerlaw_share(ALPHA, rows, rank + 1);
+        counts[order[scatter.position(rank) as usize] as usize] =
+            (all * (up_to - before)).round() as u64;
+        before = up_to;
+    }
+    counts
+}
+
 /// The rows of one table, generated when they are read.
 struct Synthetic {
     number: usize,
@@ -230,16 +246,7 @@ impl RowSource for Synthetic {
         if !self.cached || self.at.sequence > 1 {
             return Ok(None);
         }
-        let (scatter, order) = (Scatter::of_table(self.number, self.rows), self.order());
-        let mut counts = vec![0; order.len()];
-        let (all, mut before) = (LOOKUPS_PER_ROW * self.rows as f64, 0.0);
-        for rank in 0..self.rows {
-            let up_to = powerlaw_share(ALPHA, self.rows, rank + 1);
-            counts[order[scatter.position(rank) as usize] as usize] =
-                (all * (up_to - before)).round() as u64;
-            before = up_to;
-        }
-        Ok(Some(counts))
+        Ok(Some(powerlaw_counts(self.number, &self.order())))
     }
 
     fn each_block(&self, take: TakeBlock<'_>) -> Result<()> {

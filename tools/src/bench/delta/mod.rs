@@ -6,7 +6,7 @@
 //! measures the link.
 
 mod args;
-mod callers;
+pub mod callers;
 mod figures;
 
 pub use self::args::DeltaArgs;

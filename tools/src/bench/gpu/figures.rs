@@ -1,5 +1,6 @@
-//! The figures of `bench gpu`: names, bars and the table. Never measures.
+//! The figures of `bench gpu requests`: names, bars and the table. Never measures.
 
+use super::keys::Rotation;
 use crate::bench::bars::Bar;
 use crate::{report, say};
 use anyhow::Result;
@@ -10,7 +11,7 @@ pub const GRAPH: &str = "request, one graph";
 /// Whole requests, each kernel launched alone.
 pub const KERNELS: &str = "request, kernel by kernel";
 /// Whole requests of which some rows are missing.
-pub const MISSES: &str = "request, misses noted";
+pub const MISSES: &str = "request, misses inserted";
 /// Whole requests while another thread updates rows.
 pub const UPDATES: &str = "request, rows updated during it";
 /// Lookups alone, keys in device memory. The bar on the memory's speed counts these.
@@ -27,6 +28,8 @@ pub struct GpuFigures {
     pub what: String,
     /// Samples.
     pub batch: usize,
+    /// Rounds that were timed: requests, or loops of launches.
+    pub rounds: usize,
     /// Share of the lookups whose rows were cached.
     pub hit_rate: f64,
     /// Median time, µs.
@@ -41,6 +44,9 @@ pub struct GpuFigures {
     pub waits: f64,
     /// Bytes of rows, sets and results per second that a lookup must move; lookups alone.
     pub gb_per_s: Option<f64>,
+    /// The key sets of the loop and what they touch; lookups alone.
+    #[serde(flatten)]
+    pub rotation: Option<Rotation>,
 }
 
 /// Returns the demanded figures; `copied_gb_per_s` is the memory's own speed.
@@ -63,7 +69,7 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
         Bar::not_run(
             "lookups a second beside HPS's cache kernels on the same keys",
             2.0,
-            "nothing here builds and runs HPS's kernels",
+            "`tools/peers/gpu.py` runs them",
         ),
     ]
 }
@@ -73,7 +79,18 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
 /// # Errors
 /// Standard output is closed.
 pub fn print_table(points: &[GpuFigures]) -> Result<()> {
-    let heads = ["", "batch", "hit rate", "p50", "p99", "on the GPU", "launches", "waits", "GB/s"];
+    let heads = [
+        "",
+        "batch",
+        "hit rate",
+        "p50",
+        "p99",
+        "on the GPU",
+        "launches",
+        "waits",
+        "GB/s",
+        "key sets touch",
+    ];
     let mut table = report::table(&heads);
     for p in points {
         let time =
@@ -81,13 +98,14 @@ pub fn print_table(points: &[GpuFigures]) -> Result<()> {
         table.add_row([
             p.what.clone(),
             report::count(p.batch as u64),
-            format!("{:.2}", p.hit_rate),
+            format!("{:.3}", p.hit_rate),
             time(p.p50_us),
             time(p.p99_us),
             p.gpu_us_p50.map_or(String::new(), time),
             format!("{:.0}", p.launches),
             format!("{:.0}", p.waits),
             p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
+            p.rotation.map_or(String::new(), |r| report::bytes(r.bytes_a_rotation as u64)),
         ]);
     }
     say!("{table}")
@@ -101,6 +119,7 @@ mod tests {
         GpuFigures {
             what: what.to_owned(),
             batch,
+            rounds: 1,
             hit_rate: 1.0,
             p50_us: 1.0,
             p99_us: 1.0,
@@ -108,6 +127,7 @@ mod tests {
             launches,
             waits: 1.0,
             gb_per_s,
+            rotation: None,
         }
     }
 

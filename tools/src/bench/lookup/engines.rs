@@ -4,7 +4,7 @@
 use super::calls::{BATCHES, Calls, Shape, popular};
 use super::figures::{LookupFigures, LookupMeasurement, OURS, OurEngine, READS, RowPlace};
 use super::row_reads::RowReads;
-use crate::bench::filled_cache::{FilledCache, TABLES};
+use crate::bench::filled_cache::{FilledCache, SampleRows, TABLES};
 use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
 use crate::workload::key_distributions::Scatter;
 use anyhow::{Context, Result, ensure};
@@ -72,13 +72,14 @@ impl OurLookups {
         let values: Vec<f32> = (0..dim).map(|i| (i % 7) as f32).collect();
         format.encode(&values, &mut encoded)?;
 
+        let samples = SampleRows::repeated(&encoded);
         let in_cache = |cache| OurTables::Cached(Box::new(cache));
         let scatters = (0..TABLES).map(|table| Scatter::of_table(table, rows as u64));
         let all = PopularKeys::Scattered(scatters.collect());
         let (tables, keys) = match engine.place {
-            RowPlace::Cached => (in_cache(FilledCache::whole(rows, &encoded)?.cache), all),
+            RowPlace::Cached => (in_cache(FilledCache::whole(rows, &samples)?.cache), all),
             RowPlace::Hashed => {
-                let half = FilledCache::hashed(rows, rows.div_ceil(2), &encoded)?;
+                let half = FilledCache::hashed(rows, rows.div_ceil(2), &samples)?;
                 let enough = half.keys.iter().all(|keys| keys.len() >= popular(rows));
                 ensure!(enough, "--rows {rows}: too few for a hashed cache, its sets overflow");
                 (in_cache(half.cache), PopularKeys::Hashed(half.keys))
