@@ -252,7 +252,7 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     LiveRecord { previous: Some(live.clone()), live }
 }
 
-/// Returns a manifest with all that format 3 has beside the older ones.
+/// Returns a manifest whose schema has every kind of key function, input and output.
 fn whole_manifest(mut manifest: Manifest) -> Manifest {
     let words = ["Rome", "Köln"].into_iter().zip(2..).map(|(word, key)| (word.to_owned(), key));
     let words = Arc::new(Vocabulary::new(words.collect()).unwrap());

@@ -62,13 +62,16 @@ fn wrong_format_numbers() {
     victim.refuses(&victim.attacked(|p| p.header[15] = 1), &["format: 72057594037927937 is not 1"]);
     victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
     let mut manifest = victim.next.manifest.encode().unwrap();
-    manifest[0] = 4;
+    manifest[0] = 2;
     victim.refuses(
         &victim.next.bytes_with(&manifest),
-        &["attack.bundle: manifest: format: 4 is not in 1..=3"],
+        &["attack.bundle: manifest: format: 2 is not 1"],
     );
-    manifest[0] = 2;
-    victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
+    manifest[0] = 1;
+    victim.refuses(
+        &victim.next.bytes_with(&manifest[..manifest.len() - 1]),
+        &["manifest: does not decode"],
+    );
     let mut whole = victim.next.manifest.clone();
     let deferral = Deferral { window: 1, step: 1, rows: 1, since: None, distance_max: 0.5 };
     whole.deferral = Some(deferral);

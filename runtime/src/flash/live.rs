@@ -9,7 +9,7 @@ use crate::limits::LIVE_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 
 /// The format of the live record.
-pub const LIVE_FORMAT: u32 = 3;
+pub const LIVE_FORMAT: u32 = 1;
 /// The live record's files.
 pub(super) const LIVE: PairedRecord = PairedRecord {
     magic: b"HATCHLIV",

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// The format of the head of a table in a share.
-const HEAD_FORMAT: u32 = 2;
+const HEAD_FORMAT: u32 = 1;
 /// Shares of a model at most.
 const SHARES_MAX: usize = 4096;
 

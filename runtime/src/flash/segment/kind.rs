@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"HATCHSEG";
 /// The format of segments.
-pub const SEGMENT_FORMAT: u32 = 3;
+pub const SEGMENT_FORMAT: u32 = 1;
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
 pub(crate) const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 pub(crate) const KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 8;
