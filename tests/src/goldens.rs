@@ -74,8 +74,7 @@ fn segments() -> Vec<Vec<u8>> {
         writer.finish().unwrap().0
     };
     let tables = golden_tables();
-    let parts =
-        |(n, table)| [Part::Base, Part::Delta, Part::Clustered].map(|part| (n, table, part));
+    let parts = |(n, table)| [Part::Base, Part::Delta].map(|part| (n, table, part));
     tables.iter().enumerate().flat_map(parts).map(segment).collect()
 }
 
@@ -243,7 +242,6 @@ fn install_status() -> InstallStatus {
 fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     let table = |serial| TableState {
         base: SegmentRef { sequence: 1, serial: 0 },
-        clustered: Some(SegmentRef { sequence: 1, serial: 1 }),
         deltas: vec![SegmentRef { sequence: 1, serial }],
         hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(encoded) }),
     };

@@ -91,8 +91,6 @@ pub struct TableBlobs {
     pub segment: u32,
     /// The hot list: the most used keys, most used first (u64, little-endian).
     pub hot: Option<u32>,
-    /// The clustered segment: the most used rows once more. Snapshots only.
-    pub clustered: Option<u32>,
 }
 
 /// The changes that a delta within a budget of bytes left for a later delta.
@@ -222,15 +220,6 @@ impl Manifest {
                     hot,
                     8 * crate::limits::HOT_KEYS_MAX as u64,
                 )?;
-            }
-            if let Some(clustered) = table.clustered {
-                self.check_blob(&format!("tables[{i}].clustered"), clustered, u64::MAX)?;
-                if self.parent.is_some() {
-                    return fault(
-                        format!("tables[{i}].clustered"),
-                        "only a snapshot has a clustered segment",
-                    );
-                }
             }
         }
 
