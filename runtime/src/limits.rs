@@ -74,17 +74,11 @@ pub const DENSE_BYTES_MAX: u64 = 256 << 20;
 pub const PROBE_BYTES_MAX: u64 = 64 << 20;
 /// Keys of one table's hot list.
 pub const HOT_KEYS_MAX: usize = 1 << 22;
-/// A clustered segment repeats at most one of this many rows of its table. The index of its keys
-/// then takes less than 1.3 bits for each key of the table. [`CLUSTERED_ROWS_MIN`] is allowed in
-/// any case.
-pub const CLUSTERED_ONE_IN: u64 = 100;
-/// Rows that a clustered segment of a small table may repeat.
-pub const CLUSTERED_ROWS_MIN: u64 = 256;
 /// Deltas over one base. Compaction merges deltas long before this is reached.
 pub const DELTAS_MAX: usize = 64;
 /// Overlays of a table. A lookup has one CPU cache miss in each overlay; these misses overlap.
 pub const OVERLAYS_MAX: usize = 8;
-/// Pages of one delta or of one clustered segment.
+/// Pages of one delta.
 pub const DELTA_PAGES_MAX: u32 = 1 << 24;
 /// Bytes of one copy of the live record.
 pub const LIVE_BYTES_MAX: u64 = 16 << 20;

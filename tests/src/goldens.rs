@@ -74,8 +74,7 @@ fn segments() -> Vec<Vec<u8>> {
         writer.finish().unwrap().0
     };
     let tables = golden_tables();
-    let parts =
-        |(n, table)| [Part::Base, Part::Delta, Part::Clustered].map(|part| (n, table, part));
+    let parts = |(n, table)| [Part::Base, Part::Delta].map(|part| (n, table, part));
     tables.iter().enumerate().flat_map(parts).map(segment).collect()
 }
 
@@ -243,7 +242,6 @@ fn install_status() -> InstallStatus {
 fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     let table = |serial| TableState {
         base: SegmentRef { sequence: 1, serial: 0 },
-        clustered: Some(SegmentRef { sequence: 1, serial: 1 }),
         deltas: vec![SegmentRef { sequence: 1, serial }],
         hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(encoded) }),
     };
@@ -252,7 +250,7 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     LiveRecord { previous: Some(live.clone()), live }
 }
 
-/// Returns a manifest with all that format 3 has beside the older ones.
+/// Returns a manifest whose schema has every kind of key function, input and output.
 fn whole_manifest(mut manifest: Manifest) -> Manifest {
     let words = ["Rome", "Köln"].into_iter().zip(2..).map(|(word, key)| (word.to_owned(), key));
     let words = Arc::new(Vocabulary::new(words.collect()).unwrap());

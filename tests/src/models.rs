@@ -15,7 +15,7 @@ use hatchback::{Activation, LookupStatus, Pooling};
 use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
-    ProbeSpec, RequestsSpec, TableSpec,
+    ProbeSpec, TableSpec,
 };
 use hatchback_tools::pack::{Overrides, pack, pack_file};
 use std::collections::HashSet;
@@ -57,8 +57,7 @@ pub struct TablePlan {
     pub miss: MissPolicy,
     /// Whether the default row is zeros. Else its values are far from every row.
     pub default_zeros: bool,
-    /// Whether the trainer counted lookups, so that the bundle has a hot list and a clustered
-    /// segment.
+    /// Whether the trainer counted lookups, so that the bundle has a hot list.
     pub counts: bool,
 }
 
@@ -222,7 +221,6 @@ impl ModelPlan {
             [(self.dense > 0).then_some(dense), Some(input("a", false)), Some(input("b", true))];
         let inputs =
             inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
-        let counts = self.tables.iter().any(|t| t.counts);
         let feature = |(f, plan): (usize, &FeaturePlan)| FeatureSpec {
             pooling: plan.pooling,
             weights: plan.weighted,
@@ -244,7 +242,6 @@ impl ModelPlan {
             tables: self.tables.iter().enumerate().map(table_spec).collect(),
             features: self.features.iter().enumerate().map(feature).collect(),
             probe: Some(ProbeSpec { samples: "probe.jsonl".into() }),
-            requests: counts.then(|| RequestsSpec { samples: "requests.jsonl".into() }),
         }
     }
 
@@ -285,8 +282,6 @@ impl ModelPlan {
             spec.network.inputs.iter().map(|i| (i.name.clone(), self.input_width(i))).collect();
         std::fs::write(folder.path().join("dense.onnx"), network(&widths, "out")).unwrap();
         std::fs::write(folder.path().join("probe.jsonl"), "").unwrap();
-        let requests: String = (100..130).map(|id| self.line(&self.sample(id))).collect();
-        std::fs::write(folder.path().join("requests.jsonl"), requests).unwrap();
         let sources: Vec<Box<dyn RowSource>> =
             rows.iter().map(|r| Box::new(r.clone()) as Box<dyn RowSource>).collect();
         let bundle = folder.path().join("model.bundle");
@@ -294,20 +289,6 @@ impl ModelPlan {
             pack(spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {})
                 .unwrap();
         Packed { bundle, schema: packed.schema, rows, folder }
-    }
-
-    /// Returns a sample as a line of a file.
-    fn line(&self, sample: &Sample) -> String {
-        let bags = sample.sparse.iter().enumerate().map(|(f, bag)| format!("\"f{f}\":{bag:?}"));
-        let bags: Vec<String> = bags.collect();
-        let weights = sample.weights.iter().enumerate().filter(|(_, w)| !w.is_empty());
-        let weights: Vec<String> = weights.map(|(f, w)| format!("\"f{f}\":{w:?}")).collect();
-        format!(
-            "{{\"dense\":{:?},\"sparse\":{{{}}},\"weights\":{{{}}}}}\n",
-            sample.dense,
-            bags.join(","),
-            weights.join(",")
-        )
     }
 
     fn input_width(&self, input: &InputSpec) -> usize {

@@ -9,9 +9,8 @@ use crate::goldens;
 use crate::rewrite::{self, Parts};
 use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
-use hatchback::flash::CLUSTERED_SERIAL;
 use hatchback::flash::live::LiveRecord;
-use hatchback::flash::segment::verifier::{RowCopies, SegmentVerifier};
+use hatchback::flash::segment::verifier::SegmentVerifier;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::page::{Page, PageBytes, PageKind};
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
@@ -121,23 +120,10 @@ fn read_bundle(bytes: &[u8]) {
     for (number, table) in manifest.tables.iter().enumerate() {
         let declared = &manifest.schema.tables[number];
         let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
-        let kind = |serial, part| {
-            SegmentKind::new(&manifest.generation, serial, number, declared, part)
-                .expect("a checked schema")
-        };
-        let mut copies = RowCopies::default();
-        if let Some(clustered) = table.clustered {
-            let kind = kind(CLUSTERED_SERIAL, Part::Clustered);
-            let mut check = SegmentVerifier::new(Path::new("clustered"), kind, 0..declared.rows);
-            let _ = bundle.read_blob(clustered, |chunk| {
-                let _ = check.take(chunk);
-                Ok::<(), BundleError>(())
-            });
-            copies = check.finish_clustered().unwrap_or(copies);
-        }
+        let kind = SegmentKind::new(&manifest.generation, 0, number, declared, part)
+            .expect("a checked schema");
         let rows = rows_over(part, declared);
-        let mut check =
-            SegmentVerifier::with_copies(Path::new("segment"), kind(0, part), rows, copies);
+        let mut check = SegmentVerifier::new(Path::new("segment"), kind, rows);
         let _ = bundle.read_blob(table.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
@@ -251,7 +237,7 @@ pub fn segment(bytes: &[u8]) {
 
 fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
-        for part in [Part::Base, Part::Delta, Part::Clustered] {
+        for part in [Part::Base, Part::Delta] {
             let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
             let mut check =
                 SegmentVerifier::new(Path::new("segment"), kind, rows_over(part, table));
@@ -280,14 +266,13 @@ fn check_page(bytes: &PageBytes) {
         (PageKind::Hashed, 8 + 12),
         (PageKind::Fences, 4),
         (PageKind::Trailer, 4080),
-        (PageKind::Keys, 8),
         (PageKind::Deletes, 8),
     ];
     for (kind, entry) in kinds {
         let Ok(page) = Page::check(bytes, word(4), word(8), kind, payload / entry) else {
             continue;
         };
-        if matches!(kind, PageKind::Hashed | PageKind::Keys | PageKind::Deletes) {
+        if matches!(kind, PageKind::Hashed | PageKind::Deletes) {
             let _ = page.check_order(None).and(page.check_order(Some(page.order(0))));
         }
         for i in 0..page.count() {
@@ -297,7 +282,7 @@ fn check_page(bytes: &PageBytes) {
                     assert_eq!(page.row(kind, 12, i).len(), 12);
                     let _ = page.position(page.order(i));
                 }
-                PageKind::Keys | PageKind::Deletes => drop(page.order(i)),
+                PageKind::Deletes => drop(page.order(i)),
                 PageKind::Fences | PageKind::Trailer => assert!(4 * i < page.payload().len()),
                 PageKind::KeySteps => unreachable!("segments read their steps"),
             }

@@ -1,6 +1,5 @@
 //! A small model in several generations: a snapshot, and deltas that update, insert and delete rows
-//! of an index table and of a sparse one. Each generation has the rows that it must show. Snapshots
-//! cluster some of their rows.
+//! of an index table and of a sparse one. Each generation has the rows that it must show.
 
 use crate::onnx;
 use crate::random::Random;
@@ -257,6 +256,5 @@ fn spec(sequence: u64, placement: Placement) -> ModelSpec {
         tables: vec![table(0), table(1)],
         features: vec![feature(0), feature(1)],
         probe: None,
-        requests: None,
     }
 }

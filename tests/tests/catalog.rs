@@ -99,7 +99,7 @@ fn committed_entries_are_found_at_the_next_open() {
     let car = Car::new();
     let (catalog, entries, found) = car.open();
     assert_eq!((found, catalog.quarantined()), (CatalogState::Missing, 0));
-    assert_eq!(entries.segments.len(), 6, "two bases, their clustered segments, two deltas");
+    assert_eq!(entries.segments.len(), 4, "two bases, two deltas");
     let rows: u64 = entries.segments.values().map(|c| c.rows).sum();
     let base_rows = car.versions.rows[0].iter().map(|r| r.len() as u64).sum();
     assert!(rows > base_rows, "{rows} of more than {base_rows}");
@@ -138,7 +138,7 @@ fn a_stale_catalog_keeps_the_wear_state() {
     let (catalog, entries, found) = car.open();
     assert_eq!((found, catalog.quarantined()), (CatalogState::Stale { sequence: 2 }, 1));
     assert_eq!((entries.sequence, entries.wear), (3, before.wear));
-    assert_eq!(entries.segments.len(), 8);
+    assert_eq!(entries.segments.len(), 6);
     car.check_rows("stale");
     drop(catalog);
     assert_eq!(car.open().2, CatalogState::Kept);
@@ -190,7 +190,7 @@ fn garbage_is_moved_aside() {
         let (catalog, entries, found) = car.open();
         assert!(matches!(found, CatalogState::Damaged { .. }), "{length}: {found:?}");
         quarantined += 1;
-        assert_eq!((catalog.quarantined(), entries.segments.len()), (quarantined, 6));
+        assert_eq!((catalog.quarantined(), entries.segments.len()), (quarantined, 4));
         car.check_rows("garbage");
     }
 
@@ -272,7 +272,7 @@ fn no_damage_matters() {
                 assert!(written.contains(&entries), "seed {seed}, {how}: {entries:?}")
             }
             CatalogState::Damaged { .. } => {
-                assert!(entries.segments.len() == 6, "seed {seed}, {how}")
+                assert!(entries.segments.len() == 4, "seed {seed}, {how}")
             }
             other => panic!("seed {seed}, {how}: {other:?}"),
         }

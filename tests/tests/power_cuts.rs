@@ -185,10 +185,6 @@ fn every_cut_ends_in_one_whole_generation() {
     let disk = SimDisk::default();
     STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
     check(&disk, &versions, &[4], "without a cut");
-    let clustered = |t: usize| {
-        open(&disk).unwrap().table(t).unwrap().clustered().map_or(0, |p| p.counts().rows)
-    };
-    assert!(clustered(0) > 200 && clustered(1) > 200, "the snapshot has no clustered rows");
     let calls = disk.calls();
     let next = AtomicU64::new(0);
     let run_stories = || {
@@ -362,7 +358,7 @@ fn scrubbing_finds_a_flipped_bit_on_every_page() {
         );
     }
 
-    assert!(kinds.into_iter().eq(1..=7), "not every kind of page occurred");
+    assert!(kinds.into_iter().eq(1..=6), "not every kind of page occurred");
     assert_eq!(scrub(), []);
 }
 

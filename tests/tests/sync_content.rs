@@ -186,7 +186,7 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
 #[test]
 fn row_counts_that_lie() {
     refused("snapshot", |p| p.manifest.schema.tables[0].rows += 1, "rows: 606 instead of 607");
-    refused("snapshot", |p| p.manifest.schema.tables[1].rows = 100, "over 100");
+    refused("snapshot", |p| p.manifest.schema.tables[1].rows = 100, "rows: 572 instead of 100");
 }
 
 /// A merge of an index table fills every row below its last key, so a key beyond its rows would
@@ -211,7 +211,7 @@ fn keys_beyond_an_index_table() {
                     .flat_map(|page| (0..count(page)).map(|i| order(page, i)).collect::<Vec<_>>())
                     .collect();
                 let list = &mut pages[steps];
-                assert_eq!((kind(list), count(list)), (7, orders.len()), "one page lists all");
+                assert_eq!((kind(list), count(list)), (5, orders.len()), "one page lists all");
                 list[24] = 64;
                 for (i, pair) in orders.windows(2).enumerate() {
                     list[32 + 8 * i..][..8].copy_from_slice(&(pair[1] - pair[0]).to_le_bytes());

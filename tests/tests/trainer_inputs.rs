@@ -3,17 +3,15 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::bundle::manifest::Manifest;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
-use hatchback::schema::key_function::KeyFunction;
+use hatchback::schema::KeySpace;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{InputSource, KeySpace, NetworkInput, NetworkOutput};
 use hatchback::{Activation, Pooling};
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, open_with_least_cache, score_all,
@@ -169,45 +167,6 @@ fn labels_and_scores_are_read_by_the_name_of_their_output() {
     assert_eq!((sample.label(0), sample.label(1), sample.score(1)), (Some(1.0), None, Some(0.5)));
     let set = [sample.clone(), Sample { labels: Vec::new(), ..sample }];
     assert_eq!(Sample::decode_set(&Sample::encode_set(&set).unwrap()).unwrap(), set);
-}
-
-/// A schema that an older version can read keeps its format; any other has format 3.
-#[test]
-fn only_a_schema_that_needs_more_has_a_new_format() {
-    let format = |manifest: &Manifest| {
-        let bytes = manifest.encode().unwrap();
-        assert_eq!(Manifest::decode(&bytes).as_ref(), Ok(manifest));
-        u32::from_le_bytes(*bytes.first_chunk().unwrap())
-    };
-    let plan = plan(vec![FeaturePlan { hotness_max: 4, ..FeaturePlan::one_hot(0) }]);
-    let packed = plan.pack();
-    let plain = hatchback::bundle::BundleReader::open(&packed.bundle).unwrap().manifest().clone();
-    assert_eq!(format(&plain), 1);
-
-    let changes: [&dyn Fn(&mut Manifest); 6] = [
-        &|m| {
-            let name = "other".to_owned();
-            let activation = Activation::None;
-            m.schema.network.outputs.push(NetworkOutput { name, activation });
-        },
-        &|m| m.schema.features[0].pooling = Pooling::Max,
-        &|m| m.schema.features[0].weighted = true,
-        &|m| m.schema.features[0].key = KeyFunction::Modulo { divisor: 400, first: 0 },
-        &|m| {
-            let (name, source) = ("lengths".to_owned(), InputSource::Lengths(vec![0]));
-            m.schema.network.inputs.push(NetworkInput { name, source });
-        },
-        &|m| {
-            let mut input = m.schema.network.inputs[1].clone();
-            input.name = "again".to_owned();
-            m.schema.network.inputs.push(input);
-        },
-    ];
-    for change in changes {
-        let mut manifest = plain.clone();
-        change(&mut manifest);
-        assert_eq!(format(&manifest), 3, "{:?}", manifest.schema);
-    }
 }
 
 /// Every pooling and every input of bags, with cached and missing rows.

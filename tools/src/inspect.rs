@@ -144,7 +144,6 @@ struct TableReport {
     placement: String,
     miss: String,
     hot_keys: u64,
-    placed_bytes: u64,
     segment_bytes: u64,
     stored_bytes: u64,
 }
@@ -250,7 +249,6 @@ impl Report {
             "placement",
             "miss",
             "hot",
-            "clustered",
             "segment",
             "stored",
         ]);
@@ -269,7 +267,6 @@ impl Report {
                 t.placement.clone(),
                 t.miss.clone(),
                 report::count(t.hot_keys),
-                report::bytes(t.placed_bytes),
                 report::bytes(t.segment_bytes),
                 report::bytes(t.stored_bytes),
             ]);
@@ -293,7 +290,6 @@ impl TableReport {
             placement: lower(table.placement),
             miss: lower(table.miss),
             hot_keys: blobs.hot.map_or(0, |h| manifest.blobs[h as usize].raw_bytes() / 8),
-            placed_bytes: blobs.clustered.map_or(0, |p| manifest.blobs[p as usize].raw_bytes()),
             segment_bytes: segment.raw_bytes(),
             stored_bytes: segment.stored_bytes(),
         }
@@ -378,8 +374,9 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
         match flash.table(number) {
             Err(e) => damage.push(e.to_string()),
             Ok(table) => {
-                let segments = table.segments().iter().chain(table.clustered());
-                damage.extend(segments.flat_map(|s| s.verify()).map(|e| e.to_string()));
+                damage.extend(
+                    table.segments().iter().flat_map(|s| s.verify()).map(|e| e.to_string()),
+                );
             }
         }
         damage.extend(flash.hot_keys(number).err().map(|e| e.to_string()));

@@ -91,7 +91,6 @@ impl Model {
         graph.output("out", &[1]);
         std::fs::write(model.path("dense.onnx"), graph.file()).unwrap();
         std::fs::write(model.path("model.toml"), toml).unwrap();
-        std::fs::write(model.path("requests.jsonl"), model.requests()).unwrap();
         model
     }
 
@@ -133,27 +132,6 @@ impl Model {
              \"t{number}\"\npooling = \"sum\"\nhotness_max = 4\n"
         )
         .unwrap();
-        if number == 0 {
-            toml.push_str("\n[requests]\nsamples = \"requests.jsonl\"\n");
-        }
-    }
-
-    /// Returns requests for some keys of each table.
-    fn requests(&self) -> String {
-        let one = |request: usize| {
-            let keys = |table: &RandomTable| {
-                let key = |i: usize| match table.keys {
-                    Keys::Sparse => table.key((request * i) % table.rows),
-                    _ => ((request * i) % table.rows) as u64,
-                };
-                format!("{:?}", (0..4).map(key).collect::<Vec<u64>>())
-            };
-            let features = self.tables.iter().enumerate();
-            let features: Vec<String> =
-                features.map(|(f, table)| format!("\"f{f}\": {}", keys(table))).collect();
-            format!("{{\"sparse\": {{{}}}}}\n", features.join(", "))
-        };
-        (0..20).map(one).collect()
     }
 
     /// Packs on one machine; returns the bundle or the error.

@@ -61,7 +61,6 @@ fn every_key_of_model_toml_is_documented_and_no_other() {
         ("## `[[table]]`", "[[table]]\nzz = 1".to_owned()),
         ("## `[[feature]]`", "[[feature]]\nzz = 1".to_owned()),
         ("## `[probe]`", "[probe]\nzz = 1".to_owned()),
-        ("## `[requests]`", "[requests]\nzz = 1".to_owned()),
         ("## Sources", "[[table]]\nsource = { format = \"zz\" }".to_owned()),
         ("## Key functions", "[[feature]]\nkey = { function = \"zz\" }".to_owned()),
     ] {

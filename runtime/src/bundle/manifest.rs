@@ -2,7 +2,6 @@
 //! hashes. The encoding is a format number, then postcard. `decode` returns no manifest that fails
 //! `check`.
 
-use crate::bundle::plain_schema::PlainSchema;
 use crate::limits::{
     CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
@@ -10,12 +9,8 @@ use crate::schema::{Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The format of manifests without a deferral.
+/// The format of manifests.
 pub const MANIFEST_FORMAT: u32 = 1;
-/// The format of manifests with a deferral after the other fields.
-const DEFERRAL_FORMAT: u32 = 2;
-/// The format of manifests whose schema needs more than a [`PlainSchema`] has.
-const WHOLE_FORMAT: u32 = 3;
 
 /// A SHA-256 hash.
 pub type Hash = [u8; 32];
@@ -96,8 +91,6 @@ pub struct TableBlobs {
     pub segment: u32,
     /// The hot list: the most used keys, most used first (u64, little-endian).
     pub hot: Option<u32>,
-    /// The clustered segment: the most used rows once more. Snapshots only.
-    pub clustered: Option<u32>,
 }
 
 /// The changes that a delta within a budget of bytes left for a later delta.
@@ -116,7 +109,7 @@ pub struct Deferral {
 }
 
 /// The content of a bundle.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The generation that the bundle brings.
     pub generation: Generation,
@@ -136,16 +129,11 @@ pub struct Manifest {
     pub deferral: Option<Deferral>,
 }
 
-/// The fields of a manifest before its schema.
-type Head = (Generation, Option<u64>);
-/// The fields of a manifest after its schema.
-type Tail = (Vec<Blob>, Vec<TableBlobs>, u32, Option<u32>);
-
 /// Why a manifest is not valid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     /// The format number is unknown.
-    #[error("format: {0} is not in {MANIFEST_FORMAT}..={WHOLE_FORMAT}, those this version reads")]
+    #[error("format: {0} is not {MANIFEST_FORMAT}, the one this version reads")]
     Format(u32),
     /// The bytes do not decode.
     #[error("does not decode ({0})")]
@@ -164,67 +152,39 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, M
 }
 
 impl Manifest {
-    /// Encodes the manifest in the lowest format that can hold it: the format number, then
-    /// postcard.
+    /// Encodes the manifest: the format number, then postcard.
     ///
     /// # Errors
     /// [`ManifestError::Decode`] if postcard refuses the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
-        let refused = |e: postcard::Error| ManifestError::Decode(e.to_string());
-        let head = (&self.generation, self.parent);
-        let tail = (&self.blobs, &self.tables, self.dense, self.probe);
-        let (format, body) = match (PlainSchema::of(&self.schema), &self.deferral) {
-            (Some(schema), None) => (MANIFEST_FORMAT, encoded(&(head, schema, tail))),
-            (Some(schema), Some(deferral)) => {
-                (DEFERRAL_FORMAT, encoded(&(head, schema, tail, deferral)))
-            }
-            (None, deferral) => (WHOLE_FORMAT, encoded(&(head, &self.schema, tail, deferral))),
-        };
-        let mut bytes = format.to_le_bytes().to_vec();
-        bytes.extend(body.map_err(refused)?);
+        let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
+        bytes.extend(postcard::to_allocvec(self).map_err(refused)?);
         Ok(bytes)
     }
 
     /// Decodes and checks a manifest.
     ///
     /// # Errors
-    /// [`ManifestError`] if the bytes are not a manifest of a known format or if fields contradict
+    /// [`ManifestError`] if the bytes are not a manifest of this format or if fields contradict
     /// each other.
     pub fn decode(bytes: &[u8]) -> Result<Self, ManifestError> {
         let Some((format, body)) = bytes.split_first_chunk::<4>() else {
             return fault("format", format!("{} bytes are too few", bytes.len()));
         };
         let format = u32::from_le_bytes(*format);
-
-        if !(MANIFEST_FORMAT..=WHOLE_FORMAT).contains(&format) {
+        if format != MANIFEST_FORMAT {
             return Err(ManifestError::Format(format));
         }
         if bytes.len() > MANIFEST_BYTES_MAX {
             return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
         }
 
-        let manifest = match format {
-            MANIFEST_FORMAT => {
-                let (head, schema, tail): (Head, PlainSchema, Tail) = decoded(body)?;
-                Self::of_parts(head, schema.into(), tail, None)
-            }
-            DEFERRAL_FORMAT => {
-                let (head, schema, tail, deferral): (Head, PlainSchema, Tail, Deferral) =
-                    decoded(body)?;
-                Self::of_parts(head, schema.into(), tail, Some(deferral))
-            }
-            _ => {
-                let (head, schema, tail, deferral): (Head, Schema, Tail, _) = decoded(body)?;
-                Self::of_parts(head, schema, tail, deferral)
-            }
-        };
+        let (manifest, rest): (Self, &[u8]) = postcard::take_from_bytes(body).map_err(refused)?;
+        if !rest.is_empty() {
+            return fault("length", format!("{} bytes follow the manifest", rest.len()));
+        }
         manifest.check()?;
         Ok(manifest)
-    }
-
-    fn of_parts(head: Head, schema: Schema, tail: Tail, deferral: Option<Deferral>) -> Self {
-        let ((generation, parent), (blobs, tables, dense, probe)) = (head, tail);
-        Self { generation, parent, schema, blobs, tables, dense, probe, deferral }
     }
 
     /// Returns the bytes of the base or delta of table `number`.
@@ -261,15 +221,6 @@ impl Manifest {
                     8 * crate::limits::HOT_KEYS_MAX as u64,
                 )?;
             }
-            if let Some(clustered) = table.clustered {
-                self.check_blob(&format!("tables[{i}].clustered"), clustered, u64::MAX)?;
-                if self.parent.is_some() {
-                    return fault(
-                        format!("tables[{i}].clustered"),
-                        "only a snapshot has a clustered segment",
-                    );
-                }
-            }
         }
 
         if self.deferral.is_some_and(|d| self.parent.is_none() || !d.distance_max.is_finite()) {
@@ -290,18 +241,8 @@ impl Manifest {
     }
 }
 
-fn encoded(parts: &impl Serialize) -> Result<Vec<u8>, postcard::Error> {
-    postcard::to_allocvec(parts)
-}
-
-/// Decodes the parts of a manifest. Refuses bytes of `body` after them.
-fn decoded<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, ManifestError> {
-    let refused = |e: postcard::Error| ManifestError::Decode(e.to_string());
-    let (parts, rest) = postcard::take_from_bytes(body).map_err(refused)?;
-    match rest.len() {
-        0 => Ok(parts),
-        n => fault("length", format!("{n} bytes follow the manifest")),
-    }
+fn refused(error: postcard::Error) -> ManifestError {
+    ManifestError::Decode(error.to_string())
 }
 
 /// Checks that all chunks but the last are full and that none is stored in more bytes than its

@@ -5,7 +5,6 @@
 
 pub mod manifest;
 pub mod part;
-mod plain_schema;
 
 use crate::bundle::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::io::atomic_write;

@@ -12,8 +12,7 @@ use crate::flash::table::TableRows;
 use crate::io::disk::{Disk, Lock};
 use crate::io::paired_record::{Stored, Unreadable};
 use crate::limits::{
-    CLUSTERED_ONE_IN, CLUSTERED_ROWS_MIN, DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, HOT_KEYS_MAX,
-    MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
+    DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
 use crate::schema::sample::Sample;
 use std::collections::BTreeSet;
@@ -22,8 +21,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The serial of a clustered segment that arrived in a bundle. The base has serial 0.
-pub const CLUSTERED_SERIAL: u32 = 1;
 /// Free space that an install leaves for records, folders and the file system.
 const SPARE_BYTES: u64 = 1 << 20;
 
@@ -249,10 +246,9 @@ impl Flash {
     ) -> Result<TableRows, FlashError> {
         let state = &state.tables[number];
         let open = |of, part| self.segment(number, of, part).map(Arc::new);
-        let clustered = state.clustered.map(|s| open(s, Part::Clustered)).transpose()?;
         let deltas =
             state.deltas.iter().map(|d| open(*d, Part::Delta)).collect::<Result<_, _>>()?;
-        Ok(TableRows::new(open(state.base, Part::Base)?, clustered, deltas)?)
+        Ok(TableRows::new(open(state.base, Part::Base)?, deltas)?)
     }
 
     /// Opens the rows of table `number`. `before` has the same table's rows in an earlier
@@ -268,7 +264,7 @@ impl Flash {
         state: &TableState,
     ) -> Result<TableRows, FlashError> {
         let live = &self.record.live.tables[number];
-        let is_same = (live.base, live.clustered) == (state.base, state.clustered);
+        let is_same = live.base == state.base;
         let Some(newer) = live.deltas.strip_prefix(&*state.deltas).filter(|_| is_same) else {
             return self.table(number);
         };
@@ -458,11 +454,6 @@ impl Flash {
         }
         Ok(sum)
     }
-}
-
-/// Returns the most rows that a clustered segment may repeat of a table with `rows` rows.
-pub fn clustered_rows_max(rows: u64) -> u64 {
-    (rows / CLUSTERED_ONE_IN).max(CLUSTERED_ROWS_MIN).min(rows).min(HOT_KEYS_MAX as u64)
 }
 
 /// Removes the files of `directory` that `live` does not use: all of them if nothing is live.

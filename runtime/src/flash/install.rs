@@ -4,14 +4,11 @@
 
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
-use crate::flash::directory::{
-    CLUSTERED_SERIAL, Flash, Found, check_space, clustered_rows_max, lock, reclaim, write_live,
-    writes_of,
-};
+use crate::flash::directory::{Flash, Found, check_space, lock, reclaim, write_live, writes_of};
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
-use crate::flash::segment::verifier::{RowCopies, SegmentVerifier};
+use crate::flash::segment::verifier::SegmentVerifier;
 use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock, Output};
@@ -275,10 +272,8 @@ fn next_state(
 
 fn snapshot_state(manifest: &Manifest, number: usize) -> TableState {
     let sequence = manifest.generation.sequence;
-    let clustered = manifest.tables[number].clustered;
     TableState {
         base: SegmentRef { sequence, serial: 0 },
-        clustered: clustered.map(|_| SegmentRef { sequence, serial: CLUSTERED_SERIAL }),
         deltas: Vec::new(),
         hot: hot_list(manifest, number),
     }
@@ -371,7 +366,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         Ok(counts)
     }
 
-    /// Writes the segments and the hot list of table `number`.
+    /// Writes the segment and the hot list of table `number`.
     fn write_table(
         &mut self,
         bundle: &mut BundleReader,
@@ -384,12 +379,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         let path = self.folder.join(&name);
         let kind = kind_of(&manifest.generation, 0, &manifest.schema, number, part, &path)?;
 
-        let copies = match blobs.clustered {
-            Some(blob) => self.write_clustered(bundle, manifest, number, blob)?,
-            None => RowCopies::default(),
-        };
-        let rows = self.rows(manifest, number);
-        let mut verifier = SegmentVerifier::with_copies(&path, kind, rows, copies);
+        let mut verifier = SegmentVerifier::new(&path, kind, self.rows(manifest, number));
         self.copy(bundle, blobs.segment, &name, |chunk| Ok(verifier.take(chunk)?))?;
         let counts = verifier.finish()?;
         assert_eq!(
@@ -408,36 +398,6 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
     fn rows(&self, manifest: &Manifest, number: usize) -> Range<u64> {
         let before = self.base.map_or(0, |live| live.manifest.schema.tables[number].rows);
         before..manifest.schema.tables[number].rows
-    }
-
-    /// Writes a clustered segment. Returns the rows that the base must contain.
-    fn write_clustered(
-        &mut self,
-        bundle: &mut BundleReader,
-        manifest: &Manifest,
-        number: usize,
-        blob: u32,
-    ) -> Result<RowCopies, FlashError> {
-        let (serial, part) = (CLUSTERED_SERIAL, Part::Clustered);
-        let name = segment_name(number, serial);
-        let path = self.folder.join(&name);
-        let kind = kind_of(&manifest.generation, serial, &manifest.schema, number, part, &path)?;
-
-        let rows_max = clustered_rows_max(manifest.schema.tables[number].rows);
-        let check_count = |rows: u64| {
-            if rows <= rows_max {
-                return Ok(());
-            }
-            let problem = format!("{rows} clustered rows, over {rows_max}");
-            Err(SegmentError::field(&path, "rows", problem).into())
-        };
-
-        let mut verifier = SegmentVerifier::new(&path, kind, self.rows(manifest, number));
-        self.copy(bundle, blob, &name, |chunk| {
-            verifier.take(chunk)?;
-            check_count(verifier.counts().rows)
-        })?;
-        Ok(verifier.finish_clustered()?)
     }
 
     /// Writes blob `blob` to the file `name`. Each piece passes `check` before it is written.

@@ -9,7 +9,7 @@ use crate::limits::LIVE_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 
 /// The format of the live record.
-pub const LIVE_FORMAT: u32 = 3;
+pub const LIVE_FORMAT: u32 = 1;
 /// The live record's files.
 pub(super) const LIVE: PairedRecord = PairedRecord {
     magic: b"HATCHLIV",
@@ -23,8 +23,8 @@ pub(super) const LIVE: PairedRecord = PairedRecord {
 pub struct SegmentRef {
     /// Sequence of the generation in whose folder the file is.
     pub sequence: u64,
-    /// 0 for the base or delta of the bundle, 1 for the clustered segment of the bundle. Every
-    /// compaction in the generation takes the next serial.
+    /// 0 for the base or delta of the bundle. Every compaction in the generation takes the next
+    /// serial.
     pub serial: u32,
 }
 
@@ -33,10 +33,6 @@ pub struct SegmentRef {
 pub struct TableState {
     /// The segment with every row of the table.
     pub base: SegmentRef,
-    /// The segment that repeats the most used rows of the base. `None` if the trainer counted no
-    /// lookups. Also `None` after the first compaction, because the new base makes the repeated
-    /// rows stale.
-    pub clustered: Option<SegmentRef>,
     /// The rows that changed since the base, oldest delta first.
     pub deltas: Vec<SegmentRef>,
     /// The most used keys; `None` if the trainer counted no lookups.
@@ -54,11 +50,10 @@ pub struct HotList {
 }
 
 impl TableState {
-    /// Returns all segments: the base, the clustered segment, the deltas.
+    /// Returns all segments: the base, then the deltas.
     pub fn segments(&self) -> impl Iterator<Item = (SegmentRef, Part)> {
-        let clustered = self.clustered.iter().map(|s| (*s, Part::Clustered));
         let deltas = self.deltas.iter().map(|s| (*s, Part::Delta));
-        std::iter::once((self.base, Part::Base)).chain(clustered).chain(deltas)
+        std::iter::once((self.base, Part::Base)).chain(deltas)
     }
 }
 

@@ -124,7 +124,7 @@ impl Merge {
         loop {
             let Some(order) = self.lowest()? else { return Ok(None) };
             let number = match self.rows.newest(order) {
-                None | Some(Newest::Clustered(_)) => 0,
+                None => 0,
                 Some(Newest::Delta(delta, _)) => delta + 1,
                 Some(Newest::Deleted) => {
                     self.skip(order);

@@ -5,8 +5,7 @@
 //! DIR/lock                          held by the one process that changes the directory
 //! DIR/g000000000001/manifest        one folder for each generation that was installed
 //! DIR/g000000000001/t0000-0000.seg  the rows of table 0: a base, or in a delta the changed rows
-//! DIR/g000000000001/t0000-0001.seg  the clustered segment, of a snapshot with counts only
-//! DIR/g000000000001/t0000-0002.seg  the base after a compaction
+//! DIR/g000000000001/t0000-0001.seg  the base after a compaction
 //! DIR/g000000000001/t0000-*.part    an unfinished compaction; the name is a hash of its inputs
 //! DIR/g000000000001/t0000.hot       the hot list: the most used keys of table 0
 //! DIR/g000000000001/dense.onnx
@@ -29,8 +28,8 @@ mod paths;
 pub mod segment;
 pub mod table;
 
+pub use directory::Flash;
 pub(crate) use directory::Found;
-pub use directory::{CLUSTERED_SERIAL, Flash, clustered_rows_max};
 pub use error::FlashError;
 pub(crate) use error::io_error;
 pub use install::Prepared;

@@ -1,13 +1,10 @@
 //! The overlay: a map from a key to the page with its newest row. It has each key that a delta
-//! changes or deletes, or that the clustered segment repeats. The base has every other key. The map
-//! compares whole 64-bit orders, so it is exact. It is built from key pages at open and never
-//! changes afterwards.
+//! changes or deletes. The base has every other key. The map compares whole 64-bit orders, so it is
+//! exact. It is built from key pages at open and never changes afterwards.
 
 use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX};
 use hatchback_kernels::simd::prefetch;
 
-/// Marks a location in the clustered segment, in place of a delta's number.
-const CLUSTERED: u32 = 254;
 const EMPTY: u32 = u32::MAX;
 const DELETED: u32 = u32::MAX - 1;
 
@@ -16,8 +13,6 @@ const DELETED: u32 = u32::MAX - 1;
 pub enum Newest {
     /// On this page of a delta. Deltas count from the oldest.
     Delta(usize, u32),
-    /// In the base, and repeated on this page of the clustered segment.
-    Clustered(u32),
     /// A delta deleted the key.
     Deleted,
 }
@@ -84,7 +79,7 @@ impl Overlay {
     }
 
     /// Records the newest version of a key and returns the version recorded before. The caller adds
-    /// the clustered segment first, then the deltas from the oldest to the newest.
+    /// the deltas from the oldest to the newest.
     pub fn set(&mut self, order: u64, newest: Newest) -> Option<Newest> {
         assert!(self.count < self.orders.len(), "`with_capacity` leaves free slots");
         let slot = self.slot(order);
@@ -95,10 +90,6 @@ impl Overlay {
             Newest::Delta(delta, page) => {
                 assert!(delta < DELTAS_MAX && page < DELTA_PAGES_MAX, "the table checked both");
                 (delta as u32) << 24 | page
-            }
-            Newest::Clustered(page) => {
-                assert!(page < DELTA_PAGES_MAX, "the table checked the number of pages");
-                CLUSTERED << 24 | page
             }
             Newest::Deleted => DELETED,
         };
@@ -133,13 +124,12 @@ fn unpack(location: u32) -> Option<Newest> {
     match location {
         EMPTY => None,
         DELETED => Some(Newest::Deleted),
-        _ if number == CLUSTERED => Some(Newest::Clustered(page)),
         _ => Some(Newest::Delta(number as usize, page)),
     }
 }
 
 const _: () = assert!(
-    DELTAS_MAX < CLUSTERED as usize,
+    DELTAS_MAX < (DELETED >> 24) as usize,
     "a delta's number fits beside the page and is below the marks"
 );
 
@@ -163,8 +153,7 @@ mod tests {
                 let order = if delete { order << 50 } else { order };
                 let newest = match delta {
                     _ if delete => Newest::Deleted,
-                    0 => Newest::Clustered(page),
-                    _ => Newest::Delta(DELTAS_MAX - delta, page),
+                    _ => Newest::Delta(DELTAS_MAX - 1 - delta, page),
                 };
                 prop_assert_eq!(overlay.set(order, newest), model.insert(order, newest));
             }

@@ -1,5 +1,5 @@
-//! The rows of one table on flash: a base, an optional clustered segment, and the deltas. The
-//! overlays map a key to the segment with its newest version. One page read finds any row.
+//! The rows of one table on flash: a base and the deltas. The overlays map a key to the delta with
+//! its newest version. One page read finds any row.
 //!
 //! The next generation of a table shares the open segments and the overlays of the previous one,
 //! and adds an overlay for its own deltas. A key is looked up in the newest overlay first. If there
@@ -12,15 +12,12 @@ use crate::flash::segment::{Segment, SegmentError};
 use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX, OVERLAYS_MAX};
 use std::sync::Arc;
 
-/// The clustered segment's number in a [`RowLocation`].
-pub const CLUSTERED: u8 = u8::MAX;
-
-const _: () = assert!(DELTAS_MAX < CLUSTERED as usize, "u8 numbers the base and the deltas");
+const _: () = assert!(DELTAS_MAX < u8::MAX as usize, "u8 numbers the base and the deltas");
 
 /// The page that holds the newest version of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RowLocation {
-    /// 0 is the base, 1 the oldest delta, and so on; [`CLUSTERED`] is the clustered segment.
+    /// 0 is the base, 1 the oldest delta, and so on.
     pub segment: u8,
     /// The page of the segment.
     pub page: u32,
@@ -46,42 +43,21 @@ impl RowLocation {
 pub struct TableRows {
     /// The base, then the deltas from the oldest.
     segments: Vec<Arc<Segment>>,
-    clustered: Option<Arc<Segment>>,
-    /// From the oldest. The first also has the keys of the clustered segment.
+    /// From the oldest.
     overlays: Vec<Arc<Overlay>>,
     /// Number of keys that the deltas change or delete.
     changed: usize,
 }
 
 impl TableRows {
-    /// Returns the rows of `base`, as `deltas`, oldest first, override them. `clustered` repeats
-    /// rows of the base.
+    /// Returns the rows of `base`, as `deltas`, oldest first, override them.
     ///
     /// # Errors
     /// [`SegmentError`] if a key page is damaged, or if there are more deltas or pages than
     /// [`DELTAS_MAX`] and [`DELTA_PAGES_MAX`].
-    pub fn new(
-        base: Arc<Segment>,
-        clustered: Option<Arc<Segment>>,
-        deltas: Vec<Arc<Segment>>,
-    ) -> Result<Self, SegmentError> {
-        let counts = deltas.iter().chain(&clustered).map(|d| d.counts());
-        let mut overlay =
-            Overlay::with_capacity(counts.map(|c| c.rows.saturating_add(c.deletes)).sum());
-
-        if let Some(clustered) = &clustered {
-            let pages = clustered.counts().data_pages;
-            if pages > DELTA_PAGES_MAX {
-                let problem = format!("{pages} pages, over {DELTA_PAGES_MAX}");
-                return Err(SegmentError::field(clustered.path(), "clustered", problem));
-            }
-            clustered.each_key(|order, page| {
-                overlay.set(order, page.map_or(Newest::Deleted, Newest::Clustered));
-            })?;
-        }
-
-        let none = Self { segments: vec![base], clustered, overlays: Vec::new(), changed: 0 };
-        none.with_deltas(deltas, overlay)
+    pub fn new(base: Arc<Segment>, deltas: Vec<Arc<Segment>>) -> Result<Self, SegmentError> {
+        let base = Self { segments: vec![base], overlays: Vec::new(), changed: 0 };
+        base.with_deltas(deltas)
     }
 
     /// Returns these rows with further `deltas`, oldest first. Both share the segments and
@@ -92,21 +68,16 @@ impl TableRows {
     pub fn after(&self, deltas: Vec<Arc<Segment>>) -> Result<Self, SegmentError> {
         let before = Self {
             segments: self.segments.clone(),
-            clustered: self.clustered.clone(),
             overlays: self.overlays.clone(),
             changed: self.changed,
         };
-        let keys = deltas.iter().map(|d| d.counts().rows.saturating_add(d.counts().deletes));
-        let overlay = Overlay::with_capacity(keys.sum());
-        before.with_deltas(deltas, overlay)
+        before.with_deltas(deltas)
     }
 
-    /// Adds `deltas` with `overlay`, which has room for their keys.
-    fn with_deltas(
-        mut self,
-        deltas: Vec<Arc<Segment>>,
-        mut overlay: Overlay,
-    ) -> Result<Self, SegmentError> {
+    /// Adds `deltas` with one overlay for all their keys.
+    fn with_deltas(mut self, deltas: Vec<Arc<Segment>>) -> Result<Self, SegmentError> {
+        let keys = deltas.iter().map(|d| d.counts().rows.saturating_add(d.counts().deletes));
+        let mut overlay = Overlay::with_capacity(keys.sum());
         for delta in deltas {
             let (number, pages) = (self.segments.len() - 1, delta.counts().data_pages);
             if number >= DELTAS_MAX || pages > DELTA_PAGES_MAX {
@@ -115,8 +86,8 @@ impl TableRows {
             }
             delta.each_key(|order, page| {
                 let newest = page.map_or(Newest::Deleted, |page| Newest::Delta(number, page));
-                let before = overlay.set(order, newest).or_else(|| self.overlaid(order));
-                self.changed += usize::from(matches!(before, None | Some(Newest::Clustered(_))));
+                let before = overlay.set(order, newest).or_else(|| self.newest(order));
+                self.changed += usize::from(before.is_none());
             })?;
             self.segments.push(delta);
         }
@@ -139,11 +110,6 @@ impl TableRows {
         self.overlays.remove(at + 1);
     }
 
-    /// Returns the location of the key with this order in the newest overlay that has the key.
-    fn overlaid(&self, order: u64) -> Option<Newest> {
-        self.overlays.iter().rev().find_map(|overlay| overlay.get(order))
-    }
-
     /// Returns the page to read for `key`; `None` if the table does not have the key.
     pub fn locate(&self, key: u64) -> Option<RowLocation> {
         let mut location = [None];
@@ -164,12 +130,11 @@ impl TableRows {
             base.locate(keys, &mut pages);
 
             for ((key, location), page) in keys.iter().zip(locations).zip(pages) {
-                *location = match self.overlaid(order(*key)) {
+                *location = match self.newest(order(*key)) {
                     None => page.map(|page| RowLocation { segment: 0, page }),
                     Some(Newest::Delta(delta, page)) => {
                         Some(RowLocation { segment: delta as u8 + 1, page })
                     }
-                    Some(Newest::Clustered(page)) => Some(RowLocation { segment: CLUSTERED, page }),
                     Some(Newest::Deleted) => None,
                 };
             }
@@ -179,7 +144,7 @@ impl TableRows {
     /// Returns the newest version of the key with this order if a delta changed or deleted it;
     /// `None` if only the base may have it.
     pub fn newest(&self, order: u64) -> Option<Newest> {
-        self.overlaid(order).filter(|newest| !matches!(newest, Newest::Clustered(_)))
+        self.overlays.iter().rev().find_map(|overlay| overlay.get(order))
     }
 
     /// Returns the base, then the deltas from the oldest.
@@ -187,18 +152,10 @@ impl TableRows {
         &self.segments
     }
 
-    /// Returns the clustered segment.
-    pub fn clustered(&self) -> Option<&Arc<Segment>> {
-        self.clustered.as_ref()
-    }
-
     /// Returns the segment of a location.
     #[inline]
     pub fn segment(&self, location: RowLocation) -> &Segment {
-        match &self.clustered {
-            Some(clustered) if location.segment == CLUSTERED => clustered,
-            _ => &self.segments[usize::from(location.segment)],
-        }
+        &self.segments[usize::from(location.segment)]
     }
 
     /// Returns the number of rows in the base.
@@ -229,12 +186,11 @@ impl TableRows {
 
     /// Returns the bytes on flash.
     pub fn file_bytes(&self) -> u64 {
-        self.segments.iter().chain(&self.clustered).map(|s| s.counts().file_bytes()).sum()
+        self.segments.iter().map(|s| s.counts().file_bytes()).sum()
     }
 
     /// Passes the newest version of every row to `take`, with the order of its key, segment by
-    /// segment. Skips the clustered segment. Passes the error of a damaged page to `damaged` and
-    /// skips its rows.
+    /// segment. Passes the error of a damaged page to `damaged` and skips its rows.
     ///
     /// # Errors
     /// [`SegmentError::Io`] if the device refused.
@@ -246,8 +202,8 @@ impl TableRows {
         for (number, segment) in self.segments.iter().enumerate() {
             segment.scan(
                 |order, row| {
-                    let newest = match self.overlaid(order) {
-                        None | Some(Newest::Clustered(_)) => 0,
+                    let newest = match self.newest(order) {
+                        None => 0,
                         Some(Newest::Delta(delta, _)) => delta + 1,
                         Some(Newest::Deleted) => usize::MAX,
                     };

@@ -30,20 +30,18 @@ pub enum PageKind {
     Fences = 3,
     /// The last page of a segment, which describes the segment.
     Trailer = 4,
-    /// A copy of the orders of all rows of a clustered segment. An open reads only these pages.
-    Keys = 5,
+    /// A copy of the orders of all rows of a delta: the first order, then the difference to each
+    /// next one. An open reads only these pages and those of the deleted keys.
+    KeySteps = 5,
     /// The orders of the keys that a delta deletes.
     Deletes = 6,
-    /// A copy of the orders of all rows of a delta: the first order, then the difference to each
-    /// next one.
-    KeySteps = 7,
 }
 
 impl PageKind {
     /// Returns the kind with this number.
     fn of(number: u16) -> Option<Self> {
         use PageKind::*;
-        [Index, Hashed, Fences, Trailer, Keys, Deletes, KeySteps]
+        [Index, Hashed, Fences, Trailer, KeySteps, Deletes]
             .into_iter()
             .find(|k| *k as u16 == number)
     }

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The format number at the start of each value.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 1;
 
 /// The encoded keys and values.
 pub type EncodedEntries = BTreeMap<Vec<u8>, Vec<u8>>;

@@ -307,7 +307,7 @@ impl Compaction {
 
         let mut live = self.start_state;
         let hot = live.tables[self.number].hot;
-        live.tables[self.number] = TableState { base: self.base.of, clustered: None, deltas, hot };
+        live.tables[self.number] = TableState { base: self.base.of, deltas, hot };
         flash.replace_state(live)?;
         Ok(Compacted { rows: counts.rows, bytes })
     }

@@ -6,10 +6,11 @@ use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
 use crate::schema::sample_line::{Line, Outcome, UniqueMap};
 use crate::schema::{Feature, Schema};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The features of one sample, with its outcome if that is known.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// The dense features, in schema order.
     pub dense: Vec<f32>,

@@ -244,6 +244,5 @@ fn spec(sequence: u64, probe: Option<&Path>) -> ModelSpec {
         tables: vec![table(0), table(1)],
         features: vec![feature(0), feature(1)],
         probe: probe.map(|samples| ProbeSpec { samples: samples.to_owned() }),
-        requests: None,
     }
 }

@@ -246,7 +246,6 @@ fn spec() -> ModelSpec {
         tables: names.iter().map(table).collect(),
         features: names.iter().map(feature).collect(),
         probe: None,
-        requests: None,
     }
 }
 

@@ -5,7 +5,7 @@ use super::range::PackedRanges;
 use super::share::{Head, ReadModel, blobs_path, check_model, head_path, read_head};
 use super::table::{Destination, write_blob};
 use super::{DenseNetwork, Overrides, Packed};
-use super::{read_network, read_probe, read_requests, sum_left_out};
+use super::{read_network, read_probe, sum_left_out};
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Manifest, TableBlobs};
@@ -59,12 +59,8 @@ impl PackedTable {
         let mut file = File::open(&path).with_context(|| path.display().to_string())?;
         let first = bundle.blobs().len() as u32;
         bundle.copy_part(&head.blobs, &path, &mut file)?;
-        let TableBlobs { segment, hot, clustered } = head.tables;
-        Ok(TableBlobs {
-            segment: first + segment,
-            hot: hot.map(|blob| first + blob),
-            clustered: clustered.map(|blob| first + blob),
-        })
+        let TableBlobs { segment, hot } = head.tables;
+        Ok(TableBlobs { segment: first + segment, hot: hot.map(|blob| first + blob) })
     }
 }
 
@@ -92,17 +88,12 @@ pub fn merge_shares(
     let schema = model.spec.schema(tables, &model.keys)?;
     let DenseNetwork { onnx, dense_engine } = read_network(&model.spec, &schema, &model.base)?;
     let probe = read_probe(&model.spec, &schema, &model.base)?;
-    let requests = match found.iter().any(|table| matches!(table, PackedTable::Ranges(_))) {
-        true => read_requests(&model.spec, &schema, &model.base)?,
-        false => Vec::new(),
-    };
     let workers = &overrides.workers()?;
     let mut bundle = BundleWriter::create_on(out, workers)?;
     let mut tables = Vec::new();
     for (number, table) in found.iter().enumerate() {
-        let (generation, schema, requests) = (&generation, &schema, &requests);
-        let destination =
-            Destination { generation, schema, number, parent: None, requests, workers };
+        let (generation, schema) = (&generation, &schema);
+        let destination = Destination { generation, schema, number, parent: None, workers };
         let blobs = table.write(&mut bundle, &destination);
         tables.push(blobs.with_context(|| format!("table `{}`", table.table().name))?);
     }

@@ -1,9 +1,7 @@
 //! `pack`: turns a trainer's files into a bundle. It reads the rows of each table in two passes:
 //! the first learns the value ranges and refuses bad rows before anything is written, the second
-//! encodes. Memory is bounded by one block, one sort partition and the most used rows of one table
-//! (one in a hundred), which the clustered segment repeats. Never holds a whole table.
+//! encodes. Memory is bounded by one block and one sort partition. Never holds a whole table.
 
-pub mod clustering;
 mod column_sums;
 pub(crate) mod hot;
 pub mod hugectr_network;
@@ -213,7 +211,6 @@ pub fn pack_onto(
     let draft = spec.schema(draft_tables(spec, sources, overrides)?, &keys)?;
     let DenseNetwork { onnx, dense_engine } = read_network(spec, &draft, base)?;
     let probe = read_probe(spec, &draft, base)?;
-    let requests = read_requests(spec, &draft, base)?;
 
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
@@ -223,14 +220,8 @@ pub fn pack_onto(
     let mut bundle = BundleWriter::create_on(out, workers)?;
     let mut tables: Vec<TableBlobs> = Vec::new();
     for (number, source) in sources.iter().enumerate() {
-        let destination = Destination {
-            generation: &generation,
-            schema: &schema,
-            number,
-            parent,
-            requests: &requests,
-            workers,
-        };
+        let (generation, schema) = (&generation, &schema);
+        let destination = Destination { generation, schema, number, parent, workers };
         let blobs = write_table(&mut bundle, &destination, source.as_ref(), &mut advance);
         tables.push(blobs.with_context(|| format!("table `{}`", schema.tables[number].name))?);
     }
@@ -342,10 +333,6 @@ fn read_probe(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Option<V
     let Some(probe) = &spec.probe else { return Ok(None) };
     let samples = read_samples(&base.join(&probe.samples), schema)?;
     Ok(Some(Sample::encode_set(&samples)?))
-}
-
-fn read_requests(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<Sample>> {
-    spec.requests.as_ref().map_or(Ok(Vec::new()), |r| read_samples(&base.join(&r.samples), schema))
 }
 
 /// Reads a file of samples, one line of JSON each.

@@ -3,11 +3,11 @@
 //! compressed blobs, and a head, which is renamed into place last. A worker that is killed leaves
 //! no head of the table that it was packing, and a second run packs that table again.
 
+use super::open_source;
 use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_table};
 use super::{Learnt, OpenedSource, Overrides, check_name, check_rows_left, learn};
-use super::{open_source, read_requests};
 use crate::import::Rows;
 use crate::report;
 use anyhow::{Context, Result, ensure};
@@ -17,14 +17,13 @@ use hatchback::io::atomic_write::replace;
 use hatchback::io::disk::SystemDisk;
 use hatchback::schema::Table;
 use hatchback::schema::key_function::KeyFunction;
-use hatchback::schema::sample::Sample;
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// The format of the head of a table in a share.
-const HEAD_FORMAT: u32 = 2;
+const HEAD_FORMAT: u32 = 1;
 /// Shares of a model at most.
 const SHARES_MAX: usize = 4096;
 
@@ -223,8 +222,8 @@ pub fn pack_part(
         let spec = &model.spec.tables[*number];
         tables[*number] = Learnt::nothing(spec).table(spec, source.rows.rows(), overrides)?;
     }
-    let draft = model.spec.schema(tables.clone(), &model.keys)?;
-    let requests = read_requests(&model.spec, &draft, &model.base)?;
+    // A fault of model.toml costs no pass over the rows.
+    model.spec.schema(tables.clone(), &model.keys)?;
     std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
 
     let total = 2 * ours.iter().map(|(_, source)| source.rows.rows()).sum::<u64>();
@@ -235,7 +234,7 @@ pub fn pack_part(
             note_done(&place(), &head_path(folder, *number));
             continue;
         }
-        let mut work = Work { model: &model, tables: &mut tables, requests: &requests, folder };
+        let mut work = Work { model: &model, tables: &mut tables, folder };
         work.pack_table(*number, source, &mut advance).with_context(place)?;
     }
     Ok(ours.into_iter().map(|(number, _)| number).collect())
@@ -251,7 +250,6 @@ pub(super) fn note_done(what: &str, done: &Path) {
 struct Work<'a> {
     model: &'a ReadModel,
     tables: &'a mut Vec<Table>,
-    requests: &'a [Sample],
     folder: &'a Path,
 }
 
@@ -271,9 +269,8 @@ impl Work<'_> {
         let schema = model.spec.schema(self.tables.clone(), &model.keys)?;
 
         let mut bundle = BundleWriter::create_on(&blobs_path(self.folder, number), workers)?;
-        let (generation, requests) = (&model.generation()?, self.requests);
-        let destination =
-            Destination { generation, schema: &schema, number, parent: None, requests, workers };
+        let (generation, schema) = (&model.generation()?, &schema);
+        let destination = Destination { generation, schema, number, parent: None, workers };
         let blobs = write_table(&mut bundle, &destination, rows, advance)?;
         let head = Head {
             format: HEAD_FORMAT,

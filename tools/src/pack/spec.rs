@@ -41,8 +41,6 @@ pub struct ModelSpec {
     pub features: Vec<FeatureSpec>,
     /// `[probe]`: the probe set.
     pub probe: Option<ProbeSpec>,
-    /// `[requests]`.
-    pub requests: Option<RequestsSpec>,
 }
 
 /// `[network]`: the dense network.
@@ -249,15 +247,6 @@ impl FeatureSpec {
 #[serde(deny_unknown_fields)]
 pub struct ProbeSpec {
     /// A file of samples, one line of JSON each.
-    pub samples: PathBuf,
-}
-
-/// `[requests]`: recorded requests, by which `pack` clusters the most used rows. Ten thousand are
-/// enough; `pack` holds all of them in memory.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RequestsSpec {
-    /// A file of samples, one line of JSON each. `pack` stores the rows of one sample together.
     pub samples: PathBuf,
 }
 

@@ -1,23 +1,19 @@
 //! Writes one table of a bundle: a segment of all rows in order (in a delta, of the rows that
-//! differ from the parent's), the clustered segment of the most used rows, and the hot list. Holds
-//! only the most used rows in memory, one in a hundred.
+//! differ from the parent's), and the hot list. Never holds a whole table in memory.
 
 use crate::import::RowSource;
-use crate::pack::clustering::by_co_access;
 use crate::pack::hot::{HotKeys, is_outdated};
 use crate::pack::sort::RowSorter;
 use anyhow::{Context, Result, ensure};
 use hatchback::RowFormat;
 use hatchback::bundle::manifest::{Generation, TableBlobs};
 use hatchback::bundle::{BlobWriter, BundleWriter};
+use hatchback::flash::Flash;
 use hatchback::flash::merge::Merge;
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
-use hatchback::flash::{CLUSTERED_SERIAL, Flash, clustered_rows_max};
 use hatchback::io::in_order::{InOrder, WorkPool};
-use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, Placement, Schema, Table};
-use std::collections::HashMap;
+use hatchback::schema::{KeySpace, Schema, Table};
 use std::io::Write;
 
 /// The table that is being written.
@@ -26,7 +22,6 @@ pub(crate) struct Destination<'a> {
     pub schema: &'a Schema,
     pub number: usize,
     pub parent: Option<&'a Flash>,
-    pub requests: &'a [Sample],
     pub workers: &'a WorkPool,
 }
 
@@ -57,34 +52,23 @@ pub(crate) fn write_sorted(
 ) -> Result<TableBlobs> {
     let table = destination.table();
     let part = if destination.parent.is_some() { Part::Delta } else { Part::Base };
-    let kind = destination.kind(0, part)?;
-    let format = kind.format();
-    let mut kept = KeptRows::new(destination.keys_to_cluster(&hot), format.row_bytes());
-
+    let kind = destination.kind(part)?;
     let (segment, blob) = bundle.blob();
     let parent = destination.parent.map(|p| p.table(destination.number)).transpose()?;
     let old = parent.map(Merge::new);
     let mut rows =
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
 
-    each_sorted(&mut |key, row| {
-        kept.offer(key, row);
-        rows.put(key, row)
-    })?;
+    each_sorted(&mut |key, row| rows.put(key, row))?;
     let count = rows.count;
     ensure!(count == table.rows, "the source has {count} rows, not {}", table.rows);
     rows.finish()?.end()?;
-
-    let clustered = match kept.keys.is_empty() {
-        true => None,
-        false => Some(destination.write_clustered(bundle, &kept)?),
-    };
 
     let known = destination.parent.map_or(Ok(Vec::new()), |p| p.hot_keys(destination.number))?;
     let hot = if is_outdated(&known, &hot) { hot } else { Vec::new() };
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
-    Ok(TableBlobs { segment, hot, clustered })
+    Ok(TableBlobs { segment, hot })
 }
 
 /// Encodes the rows of `source`, which are some or all rows of `table`, and passes them to `take`
@@ -118,63 +102,9 @@ impl Destination<'_> {
         &self.schema.tables[self.number]
     }
 
-    fn kind(&self, serial: u32, part: Part) -> Result<SegmentKind> {
-        let kind = SegmentKind::new(self.generation, serial, self.number, self.table(), part);
+    fn kind(&self, part: Part) -> Result<SegmentKind> {
+        let kind = SegmentKind::new(self.generation, 0, self.number, self.table(), part);
         kind.context("the unit does not fit the codec")
-    }
-
-    /// Returns the keys of the clustered segment, in its order: the most used of the `hot` keys.
-    /// There are none in a delta, whose rows override the clustered ones, and none of a resident
-    /// table, which is never read page by page.
-    fn keys_to_cluster(&self, hot: &[u64]) -> Vec<u64> {
-        let table = self.table();
-        if self.parent.is_some() || table.placement == Placement::Resident {
-            return Vec::new();
-        }
-        let hot = &hot[..hot.len().min(clustered_rows_max(table.rows) as usize)];
-
-        let features: Vec<usize> = (0..self.schema.features.len())
-            .filter(|f| usize::from(self.schema.features[*f].table) == self.number)
-            .collect();
-        let keys_of =
-            |sample: &Sample| features.iter().flat_map(|f| &sample.sparse[*f]).copied().collect();
-        let requests: Vec<Vec<u64>> = self.requests.iter().map(keys_of).collect();
-
-        let per_page =
-            self.kind(CLUSTERED_SERIAL, Part::Clustered).map_or(1, |kind| kind.rows_per_page());
-        by_co_access(hot, requests.iter().map(Vec::as_slice), per_page)
-    }
-
-    fn write_clustered(&self, bundle: &mut BundleWriter, kept: &KeptRows) -> Result<u32> {
-        let (number, blob) = bundle.blob();
-        let mut writer = SegmentWriter::new(blob, self.kind(CLUSTERED_SERIAL, Part::Clustered)?);
-        for (key, row) in kept.keys.iter().zip(kept.rows.chunks_exact(kept.row_bytes)) {
-            writer.push(self.table().keys.order(*key), row)?;
-        }
-        writer.finish()?.0.end()?;
-        Ok(number)
-    }
-}
-
-/// The encoded rows of chosen keys, in the order of the keys.
-struct KeptRows {
-    keys: Vec<u64>,
-    at: HashMap<u64, usize>,
-    rows: Vec<u8>,
-    row_bytes: usize,
-}
-
-impl KeptRows {
-    fn new(keys: Vec<u64>, row_bytes: usize) -> Self {
-        let at = keys.iter().enumerate().map(|(i, key)| (*key, i)).collect();
-        Self { at, rows: vec![0; keys.len() * row_bytes], keys, row_bytes }
-    }
-
-    /// Stores the row if its key is one of the chosen keys.
-    fn offer(&mut self, key: u64, row: &[u8]) {
-        if let Some(i) = self.at.get(&key) {
-            self.rows[i * self.row_bytes..][..self.row_bytes].copy_from_slice(row);
-        }
     }
 }
 

@@ -97,7 +97,7 @@ impl Draft<'_> {
                     Some(write_blob(&mut bundle, &bytes)?)
                 }
             };
-            tables.push(TableBlobs { segment, hot, clustered: None });
+            tables.push(TableBlobs { segment, hot });
         }
 
         let dense = write_blob(&mut bundle, self.dense)?;

@@ -9,7 +9,7 @@ use crate::window::reader::RowBuffer;
 use anyhow::{Context, Result, ensure};
 use hatchback::flash::Flash;
 use hatchback::flash::segment::Segment;
-use hatchback::flash::table::{CLUSTERED, TableRows};
+use hatchback::flash::table::TableRows;
 use hatchback::io::page::AlignedPage;
 use hatchback::schema::Table;
 use hatchback::{RowFormat, flash::segment::SegmentError};
@@ -18,7 +18,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 /// The rows of one table of the fleet, for reads in the order of the keys.
 pub struct FleetTable {
     rows: TableRows,
-    /// The page that was last read of each segment; the clustered segment is the last.
+    /// The page that was last read of each segment.
     pages: Vec<LoadedPage>,
 }
 
@@ -34,12 +34,9 @@ impl FleetTable {
     /// A segment cannot be opened.
     pub fn open(fleet: &Flash, number: usize) -> Result<Self> {
         let rows = fleet.table(number)?;
-        rows.segments()
-            .iter()
-            .chain(rows.clustered())
-            .try_for_each(|segment| read_ahead(segment))?;
+        rows.segments().iter().try_for_each(|segment| read_ahead(segment))?;
         let page = || LoadedPage { number: None, page: Box::new(AlignedPage::zeroed()) };
-        let pages = (0..=rows.segments().len()).map(|_| page()).collect();
+        let pages = (0..rows.segments().len()).map(|_| page()).collect();
         Ok(Self { rows, pages })
     }
 
@@ -50,10 +47,7 @@ impl FleetTable {
     pub fn find(&mut self, key: u64) -> Result<Option<&[u8]>, SegmentError> {
         let Some(location) = self.rows.locate(key) else { return Ok(None) };
         let segment = self.rows.segment(location);
-        let last = self.pages.len() - 1;
-        let number =
-            if location.segment == CLUSTERED { last } else { usize::from(location.segment) };
-        let loaded = &mut self.pages[number];
+        let loaded = &mut self.pages[usize::from(location.segment)];
         if loaded.number != Some(location.page) {
             loaded.number = None;
             segment.read_page(location.page, &mut loaded.page)?;

@@ -84,7 +84,6 @@ fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn 
         tables: tables.iter().zip(&names).map(|(table, name)| table.spec(name)).collect(),
         features: names.iter().enumerate().map(|(n, name)| feature(n, name)).collect(),
         probe: None,
-        requests: None,
     };
     (spec, tables.into_iter().map(|t| Box::new(t) as Box<dyn RowSource>).collect())
 }

@@ -83,11 +83,10 @@ class ModelSources:
         return [self.whole(f"{path}/{name}") for name in names]
 
     def common_needs(self):
-        """Returns the files that the packing of every table needs: vocabularies and recorded requests."""
+        """Returns the files that the packing of every table needs: the vocabularies."""
         keys = [feature.get("key", {}) for feature in self.model.get("feature", [])]
         paths = [key["path"] for key in keys if isinstance(key, dict) and "path" in key]
-        requests = self.model.get("requests", {}).get("samples")
-        return [self.whole(path) for path in dict.fromkeys([*paths, *filter(None, [requests])])]
+        return [self.whole(path) for path in dict.fromkeys(paths)]
 
     def merge_needs(self):
         """Returns the files that the merge needs besides the packed tables: the network and the probe set.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"HATCHSEG";
 /// The format of segments.
-pub const SEGMENT_FORMAT: u32 = 3;
+pub const SEGMENT_FORMAT: u32 = 1;
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
 pub(crate) const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 pub(crate) const KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 8;
@@ -22,8 +22,6 @@ pub enum Part {
     Base,
     /// The rows that one generation changed and the keys that it deleted.
     Delta,
-    /// A copy of the most used rows of a base. Rows that requests look up together share a page.
-    Clustered,
 }
 
 /// Everything in the trailer of a segment except the counts.
@@ -40,7 +38,7 @@ pub struct SegmentKind {
 impl SegmentKind {
     /// Returns the kind of a segment of table `number`, written in the folder of `generation`;
     /// `None` if the table's unit does not fit its codec. `serial` is 0 for the base or delta of a
-    /// bundle and 1 for the clustered segment of a bundle. Each compaction takes the next serial.
+    /// bundle. Each compaction takes the next serial.
     pub fn new(
         generation: &Generation,
         serial: u32,
@@ -107,7 +105,6 @@ impl SegmentKind {
         let part = match self.part {
             Part::Base => 0,
             Part::Delta => 1,
-            Part::Clustered => 2,
         };
         let sparse = u8::from(self.keys == KeySpace::Sparse);
         put(64, &[part, sparse, codec, self.unit_exp as u8]);

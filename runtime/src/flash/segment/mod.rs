@@ -6,8 +6,6 @@
 //!   sparse table keeps rows in key-hash order and one fence for each page in memory (`fences`).
 //! * A *delta* holds the rows that one generation changed or inserted, and the keys that it
 //!   deleted. Its keys are read at open into the table's overlay.
-//! * A *clustered* segment repeats the most used rows of a base, so that rows of the same requests
-//!   share pages. Its keys are read into the overlay too.
 
 mod error;
 pub mod fences;

@@ -158,8 +158,8 @@ impl Segment {
         page: &'a PageBytes,
     ) -> Result<(PageKind, Page<'a>), SegmentError> {
         let kind = match claimed_kind(page) {
-            Some(kind @ (PageKind::Fences | PageKind::Deletes | PageKind::KeySteps)) => kind,
-            _ => PageKind::Keys,
+            Some(kind @ (PageKind::Fences | PageKind::Deletes)) => kind,
+            _ => PageKind::KeySteps,
         };
         let entries_max = index_entries_max(kind, page);
         let checked = Page::check(page, self.kind.id, number, kind, entries_max);
@@ -232,8 +232,8 @@ impl Segment {
         damaged
     }
 
-    /// Passes the keys of a delta or a clustered segment to `take`. `take` receives the order of
-    /// each key and the number of the page with its row, or `None` if the key is deleted.
+    /// Passes the keys of a delta to `take`. `take` receives the order of each key and the number
+    /// of the page with its row, or `None` if the key is deleted.
     ///
     /// # Errors
     /// [`SegmentError`] if an index page is damaged, or if the number of keys differs from the

@@ -1,6 +1,5 @@
 //! Checks a segment that arrives in a bundle, page by page in file order, before the segment may be
-//! used. Also checks that a clustered segment repeats rows of its base. Keeps orders and checksums,
-//! never a row.
+//! used. Keeps orders, never a row.
 
 use crate::flash::segment::error::SegmentError;
 use crate::flash::segment::index_pages::{each_order, fences_in, index_entries_max};
@@ -8,13 +7,8 @@ use crate::flash::segment::kind::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, 
 use crate::io::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::limits::PAGE_BYTES;
 use crate::schema::KeySpace;
-use crc_fast::crc32_iscsi as crc32c;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// The rows of a clustered segment: the order of each key, ascending, and the checksum of its row.
-#[derive(Debug, Default)]
-pub struct RowCopies(Vec<(u64, u32)>);
 
 /// The check of one segment.
 pub struct SegmentVerifier {
@@ -28,11 +22,7 @@ pub struct SegmentVerifier {
     /// The order of the last row.
     last_row: Option<u64>,
     last_delete: Option<u64>,
-    /// The rows so far of a clustered segment; or the rows that a base must contain.
-    copies: Vec<(u64, u32)>,
-    /// Number of `copies` that the base contained so far.
-    copies_met: usize,
-    /// The entries that the index pages must hold: a base's fences, or the keys of another part.
+    /// The entries that the index pages must hold: a base's fences, or a delta's keys.
     expected: Vec<u64>,
     /// Number of `expected` entries that the index pages held so far.
     repeated: usize,
@@ -42,7 +32,7 @@ pub struct SegmentVerifier {
 
 impl SegmentVerifier {
     /// Starts the check of a segment of `kind` that grows its table from `rows.start` to `rows.end`
-    /// rows. `rows.start` is 0 for a base or a clustered segment. Errors name `path`.
+    /// rows. `rows.start` is 0 for a base. Errors name `path`.
     pub fn new(path: &Path, kind: SegmentKind, rows: Range<u64>) -> Self {
         Self {
             path: path.to_owned(),
@@ -52,22 +42,10 @@ impl SegmentVerifier {
             counts: Counts::default(),
             last_row: None,
             last_delete: None,
-            copies: Vec::new(),
-            copies_met: 0,
             expected: Vec::new(),
             repeated: 0,
             is_complete: false,
         }
-    }
-
-    /// Starts the check of a base that must contain the rows `copies` of its clustered segment.
-    pub fn with_copies(
-        path: &Path,
-        kind: SegmentKind,
-        rows: Range<u64>,
-        copies: RowCopies,
-    ) -> Self {
-        Self { copies: copies.0, ..Self::new(path, kind, rows) }
     }
 
     fn field<T>(&self, field: &str, problem: impl Into<String>) -> Result<T, SegmentError> {
@@ -111,9 +89,7 @@ impl SegmentVerifier {
             match claimed_kind(page) {
                 Some(PageKind::Trailer) => self.take_trailer(page)?,
                 Some(PageKind::Fences) => self.take_fences(page)?,
-                Some(kind @ (PageKind::Keys | PageKind::KeySteps)) => {
-                    self.take_keys(page, kind)?;
-                }
+                Some(PageKind::KeySteps) => self.take_keys(page)?,
                 Some(PageKind::Deletes) => self.take_deletes(page)?,
                 _ => self.take_rows(page)?,
             }
@@ -145,9 +121,6 @@ impl SegmentVerifier {
                 let (path, page) = (self.path.clone(), self.number());
                 SegmentError::Row { path, page, row, source }
             })?;
-            let indexed = self.counts.rows + row as u64;
-            let order = if kind == PageKind::Hashed { checked.order(row) } else { indexed };
-            self.take_copy(order, bytes)?;
         }
 
         self.counts.rows += checked.count() as u64;
@@ -155,28 +128,8 @@ impl SegmentVerifier {
         Ok(())
     }
 
-    /// Records a row of a clustered segment; compares a row of a base with its copy.
-    fn take_copy(&mut self, order: u64, row: &[u8]) -> Result<(), SegmentError> {
-        match (self.kind.part, self.copies.get(self.copies_met)) {
-            (Part::Clustered, _) => self.copies.push((order, crc32c(row))),
-            (Part::Base, Some(&(copied, checksum))) if copied == order => {
-                if checksum != crc32c(row) {
-                    return self.field(
-                        "clustered",
-                        format!("row of key order {order:#018x} differs from the base's row"),
-                    );
-                }
-                self.copies_met += 1;
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
     fn take_orders(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
-        // In a clustered segment the orders ascend within each page only.
-        let after = self.last_row.filter(|_| self.kind.part != Part::Clustered);
-        page.check_order(after).map_err(|e| self.page_error(e))?;
+        page.check_order(self.last_row).map_err(|e| self.page_error(e))?;
 
         if self.kind.has_fences() {
             let prefix = page.order(0) >> 32;
@@ -232,14 +185,10 @@ impl SegmentVerifier {
         Ok(())
     }
 
-    fn take_keys(&mut self, page: &PageBytes, kind: PageKind) -> Result<(), SegmentError> {
+    fn take_keys(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
+        let kind = PageKind::KeySteps;
         let checked = self.page(page, kind, index_entries_max(kind, page))?;
-        let of_part = match self.kind.part {
-            Part::Base => None,
-            Part::Delta => Some(PageKind::KeySteps),
-            Part::Clustered => Some(PageKind::Keys),
-        };
-        if of_part != Some(kind) || self.counts.deletes > 0 {
+        if self.kind.part != Part::Delta || self.counts.deletes > 0 {
             return self.field("keys", "do not belong in this place");
         }
         each_order(kind, &checked, |order| self.repeat("keys", order))?;
@@ -289,9 +238,6 @@ impl SegmentVerifier {
             return self
                 .field("index", format!("{} entries for {}", self.repeated, self.expected.len()));
         }
-        if let (Part::Base, Some((order, _))) = (self.kind.part, self.copies.get(self.copies_met)) {
-            return self.field("clustered", format!("key order {order:#018x} is not in the base"));
-        }
         self.check_rows()?;
         self.is_complete = true;
         Ok(())
@@ -312,20 +258,5 @@ impl SegmentVerifier {
         } else {
             self.field("length", "the segment ends before its trailer")
         }
-    }
-
-    /// Ends the check of a clustered segment and returns the rows that its base must contain.
-    ///
-    /// # Errors
-    /// [`SegmentError::Field`] if the segment ended before its trailer or has a key twice.
-    pub fn finish_clustered(mut self) -> Result<RowCopies, SegmentError> {
-        self.copies.sort_unstable();
-        if let Some(twice) = self.copies.windows(2).find(|w| w[0].0 == w[1].0) {
-            return self.field("clustered", format!("key order {:#018x} occurs twice", twice[0].0));
-        }
-
-        let copies = RowCopies(std::mem::take(&mut self.copies));
-        self.finish()?;
-        Ok(copies)
     }
 }

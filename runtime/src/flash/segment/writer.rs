@@ -1,5 +1,4 @@
-//! Writes a segment in one pass. The caller adds the rows in key order, and the rows of a clustered
-//! segment page by page. Never seeks in its output.
+//! Writes a segment in one pass. The caller adds the rows in key order. Never seeks in its output.
 
 use crate::flash::segment::key_steps::{self, STEPS_PER_PAGE_MIN};
 use crate::flash::segment::kind::{
@@ -25,7 +24,7 @@ pub enum WriteError {
     /// More keys share the top 32 bits of their hash than fit in a page.
     #[error("too many keys share the hash prefix {0:#010x}")]
     Prefix(u32),
-    /// A base or clustered segment deletes a key.
+    /// A base deletes a key.
     #[error("only a delta deletes keys")]
     Delete,
     /// The file would have more than 2^32 pages.
@@ -94,7 +93,7 @@ pub struct SegmentWriter<W> {
     orders: Vec<u64>,
     rows: Vec<u8>,
     fences: Vec<u32>,
-    /// The orders of all rows of a delta or a clustered segment.
+    /// The orders of all rows of a delta.
     keys: Vec<u64>,
     deletes: Vec<u64>,
     counts: Counts,
@@ -137,12 +136,10 @@ impl<W: Write> SegmentWriter<W> {
     }
 
     /// Adds the encoded `row` `[row_bytes]` of the key with `order`
-    /// ([`crate::schema::KeySpace::order`]). In a clustered segment orders need not ascend, and
-    /// rows that are added one after the other share a page.
+    /// ([`crate::schema::KeySpace::order`]).
     ///
     /// # Errors
-    /// [`WriteError`] if the orders do not ascend, if an order occurs twice on a page, or if the
-    /// destination refused the bytes.
+    /// [`WriteError`] if the orders do not ascend or the destination refused the bytes.
     pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
         assert_eq!(row.len(), self.kind.format.row_bytes(), "rows have one length");
         self.advance(order)?;
@@ -174,7 +171,7 @@ impl<W: Write> SegmentWriter<W> {
     }
 
     fn advance(&mut self, order: u64) -> Result<(), WriteError> {
-        if self.kind.part != Part::Clustered && self.last.is_some_and(|last| order <= last) {
+        if self.last.is_some_and(|last| order <= last) {
             return Err(WriteError::Order(order));
         }
         self.last = Some(order);
@@ -197,31 +194,10 @@ impl<W: Write> SegmentWriter<W> {
         self.write_page(n)
     }
 
-    /// Sorts the rows of a clustered page by order, for the reader's binary search.
-    fn sort_page(&mut self) -> Result<(), WriteError> {
-        let row_bytes = self.kind.format.row_bytes();
-        let mut sorted: Vec<usize> = (0..self.orders.len()).collect();
-        sorted.sort_unstable_by_key(|&i| self.orders[i]);
-        self.rows = sorted
-            .iter()
-            .flat_map(|&i| &self.rows[i * row_bytes..][..row_bytes])
-            .copied()
-            .collect();
-
-        self.orders.sort_unstable();
-        match self.orders.windows(2).find(|w| w[0] == w[1]) {
-            Some(twice) => Err(WriteError::Order(twice[0])),
-            None => Ok(()),
-        }
-    }
-
     /// Writes the first `n` rows as a data page.
     fn write_page(&mut self, n: usize) -> Result<(), WriteError> {
         assert!(0 < n && n <= self.kind.rows_per_page(), "{n} rows do not fit in a page");
-        if self.kind.part == Part::Clustered {
-            self.sort_page()?;
-        }
-        if self.kind.part != Part::Base {
+        if self.kind.part == Part::Delta {
             self.keys.extend_from_slice(&self.orders[..n]);
         }
 
@@ -297,18 +273,14 @@ impl<W: Write> SegmentWriter<W> {
             self.write_page(self.orders.len())?;
         }
 
-        let bytes = |words: Vec<u64>| words.into_iter().map(u64::to_le_bytes).collect::<Vec<_>>();
         let fences: Vec<_> =
             std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
-        let (keys, deletes) =
-            (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
+        let keys = std::mem::take(&mut self.keys);
+        let deletes: Vec<_> =
+            std::mem::take(&mut self.deletes).into_iter().map(u64::to_le_bytes).collect();
 
         self.write_index(PageKind::Fences, &fences)?;
-        if self.kind.part == Part::Delta {
-            self.write_key_steps(&keys)?;
-        } else {
-            self.write_index(PageKind::Keys, &bytes(keys))?;
-        }
+        self.write_key_steps(&keys)?;
         self.write_index(PageKind::Deletes, &deletes)?;
 
         self.out.write_all(&self.kind.trailer(self.counts))?;

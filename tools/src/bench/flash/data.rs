@@ -10,8 +10,6 @@ use rand_distr::{Distribution, Zipf};
 
 /// One row in this many changes in an update.
 const CHANGED_ONE_IN: u64 = 100;
-/// Interests of all users; a request has one of them.
-pub const INTERESTS: u64 = 256;
 /// Clears the top bit of the exponent of each f16, so that every value is finite.
 const F16_MASK: u64 = 0xbfff_bfff_bfff_bfff;
 
@@ -82,22 +80,6 @@ impl Data {
         (0..self.rows).filter(|i| Self::changes(self.order(*i), 1)).count() as u64
     }
 
-    /// Calls `take` for the rows of `keys` as loaded, in the order of `keys`.
-    ///
-    /// # Errors
-    /// The errors of `take`.
-    pub fn each_of(
-        &self,
-        keys: &[u64],
-        mut take: impl FnMut(u64, &[u8]) -> Result<()>,
-    ) -> Result<()> {
-        let mut row = vec![0; self.row_bytes];
-        keys.iter().try_for_each(|key| {
-            Self::fill(mix(*key), 0, &mut row);
-            take(mix(*key), &row)
-        })
-    }
-
     fn each(
         &self,
         version: u64,
@@ -139,7 +121,6 @@ pub struct Draw {
     data: Data,
     rng: StdRng,
     zipf: Zipf<f64>,
-    interest: Zipf<f64>,
     scatter: Scatter,
 }
 
@@ -150,9 +131,8 @@ impl Draw {
     /// The table has no rows.
     pub fn new(data: Data, seed: u64) -> Result<Self> {
         let zipf = Zipf::new(data.rows as f64, ALPHA).context("a table without rows")?;
-        let interest = Zipf::new((data.rows / INTERESTS).max(1) as f64, ALPHA)?;
         let scatter = Scatter::of_table(0, data.rows);
-        Ok(Self { data, rng: StdRng::seed_from_u64(seed), zipf, interest, scatter })
+        Ok(Self { data, rng: StdRng::seed_from_u64(seed), zipf, scatter })
     }
 
     /// Returns `n` keys, all rows with equal probability.
@@ -173,17 +153,6 @@ impl Draw {
     fn zipf_key(&mut self) -> u64 {
         let rank = (self.zipf.sample(&mut self.rng) as u64).max(1) - 1;
         self.key(rank)
-    }
-
-    /// `n` keys of one request: half of them by Zipf's law over all rows, half by the same law over
-    /// the rows of one of the interests, to each of which one rank in [`INTERESTS`] belongs.
-    pub fn session(&mut self, n: usize) -> Vec<u64> {
-        let interest = self.rng.random_range(0..INTERESTS);
-        let of_interest = |draw: &mut Self| {
-            let rank = (draw.interest.sample(&mut draw.rng) as u64).max(1) - 1;
-            draw.key(rank * INTERESTS + interest)
-        };
-        (0..n).map(|i| if i % 2 == 0 { self.zipf_key() } else { of_interest(self) }).collect()
     }
 
     /// Returns at most `n` distinct page numbers below `pages`, ascending.
@@ -232,8 +201,8 @@ mod tests {
         })
         .unwrap();
         let mut draw = Draw::new(DATA, 1).unwrap();
-        let (uniform, zipf, session) = (draw.uniform(2000), draw.zipf(2000), draw.session(2000));
-        assert!(uniform.iter().chain(&zipf).chain(&session).all(|k| orders.contains(&mix(*k))));
+        let (uniform, zipf) = (draw.uniform(2000), draw.zipf(2000));
+        assert!(uniform.iter().chain(&zipf).all(|k| orders.contains(&mix(*k))));
         let distinct = |keys: &[u64]| keys.iter().collect::<std::collections::BTreeSet<_>>().len();
         assert!(distinct(&zipf) < distinct(&uniform));
         let pages = draw.pages(100, 50);

@@ -73,30 +73,6 @@ pub mod measure {
     pub const SPACE: &str = "bytes on flash / row bytes";
     /// Memory of the index.
     pub const INDEX_BITS: &str = "index in memory, bits a key";
-    /// Memory of the index with a clustered segment.
-    pub const CLUSTERED_INDEX_BITS: &str = "index with clustered rows, bits a key";
-    /// Pages that a request reads from the base alone, by size of the cache.
-    pub const KEY_ORDER: [&str; 3] = [
-        "pages a request, key order, no cache",
-        "pages a request, key order, 1 % cached",
-        "pages a request, key order, 5 % cached",
-    ];
-    /// Pages that a request reads with the most used rows clustered by popularity.
-    pub const BY_POPULARITY: [&str; 3] = [
-        "pages a request, by popularity, no cache",
-        "pages a request, by popularity, 1 % cached",
-        "pages a request, by popularity, 5 % cached",
-    ];
-    /// Pages that a request reads with the most used rows clustered by co-access.
-    pub const BY_CO_ACCESS: [&str; 3] = [
-        "pages a request, by co-access, no cache",
-        "pages a request, by co-access, 1 % cached",
-        "pages a request, by co-access, 5 % cached",
-    ];
-    /// Pages of the base that hold the most used one row in a hundred.
-    pub const PRELOAD_KEY_ORDER: &str = "pages to preload the hottest 1 %, key order";
-    /// Pages of the clustered segment that hold them.
-    pub const PRELOAD_CLUSTERED: &str = "pages to preload the hottest 1 %, clustered";
     /// Bytes written by 48 deltas and the compactions between them, divided by the bytes of the
     /// changed rows.
     pub const STEADY_AMP: &str = "48 deltas, bytes written / row bytes";
@@ -192,8 +168,6 @@ impl Figures {
         let rocks = self.at(ROCKSDB, measure::COLD, None);
         let raw = |measure| self.at(RAW, measure, Some(16));
         let idle = ours(measure::MISSES_P99, Some(16));
-        let [key_order, warm_key_order, _] = measure::KEY_ORDER.map(|m| ours(m, None));
-        let [co_access, warm_co_access, _] = measure::BY_CO_ACCESS.map(|m| ours(m, None));
 
         let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
         let least = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v >= b);
@@ -222,18 +196,6 @@ impl Figures {
                 "p99 during compaction / idle",
                 ratio(ours(measure::COMPACTING_P99, Some(16)), idle),
                 1.5,
-            ),
-            bar_of(
-                "index with clustered rows, bits a key",
-                ours(measure::CLUSTERED_INDEX_BITS, None),
-                4.0,
-                |v, b| v < b,
-            ),
-            most("pages a request, clustered / key order", ratio(co_access, key_order), 0.85),
-            most(
-                "pages a request, 1 % cached, clustered / key order",
-                ratio(warm_co_access, warm_key_order),
-                1.0,
             ),
             most("48 deltas of 1 %, write amplification", ours(measure::STEADY_AMP, None), 8.0),
             least(

@@ -2,7 +2,6 @@
 //! hold the same rows on the same file system in one run. Never reads a row that it calls cold
 //! through the page cache.
 
-mod clustering;
 mod data;
 mod fetch;
 mod figures;
@@ -66,29 +65,16 @@ pub fn run(args: &FlashArgs) -> Result<()> {
     std::fs::remove_dir_all(&own)?;
     bar.inc(1);
 
-    count(&data, folder.path(), &mut figures)?;
+    let steady = folder.path().join("steady");
+    std::fs::create_dir(&steady)?;
+    steady::measure(&data, &steady, &mut figures)?;
+    std::fs::remove_dir_all(&steady)?;
     bar.inc(1);
     peers::measure(&data, &plan, folder.path(), &mut figures, || bar.inc(1));
     bar.finish_and_clear();
 
     args.publish(&data, figures)
 }
-
-/// Counts pages and bytes, without times.
-fn count(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> {
-    for (name, counted) in
-        [("clustering", clustering::measure as Counted), ("steady", steady::measure)]
-    {
-        let own = folder.join(name);
-        std::fs::create_dir(&own)?;
-        counted(data, &own, figures)?;
-        std::fs::remove_dir_all(&own)?;
-    }
-    Ok(())
-}
-
-/// A measurement that counts.
-type Counted = fn(&Data, &Path, &mut Figures) -> Result<()>;
 
 /// Creates a folder of its own on a device, never in memory.
 fn scratch(dir: Option<&Path>) -> Result<TempDir> {
@@ -204,7 +190,7 @@ mod tests {
         let plan = plan::FlashPlan { batch: 64, rounds: 2, point_reads: 3, requests: 4 };
         let mut figures = Figures::default();
         ours::OurTable::new(&data, &plan, folder.path()).unwrap().measure(&mut figures).unwrap();
-        count(&data, folder.path(), &mut figures).unwrap();
+        steady::measure(&data, folder.path(), &mut figures).unwrap();
         let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
         let line = format!("flash --json {} --plot {}", json.display(), plot.display());
         parse(&line).unwrap().publish(&data, figures).unwrap();
@@ -218,7 +204,7 @@ mod tests {
             .collect();
         assert_eq!(
             (bars.len(), &not_run[..]),
-            (12, &["cold batch, depth 16 / RocksDB, of what the device allows"][..])
+            (9, &["cold batch, depth 16 / RocksDB, of what the device allows"][..])
         );
         assert!(std::fs::read_to_string(&plot).unwrap().contains(OURS));
     }

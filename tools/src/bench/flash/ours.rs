@@ -102,7 +102,7 @@ impl<'a> OurTable<'a> {
     fn open(&self, version: Version) -> Result<TableRows> {
         let base = self.path(Part::Base);
         let delta = (version == Version::Updated).then(|| self.path(Part::Delta));
-        let files = TableFiles { base: &base, clustered: None, delta: delta.as_deref() };
+        let files = TableFiles { base: &base, delta: delta.as_deref() };
         table::open(self.disk.as_ref(), self.data, &files)
     }
 
@@ -373,7 +373,7 @@ impl Compactor {
     /// Compacts once, in the steps of `hatchback::maintenance::compact`.
     fn pass(&self, done: &mut CompactionWork) -> Result<()> {
         let disk = disk::system();
-        let files = TableFiles { base: &self.base, clustered: None, delta: Some(&self.delta) };
+        let files = TableFiles { base: &self.base, delta: Some(&self.delta) };
         let rows = table::open(disk.as_ref(), &self.data, &files)?;
         let mut merge = Merge::new(rows);
         let out: Box<dyn Output> =

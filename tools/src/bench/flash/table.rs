@@ -5,7 +5,6 @@ use super::data::Data;
 use anyhow::{Context, Result};
 use hatchback::Codec;
 use hatchback::bundle::manifest::Generation;
-use hatchback::flash::CLUSTERED_SERIAL;
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Counts, Part, Segment, SegmentKind};
 use hatchback::flash::table::TableRows;
@@ -39,13 +38,12 @@ pub fn kind(data: &Data, part: Part) -> Result<SegmentKind> {
         miss: MissPolicy::Wait,
         default_row: vec![0.0; dim as usize],
     };
-    let (sequence, serial) = match part {
-        Part::Base => (1, 0),
-        Part::Clustered => (1, CLUSTERED_SERIAL),
-        Part::Delta => (2, 0),
+    let sequence = match part {
+        Part::Base => 1,
+        Part::Delta => 2,
     };
     let generation = Generation { lineage: "bench".to_owned(), sequence };
-    SegmentKind::new(&generation, serial, 0, &table, part).context("the row does not fit its codec")
+    SegmentKind::new(&generation, 0, 0, &table, part).context("the row does not fit its codec")
 }
 
 /// Writes the rows that `each` puts to a segment and syncs the file. The caller syncs the
@@ -71,8 +69,6 @@ pub fn write(
 pub struct TableFiles<'a> {
     /// Segment with all rows.
     pub base: &'a Path,
-    /// Segment with the most used rows.
-    pub clustered: Option<&'a Path>,
     /// Segment with the rows of an update.
     pub delta: Option<&'a Path>,
 }
@@ -86,8 +82,7 @@ pub fn open(disk: &dyn Disk, data: &Data, files: &TableFiles<'_>) -> Result<Tabl
         let file = disk.open_pages(path).context(name(path))?;
         Ok(Arc::new(Segment::open(path, file, kind(data, part)?)?))
     };
-    let clustered = files.clustered.map(|path| segment(path, Part::Clustered)).transpose()?;
     let deltas =
         files.delta.into_iter().map(|path| segment(path, Part::Delta)).collect::<Result<_>>()?;
-    Ok(TableRows::new(segment(files.base, Part::Base)?, clustered, deltas)?)
+    Ok(TableRows::new(segment(files.base, Part::Base)?, deltas)?)
 }
