@@ -8,6 +8,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::catalog::Catalog;
+use hatchback::maintenance::share::Urgency;
 use hatchback::maintenance::{Maintenance, MaintenanceRules};
 use hatchback::update::Updater;
 use hatchback_server::WearFacts;
@@ -86,19 +87,17 @@ impl MaintenanceThread {
                         MaintenanceSteps::new(flash, updater, rules, Some(&catalog), now())
                     });
                 }
-                pause = match &mut steps {
+                let is_due = match &mut steps {
                     Some(steps) if !shed.holds_maintenance() => {
                         steps.step(background.clock(), now())
                     }
-                    _ => IDLE,
+                    _ => false,
                 };
                 if let Some(steps) = &steps {
                     wears.set(&directory, steps.maintenance());
                 }
                 // The thread's share of the time counts while work is due, with or without a CPU.
-                if pause < IDLE {
-                    pause = background.worked();
-                }
+                pause = if is_due { background.worked(Urgency::Awaited) } else { IDLE };
             }
             steps.into_iter().for_each(|steps| steps.end(now()));
         };

@@ -72,7 +72,7 @@ impl UpdateThread {
             };
             loop {
                 background.resume();
-                let yield_now = || background.yield_now(pause);
+                let yield_now = |urgency| background.yield_now(urgency, pause);
                 while !is_stopping.load(Ordering::Acquire) && steps.step(now(), &yield_now) {}
                 if !wait_for_next_look(&stopped, &mut steps) {
                     break;

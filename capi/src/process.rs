@@ -8,7 +8,7 @@ use hatchback::io::disk::{self, Disk};
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
-use hatchback::request::serving::{Serving, Swapped};
+use hatchback::request::serving::Serving;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
 use std::path::Path;
@@ -186,19 +186,13 @@ fn follow(shared: &Shared, stopped: &Receiver<()>) {
     let mut logged = String::new();
     while stopped.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         background.resume();
-        let yield_now = || background.yield_now(std::thread::sleep);
+        let yield_now = |urgency| background.yield_now(urgency, std::thread::sleep);
         for follower in &mut *shared.followers() {
             match follower.look(&shared.serving, &yield_now) {
                 Ok(None) => {}
                 Ok(Some((live, swapped))) => {
                     logged.clear();
-                    let Swapped { read, dropped, patched, pause } = swapped;
-                    let name = follower.name();
-                    log::info!(
-                        "serving {live} as `{name}`; lookups paused for at most {pause:?}; cached \
-                         rows: {read} read anew, {dropped} dropped; resident rows: {patched} \
-                         replaced"
-                    );
+                    log::info!("serving {live} as `{}`; {swapped}", follower.name());
                 }
                 Err(e) => {
                     let reason = format!("`{}`: {e}", follower.name());

@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if serving.generation("model").is_none() {
             serving.load("model", &flash, budget)?;
         } else {
-            let swapped = serving.swap("model", &flash, budget, &|| {})?;
+            let swapped = serving.swap("model", &flash, budget, &|_| {})?;
             println!("swapped; requests were held for {:?}", swapped.pause);
         }
     }

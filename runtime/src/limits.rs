@@ -103,9 +103,9 @@ pub const DAMAGE_MAX: usize = 1024;
 /// Quarantined catalogs that are kept for inspection.
 pub const QUARANTINED_CATALOGS_MAX: usize = 2;
 /// Longest step of maintenance work: a caller that stops the work waits no longer than this.
-pub const THROTTLE_STEP_MAX: Duration = Duration::from_millis(20);
+pub const MAINTENANCE_STEP_MAX: Duration = Duration::from_millis(20);
 /// Pages of one step of maintenance work.
-pub const THROTTLE_PAGES_MAX: u64 = 256;
+pub const MAINTENANCE_PAGES_MAX: u64 = 256;
 /// Pages that a check of a segment reads at a time: a mebibyte, for the device's sequential rate.
 pub const VERIFY_PAGES: usize = 256;
 /// Longest time between two steps that counts as elapsed time for the wear budget.

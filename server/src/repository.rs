@@ -59,7 +59,7 @@ pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
     let result = match front.serving.manifest(name) {
         None => front.serving.load(name, &flash, front.budget),
         Some(served) if served == live => Ok(()),
-        Some(_) => front.serving.swap(name, &flash, front.budget, &|| {}).map(drop),
+        Some(_) => front.serving.swap(name, &flash, front.budget, &|_| {}).map(drop),
     };
     result.map_err(|e| serving_problem(name, &e))?;
     log::info!("serving {} as `{name}`, as a caller asked", flash.manifest().generation);

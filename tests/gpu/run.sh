@@ -89,10 +89,10 @@ else:
     print("none")'
 }
 
-# The program has `seconds`, so that one that hangs leaves time for the others. In the foreground it stays
-# in this process group, and ends with it.
+# The program has `seconds`, so that one that hangs leaves time for the others. It is stopped with all its
+# children: under a tool of NVIDIA's it is a child itself.
 limited() {
-    if [ -n "$quick" ] || ! command -v timeout >/dev/null; then "$@"; else timeout --foreground -k 5 "$seconds" "$@"; fi
+    if [ -n "$quick" ] || ! command -v timeout >/dev/null; then "$@"; else timeout -k 5 "$seconds" "$@"; fi
 }
 seconds=235
 # If the system's C library is older than the programs need, they run on the one in lib/.
@@ -140,7 +140,7 @@ record() { # record STEP COMMAND...: runs it; its output becomes a log, its resu
     case $status in
     0) outcome "$name" passed $took "$([ "$skips" = 0 ] || echo "$skips skipped")" ;;
     77) outcome "$name" SKIPPED $took "$(sed -n 's/^SKIPPED: //p' "$name.log" | tail -n 1)" ;;
-    124) outcome "$name" FAILED $took "stopped, because it still ran after $took s" ;;
+    124 | 137) outcome "$name" FAILED $took "stopped, because it still ran after $took s" ;;
     *)
         why=$(grep -v '^ *$\| 0 failed' "$name.log" | grep -m 1 -iE 'error|panicked|refused|fail' || tail -n 1 "$name.log")
         outcome "$name" FAILED $took "status $status: $why"

@@ -250,7 +250,7 @@ fn memory_of_a_swap_is_summed() {
     let flash = Flash::open(&disk::system(), &directory).unwrap();
     let before = HELD.load(Ordering::SeqCst);
     PEAK.store(before, Ordering::SeqCst);
-    let swapped = serving.swap(NAME, &flash, budget, &|| {}).unwrap();
+    let swapped = serving.swap(NAME, &flash, budget, &|_| {}).unwrap();
     let peak = PEAK.load(Ordering::SeqCst) - before;
     let plan = serving.memory().remove(0).1;
     println!("{peak} bytes of the heap at most, {} in the plan", plan.opening_bytes());

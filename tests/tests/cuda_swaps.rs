@@ -72,7 +72,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     everything(0);
     let flash = install(&versions.deltas[1]);
     let rested = AtomicUsize::new(0);
-    let rest = || {
+    let rest = |_| {
         rested.fetch_add(1, Ordering::Relaxed);
     };
     let swapped = serving.swap("m", &flash, budget, &rest).unwrap();
@@ -115,7 +115,7 @@ fn a_swap_asks_the_gpu_for_what_changed() {
         for delta in &versions.deltas[1..] {
             let flash = install(delta);
             let before = stand_in.counts();
-            let swapped = serving.swap("m", &flash, budget, &|| ()).unwrap();
+            let swapped = serving.swap("m", &flash, budget, &|_| ()).unwrap();
             let after = stand_in.counts();
 
             // The first delta changes no row: what it asks is the price of any swap.

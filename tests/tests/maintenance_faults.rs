@@ -1,5 +1,5 @@
 //! Maintenance on a damaged or slow disk: a page is rebuilt from the previous generation to the bit
-//! or not at all, and the throttle pauses for a slow device. Failures name the seed.
+//! or not at all, and maintenance pauses for a slow device. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -9,7 +9,8 @@ use hatchback::flash::Flash;
 use hatchback::io::disk::Disk;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
-use hatchback::maintenance::throttle::Throttle;
+use hatchback::maintenance::share::{BusyBounds, Share, ThreadTime};
+use hatchback::maintenance::step_size::StepSize;
 use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
@@ -122,26 +123,31 @@ fn lost_pages_of_an_unchanged_table_are_rebuilt() {
 }
 
 /// Maintenance stays below its share of the time and one step stays short, for any duration of the
-/// disk's calls.
+/// disk's calls. The share is the car's, in the ordinary class.
 #[test]
-fn the_throttle_pauses_for_a_slow_disk() {
+fn maintenance_pauses_for_a_slow_disk() {
+    const BOUNDS: BusyBounds = BusyBounds { percent_min: 1, percent_max: 10 };
     let versions = Versions::new(3, 3000, 81);
     for (call_us, stall_us) in [(20, 20), (3_000, 3_000), (1_000, 200_000)] {
         let disk = SimDisk::default();
         versions.deltas.iter().for_each(|bundle| drop(install(&disk, bundle)));
         let mut flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
-        let (clock, mut throttle) = (disk.clock(), Throttle::new(10));
+        let (clock, mut step_size) = (disk.clock(), StepSize::default());
         let mut maintenance = Maintenance::new(eager(), None, CatalogEntries::default());
         disk.slow(call_us, stall_us);
         let (start, mut busy, mut pages) = (clock.now(), Duration::ZERO, Vec::new());
+        let time = || ThreadTime { now: clock.now(), waited: Duration::ZERO };
+        let mut share = Share::new(BOUNDS, false, time());
 
         loop {
             let before = clock.now();
-            pages.push(throttle.pages());
-            let outcome = maintenance.step(&mut flash, NOW + before, throttle.pages()).unwrap();
+            pages.push(step_size.pages());
+            let outcome = maintenance.step(&mut flash, NOW + before, step_size.pages()).unwrap();
             let took = clock.now() - before;
             busy += took;
-            clock.pass(throttle.pause_after(took));
+            step_size.adapt(took);
+            clock.pass(share.worked(time()).pause);
+            share.paused(time());
             if matches!(outcome, StepOutcome::ScrubEnded { .. }) {
                 break;
             }

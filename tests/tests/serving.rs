@@ -124,7 +124,7 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_no_request() {
         let schema = serving.schema("m").unwrap();
         for swap in 0..100 {
             let next = made[1 - swap % 2];
-            serving.swap("m", &next.flash, budget(), &|| {}).unwrap();
+            serving.swap("m", &next.flash, budget(), &|_| {}).unwrap();
             // A request after the swap is scored by the new generation.
             let sequence = score(&serving, "m", &schema, &[plan(1).sample(7)], &made);
             assert_eq!(sequence, 2 - swap as u64 % 2);
@@ -187,11 +187,11 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     // The budget has room for two models, or for the old and the new generation of one.
     let serving = serving(2 * each);
     serving.load("a", &one.flash, budget()).unwrap();
-    serving.swap("a", &two.flash, budget(), &|| {}).unwrap();
+    serving.swap("a", &two.flash, budget(), &|_| {}).unwrap();
     serving.load("b", &one.flash, budget()).unwrap();
 
     assert_eq!(total(&serving), 2 * each);
-    let refused = serving.swap("a", &one.flash, budget(), &|| {}).unwrap_err();
+    let refused = serving.swap("a", &one.flash, budget(), &|_| {}).unwrap_err();
     assert!(matches!(&refused, ServingError::Memory { taken, .. } if *taken == 2 * each));
 
     let text = refused.to_string();
@@ -206,14 +206,14 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     // Lowering the field that the error names, to the value that it names, makes the model fit.
     serving.unload("b").unwrap();
     let larger = Budget { cache_bytes_max: 64 << 10, ..budget() };
-    let text = serving.swap("a", &one.flash, larger, &|| {}).unwrap_err().to_string();
+    let text = serving.swap("a", &one.flash, larger, &|_| {}).unwrap_err().to_string();
     let fits = text.split("lower cache_bytes_max to ").nth(1).unwrap().split(':').next().unwrap();
     serving
         .swap(
             "a",
             &one.flash,
             Budget { cache_bytes_max: fits.parse().unwrap(), ..budget() },
-            &|| {},
+            &|_| {},
         )
         .unwrap();
     assert_eq!(serving.generation("a").unwrap().sequence, 1);
@@ -226,7 +226,7 @@ fn what_callers_would_notice_is_refused() {
     serving.load("m", &one.flash, budget()).unwrap();
     assert!(matches!(serving.load("m", &two.flash, budget()), Err(ServingError::Loaded(_))));
     assert!(matches!(
-        serving.swap("n", &two.flash, budget(), &|| {}),
+        serving.swap("n", &two.flash, budget(), &|_| {}),
         Err(ServingError::NotLoaded(_))
     ));
     assert!(matches!(serving.unload("n"), Err(ServingError::NotLoaded(_))));
@@ -239,7 +239,7 @@ fn what_callers_would_notice_is_refused() {
         "m",
         &make(plan).flash,
         budget,
-        &|| {},
+        &|_| {},
     ) {
         Err(ServingError::Shape { field, .. }) => field,
         other => panic!("{other:?}"),

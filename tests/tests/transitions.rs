@@ -105,7 +105,7 @@ impl Car {
     }
 
     fn swap(&self, flash: &Flash) -> Swapped {
-        self.serving.swap("m", flash, budget(), &|| {}).unwrap()
+        self.serving.swap("m", flash, budget(), &|_| {}).unwrap()
     }
 
     fn score(&self, some: &[(u64, u64)]) -> usize {

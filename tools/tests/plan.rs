@@ -73,7 +73,7 @@ fn hatchback(words: &[&str]) -> serde_json::Value {
 fn swap_within(bytes: u64, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
     let serving = Serving::new(bytes, budget.reads_max, Arc::new(SystemClock::default()));
     serving.load("m", flash, budget).unwrap();
-    serving.swap("m", flash, budget, &|| {}).map(drop)
+    serving.swap("m", flash, budget, &|_| {}).map(drop)
 }
 
 #[test]

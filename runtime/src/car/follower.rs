@@ -6,6 +6,7 @@ use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Disk;
 use crate::limits::REFUSED_LOOKS;
+use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
 use crate::request::serving::{Serving, ServingError, Swapped};
 use std::path::{Path, PathBuf};
@@ -67,7 +68,7 @@ impl Follower {
     pub fn look(
         &mut self,
         serving: &Serving,
-        yield_now: &dyn Fn(),
+        yield_now: &dyn Fn(Urgency),
     ) -> Result<Option<(Generation, Swapped)>, FollowError> {
         let Some(served) = serving.manifest(&self.name) else { return Ok(None) };
         let flash = Flash::open(&self.disk, &self.directory)?;

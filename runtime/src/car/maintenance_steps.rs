@@ -6,14 +6,14 @@ use crate::clock::Clock;
 use crate::flash::{Flash, FlashError};
 use crate::maintenance::catalog::{Catalog, CatalogState};
 use crate::maintenance::catalog_entries::CatalogEntries;
-use crate::maintenance::throttle::Throttle;
+use crate::maintenance::step_size::StepSize;
 use crate::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use crate::update::Updater;
 use crate::update::install_status::Repair;
 use std::path::Path;
 use std::time::Duration;
 
-/// Pause when no work is due, or after an error.
+/// Time until the next step when no work is due, or after an error.
 pub const IDLE: Duration = Duration::from_secs(1);
 
 /// The maintenance of one flash directory.
@@ -25,7 +25,7 @@ pub struct MaintenanceSteps {
     scrub_left_damage: Option<bool>,
     flash: Flash,
     maintenance: Maintenance,
-    throttle: Throttle,
+    step_size: StepSize,
     /// The last logged wait, so that it is logged once.
     wait_logged: Option<StepOutcome>,
 }
@@ -60,19 +60,26 @@ impl MaintenanceSteps {
         if let Some(CatalogState::Stale { .. }) = state {
             maintenance.count_written(now, installed_bytes(&flash));
         }
-        let throttle = Throttle::new(rules.busy_percent_max);
-        Self { updater, scrub_left_damage: None, flash, maintenance, throttle, wait_logged: None }
+        let step_size = StepSize::default();
+        Self { updater, scrub_left_damage: None, flash, maintenance, step_size, wait_logged: None }
     }
 
-    /// Takes one step, timed by `clock`; `now` is the time since 1970. Returns how long to pause.
-    pub fn step(&mut self, clock: &dyn Clock, now: Duration) -> Duration {
+    /// Takes one step, timed by `clock`; `now` is the time since 1970. Returns whether more work
+    /// may be due. If not, the caller takes the next step after [`IDLE`]. The caller paces the
+    /// work: its thread has one share of the time, whatever it does.
+    pub fn step(&mut self, clock: &dyn Clock, now: Duration) -> bool {
         let start = clock.now();
         match self.follow_and_step(now) {
-            Ok(StepOutcome::Nothing | StepOutcome::Waits { .. } | StepOutcome::Busy { .. }) => IDLE,
-            Ok(_) => self.throttle.pause_after(clock.now().saturating_sub(start)),
+            Ok(StepOutcome::Nothing | StepOutcome::Waits { .. } | StepOutcome::Busy { .. }) => {
+                false
+            }
+            Ok(_) => {
+                self.step_size.adapt(clock.now().saturating_sub(start));
+                true
+            }
             Err(e) => {
                 log::warn!("maintenance failed and will try again: {e}");
-                IDLE
+                false
             }
         }
     }
@@ -84,7 +91,7 @@ impl MaintenanceSteps {
             self.maintenance.count_written(now, installed_bytes(&self.flash));
         }
 
-        let did = self.maintenance.step(&mut self.flash, now, self.throttle.pages())?;
+        let did = self.maintenance.step(&mut self.flash, now, self.step_size.pages())?;
         self.log(&did);
         if let StepOutcome::ScrubEnded { damaged, .. } = did {
             self.scrub_left_damage = Some(damaged > 0);

@@ -6,6 +6,7 @@ use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Lock;
 use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
+use crate::maintenance::share::Urgency;
 use crate::model::OpenError;
 use crate::model::budget::Budget;
 use crate::request::serving::{Serving, ServingError, Swapped};
@@ -142,9 +143,9 @@ impl UpdateSteps {
     /// entered another state. If so, the caller can take the next step now; otherwise it calls
     /// again after a second. Calls `yield_now` between small pieces of work. `now` is in seconds
     /// since 1970.
-    pub fn step(&mut self, now: u64, yield_now: &dyn Fn()) -> bool {
+    pub fn step(&mut self, now: u64, yield_now: &dyn Fn(Urgency)) -> bool {
         self.serve_live(yield_now);
-        let stepped = self.try_step(now, yield_now);
+        let stepped = self.try_step(now, &|| yield_now(Urgency::Awaited));
         if !matches!(stepped, Ok(true)) {
             self.looks = (self.looks + 1).min(TRIAL_S);
         }
@@ -237,7 +238,7 @@ impl UpdateSteps {
 
     /// Loads the live generation of the flash directory, or swaps it in. Holds the lock of the
     /// directory until it returns, so that a merge cannot remove segments that are being opened.
-    fn serve_live(&mut self, yield_now: &dyn Fn()) {
+    fn serve_live(&mut self, yield_now: &dyn Fn(Urgency)) {
         if !self.update.has_generation() || self.serving.is_unloaded(&self.update.name) {
             return;
         }
@@ -269,11 +270,7 @@ impl UpdateSteps {
             Ok(swapped) => {
                 self.failure = None;
                 self.open_logged.clear();
-                let Swapped { read, dropped, patched, pause } = swapped;
-                log::info!(
-                    "serving {live} as `{name}`; lookups paused for at most {pause:?}; cached \
-                     rows: {read} read anew, {dropped} dropped; resident rows: {patched} replaced"
-                );
+                log::info!("serving {live} as `{name}`; {swapped}");
             }
             Err(e) => self.fail(flash.record().live.manifest, &e),
         }

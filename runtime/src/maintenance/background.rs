@@ -3,8 +3,8 @@
 //! Changes the calling thread only, and never pauses it.
 
 use crate::clock::{Clock, SystemClock};
-use crate::maintenance::share::{BusyBounds, Class, Share, ThreadTime};
-use std::cell::{Cell, RefCell};
+use crate::maintenance::share::{BusyBounds, Class, Share, ThreadTime, Urgency};
+use std::cell::RefCell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
@@ -20,11 +20,6 @@ const ACCOUNT: &str = "/proc/thread-self/schedstat";
 const ACCOUNT_BYTES: usize = 64;
 /// Nice value 0 in the unit of `thread_priority`.
 const NICE_0: u8 = 47;
-
-thread_local! {
-    /// Whether somebody waits for the work of the thread.
-    static IS_HURRIED: Cell<bool> = const { Cell::new(true) };
-}
 
 /// A clock of the time for which a thread worked or waited for a device. Time in which other
 /// threads had its CPU does not count. The thread must make its own clock.
@@ -100,13 +95,13 @@ impl Background {
         self.share.borrow_mut().resume(self.clock.time());
     }
 
-    /// Counts the work since the last call. Returns the pause that is due before the next piece of
-    /// work; zero for none.
+    /// Counts the work since the last call, which had this `urgency`. Returns the pause that is due
+    /// before the next piece of work; zero for none.
     #[must_use]
-    pub fn worked(&self) -> Duration {
+    pub fn worked(&self, urgency: Urgency) -> Duration {
         let mut share = self.share.borrow_mut();
         let before = share.class();
-        share.hurry(IS_HURRIED.get());
+        share.set_urgency(urgency);
         let rest = share.worked(self.clock.time());
         if rest.class != before {
             log::debug!("background work continues in the {:?} class", rest.class);
@@ -122,8 +117,8 @@ impl Background {
 
     /// Lets requests run. The caller calls this between small pieces of work. Calls `sleep` for
     /// each pause.
-    pub fn yield_now(&self, sleep: impl Fn(Duration)) {
-        let pause = self.worked();
+    pub fn yield_now(&self, urgency: Urgency, sleep: impl Fn(Duration)) {
+        let pause = self.worked(urgency);
         if !pause.is_zero() {
             sleep(pause);
             self.paused();
@@ -143,15 +138,6 @@ pub fn outside_idle_class<T>(work: impl FnOnce() -> T) -> T {
     if is_idle {
         change_class(Class::Idle);
     }
-    done
-}
-
-/// Does `work` for which nobody waits. If the calling thread is in the background, it takes less of
-/// the time, and stays in the idle class for longer.
-pub fn unhurried<T>(work: impl FnOnce() -> T) -> T {
-    IS_HURRIED.set(false);
-    let done = work();
-    IS_HURRIED.set(true);
     done
 }
 
@@ -230,7 +216,7 @@ mod tests {
         let (wall, start) = (SystemClock::default(), cpu_time());
         while cpu_time() - start < WORK {
             spin(Duration::from_micros(50));
-            background.yield_now(std::thread::sleep);
+            background.yield_now(Urgency::Awaited, std::thread::sleep);
         }
         let done = (cpu_time() - start, wall.now());
         sample();

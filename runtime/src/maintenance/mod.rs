@@ -10,7 +10,7 @@ pub mod compact;
 pub mod repair;
 pub mod scrub;
 pub mod share;
-pub mod throttle;
+pub mod step_size;
 pub mod wear;
 
 use crate::flash::live::LiveState;

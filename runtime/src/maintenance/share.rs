@@ -30,9 +30,18 @@ pub struct BusyBounds {
     pub percent_max: u64,
 }
 
+/// Whether somebody waits for a piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Urgency {
+    /// Somebody waits for it.
+    Awaited,
+    /// Nobody does.
+    Unawaited,
+}
+
 impl BusyBounds {
     /// The bounds of work for which nobody waits.
-    const UNHURRIED: Self = Self { percent_min: 5, percent_max: 25 };
+    const UNAWAITED: Self = Self { percent_min: 5, percent_max: 25 };
 
     /// Returns the bounds with each share at most that of `other`.
     fn min(self, other: Self) -> Self {
@@ -75,7 +84,7 @@ pub struct Rest {
 #[derive(Clone, Copy, Debug)]
 pub struct Share {
     /// The bounds of work for which somebody waits.
-    hurried: BusyBounds,
+    awaited: BusyBounds,
     /// The bounds of the current work.
     bounds: BusyBounds,
     class: Class,
@@ -101,7 +110,7 @@ impl Share {
         let percent_min = bounds.percent_min.clamp(1, percent_max);
         let bounds = BusyBounds { percent_min, percent_max };
         Self {
-            hurried: bounds,
+            awaited: bounds,
             bounds,
             class: if can_leave_idle { Class::Idle } else { Class::Ordinary },
             can_leave_idle,
@@ -118,16 +127,16 @@ impl Share {
         self.class
     }
 
-    /// Sets whether somebody waits for the next pieces of work. If nobody does, the thread works
-    /// for 5 to 25 % of the time, or less if its bounds are lower, and returns to the idle class.
-    pub fn hurry(&mut self, is_hurried: bool) {
-        let bounds = match is_hurried {
-            true => self.hurried,
-            false => self.hurried.min(BusyBounds::UNHURRIED),
+    /// Sets the urgency of the next pieces of work. If nobody waits for them, the thread works for
+    /// 5 to 25 % of the time, or less if its bounds are lower, and returns to the idle class.
+    pub fn set_urgency(&mut self, urgency: Urgency) {
+        let bounds = match urgency {
+            Urgency::Awaited => self.awaited,
+            Urgency::Unawaited => self.awaited.min(BusyBounds::UNAWAITED),
         };
         if bounds != self.bounds {
             (self.bounds, self.debt) = (bounds, 0);
-            if !is_hurried && self.can_leave_idle {
+            if urgency == Urgency::Unawaited && self.can_leave_idle {
                 self.class = Class::Idle;
             }
         }
@@ -312,26 +321,26 @@ mod tests {
     }
 
     #[test]
-    fn unhurried_work_returns_to_the_idle_class_with_shares_of_its_own() {
+    fn unawaited_work_returns_to_the_idle_class_with_shares_of_its_own() {
         let mut thread = Thread::new(BusyBounds { percent_min: 40, percent_max: 60 }, true);
         thread.run(TAKEN, WORK_MIN, SECOND / 2);
         assert_eq!(thread.share.class(), Class::Ordinary);
-        thread.share.hurry(false);
+        thread.share.set_urgency(Urgency::Unawaited);
         assert_eq!(thread.share.class(), Class::Idle);
         for (cpu, expected) in [(FREE, 24.9..25.1), (TAKEN, 4.9..5.5)] {
             let share = thread.run(cpu, WORK_MIN, 30 * SECOND);
             assert!(expected.contains(&share), "{cpu:?}: {share} %");
         }
-        thread.share.hurry(true);
+        thread.share.set_urgency(Urgency::Awaited);
         let share = thread.run(FREE, WORK_MIN, 30 * SECOND);
         assert!((58.0..60.1).contains(&share), "{share} %");
 
         const LOW: BusyBounds = BusyBounds { percent_min: 1, percent_max: 10 };
         let mut share = Share::new(LOW, true, ThreadTime::default());
-        share.hurry(false);
+        share.set_urgency(Urgency::Unawaited);
         assert_eq!(
-            share.bounds, share.hurried,
-            "the bounds are lower than those of unhurried work"
+            share.bounds, share.awaited,
+            "the bounds are lower than those of work for which nobody waits"
         );
     }
 

@@ -6,6 +6,7 @@ use crate::bundle::manifest::{Generation, Hash};
 use crate::clock::Clock;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
+use crate::maintenance::share::Urgency;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::preload::preload_hot_keys;
 use crate::model::{CacheUse, Model, OpenError};
@@ -153,7 +154,7 @@ impl Serving {
     /// the caches and resident tables. If the tables or the budget differ too much for that, the
     /// new generation is opened beside the old one with caches of its own. Returns after the last
     /// request of the old generation is answered. Calls `yield_now` between pieces of work, during
-    /// which requests are served.
+    /// which requests are served, with whether somebody waits for the swap to go on.
     ///
     /// # Errors
     /// [`ServingError::NotLoaded`] if there is no such model. [`ServingError::Shape`] if requests
@@ -164,19 +165,20 @@ impl Serving {
         name: &str,
         flash: &Flash,
         budget: Budget,
-        yield_now: &dyn Fn(),
+        yield_now: &dyn Fn(Urgency),
     ) -> Result<Swapped, ServingError> {
+        let yield_awaited = &|| yield_now(Urgency::Awaited);
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(old) = self.with(name, Pipeline::model) else {
             return Err(ServingError::NotLoaded(name.to_owned()));
         };
         if !can_follow(&old, flash, &budget) {
             drop(old);
-            return self.replace(name, flash, budget, yield_now);
+            return self.replace(name, flash, budget, yield_awaited);
         }
 
         let (budget, taken) = self.budget_beside(budget);
-        let options = OpenOptions { budget, dense: &self.dense, yield_now };
+        let options = OpenOptions { budget, dense: &self.dense, yield_now: yield_awaited };
         let opened =
             successor::open(&old, flash, &options).map_err(|e| self.refusal(name, e, taken))?;
         check_shape(&old, &opened.model).map_err(|e| e.of(name))?;

@@ -3,7 +3,8 @@
 //! generations. Requests are served throughout.
 
 use crate::clock::Clock;
-use crate::maintenance::background::{outside_idle_class, unhurried};
+use crate::maintenance::background::outside_idle_class;
+use crate::maintenance::share::Urgency;
 use crate::model::row_writer::RowWriter;
 use crate::request::changed_rows::{read_again, remove_changed};
 use crate::request::pipeline::Pipeline;
@@ -12,6 +13,7 @@ use crate::request::worker::backend::WorkerBackend;
 use crate::request::worker::live_model::Successor;
 use hatchback_kernels::cuda::driver::CudaError;
 use serde::Serialize;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,8 +32,19 @@ pub struct Swapped {
     pub pause: Duration,
 }
 
+impl fmt::Display for Swapped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { read, dropped, patched, pause } = self;
+        write!(
+            f,
+            "lookups paused for at most {pause:?}; cached rows: {read} read anew, {dropped} \
+             dropped; resident rows: {patched} replaced"
+        )
+    }
+}
+
 /// Serves `opened` in place of the model of `pipeline`. Returns when no request uses the old model.
-/// Calls `yield_now` between pieces of work.
+/// Calls `yield_now` between pieces of work. Nobody waits for the rows that it reads at the end.
 ///
 /// # Errors
 /// `CudaError` if the GPU failed. The old model is still served; some of its rows may no longer be
@@ -40,8 +53,9 @@ pub(crate) fn run(
     pipeline: &Pipeline,
     opened: Opened,
     clock: &dyn Clock,
-    yield_now: &dyn Fn(),
+    yield_now: &dyn Fn(Urgency),
 ) -> Result<Swapped, CudaError> {
+    let yield_awaited = &|| yield_now(Urgency::Awaited);
     let Opened { model, change, patches } = opened;
     let (model, change) = (Arc::new(model), Arc::new(change));
     let workers = model.budget().workers;
@@ -52,8 +66,8 @@ pub(crate) fn run(
     let live = pipeline.live();
     live.bar(Arc::clone(&change));
     let (users, first_pause) = outside_idle_class(|| live.renew(clock));
-    pipeline.wait_until_left(&users, yield_now);
-    let removed = remove_changed(&mut writer, &model, &change, yield_now);
+    pipeline.wait_until_left(&users, yield_awaited);
+    let removed = remove_changed(&mut writer, &model, &change, yield_awaited);
     let switched = removed.and_then(|removed| {
         let patch = || patches.iter().try_for_each(|patch| patch.apply(model.backend()));
         // Lookups wait for the patch.
@@ -65,10 +79,11 @@ pub(crate) fn run(
     let (mut removed, users, pause) = switched.inspect_err(|_| live.lift())?;
 
     pipeline.reset_stats();
-    pipeline.wait_until_left(&users, yield_now);
+    pipeline.wait_until_left(&users, yield_awaited);
     live.lift();
     // The new model is served whether or not its changed rows return to the caches.
-    let read = unhurried(|| read_again(&mut writer, &model, &mut removed, yield_now));
+    let yield_unawaited = &|| yield_now(Urgency::Unawaited);
+    let read = read_again(&mut writer, &model, &mut removed, yield_unawaited);
     let read = read.unwrap_or_else(|e| {
         log::error!("the changed rows of {} stay out of the caches: {e}", model.generation());
         0

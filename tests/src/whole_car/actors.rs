@@ -158,7 +158,7 @@ impl World {
         self.checks.borrow_mut().begin_update();
 
         let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
-        let has_moved = steps.step(now, &preempt);
+        let has_moved = steps.step(now, &|_| preempt());
         let after = served();
         // Unless the process was killed in it, the step recorded the release's first answers.
         let mut state = self.process(Process::Daemon).borrow_mut();
@@ -246,9 +246,9 @@ impl World {
                 MaintenanceSteps::new(flash, Some(updater), rules, None, now)
             }
         };
-        let pause = steps.step(&self.clock, now);
+        let is_due = steps.step(&self.clock, now);
         *self.maintenance.borrow_mut() = Some(steps);
-        format!("pauses {pause:?}")
+        if is_due { "did work" } else { "has no work" }.to_owned()
     }
 
     /// Ends a process in order, if it is between two steps.

@@ -205,7 +205,7 @@ impl TestCar {
         let (now, flash) = (self.now, self.folder.join("flash"));
         let Processes { updates, maintenance, .. } = self.processes.as_mut().unwrap();
         for _ in 0..100 {
-            if !updates.step(now, &|| {}) {
+            if !updates.step(now, &|_| {}) {
                 break;
             }
         }

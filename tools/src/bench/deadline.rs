@@ -25,7 +25,7 @@ use hatchback::io::disk::Disk;
 use hatchback::limits::DEADLINE_WAIT_US;
 use hatchback::maintenance::MaintenanceRules;
 use hatchback::maintenance::background::Background;
-use hatchback::maintenance::share::BusyBounds;
+use hatchback::maintenance::share::{BusyBounds, Urgency};
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
@@ -392,12 +392,14 @@ impl Updates<'_> {
         bundles: &mut dyn Iterator<Item = PathBuf>,
     ) -> Result<u64> {
         let background = Background::enter(BusyBounds { percent_min: 25, percent_max: 60 });
-        let (rest, mut applied) = (|| background.yield_now(thread::sleep), 0);
+        let rest = |urgency| background.yield_now(urgency, thread::sleep);
+        let mut applied = 0;
         while !stop.load(Ordering::Relaxed) {
             let Some(path) = bundles.next() else { break };
             let mut bundle = BundleReader::open(&path)?;
             let directory = self.flash.directory();
-            let flash = Flash::install(self.disk, directory, &mut bundle, |_| rest())?;
+            let flash =
+                Flash::install(self.disk, directory, &mut bundle, |_| rest(Urgency::Awaited))?;
             self.serving.swap(NAME, &flash, self.budget, &rest)?;
             applied += 1;
         }
@@ -407,12 +409,17 @@ impl Updates<'_> {
     /// Merges deltas until `stop`, as soon as a table has one.
     fn merge_until(&self, stop: &AtomicBool) {
         let rules = MaintenanceRules { deltas_max: 0, ..MaintenanceRules::default() };
-        let (clock, start) = (SystemClock::default(), Instant::now());
+        let (background, start) = (Background::enter(rules.busy()), Instant::now());
         let Ok(flash) = Flash::open(self.disk, self.flash.directory()) else { return };
         let mut steps = MaintenanceSteps::new(flash, None, rules, None, Duration::ZERO);
         while !stop.load(Ordering::Relaxed) {
-            let pause = steps.step(&clock, start.elapsed());
-            thread::sleep(pause.min(Duration::from_millis(100)));
+            if steps.step(background.clock(), start.elapsed()) {
+                background.yield_now(Urgency::Awaited, thread::sleep);
+            } else {
+                // Shorter than in a car, so that merges follow the deltas closely.
+                thread::sleep(Duration::from_millis(100));
+                background.resume();
+            }
         }
     }
 }

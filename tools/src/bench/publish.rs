@@ -287,7 +287,7 @@ impl ClosedLoop {
         let sync_s = start.elapsed().as_secs_f64();
 
         let live = Flash::open(&disk::system(), &self.desk.path("car"))?;
-        self.serving.swap(NAME, &live, self.budget, &|| ())?;
+        self.serving.swap(NAME, &live, self.budget, &|_| ())?;
         let mut batch = Batch::new(&live.manifest().schema, 1);
         self.workload.fill(&mut batch, 1)?;
         self.serving.submit(NAME, &batch, None)?.wait()?;

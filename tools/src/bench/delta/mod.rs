@@ -27,7 +27,7 @@ use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::background::{Background, outside_idle_class};
-use hatchback::maintenance::share::BusyBounds;
+use hatchback::maintenance::share::{BusyBounds, Urgency};
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
 use hatchback::schema::MissPolicy;
@@ -249,7 +249,7 @@ fn swap_often(args: &DeltaArgs, updates: &Updates<'_>, last: &[Flash]) -> Result
         let (sent, ()) = send_during(&mut callers, updates.serving, |_| {
             for _ in 0..count {
                 let to = if done % 2 == 0 { previous } else { live };
-                updates.serving.swap(NAME, to, updates.budget, &|| {})?;
+                updates.serving.swap(NAME, to, updates.budget, &|_| {})?;
                 done += 1;
                 progress.inc(1);
             }
@@ -285,13 +285,14 @@ impl Updates<'_> {
     /// latencies and hit rates.
     fn apply(&self, delta: &Path, step: &CurrentStep) -> Result<Applied> {
         let background = Background::enter(self.busy);
-        let rest = || background.yield_now(thread::sleep);
+        let rest = |urgency| background.yield_now(urgency, thread::sleep);
         restart_peak()?;
         let memory_before = resident_memory()?.now;
         let (before, start, cpu) = (written_bytes()?, Instant::now(), thread_cpu_time());
         let mut bundle = BundleReader::open(delta)?;
         let directory = self.flash.directory();
-        let prepared = Flash::prepare(&disk::system(), directory, &mut bundle, |_| rest())?;
+        let prepared =
+            Flash::prepare(&disk::system(), directory, &mut bundle, |_| rest(Urgency::Awaited))?;
         step.enter(Step::Open);
         let installed = outside_idle_class(|| prepared.commit())?;
         let (install_s, written_bytes) = (start.elapsed().as_secs_f64(), written_bytes()? - before);

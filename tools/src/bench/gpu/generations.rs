@@ -126,7 +126,6 @@ impl Generations {
             tables: names.iter().enumerate().map(table).collect(),
             features: names.iter().map(|name| FeatureSpec::sum(name, name, 1)).collect(),
             probe: None,
-            requests: None,
         }
     }
 }

@@ -62,8 +62,10 @@ pub fn run(
     let model = GpuModel::new(gpu, options)?;
     let copied = copied_gb_per_s(gpu, options.quick)?;
     if prints_tables(json) {
-        let (sm, memory) = (gpu.sm(), report::bytes(gpu.memory()? as u64));
-        say!("{}, compute capability {}.{}, {memory} of memory", gpu.name(), sm / 10, sm % 10)?;
+        let [memory, l2] = [gpu.memory()?, gpu.l2_bytes()?].map(|n| report::bytes(n as u64));
+        let (name, sm) = (gpu.name(), gpu.sm());
+        say!("{name}, compute capability {}.{}, {memory} of memory", sm / 10, sm % 10)?;
+        say!("the second-level cache has {l2}")?;
         model.engine.rejected().iter().try_for_each(|why| say!("passed over: {why}"))?;
         say!("the dense network runs on {}", model.engine.runs_on())?;
         say!("the memory copies at {copied:.0} GB/s (read and written)")?;

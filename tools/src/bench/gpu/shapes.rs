@@ -12,7 +12,7 @@ use crate::bench::bars::bars_table;
 use crate::bench::filled_cache::TABLES;
 use crate::bench::peer::percentile;
 use crate::bench::results::{BenchReport, HostMachine, prints_tables};
-use crate::say;
+use crate::{report, say};
 use anyhow::{Context, Result};
 use hatchback::{Codec, RowFormat};
 use hatchback_kernels::cuda::driver::{Gpu, Stream};
@@ -80,7 +80,8 @@ pub fn run(gpu: &Arc<Gpu>, options: &ShapeOptions) -> Result<()> {
         print_table(&points)?;
         say!("{}", bars_table(&bars))?;
     }
-    let model = format!("{TABLES} tables; {}", gpu.name());
+    let l2 = report::bytes(gpu.l2_bytes()? as u64);
+    let model = format!("{TABLES} tables; {}, {l2} of second-level cache", gpu.name());
     let machine = HostMachine::this();
     BenchReport { bench: "gpu shapes", machine, model, bars, points }
         .write_to(options.json.as_ref())

@@ -221,7 +221,7 @@ impl SwappedPair<'_> {
             let (sent, (swapped, time)) = send_during(callers, serving, |_| {
                 thread::sleep(window);
                 let start = Instant::now();
-                let swapped = serving.swap(NAME, generations[number % 2], budget, &|| ())?;
+                let swapped = serving.swap(NAME, generations[number % 2], budget, &|_| ())?;
                 let time = start.elapsed();
                 thread::sleep(window);
                 Ok((swapped, time))
