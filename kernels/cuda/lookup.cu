@@ -19,8 +19,8 @@ struct Shared {
     } of_warp[4];
 };
 
-// Copies a structure of the caller to shared memory. All lanes of the warp call it together, and have
-// synchronised since another lane last read `to`.
+// Copies a structure of the caller to shared memory. All lanes of the warp call it together, and
+// have synchronised since another lane last read `to`.
 template <class T>
 __device__ __forceinline__ void copy_words(T& to, const T* from) {
     static_assert(sizeof(T) <= 64 * 4, "two words a lane");

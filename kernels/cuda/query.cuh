@@ -316,8 +316,8 @@ __device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile
                     at += step * bytes;
                 }
                 if constexpr (Code<CODEC>::HAS_SCALE) {
-                    // Keeps the compiler from decoding several rows at a time: no other lane reads what
-                    // this one writes.
+                    // Keeps the compiler from decoding several rows at a time. No shared word needs
+                    // it: no other lane reads what this one writes.
                     __syncwarp();
                 }
             }

@@ -60,8 +60,8 @@ if [ -n "${HATCHBACK_STANDIN:-}" ]; then
     export STANDIN_DEVICE LD_LIBRARY_PATH
 fi
 
-# cuBLAS of a Python environment lies outside the loader's path. Its folders come last, because a library
-# of the system belongs to the system's driver.
+# cuBLAS of a Python environment lies outside the loader's path. These folders come before the loader's
+# own; the report names the library that is taken.
 add_cublas_of_python() {
     folders=$(python3 -c '
 import glob, os, sys
@@ -217,6 +217,8 @@ sanitize() { # sanitize TOOL
     under compute-sanitizer "--tool=$1 --error-exitcode=99" \
         tests cuda_kernels queries_pool_the_same_bits no_query_sees_a_torn_or_foreign_row
 }
+# ncu ends the program after the last launch, so its status says less than the report that it wrote.
+profiled() { "$@"; [ -s "$name.ncu-rep" ] || { echo "error: ncu profiled no launch"; return 1; }; }
 # Profiles a few launches of a kernel, and prints what ncu counted in all and at each line.
 profile() { # profile KERNEL BATCH SKIP LAUNCHES
     images=''
@@ -227,11 +229,10 @@ profile() { # profile KERNEL BATCH SKIP LAUNCHES
     [ -z "$quick" ] || sizes="--quick --batch 4"
     # By default ncu sets lower clocks. Its times would not compare with those of the other steps.
     options="--set=full --kernel-name=$1 --launch-skip=$3 --launch-count=$4 --clock-control=none --kill=yes"
-    options="$options --import-source=yes --source-folders=$here/tree/kernels/cuda --export=$name"
-    under ncu "$options" run hatchback bench gpu requests --precision exact $images $sizes
-    tool_status=$?
-    # ncu ends the program after the last launch, so its status says less than the report that it wrote.
-    [ -s "$name.ncu-rep" ] || return $tool_status
+    # The options are split at spaces, which the bundle's path may have.
+    ln -sfn "$here/tree/kernels/cuda" sources
+    options="$options --import-source=yes --source-folders=sources --export=$name"
+    under ncu "$options" profiled run hatchback bench gpu requests --precision exact $images $sizes || return
     ncu --import="$name.ncu-rep" --page=source --print-source=cuda,sass --csv >"$name.csv"
     ncu --import="$name.ncu-rep" --page=details
 }
@@ -249,6 +250,8 @@ run_part() {
     part=$1 seconds=235
     case $part in
     first)
+        # Seven steps within the ten minutes that one command may take, also if each of them hangs.
+        seconds=75
         for suite in cuda_kernels cuda_changes gpu_dense; do step $suite run $suite --nocapture; done
         step litmus tests cuda_changes changes_wait_for_the_queries_of_recorded_graphs
         sizes="--batch 1,64,1024,8192"
@@ -312,7 +315,7 @@ else
     why="nothing can be tested here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
     for part in $parts; do ! chosen "$part" || outcome "$part" "not run" 0 "$why"; done
 fi
+pack || { failed=1; say "FAILED: $packed cannot be written"; }
 say "== $([ "$failed" = 0 ] && echo passed || echo FAILED)"
-pack
 printf '%s%s\n' "$summary" "all results: $packed"
 exit $failed

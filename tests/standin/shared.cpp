@@ -1,7 +1,8 @@
 // Shared memory and its rule: an access of one lane is ordered before another lane's only by a
 // `__syncwarp` or a barrier between both. A shuffle or a vote orders none, although all lanes meet in it.
 // Two accesses to a word that are not ordered, one of them a write, end the run. A write that changes
-// nothing is exempt, because all lanes of a warp often store the same value.
+// nothing is exempt, because all lanes of a warp often store the same value. The bytes of a word count
+// as one, and the exemption holds within a warp: no kernel needs more.
 //
 // The compiler calls a function before each access to memory (`-fsanitize=thread`). The functions
 // here take the place of that sanitizer's own library. Sometimes they let another lane run first.

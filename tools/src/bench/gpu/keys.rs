@@ -20,6 +20,8 @@ const ZIPF: f64 = 1.05;
 const SETS: usize = 4;
 /// Bytes of a set's header, which a lookup reads before the row.
 pub const HEADER_BYTES: usize = 64;
+/// Rows of a set.
+const SET_ROWS: usize = 14;
 /// Bytes that a lookup reads for a key beside its row: the key, and its set's header.
 pub const KEY_BYTES: usize = 8 + HEADER_BYTES;
 
@@ -138,7 +140,9 @@ impl Rotation {
             }
             rows_read += is_read.iter().filter(|is_read| **is_read).count();
         }
-        let bytes_a_rotation = keys * 8 + rows_read * (HEADER_BYTES + row_bytes);
+        // Rows that share a header may all be in one set, so this is the least.
+        let headers = rows_read.div_ceil(SET_ROWS);
+        let bytes_a_rotation = keys * 8 + rows_read * row_bytes + headers * HEADER_BYTES;
         Self { sets: sets.len(), rows_a_rotation: rows_read, bytes_a_rotation }
     }
 }
@@ -206,7 +210,7 @@ mod tests {
         let set = |keys: [u64; 3]| vec![keys.to_vec(); TABLES];
         let rotation = Rotation::new(&[set([1, 2, 2]), set([2, 3, 99])], 100, 16);
         assert_eq!((rotation.sets, rotation.rows_a_rotation), (2, 4 * TABLES));
-        assert_eq!(rotation.bytes_a_rotation, TABLES * (6 * 8 + 4 * 80));
+        assert_eq!(rotation.bytes_a_rotation, TABLES * (6 * 8 + 4 * 16) + 8 * HEADER_BYTES);
     }
 
     #[test]

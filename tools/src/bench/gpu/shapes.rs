@@ -145,7 +145,9 @@ impl<'a> Bench<'a> {
         let (lookups, row_bytes) = (batch * TABLES * hotness, format.row_bytes());
         let size = LoopSize::of_launches(lookups, self.options.quick);
         let launch_bytes = lookups * (KEY_BYTES + row_bytes);
-        let count = rotating_sets(self.gpu, launch_bytes, size.launches())?;
+        // Headers do not count here, because rows share them.
+        let row_bytes_touched = lookups * (8 + row_bytes);
+        let count = rotating_sets(self.gpu, row_bytes_touched, size.launches())?;
         let draw = &mut self.tables.draw;
         let sets: Vec<_> = (0..count).map(|_| draw.draw(batch * hotness, skew)).collect();
         let keys_file = self.write_keys(shape, &sets)?;
