@@ -254,10 +254,10 @@ run_part() {
         seconds=75
         for suite in cuda_kernels cuda_changes gpu_dense; do step $suite run $suite --nocapture; done
         step litmus tests cuda_changes changes_wait_for_the_queries_of_recorded_graphs
-        sizes="--batch 1,64,1024,8192"
-        [ -z "$quick" ] || sizes=''
-        for precision in exact f32; do bench requests_$precision requests --precision $precision $sizes; done
-        bench shapes_f16 shapes --codec f16
+        requests="--batch 1,64,1024,8192" lookups="--batch 64,8192"
+        [ -z "$quick" ] || requests='' lookups=''
+        for precision in exact f32; do bench requests_$precision requests --precision $precision $requests; done
+        bench lookups_f16 shapes --codec f16 $lookups
         ;;
     suites) for suite in $suites; do step "$suite" run "$suite" --nocapture; done ;;
     demo) step demo demo_requests ;;
