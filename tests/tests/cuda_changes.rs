@@ -232,7 +232,7 @@ impl Litmus {
             batch_max: sizes.batch,
             misses_max: LITMUS_ROWS,
             row_bytes_max: format.row_bytes(),
-            // The copy of the keys delays the query, so that the changes are launched before it ends.
+            // Their copy delays the query, so that the changes are launched before it ends.
             keys: Keys::Copied,
         };
         let engine = Arc::new(sum_of_columns(gpu, width, sizes.batch));
