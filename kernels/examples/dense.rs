@@ -9,7 +9,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine, Weights, narrow_all};
 use hatchback_kernels::simd::isa::Isa;
 use rten::{Dimension, Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;
@@ -82,8 +82,8 @@ fn load(onnx: &[u8], inputs: &[(&str, usize)], output: &str) -> Vec<(String, Den
     for isa in Isa::available().into_iter().skip(1).filter(|isa| is_selected("ISA", isa.name())) {
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
             if is_selected("WEIGHTS", &weights.to_string()) {
-                let (onnx, activation) = (onnx.to_vec(), Activation::Sigmoid);
-                let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation, weights);
+                let (onnx, activation) = (narrow_all(onnx, weights).unwrap(), Activation::Sigmoid);
+                let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation);
                 engines.push((format!("{} {weights:?}", isa.name()), engine.unwrap()));
             }
         }

@@ -9,7 +9,7 @@
 #[path = "../tests/cases/mod.rs"]
 mod cases;
 
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -59,9 +59,8 @@ fn compare(all: &[cases::Case]) -> usize {
 /// Prints the microseconds of a run of `case` at each batch.
 fn time(case: &cases::Case) {
     let inputs: Vec<(&str, usize)> = case.inputs.iter().map(|(n, w)| (n.as_str(), *w)).collect();
-    let (activation, weights) = (Activation::None, Weights::F32);
-    let engine =
-        DenseEngine::load(case.onnx.clone(), &inputs, &case.output, activation, weights).unwrap();
+    let activation = Activation::None;
+    let engine = DenseEngine::load(case.onnx.clone(), &inputs, &case.output, activation).unwrap();
 
     print!("{}", case.name);
     for batch in BATCHES {

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, JOINED_OUTPUT, Weights, join_outputs,
+    Activation, DenseEngine, DenseError, JOINED_OUTPUT, Weights, join_outputs, narrow_all,
 };
 use hatchback_kernels::simd::isa::Isa;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -65,8 +65,10 @@ fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
         }
         _ => (onnx, "logit", Activation::Sigmoid),
     };
-    let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation, weights).unwrap();
+    let onnx = narrow_all(&onnx, weights).unwrap();
+    let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation).unwrap();
     assert_eq!(engine.falls_back_for(), None, "{folder}");
+    assert!(engine.layers().iter().any(|layer| layer.weights == weights), "{folder}, {weights}");
     engine
 }
 

@@ -67,9 +67,8 @@ pub mod update;
 pub use clock::{Clock, SystemClock};
 pub use flash::{Flash, FlashError};
 pub use hatchback_kernels::cuda::Device;
-pub use hatchback_kernels::dense::Weights;
 pub use io::disk::{Disk, system as system_disk};
-pub use model::budget::{Budget, DenseWeights, MemoryPlan};
+pub use model::budget::{Budget, MemoryPlan};
 pub use model::{CacheUse, Model, OpenError};
 
 // Submit: requests to one model (`Pipeline`) or to several by name (`Serving`).
@@ -113,6 +112,6 @@ pub use hatchback_kernels::cache::address::{KeySpaces, RowKey, mix, unmix};
 #[doc(hidden)]
 pub use hatchback_kernels::cache::codec::{Codec, RowFault, RowFormat, choose_unit_exp};
 #[doc(hidden)]
-pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
 #[doc(hidden)]
 pub use hatchback_kernels::lookup::Pooling;

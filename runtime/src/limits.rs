@@ -43,11 +43,12 @@ pub const SLOTS_MAX: usize = 1024;
 pub const PREFETCH_MAX: usize = 4096;
 /// Keys in the negative cache of one worker.
 pub const NEGATIVE_CACHE_KEYS_MAX: usize = 4096;
-/// Absolute difference that narrow weights of the dense network may make to a score.
+/// Absolute difference that narrow weights of the dense network may make to a score, when `pack`
+/// chooses them.
 pub const SCORE_DIFFERENCE_MAX: f32 = 1e-3;
-/// Samples of the probe set that the check of narrow weights scores. They are enough to detect a
-/// network that does not tolerate such weights, and few enough for a start.
-pub const WEIGHT_CHECK_SAMPLES_MAX: usize = 512;
+/// Samples of the probe set on which the forms of the weights, and the engines of a GPU, are
+/// compared. They are enough to detect a network that does not tolerate fewer bits.
+pub const PROBE_INPUTS_MAX: usize = 512;
 /// Time after its deadline within which a request is answered, µs: with scores, or with the error
 /// that the deadline is exceeded. Delays of the system's scheduler are not included.
 pub const DEADLINE_GRACE_US: u64 = 1_000;

@@ -22,6 +22,7 @@ use hatchback::update::fetch_status::FetchStatus;
 use hatchback::update::install_status::InstallStatus;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::{Codec, DenseEngine, Weights};
+use hatchback_kernels::dense::{narrow_all, widen};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::pack::spec::ModelSpec;
 use std::ops::Range;
@@ -450,18 +451,21 @@ pub fn embedding_collection(bytes: &[u8]) {
 
 /// Loads the ONNX file as the dense network of each model family.
 pub fn onnx(bytes: &[u8]) {
-    let load = |inputs: &[(&str, usize)], output, weights| {
-        let _ =
-            DenseEngine::load(bytes.to_vec(), inputs, output, hatchback::Activation::None, weights);
+    let load = |inputs: &[(&str, usize)], output| {
+        let _ = DenseEngine::load(bytes.to_vec(), inputs, output, hatchback::Activation::None);
     };
-    load(&[("dense", 2), ("a", 34)], "out", Weights::F32);
-    load(&[("dense", 3), ("emb", 48)], "logit", Weights::F16);
-    load(&[("dense", 3), ("emb", 28)], "logit", Weights::Int8);
-    load(&[("dense", 3), ("first", 4), ("second", 20)], "logit", Weights::F32);
-    load(&[("dense", 3), ("wide", 2), ("deep", 35)], "logit", Weights::F32);
-    load(&[("dense", 3), ("emb", 15)], "ctr", Weights::F32);
-    load(&[("dense", 3), ("target", 6), ("history", 30)], "logit", Weights::F32);
-    load(&[("dense", 3), ("target", 6), ("history", 24)], "logit", Weights::F32);
-    load(&[("dense", 3), ("target", 8), ("history", 40)], "logit", Weights::F32);
-    load(&[("x", 4), ("y", 12), ("z", 6)], "out", Weights::F32);
+    load(&[("dense", 2), ("a", 34)], "out");
+    load(&[("dense", 3), ("emb", 48)], "logit");
+    load(&[("dense", 3), ("emb", 28)], "logit");
+    load(&[("dense", 3), ("first", 4), ("second", 20)], "logit");
+    load(&[("dense", 3), ("wide", 2), ("deep", 35)], "logit");
+    load(&[("dense", 3), ("emb", 15)], "ctr");
+    load(&[("dense", 3), ("target", 6), ("history", 30)], "logit");
+    load(&[("dense", 3), ("target", 6), ("history", 24)], "logit");
+    load(&[("dense", 3), ("target", 8), ("history", 40)], "logit");
+    load(&[("x", 4), ("y", 12), ("z", 6)], "out");
+    let _ = widen(bytes.to_vec());
+    for weights in [Weights::F16, Weights::Int8] {
+        let _ = narrow_all(bytes, weights);
+    }
 }

@@ -7,7 +7,7 @@
 use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
-use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, GpuDenseError, Precision,
 };
@@ -252,7 +252,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
     let DenseNetwork { onnx, inputs, output, activation } = *network;
-    let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation, Weights::F32).unwrap();
+    let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation).unwrap();
     assert_eq!(cpu.falls_back_for(), None, "{what}");
     let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
@@ -350,7 +350,7 @@ fn products_by_cublas_are_close_to_the_cpus() {
     assert!(matches!(refused, Err(GpuDenseError::Dense(DenseError::Batch { batch: 3, max: 2 }))));
 
     std::thread::spawn(move || drop(scratch)).join().unwrap();
-    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, Weights::F32).unwrap();
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
     let mut random = Random::new(4);
     let mut apart = 0;
 
@@ -384,7 +384,7 @@ fn a_product_that_ends_with_bias_and_relu_is_one_launch() {
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
     let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
-    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, Weights::F32).unwrap();
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
     let mut random = Random::new(5);
     let fed = inputs.map(|(_, width)| (0..9 * width).map(|_| random.signed()).collect::<Vec<_>>());
     let mut expected = vec![0.0; 9 * cpu.outputs()];
@@ -421,7 +421,7 @@ fn each_precision_keeps_its_own_bound() {
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
     let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
-    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, Weights::F32).unwrap();
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
     let mut random = Random::new(9);
     let fed =
         inputs.map(|(_, width)| (0..70 * width).map(|_| random.signed()).collect::<Vec<f32>>());

@@ -11,7 +11,7 @@ use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cache::codec::{Codec, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::memory::View;
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine};
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
@@ -315,9 +315,7 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         activation: Activation::Sigmoid,
     };
 
-    let cpu =
-        DenseEngine::load(onnx.clone(), network.inputs, "sum", Activation::Sigmoid, Weights::F32)
-            .unwrap();
+    let cpu = DenseEngine::load(onnx.clone(), network.inputs, "sum", Activation::Sigmoid).unwrap();
     for (fp16, kept) in [(false, "built now"), (false, "kept from before"), (true, "built now")] {
         let engine = DeviceEngine::load(&gpu, &network, &options(fp16, folder.path())).unwrap();
         let name = engine.runs_on();

@@ -4,16 +4,14 @@
 #[cfg(feature = "kafka")]
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
-use crate::machine_fault::is_machine_fault;
 use crate::pack::merge::merge_shares;
-use crate::pack::prove::Proof;
 use crate::pack::range::{TableRange, learn_range, pack_range};
 use crate::pack::share::{Part, Share, pack_part};
 use crate::pack::spec::CodecChoice;
-use crate::pack::{Overrides, pack_file_onto};
+use crate::pack::{Overrides, Proof, pack_file_onto};
 use crate::repository::{keys, prune, publish};
 use crate::{
-    bench, demo, eval, gate, image, inspect, pack, plan, report, run, say, select, serve, sync, tuf,
+    bench, demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync, tuf,
 };
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
@@ -144,8 +142,9 @@ pub fn run(cli: Cli) -> Result<()> {
 }
 
 fn pack_model(args: &PackArgs) -> Result<()> {
-    let &PackArgs { codec, placement, min_count, threads, .. } = args;
-    let overrides = Overrides { codec, placement, min_count, threads };
+    let &PackArgs { codec, placement, min_count, threads, probe_difference_max, .. } = args;
+    let probe_difference_max = Some(probe_difference_max);
+    let overrides = Overrides { codec, placement, min_count, probe_difference_max, threads };
     let scratch = tempfile::tempdir()?;
     let open = |path: &PathBuf| serve::open_flash(path, scratch.path());
     let parent = args.parent.as_ref().map(open).transpose()?;
@@ -183,7 +182,6 @@ fn pack_model(args: &PackArgs) -> Result<()> {
     bar.finish_and_clear();
 
     let packed = packed?;
-    let proof = prove(args)?;
     let rows = packed.schema.tables.iter().map(|t| t.rows).sum();
     let (tables, rows) = (packed.schema.tables.len(), report::count(rows));
     let (path, size) = (args.out.display(), report::bytes(packed.bytes));
@@ -193,31 +191,16 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         say!("{rows} rows were used less than {least} times in training and are left out")?;
     }
     say!("dense network: {}", packed.dense_engine)?;
-    match proof {
+    match packed.proof {
+        Proof::Fault(error) => {
+            let path = path.to_string();
+            Err(error.context(format!("{path}: is packed, but its probe set was not scored")))
+        }
         Proof::NotScored(problem) => say!("the probe set was not scored: {problem}"),
         Proof::Scored(Probed { samples: 0, .. }) => say!("no probe sample has a recorded score"),
         Proof::Scored(Probed { samples, difference, .. }) => {
             say!("{samples} probe scores differ from the recorded ones by at most {difference:.1e}")
         }
-    }
-}
-
-/// Scores the probe set of the new bundle. Removes a bundle that a car would refuse. Keeps one that
-/// a fault of this machine left unscored.
-fn prove(args: &PackArgs) -> Result<Proof> {
-    if args.parent.is_some() {
-        return Ok(Proof::NotScored("a delta is scored where its parent is".to_owned()));
-    }
-    let path = args.out.display();
-    match pack::prove::prove(&args.out, args.probe_difference_max) {
-        Err(e) if is_machine_fault(&e) => {
-            Err(e.context(format!("{path}: is packed, but its probe set was not scored")))
-        }
-        Err(e) => {
-            std::fs::remove_file(&args.out)?;
-            Err(e.context(format!("{path}: not kept")))
-        }
-        proved => proved,
     }
 }
 

@@ -5,7 +5,6 @@ use crate::report;
 use crate::say;
 use anyhow::Result;
 use clap::Args;
-use hatchback::Weights;
 use hatchback::bundle::manifest::{Blob, Deferral, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
@@ -178,7 +177,7 @@ fn lower(value: impl std::fmt::Debug) -> String {
 impl Report {
     fn new(kind: &'static str, manifest: &Manifest, bytes: u64, onnx: Result<Vec<u8>>) -> Self {
         let schema = &manifest.schema;
-        let engine = onnx.and_then(|onnx| Ok(schema.load_dense(onnx, Weights::F32)?));
+        let engine = onnx.and_then(|onnx| Ok(schema.load_dense(onnx)?));
         let size = |blob: Option<u32>| blob.map_or(0, |b| manifest.blobs[b as usize].raw_bytes());
         Self {
             kind,

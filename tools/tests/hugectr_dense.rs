@@ -4,7 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine};
 use hatchback_tools::pack::hugectr_network::HugectrNetwork;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -96,7 +96,7 @@ fn compare(
     let weights = weights(seed, count);
     let onnx = convert(graph, &weights).unwrap();
     let inputs = [("dense", 3), ("emb", slots * dim)];
-    let engine = DenseEngine::load(onnx, &inputs, "out", Activation::None, Weights::F32).unwrap();
+    let engine = DenseEngine::load(onnx, &inputs, "out", Activation::None).unwrap();
     assert_eq!(engine.falls_back_for(), None);
     let (dense, emb) = (self::weights(seed ^ 77, 3), self::weights(seed ^ 99, slots * dim));
     let mut scores = vec![0.0; engine.outputs()];

@@ -5,6 +5,7 @@ use crate::dense::functions::Map;
 use crate::dense::onnx::{NodeProto, kind_of};
 use crate::dense::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
 use crate::dense::tensor::{Kind, Size, Tensor, Values};
+use crate::dense::weights::Weights;
 use half::f16;
 
 impl Builder<'_> {
@@ -23,7 +24,9 @@ impl Builder<'_> {
         let stop = || Err(unsupported(node, &format!("from {from:?} to {to:?}")));
         match (from, to) {
             _ if from == to => Ok(x),
-            (Kind::Half, Kind::Float) | (Kind::Double, Kind::Float) => relabelled,
+            // The products by these values can have them as f16: the bits of the result are equal.
+            (Kind::Half, Kind::Float) => Ok(Tensor { weights: Weights::F16, ..relabelled? }),
+            (Kind::Double, Kind::Float) => relabelled,
             (Kind::Half | Kind::Double, _) => stop(),
             (_, Kind::Half | Kind::Double) => match x.known_values().and_then(|v| v.floats()) {
                 Some(values) => {

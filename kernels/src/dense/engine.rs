@@ -4,6 +4,7 @@
 
 use crate::dense::error::DenseError;
 use crate::dense::fallback::Fallback;
+use crate::dense::forms::widen_model;
 use crate::dense::interface::match_interface;
 use crate::dense::layout::Layout;
 use crate::dense::math;
@@ -37,8 +38,8 @@ pub struct DenseScratch {
 
 impl DenseEngine {
     /// Loads `onnx` on the best instruction set of this machine. `inputs` are the names and widths
-    /// that the schema feeds, in the order that `run` takes them. `weights` says how the weights
-    /// are stored; the fallback stores them as they are.
+    /// that the schema feeds, in the order that `run` takes them. The weights stay in memory as the
+    /// file stores them: f32, f16 or int8. The fallback keeps them as f32.
     ///
     /// # Errors
     /// [`DenseError::Load`] if the file is malformed, and `NoInput`, `NotFed`, `NoOutput` or
@@ -48,9 +49,8 @@ impl DenseEngine {
         inputs: &[(&str, usize)],
         output: &str,
         activation: Activation,
-        weights: Weights,
     ) -> Result<Self, DenseError> {
-        Self::load_for(Isa::detect(), onnx, inputs, output, activation, weights)
+        Self::load_for(Isa::detect(), onnx, inputs, output, activation)
     }
 
     /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set.
@@ -63,18 +63,18 @@ impl DenseEngine {
         inputs: &[(&str, usize)],
         output: &str,
         activation: Activation,
-        weights: Weights,
     ) -> Result<Self, DenseError> {
-        let model = onnx::read(onnx.into())?;
+        let mut model = onnx::read(onnx.into())?;
         let shapes = match_interface(&model, inputs, output)?;
         let widths = inputs.iter().map(|(_, width)| *width).collect();
         let shaped: Vec<_> =
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
 
-        let backend = match Graph::build(&model, &shaped, output, weights) {
+        let backend = match Graph::build(&model, &shaped, output) {
             Ok(graph) => Backend::Plan(Plan::new(Layout::for_cpu(graph), isa)),
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
+                widen_model(&mut model);
                 let network = Box::new(Fallback::load(&model, shaped, output)?);
                 Backend::Fallback { network, operator }
             }
@@ -132,18 +132,6 @@ impl DenseEngine {
         layers.iter().all(|layer| layer.weights == first).then_some(first)
     }
 
-    /// Stores the weights of layer number `layer` as `weights`, rounded from those of `trained`,
-    /// the same network with f32 weights. Returns false and changes nothing if they do not fit.
-    /// Scratch memory that was created before is no longer valid.
-    pub fn set_weights(&mut self, layer: usize, weights: Weights, trained: &Self) -> bool {
-        match (&mut self.backend, &trained.backend) {
-            (Backend::Plan(plan), Backend::Plan(trained)) => {
-                plan.set_weights(layer, weights, trained)
-            }
-            _ => false,
-        }
-    }
-
     /// Returns why the network runs on the fallback, which allocates in each run: the operator and
     /// the node. Returns `None` if the network runs on the kernels of this crate.
     pub fn falls_back_for(&self) -> Option<&str> {
@@ -156,7 +144,14 @@ impl DenseEngine {
     /// Returns what runs the network, in words.
     pub fn runs_on(&self) -> String {
         match self.falls_back_for() {
-            None => format!("the CPU, by Hatchback's kernels ({})", self.isa.name()),
+            None => {
+                let engine = format!("the CPU, by Hatchback's kernels ({})", self.isa.name());
+                match self.weights() {
+                    Some(Weights::F32) => engine,
+                    Some(weights) => format!("{engine}, with {weights} weights"),
+                    None => format!("{engine}, with weights {}", names_of(&self.layers())),
+                }
+            }
             Some(reason) => {
                 format!("the CPU, by rten, slower and with allocations, because of {reason}")
             }
@@ -239,4 +234,9 @@ impl DenseEngine {
         }
         Ok(())
     }
+}
+
+/// Returns the sizes and weights of `layers`, with commas between them.
+fn names_of(layers: &[DenseLayer]) -> String {
+    layers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -7,8 +7,8 @@
 use crate::dense::blocks::{BlockScratch, BlockSizes, BlockedProduct};
 use crate::dense::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::lanes::Stored;
-use crate::dense::microkernel::{Finish, NonzeroRow, Row, WIDTH_MAX};
-use crate::dense::tiling::{ProductShape, padded, panels, width_for};
+use crate::dense::microkernel::{Finish, NonzeroRow, Row};
+use crate::dense::tiling::{ProductShape, padded, panels};
 use crate::dense::transpose::transpose;
 use crate::dense::weights::Weights;
 use crate::simd::huge_pages::{Zeroable, Zeroed};
@@ -128,19 +128,6 @@ impl Matrix {
         // `-0 + 0` is `+0`, so the sum over a row of zeros is `+0` in any order.
         let bias = (0..scale.len()).map(|i| if i < n { bias(i) + 0.0 } else { 0.0 }).collect();
         Self { k, n, panels, scale, bias, relu: false }
-    }
-
-    /// Returns this matrix with its weights stored as `weights`; `None` unless they are f32 here
-    /// and fit the other format.
-    pub fn repacked(&self, weights: Weights) -> Option<Self> {
-        let Panels::F32(packed) = &self.panels else { return None };
-        let at = |row: usize, column: usize| {
-            let first = column / WIDTH_MAX * WIDTH_MAX;
-            packed[first * self.k + row * width_for(self.n - first) + column - first]
-        };
-        let mut matrix = Self::pack(self.k, self.n, &at, weights, |column| self.bias[column]);
-        matrix.relu = self.relu;
-        matrix.is_finite().then_some(matrix)
     }
 
     /// Returns how the weights are stored.

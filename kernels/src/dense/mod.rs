@@ -16,6 +16,7 @@ mod engine;
 mod error;
 mod fallback;
 mod folding;
+mod forms;
 pub(crate) mod functions;
 pub(crate) mod gemm;
 mod int8;
@@ -53,6 +54,7 @@ mod weights;
 
 pub use engine::{DenseEngine, DenseScratch};
 pub use error::DenseError;
+pub use forms::{Forms, forms, narrow, narrow_all, widen};
 pub(crate) use interface::match_interface;
 pub use joined_outputs::{JOINED_OUTPUT, check_joined, join_outputs};
 pub use weights::{Activation, DenseLayer, Weights};

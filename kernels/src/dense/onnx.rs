@@ -154,6 +154,7 @@ pub struct Dimension {
 
 /// `TensorProto.DataType`.
 pub const FLOAT: i32 = 1;
+pub const INT8: i32 = 3;
 pub const INT32: i32 = 6;
 pub const INT64: i32 = 7;
 pub const BOOL: i32 = 9;
@@ -205,7 +206,7 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
     let (bytes, typed) = match tensor.data_type() {
         FLOAT => (4, tensor.float_data.len()),
         INT64 => (8, tensor.int64_data.len()),
-        2 | 3 | BOOL => (1, tensor.int32_data.len()),
+        2 | INT8 | BOOL => (1, tensor.int32_data.len()),
         INT32 => (4, tensor.int32_data.len()),
         FLOAT16 => (2, tensor.int32_data.len()),
         DOUBLE => (8, tensor.double_data.len()),
@@ -222,6 +223,15 @@ impl TensorProto {
     /// Returns the size of each axis.
     pub fn sizes(&self) -> Vec<usize> {
         self.dims.iter().map(|&d| d as usize).collect()
+    }
+
+    /// Returns the values of a tensor of int8; `None` for another type.
+    pub(crate) fn int8_values(&self) -> Option<Vec<i8>> {
+        let values = match &self.raw_data {
+            Some(raw) => raw.iter().map(|&b| b as i8).collect(),
+            None => self.int32_data.iter().map(|&n| n as i8).collect(),
+        };
+        (self.data_type() == INT8).then_some(values)
     }
 
     /// Returns the type of the values; `None` for a type that no graph has.

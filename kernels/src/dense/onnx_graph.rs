@@ -92,10 +92,9 @@ pub(crate) struct Transposed {
 
 /// Builds a graph, node by node.
 pub(crate) struct Builder<'a> {
-    pub weights: Weights,
     /// The version of ONNX's operators in the file.
     pub opset: i64,
-    stored: HashMap<&'a str, &'a TensorProto>,
+    pub stored: HashMap<&'a str, &'a TensorProto>,
     tensors: HashMap<String, Tensor>,
     widths: Vec<usize>,
     nodes: Vec<Node>,
@@ -112,7 +111,6 @@ impl Graph {
         model: &ModelProto,
         inputs: &[(&str, Vec<usize>)],
         output: &str,
-        weights: Weights,
     ) -> Result<Self, Stop> {
         let Some(graph) = &model.graph else { return Err(malformed("no graph")) };
         let opset = model.opset();
@@ -121,7 +119,6 @@ impl Graph {
         }
 
         let mut builder = Builder {
-            weights,
             opset,
             stored: graph.initializer.iter().map(|t| (t.name(), t)).collect(),
             tensors: HashMap::new(),
@@ -137,7 +134,8 @@ impl Graph {
             let id = builder.value(&shape)?;
             let batch = Some(Batch { axis: 0, outer: 1 });
             let data = Data::Computed(id);
-            let tensor = Tensor { kind: Kind::Float, shape, batch, data };
+            let weights = Weights::F32;
+            let tensor = Tensor { kind: Kind::Float, shape, batch, data, weights };
             builder.tensors.insert((*name).to_owned(), tensor);
         }
 
@@ -231,14 +229,15 @@ impl<'a> Builder<'a> {
     ) -> Result<Tensor, Stop> {
         let output = self.value(&shape)?;
         self.nodes.push(Node { inputs, op, output });
-        Ok(Tensor { kind: Kind::Float, shape, batch, data: Data::Computed(output) })
+        let (data, weights) = (Data::Computed(output), Weights::F32);
+        Ok(Tensor { kind: Kind::Float, shape, batch, data, weights })
     }
 
-    /// Returns the matrix `w` `[k, n]` with `bias(column)`, packed.
+    /// Returns the matrix `w` `[k, n]` with `bias(column)`, packed as `weights`.
     pub fn matrix(
         &mut self,
-        k: usize,
-        n: usize,
+        weights: Weights,
+        [k, n]: [usize; 2],
         w: &dyn Fn(usize, usize) -> f32,
         bias: impl Fn(usize) -> f32,
     ) -> Result<Box<Matrix>, Stop> {
@@ -246,7 +245,7 @@ impl<'a> Builder<'a> {
             return Err(malformed(&format!("weights [{k}, {n}]")));
         }
         self.pack(k.saturating_mul(padded(n)))?;
-        let matrix = Box::new(Matrix::pack(k, n, w, self.weights, bias));
+        let matrix = Box::new(Matrix::pack(k, n, w, weights, bias));
         if !matrix.is_finite() {
             return Err(malformed("a weight is not finite, or too large for its format"));
         }
@@ -282,7 +281,8 @@ impl<'a> Builder<'a> {
                 }
             }
         };
-        Ok(Tensor { kind: tensor.kind, shape: shape.to_vec(), batch, data })
+        let (kind, weights) = (tensor.kind, tensor.weights);
+        Ok(Tensor { kind, shape: shape.to_vec(), batch, data, weights })
     }
 
     /// Adds the node that picks values of `id`. A selection of a selection is one node.
@@ -360,5 +360,5 @@ fn at_node(node: &NodeProto, form: &str) -> String {
 
 /// Returns known values of a tensor that was folded.
 pub(crate) fn folded(kind: Kind, shape: Vec<usize>, batch: Option<Batch>, v: Values) -> Tensor {
-    Tensor { kind, shape, batch, data: Data::Known(Rc::new(v)) }
+    Tensor { kind, shape, batch, data: Data::Known(Rc::new(v)), weights: Weights::F32 }
 }

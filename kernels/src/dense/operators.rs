@@ -30,6 +30,7 @@ impl Builder<'_> {
             "Identity" => self.input(node, 0),
             "Dropout" => self.dropout(node),
             "Cast" | "CastLike" => self.cast(node),
+            "DequantizeLinear" => self.dequantize(node),
             "Where" => self.select(node),
             "Greater" => self.flipped(node, Zip::Less),
             "GreaterOrEqual" => self.flipped(node, Zip::LessEqual),

@@ -10,7 +10,7 @@ use crate::dense::pairs::{self, Pairs};
 use crate::dense::sequences::{Gru, fold, softmax, sum};
 use crate::dense::tensor::Id;
 use crate::dense::tiling::ProductShape;
-use crate::dense::weights::{DenseLayer, Weights};
+use crate::dense::weights::DenseLayer;
 use crate::simd::isa::Isa;
 
 /// Samples that run through the network together, at most. They are enough to use every weight
@@ -80,19 +80,6 @@ impl Plan {
     pub fn layers(&self) -> Vec<DenseLayer> {
         let layer = |m: &Matrix| DenseLayer { inputs: m.k, outputs: m.n, weights: m.weights() };
         self.matrices().map(layer).collect()
-    }
-
-    /// Stores the weights of matrix number `at` as `weights`, rounded from those of `trained`, the
-    /// same network with f32 weights. Returns false if they do not fit.
-    pub fn set_weights(&mut self, at: usize, weights: Weights, trained: &Self) -> bool {
-        let repacked = trained.matrices().nth(at).and_then(|m| m.repacked(weights));
-        let own = self.layout.nodes.iter_mut().filter_map(|node| match &mut node.op {
-            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => Some(matrix),
-            _ => None,
-        });
-        let (Some(own), Some(repacked)) = ({ own }.nth(at), repacked) else { return false };
-        **own = repacked;
-        true
     }
 
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {

@@ -6,6 +6,7 @@ use crate::dense::onnx::NodeProto;
 use crate::dense::onnx_graph::{Builder, Op, Stop, malformed, unsupported};
 use crate::dense::shape_operators::squeezed;
 use crate::dense::tensor::{Batch, Kind, Size, Tensor, Values, broadcast};
+use crate::dense::weights::Weights;
 
 impl Builder<'_> {
     /// Translates `Gemm`.
@@ -66,7 +67,9 @@ impl Builder<'_> {
         }
 
         let at = |i: usize, j: usize| alpha * weights[i * n + j];
-        let matrix = self.matrix(k, n, &at, |j| beta * bias[j % bias.len()])?;
+        // A scaled weight of f16 is no f16 any more.
+        let form = if alpha == 1.0 { w.weights } else { Weights::F32 };
+        let matrix = self.matrix(form, [k, n], &at, |j| beta * bias[j % bias.len()])?;
         let rows = x.shape[0];
         let id = self.computed(x)?;
         self.node(vec![id], Op::Matrix { rows, matrix }, vec![rows, n], x.batch).map(Some)
@@ -198,7 +201,7 @@ impl Builder<'_> {
             return Err(malformed("weights that are no floats"));
         };
         let at = |i: usize, j: usize| weights[(j / n * k + i) * n + j % n];
-        let matrix = self.matrix(k, count * n, &at, |_| 0.0)?;
+        let matrix = self.matrix(b.weights, [k, count * n], &at, |_| 0.0)?;
 
         let mut shape = a.shape.clone();
         shape[rank - 1] = count * n;

@@ -4,6 +4,7 @@
 use crate::dense::onnx::NodeProto;
 use crate::dense::onnx_graph::{Builder, Op, Stop, malformed, unsupported};
 use crate::dense::tensor::{Batch, Kind, Tensor, Values, product};
+use crate::dense::weights::Weights;
 
 /// The weights of one direction, each `[3 * hidden]` wide: update gate, reset gate, candidate.
 struct Direction {
@@ -13,6 +14,8 @@ struct Direction {
     states: Vec<f32>,
     /// Of the inputs, then of the states.
     bias: Vec<f32>,
+    /// How the file stores the weights of the inputs, and those of the states.
+    forms: [Weights; 2],
 }
 
 impl Builder<'_> {
@@ -76,20 +79,22 @@ impl Builder<'_> {
         backwards: bool,
     ) -> Result<Tensor, Stop> {
         let (steps, width) = (x.shape[0], x.shape[2]);
-        let Direction { inputs, states, bias } = self.weights_of(node, number, count, width)?;
+        let Direction { inputs, states, bias, forms } =
+            self.weights_of(node, number, count, width)?;
         let hidden = bias.len() / 6;
         let order: Vec<usize> =
             if backwards { (0..steps).rev().collect() } else { (0..steps).collect() };
         let x = self.take(x, 0, &order)?;
 
         let columns = 3 * hidden;
-        let matrix = self.matrix(width, columns, &|i, j| inputs[j * width + i], |j| bias[j])?;
+        let w = |i: usize, j: usize| inputs[j * width + i];
+        let matrix = self.matrix(forms[0], [width, columns], &w, |j| bias[j])?;
         let id = self.computed(&x)?;
         let gates = Op::Matrix { rows: steps, matrix };
         let gates = self.node(vec![id], gates, vec![steps, 1, columns], x.batch)?;
 
         let at = |i: usize, j: usize| states[j * hidden + i];
-        let matrix = self.matrix(hidden, columns, &at, |j| bias[columns + j])?;
+        let matrix = self.matrix(forms[1], [hidden, columns], &at, |j| bias[columns + j])?;
         let mut operands = vec![self.computed(&gates)?];
         if let Some(first) = self.first_state(node, [number, count], hidden)? {
             operands.push(first);
@@ -115,17 +120,21 @@ impl Builder<'_> {
                 unsupported(node, &format!("with weights {:?}, not {shape:?}", tensor.shape))
             })?;
             let n = values.len() / count;
-            Ok::<_, Stop>(Some(values[number * n..][..n].to_vec()))
+            Ok::<_, Stop>(Some((values[number * n..][..n].to_vec(), tensor.weights)))
         };
         let columns = hidden.saturating_mul(3);
         if hidden == 0 || product(&[columns, hidden.max(width), count]).is_none() {
             return Err(malformed(&format!("GRU with hidden_size {hidden}")));
         }
         let missing = || malformed("GRU without weights");
+        let (inputs, inputs_form) = part(1, &[count, columns, width])?.ok_or_else(missing)?;
+        let (states, states_form) = part(2, &[count, columns, hidden])?.ok_or_else(missing)?;
+        let bias = part(3, &[count, 2 * columns])?.map(|(bias, _)| bias);
         Ok(Direction {
-            inputs: part(1, &[count, columns, width])?.ok_or_else(missing)?,
-            states: part(2, &[count, columns, hidden])?.ok_or_else(missing)?,
-            bias: part(3, &[count, 2 * columns])?.unwrap_or_else(|| vec![0.0; 2 * columns]),
+            inputs,
+            states,
+            bias: bias.unwrap_or_else(|| vec![0.0; 2 * columns]),
+            forms: [inputs_form, states_form],
         })
     }
 

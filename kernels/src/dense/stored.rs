@@ -1,9 +1,12 @@
-//! Turns the tensors of an ONNX file into known tensors of a graph. A type that no network has as a
-//! constant is `Unsupported`.
+//! Turns the tensors of an ONNX file into known tensors of a graph, narrow weights too. A type that
+//! no network has as a constant is `Unsupported`.
 
+use crate::dense::forms::dequantize;
 use crate::dense::onnx::{NodeProto, TensorProto};
-use crate::dense::stop::Stop;
+use crate::dense::onnx_graph::Builder;
+use crate::dense::stop::{Stop, unsupported};
 use crate::dense::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
+use crate::dense::weights::Weights;
 
 /// Returns the tensor that `proto` stores.
 pub(crate) fn stored(proto: &TensorProto) -> Result<Tensor, Stop> {
@@ -34,5 +37,24 @@ pub(crate) fn constant(node: &NodeProto) -> Option<Result<Tensor, Stop>> {
         list(Kind::Int64, Values::Ints(values.iter().map(int).collect()))
     } else {
         node.floats("value_floats").map(|v| list(Kind::Float, Values::Floats(v.to_vec())))?
+    }
+}
+
+impl Builder<'_> {
+    /// Translates `DequantizeLinear` of stored int8 weights without a zero point. The products by
+    /// them are computed in int8.
+    pub fn dequantize(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let stored = |i: usize| self.stored.get(node.input.get(i)?.as_str()).copied();
+        let known = match node.input.len() {
+            2 => stored(0).zip(stored(1)),
+            _ => None,
+        };
+        let values = known.and_then(|(tensor, scale)| {
+            let values = dequantize(tensor, scale, node.int("axis", 1))?;
+            Some(Tensor::known(Kind::Float, tensor.sizes(), Values::Floats(values)))
+        });
+        let tensor = values.filter(|t| t.shape.len() <= RANK_MAX);
+        let tensor = tensor.ok_or_else(|| unsupported(node, "of such operands"))?;
+        Ok(Tensor { weights: Weights::Int8, ..tensor })
     }
 }

@@ -3,6 +3,7 @@
 //! values always lie together, so the batch can move to another axis without a copy. This file has
 //! the arithmetic of shapes and positions. It knows no operator.
 
+use crate::dense::weights::Weights;
 use std::rc::Rc;
 
 /// Axes of a tensor, at most.
@@ -64,6 +65,9 @@ pub(crate) struct Tensor {
     /// The axis of the batch; a computed tensor has one.
     pub batch: Option<Batch>,
     pub data: Data,
+    /// The form in which the file has these known values. A matrix of them is packed so. A view
+    /// keeps the form; arithmetic gives f32.
+    pub weights: Weights,
 }
 
 impl Kind {
@@ -135,7 +139,8 @@ impl Tensor {
     /// Returns a known tensor, equal for every batch.
     pub fn known(kind: Kind, shape: Vec<usize>, values: Values) -> Self {
         debug_assert_eq!(shape.iter().product::<usize>(), values.len());
-        Self { kind, shape, batch: None, data: Data::Known(Rc::new(values)) }
+        let data = Data::Known(Rc::new(values));
+        Self { kind, shape, batch: None, data, weights: Weights::F32 }
     }
 
     /// Returns a known list of integers.

@@ -5,7 +5,7 @@ use crate::dense::engine::DenseEngine;
 use crate::dense::error::DenseError;
 use crate::dense::fallback::Fallback;
 use crate::dense::onnx::*;
-use crate::dense::weights::{Activation, Weights};
+use crate::dense::weights::Activation;
 use prost::Message;
 
 fn info(name: &str, shape: &[i64]) -> ValueInfoProto {
@@ -71,7 +71,7 @@ fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
 
 fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
     let inputs = [("x", 4), ("y", 12)];
-    DenseEngine::load(model.encode_to_vec(), &inputs, "out", Activation::None, Weights::F32)
+    DenseEngine::load(model.encode_to_vec(), &inputs, "out", Activation::None)
 }
 
 /// Returns a network of one node, whose result is the output, and the tensors that the node reads.

@@ -11,7 +11,7 @@ use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::layout::Layout;
 use crate::dense::onnx_graph::{Graph, Stop};
-use crate::dense::{Activation, DenseEngine, DenseError, Weights, match_interface, onnx};
+use crate::dense::{Activation, DenseEngine, DenseError, match_interface, onnx, widen};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
@@ -117,7 +117,10 @@ impl DeviceEngine {
         network: &DenseNetwork,
         options: &DeviceOptions,
     ) -> Result<Self, GpuDenseError> {
-        let model = onnx::read(network.onnx.to_vec().into())?;
+        // A GPU computes with f32 weights; each backend narrows what its precision allows.
+        let onnx = widen(network.onnx.to_vec())?;
+        let network = &DenseNetwork { onnx: &onnx, ..*network };
+        let model = onnx::read(onnx.clone().into())?;
         let shapes = match_interface(&model, network.inputs, network.output)?;
         let inputs: Vec<_> = network
             .inputs
@@ -126,7 +129,7 @@ impl DeviceEngine {
             .map(|((name, _), shape)| (*name, shape.clone()))
             .collect();
         let DenseNetwork { onnx, inputs: fed, output, activation } = *network;
-        let reference = DenseEngine::load(onnx.to_vec(), fed, output, activation, Weights::F32)?;
+        let reference = DenseEngine::load(onnx.to_vec(), fed, output, activation)?;
         let loader = Loader {
             gpu,
             network,
@@ -146,7 +149,7 @@ impl DeviceEngine {
             }
         }
 
-        let layout = match Graph::build(&model, &inputs, network.output, Weights::F32) {
+        let layout = match Graph::build(&model, &inputs, network.output) {
             Ok(graph) => Layout::new(graph),
             Err(Stop::Refused(e)) => return Err(e.into()),
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),

@@ -5,7 +5,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine};
 use hatchback_kernels::simd::isa::Isa;
 
 /// Allowed difference from ONNX Runtime, relative to the largest output, or to 1 if that is larger.
@@ -104,9 +104,9 @@ impl Case {
     fn run_on(&self, isa: Isa, fallback: &mut Option<String>) -> Result<Vec<f32>, String> {
         let inputs: Vec<(&str, usize)> =
             self.inputs.iter().map(|(name, width)| (name.as_str(), *width)).collect();
-        let (activation, weights) = (Activation::None, Weights::F32);
+        let activation = Activation::None;
         let onnx = self.onnx.clone();
-        let engine = DenseEngine::load_for(isa, onnx, &inputs, &self.output, activation, weights)
+        let engine = DenseEngine::load_for(isa, onnx, &inputs, &self.output, activation)
             .map_err(|e| e.to_string())?;
         *fallback = engine.falls_back_for().map(str::to_owned);
 

@@ -204,6 +204,32 @@ impl BundleWriter {
         Ok(self.written)
     }
 
+    /// Completes the file under its temporary name and returns that name. The file is then a whole
+    /// bundle, which a [`BundleReader`] can read, and [`BundleWriter::keep`] can change its end.
+    ///
+    /// # Errors
+    /// As [`BundleWriter::finish`].
+    pub fn draft(&mut self, mut manifest: Manifest) -> Result<PathBuf, BundleError> {
+        manifest.blobs = self.blobs.clone();
+        let refused = |source| BundleError::Manifest { path: self.path.clone(), source };
+        let bytes = manifest.encode().map_err(refused)?;
+        self.write_end(&bytes).map_err(io_error(&self.path))?;
+        self.file.as_mut().map_or(Ok(()), |file| file.flush()).map_err(io_error(&self.path))?;
+        Ok(atomic_write::part_of(&self.path))
+    }
+
+    /// Removes what follows the first `blobs` blobs from the file.
+    ///
+    /// # Errors
+    /// [`BundleError::Io`] if the file cannot be shortened.
+    pub fn keep(&mut self, blobs: usize) -> Result<(), BundleError> {
+        self.blobs.truncate(blobs);
+        self.written = HEADER_BYTES + self.blobs.iter().map(Blob::stored_bytes).sum::<u64>();
+        let part = atomic_write::part_of(&self.path);
+        self.file = Some(SystemDisk.append(&part, self.written).map_err(io_error(&self.path))?);
+        Ok(())
+    }
+
     /// Renames the file into place without a manifest: it is a part of a bundle, not a bundle.
     /// Returns its blobs.
     ///

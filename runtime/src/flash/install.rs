@@ -17,7 +17,6 @@ use crate::limits::{
 };
 use crate::schema::sample::Sample;
 use crate::schema::{Schema, Table};
-use hatchback_kernels::dense::Weights;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -349,7 +348,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
 
         let onnx = bundle.blob(manifest.dense)?;
         let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
-        manifest.schema.load_dense(onnx, Weights::F32).map_err(refused)?;
+        manifest.schema.load_dense(onnx).map_err(refused)?;
         self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
 
         if let Some(probe) = manifest.probe {

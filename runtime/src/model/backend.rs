@@ -6,7 +6,7 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::dense::{DenseEngine, DenseLayer, Weights};
+use hatchback_kernels::dense::DenseEngine;
 use hatchback_kernels::gpu::DeviceEngine;
 use hatchback_kernels::gpu::tables::DeviceTables;
 use std::sync::Arc;
@@ -76,21 +76,9 @@ impl ModelBackend {
     pub fn dense_runs_on(&self) -> String {
         match self {
             Self::Gpu { dense, .. } => dense.runs_on(),
-            Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => {
-                let engine = dense.runs_on();
-                match dense.weights() {
-                    Some(Weights::F32) => engine,
-                    Some(weights) => format!("{engine}, with {weights} weights"),
-                    None => format!("{engine}, with weights {}", layer_names(&dense.layers())),
-                }
-            }
+            Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => dense.runs_on(),
         }
     }
-}
-
-/// Returns the names of `layers`, with commas between them.
-pub(crate) fn layer_names(layers: &[DenseLayer]) -> String {
-    layers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the content of `shared`, whose only owner is a model that is still being opened. Workers

@@ -1,7 +1,6 @@
 //! The memory budget, which limits a model's use of memory, and the memory plan, which sums the
 //! model's actual use.
 
-use hatchback_kernels::dense::Weights;
 use serde::Deserialize;
 use std::fmt;
 
@@ -31,8 +30,6 @@ pub struct Budget {
     pub misses_max: u32,
     /// Page reads of all workers in flight. More than the queue depth of the device gains nothing.
     pub reads_max: u32,
-    /// How the weights of the dense network are stored on the CPU.
-    pub dense_weights: DenseWeights,
     /// Which engine may run the dense network on the CPU.
     pub dense_engine: EngineRule,
 }
@@ -46,33 +43,6 @@ pub enum EngineRule {
     Any,
     /// Only Hatchback's own engine.
     Own,
-}
-
-/// The type of the dense network's weights on the CPU: one for all layers, or the narrowest
-/// possible for each layer. The scores of the probe set limit how narrow it can be.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DenseWeights {
-    /// As in the ONNX file.
-    #[default]
-    F32,
-    /// Rounded to `f16`.
-    F16,
-    /// 8-bit integers, with which the products are also computed.
-    Int8,
-    /// Chosen for each layer when the model is opened.
-    Auto,
-}
-
-impl DenseWeights {
-    /// Returns the type of the weights before a choice for each layer.
-    pub(crate) fn at_first(self) -> Weights {
-        match self {
-            Self::F32 | Self::Auto => Weights::F32,
-            Self::F16 => Weights::F16,
-            Self::Int8 => Weights::Int8,
-        }
-    }
 }
 
 impl Default for Budget {
@@ -89,7 +59,6 @@ impl Default for Budget {
             batch_max: 256,
             misses_max: 16 << 10,
             reads_max: 64,
-            dense_weights: DenseWeights::F32,
             dense_engine: EngineRule::Any,
         }
     }

@@ -3,7 +3,7 @@
 use crate::flash::FlashError;
 use crate::flash::segment::SegmentError;
 use hatchback_kernels::cuda::driver::CudaError;
-use hatchback_kernels::dense::{DenseError, Weights};
+use hatchback_kernels::dense::DenseError;
 use hatchback_kernels::gpu::GpuDenseError;
 
 /// Why a model cannot be served.
@@ -28,11 +28,9 @@ pub enum OpenError {
     /// The lookup on a GPU lacks a feature that the model needs.
     #[error("the GPU's lookup lacks {0}; serve this model with device = \"cpu\"")]
     GpuLacks(String),
-    /// The weights that the budget requires change the scores of the dense network too much.
-    #[error(
-        "budget.dense_weights = {weights}: probe sample {sample}: {problem}; choose wider weights"
-    )]
-    Weights { weights: Weights, sample: usize, problem: String },
+    /// A sample of the probe set cannot be scored.
+    #[error("probe sample {sample}: {problem}")]
+    Probe { sample: usize, problem: String },
     /// The target allows only Hatchback's own engine, which lacks an operator of the network.
     #[error("budget.dense_engine = \"own\": the dense network needs rten, because of {0}")]
     Fallback(String),
@@ -42,9 +40,8 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// Returns true if the release is at fault: no car whose target asks for such weights can serve
-    /// it. The other errors depend on the car: its flash, its memory, its device and its engine.
+    /// Returns true if the release is at fault: no car can serve it. The other errors depend on the car: its flash, its memory, its device and its engine.
     pub fn is_fault_of_release(&self) -> bool {
-        matches!(self, Self::Dense(_) | Self::Weights { .. })
+        matches!(self, Self::Dense(_) | Self::Probe { .. })
     }
 }

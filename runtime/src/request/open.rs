@@ -5,17 +5,18 @@ use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::{DeviceDepth, PageReader};
+use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
-use crate::model::budget::{Budget, DenseWeights, EngineRule, MemoryPlan};
+use crate::model::budget::{Budget, EngineRule, MemoryPlan};
 use crate::model::opened::ModelParts;
 use crate::model::row_writer::RowWriter;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::changed_rows::list_bytes_max;
 use crate::request::negative_cache::NegativeCache;
+use crate::request::precision_check;
 use crate::request::queue::RequestQueue;
 use crate::request::worker::{TableCounters, lookup_limits};
-use crate::request::{precision_check, weight_check, weight_choice};
 use crate::schema::batch::Batch;
 use crate::schema::{Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
@@ -59,7 +60,7 @@ impl Model {
     ///
     /// # Errors
     /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
-    /// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used.
+    /// [`OpenError::Dense`] if the dense network cannot be used.
     /// [`OpenError::Budget`] if the budget is too small.
     pub fn open(disk: &Arc<dyn Disk>, directory: &Path, budget: Budget) -> Result<Self, OpenError> {
         Self::from_flash(&Flash::open(disk, directory)?, budget)
@@ -88,12 +89,23 @@ impl Model {
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
         let place = Placed { is_resident: &is_resident, before: &[] };
-        let model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
-        let mut model = choose_weights(model, flash)?;
+        let mut model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
         *model.memory_mut() = sum_memory(&model);
         check_total(&model)?;
+        Ok(model)
+    }
 
-        weight_check::check(model, flash)
+    /// Opens the live generation of `flash` to score the samples of its probe set, one at a time.
+    /// All rows stay on flash, behind a small cache. Calls `yield_now` between the tables.
+    ///
+    /// # Errors
+    /// The same as [`Model::open`].
+    pub fn open_to_probe(
+        flash: &Flash,
+        budget: Budget,
+        yield_now: &dyn Fn(),
+    ) -> Result<Self, OpenError> {
+        Self::open_on_flash(flash, budget, PROBE_CACHE_BYTES_MAX, None, yield_now)
     }
 
     /// Opens the live generation of `flash` with all rows on flash, for one request of one sample
@@ -127,8 +139,7 @@ impl Model {
             is_resident: &is_resident,
             before: before.map_or(&[], |model| model.tables()),
         };
-        let model = Self::open_with(flash, small, place, read_depth, yield_now)?;
-        weight_check::check(choose_weights(model, flash)?, flash)
+        Self::open_with(flash, small, place, read_depth, yield_now)
     }
 
     fn open_with(
@@ -139,7 +150,7 @@ impl Model {
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
-        let dense = schema.load_dense(flash.dense()?, budget.dense_weights.at_first())?;
+        let dense = schema.load_dense(flash.dense()?)?;
         check_engine(&dense, &flash.manifest().generation, budget.dense_engine)?;
         let Placed { is_resident, before } = placed;
         let caches = capacity::make_caches(&schema, is_resident, &budget)?;
@@ -219,19 +230,15 @@ impl Model {
     /// [`OpenError::Flash`] if the network is not on `flash`, [`OpenError::Cuda`] if the GPU has no
     /// room for it, [`OpenError::Budget`] if the budget has none.
     pub fn move_dense_to_gpu(self, flash: &Flash, dense: &GpuDense) -> Result<Self, OpenError> {
-        let (ModelBackend::GpuTables { dense: on_cpu, .. }, true) =
-            (self.backend(), dense.precision != Precision::Exact)
-        else {
+        if dense.precision == Precision::Exact {
             return self.load_dense_to_gpu(flash, dense);
-        };
-        let (on_cpu, model) = (Arc::clone(on_cpu), self);
+        }
+        let model = self;
         let engine = match model.load_engine(flash, dense)? {
             Some(engine) if !engine.is_exact() => engine,
             engine => return model.with_engine(engine),
         };
-        let (model, keeps) =
-            precision_check::keeps_scores(model, flash, &on_cpu, &engine, dense.precision)?;
-        drop(on_cpu);
+        let (model, keeps) = precision_check::keeps_scores(model, flash, &engine, dense.precision)?;
         match keeps {
             true => model.with_engine(Some(engine)),
             false => model.load_dense_to_gpu(flash, &GpuDense::default()),
@@ -316,14 +323,6 @@ fn check_engine(
         (None, _) => log::info!("dense network of {generation}: {engine}"),
     }
     Ok(())
-}
-
-/// Chooses the type of each layer's weights, if the budget has `dense_weights = "auto"`.
-fn choose_weights(model: Model, flash: &Flash) -> Result<Model, OpenError> {
-    match model.budget().dense_weights {
-        DenseWeights::Auto => weight_choice::choose(model, flash),
-        _ => Ok(model),
-    }
 }
 
 /// Loads the dense network of `schema` onto `gpu`.

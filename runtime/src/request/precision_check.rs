@@ -2,23 +2,27 @@
 //! CPU only if the scores of the packed probe set stay within a bound. Before this the kernels'
 //! crate has made the same check with generated samples.
 
+use crate::clock::SystemClock;
 use crate::flash::Flash;
-use crate::limits::WEIGHT_CHECK_SAMPLES_MAX;
+use crate::limits::PROBE_INPUTS_MAX;
+use crate::model::backend::sole_owner;
 use crate::model::{Model, OpenError};
-use crate::request::weight_choice::Probe;
-use hatchback_kernels::dense::DenseEngine;
+use crate::request::probe_inputs::ProbeInputs;
+use crate::request::worker::Worker;
+use hatchback_kernels::dense::widen;
 use hatchback_kernels::gpu::{DeviceEngine, GpuDenseError, Precision};
+use std::sync::Arc;
 
-/// Returns `model`, whose tables are on a GPU, and whether `engine` and `on_cpu` give the probe set
-/// the same scores, within the bound of `precision`. Without a probe set it returns true.
+/// Returns `model`, whose tables are on a GPU, and whether `engine` gives the probe set the scores
+/// of the CPU with f32 weights, within the bound of `precision`. Without a probe set it returns
+/// true.
 ///
 /// # Errors
-/// [`OpenError::Flash`] if the probe set cannot be read, [`OpenError::Weights`] if a sample cannot
-/// be scored, [`OpenError::Cuda`] if the GPU fails.
+/// [`OpenError::Flash`] if the probe set or the network cannot be read, [`OpenError::Probe`] if a
+/// sample cannot be scored, [`OpenError::Cuda`] if the GPU fails.
 pub(crate) fn keeps_scores(
     model: Model,
     flash: &Flash,
-    on_cpu: &DenseEngine,
     engine: &DeviceEngine,
     precision: Precision,
 ) -> Result<(Model, bool), OpenError> {
@@ -28,8 +32,14 @@ pub(crate) fn keeps_scores(
         return Ok((model, true));
     }
 
-    let (model, probe) = Probe::collect(model, on_cpu, &samples)?;
-    let difference = match engine.difference(&probe.inputs, &probe.scores) {
+    // A GPU computes with f32 weights whatever the form in the file, so the reference does too.
+    let on_cpu = model.schema().load_dense(widen(flash.dense()?)?)?;
+    let samples = &samples[..samples.len().min(PROBE_INPUTS_MAX)];
+    let model = Arc::new(model);
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    let probe = ProbeInputs::collect(&mut worker, samples)?;
+    drop(worker);
+    let difference = match engine.difference(probe.inputs(), &probe.scores(&on_cpu)?) {
         Ok(difference) => difference,
         Err(GpuDenseError::Cuda(e)) => return Err(OpenError::Cuda(*e)),
         Err(e) => {
@@ -38,8 +48,7 @@ pub(crate) fn keeps_scores(
         }
     };
 
-    let (bound, samples) = (precision.difference_bound(), samples.len());
-    let checked = samples.min(WEIGHT_CHECK_SAMPLES_MAX);
+    let (bound, checked) = (precision.difference_bound(), samples.len());
     let keeps = difference <= bound;
     match keeps {
         true => log::info!("{name}: {checked} probe samples differ by at most {difference:.1e}"),
@@ -49,5 +58,5 @@ pub(crate) fn keeps_scores(
             engine.runs_on()
         ),
     }
-    Ok((model, keeps))
+    Ok((sole_owner(model), keeps))
 }

@@ -20,7 +20,7 @@ use crate::schema::raw_value::RawValue;
 use hatchback_kernels::cache::address::{mix, unmix};
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, JOINED_OUTPUT, Weights, check_joined, join_outputs,
+    Activation, DenseEngine, DenseError, JOINED_OUTPUT, check_joined, join_outputs,
 };
 use hatchback_kernels::lookup::Pooling;
 use serde::{Deserialize, Serialize};
@@ -388,12 +388,12 @@ impl Schema {
     /// # Errors
     /// [`DenseError`] if the file does not load, or if its inputs and outputs are not those of the
     /// schema.
-    pub fn load_dense(&self, onnx: Vec<u8>, weights: Weights) -> Result<DenseEngine, DenseError> {
+    pub fn load_dense(&self, onnx: Vec<u8>) -> Result<DenseEngine, DenseError> {
         let network = &self.network;
         let widths: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
         let SingleOutput { onnx, name, activation } = self.single_output(onnx)?;
-        let engine = DenseEngine::load(onnx, &widths, name, activation, weights)?;
+        let engine = DenseEngine::load(onnx, &widths, name, activation)?;
         if let [_, _, ..] = network.outputs.as_slice() {
             let names: Vec<&str> = network.outputs.iter().map(|o| o.name.as_str()).collect();
             check_joined(&names, engine.outputs())?;

@@ -4,7 +4,6 @@
 
 use crate::clock::SystemClock;
 use crate::flash::{Flash, FlashError};
-use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
 use crate::request::worker::Worker;
@@ -63,8 +62,7 @@ impl From<OpenError> for ProbeFault {
 /// `ProbeFault::Car` if the car cannot open the generation.
 pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Probed, ProbeFault> {
     let samples = flash.probe()?;
-    let cache = PROBE_CACHE_BYTES_MAX;
-    let model = Arc::new(Model::open_on_flash(flash, budget, cache, None, yield_now)?);
+    let model = Arc::new(Model::open_to_probe(flash, budget, yield_now)?);
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut batch, mut probed) = (Batch::new(model.schema(), 1), Probed::default());
 
@@ -110,15 +108,11 @@ fn score<'a>(worker: &'a mut Worker, batch: &Batch) -> Result<Option<&'a [f32]>,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hatchback_kernels::dense::Weights;
 
     #[test]
     fn a_release_is_blamed_for_its_own_faults_only() {
-        let of_release = OpenError::Weights {
-            weights: Weights::Int8,
-            sample: 3,
-            problem: "another score".to_owned(),
-        };
+        let problem = "an unknown feature".to_owned();
+        let of_release = OpenError::Probe { sample: 3, problem };
         assert!(matches!(ProbeFault::from(of_release), ProbeFault::Release(_)));
 
         let (field, value, problem) = ("memory_bytes_max", 7, "too small".to_owned());

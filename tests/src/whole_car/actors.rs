@@ -48,7 +48,6 @@ pub const BUDGET: Budget = Budget {
     batch_max: 4,
     misses_max: 32,
     reads_max: READS_MAX,
-    dense_weights: hatchback::DenseWeights::F32,
     dense_engine: hatchback::model::budget::EngineRule::Any,
 };
 

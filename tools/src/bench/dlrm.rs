@@ -15,6 +15,7 @@ use anyhow::{Context, Result};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{Activation, mix};
+use hatchback_kernels::dense::{Weights, narrow_all};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -185,13 +186,18 @@ impl Dlrm {
         graph.file()
     }
 
-    /// Packs the bundle `out`, with all tables cached in f32.
+    /// Packs the bundle `out`, with all tables cached in f32 and a network of `weights`.
     ///
     /// # Errors
     /// The bundle cannot be written.
-    pub fn pack(&self, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
+    pub fn pack(
+        &self,
+        weights: Weights,
+        out: &Path,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<()> {
         let base = tempfile::tempdir().context("a temporary folder")?;
-        std::fs::write(base.path().join("dense.onnx"), network())?;
+        std::fs::write(base.path().join("dense.onnx"), narrow_all(&network(), weights)?)?;
         let sources: Vec<Box<dyn RowSource>> = (0..TABLES)
             .map(|table| Box::new(RandomTable { model: *self, table }) as Box<dyn RowSource>)
             .collect();

@@ -13,7 +13,7 @@ use crate::report::metrics::largest_difference;
 use crate::report::plot::{self, Axis, Series};
 use crate::{report, say, serve};
 use anyhow::{Context, Result, ensure};
-use hatchback::DenseWeights;
+use hatchback::Weights;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
@@ -32,10 +32,10 @@ const ORT_INT8: &str = "ONNX Runtime, int8";
 /// How much faster than its peer an engine must be from batch 8 on, and int8 at any batch.
 const SPEEDUP: f64 = 1.2;
 /// Our engines: one for each encoding of the dense network's weights.
-const OURS: [(&str, DenseWeights); 3] = [
-    ("Hatchback, f32", DenseWeights::F32),
-    ("Hatchback, f16", DenseWeights::F16),
-    ("Hatchback, int8", DenseWeights::Int8),
+const OURS: [(&str, Weights); 3] = [
+    ("Hatchback, f32", Weights::F32),
+    ("Hatchback, f16", Weights::F16),
+    ("Hatchback, int8", Weights::Int8),
 ];
 /// Largest difference from ONNX Runtime's scores at which f16 and int8 weights count for the bars.
 const SCORE_TOLERANCE: f64 = 1e-3;
@@ -93,18 +93,12 @@ struct OurWorker {
 }
 
 impl OurWorker {
-    fn open(
-        flash: &Flash,
-        name: &'static str,
-        dense_weights: DenseWeights,
-        rows: usize,
-    ) -> Result<Self> {
+    fn open(flash: &Flash, name: &'static str, rows: usize) -> Result<Self> {
         // Sets of 14 ways that are a third full on average almost never overflow.
         let slot_bytes = (4 * dlrm::DIM + 6) as u64;
         let budget = Budget {
             memory_bytes_max: u64::MAX,
             cache_bytes_max: (TABLES * rows) as u64 * slot_bytes * 3,
-            dense_weights,
             ..Budget::default()
         };
         let model = Arc::new(Model::from_flash(flash, budget)?);
@@ -164,11 +158,12 @@ pub fn run(
     let model = Dlrm { rows: plan.rows };
     let mut peers = RequestPeers::start(venv, folder.path(), &model, samples_of(plan))?;
 
-    let bundle = folder.path().join("dlrm.hatch");
-    model.pack(&bundle, &mut |_, _| ())?;
-    let flash = serve::install(&bundle, &folder.path().join("flash"))?;
-
-    let open = |(name, weights)| OurWorker::open(&flash, name, weights, plan.rows);
+    let open = |(name, weights): (&'static str, Weights)| {
+        let bundle = folder.path().join(format!("{weights}.hatch"));
+        model.pack(weights, &bundle, &mut |_, _| ())?;
+        let flash = serve::install(&bundle, &folder.path().join(format!("flash-{weights}")))?;
+        OurWorker::open(&flash, name, plan.rows)
+    };
     let mut ours = OURS.into_iter().map(open).collect::<Result<Vec<_>>>()?;
     let mut points = measure(plan, &model, &mut ours, &mut peers)?;
     points.extend(peers.missing.iter().cloned().map(Measurement::NotRun));

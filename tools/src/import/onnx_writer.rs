@@ -148,7 +148,7 @@ fn value_info(name: &str, kind: Type, shape: &[usize]) -> ValueInfoProto {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+    use hatchback_kernels::dense::{Activation, DenseEngine};
 
     /// The bytes that an earlier writer, which wrote protobuf fields by hand, made of `sample()`.
     const GOLDEN: &str = "0807120968617463686261636b3ae9010a250a01780a017912036f75741a036f75742206\
@@ -185,8 +185,8 @@ mod tests {
         graph.input("y", Type::Float, &[3]);
         graph.output("out", &[5]);
         let inputs = [("x", 2), ("y", 3)];
-        let (activation, weights) = (Activation::None, Weights::F32);
-        let engine = DenseEngine::load(graph.file(), &inputs, "out", activation, weights);
+        let activation = Activation::None;
+        let engine = DenseEngine::load(graph.file(), &inputs, "out", activation);
         assert_eq!(engine.unwrap().outputs(), 5);
     }
 }

@@ -1,14 +1,15 @@
 //! Merges the shares of a snapshot into the bundle that a single `pack` makes, byte for byte. Opens
 //! no source. Copies a whole packed table as it is stored, and joins the ranges of a divided one.
 
+use super::ending::Ending;
 use super::range::PackedRanges;
 use super::share::{Head, ReadModel, blobs_path, check_model, head_path, read_head};
-use super::table::{Destination, write_blob};
-use super::{DenseNetwork, Overrides, Packed};
+use super::table::Destination;
+use super::{Overrides, Packed};
 use super::{read_network, read_probe, sum_left_out};
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleWriter;
-use hatchback::bundle::manifest::{Manifest, TableBlobs};
+use hatchback::bundle::manifest::TableBlobs;
 use hatchback::schema::Table;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -86,7 +87,7 @@ pub fn merge_shares(
     let rows_left_out = sum_left_out(overrides.min_count, &left_out)?;
     let tables = found.iter().map(|table| table.table().clone()).collect();
     let schema = model.spec.schema(tables, &model.keys)?;
-    let DenseNetwork { onnx, dense_engine } = read_network(&model.spec, &schema, &model.base)?;
+    let onnx = read_network(&model.spec, &schema, &model.base)?;
     let probe = read_probe(&model.spec, &schema, &model.base)?;
     let workers = &overrides.workers()?;
     let mut bundle = BundleWriter::create_on(out, workers)?;
@@ -98,18 +99,8 @@ pub fn merge_shares(
         tables.push(blobs.with_context(|| format!("table `{}`", table.table().name))?);
     }
 
-    let dense = write_blob(&mut bundle, &onnx)?;
-    let probe = probe.map(|bytes| write_blob(&mut bundle, &bytes)).transpose()?;
-    let manifest = Manifest {
-        generation: generation.clone(),
-        parent: None,
-        schema: schema.clone(),
-        blobs: Vec::new(),
-        tables,
-        dense,
-        probe,
-        deferral: None,
-    };
-    let bytes = bundle.finish(manifest)?;
-    Ok(Packed { generation, schema, bytes, dense_engine, rows_left_out })
+    let (generation, schema) = (&generation, &schema);
+    let ending = Ending { generation, parent: None, schema, tables, probe, deferral: None };
+    let ended = ending.finish_snapshot(bundle, onnx, overrides.probe_difference_max)?;
+    Ok(Packed { rows_left_out, ..Packed::new(generation, schema, ended)? })
 }

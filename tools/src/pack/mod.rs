@@ -3,6 +3,7 @@
 //! encodes. Memory is bounded by one block and one sort partition. Never holds a whole table.
 
 mod column_sums;
+pub(crate) mod ending;
 pub(crate) mod hot;
 pub mod hugectr_network;
 pub mod key_spec;
@@ -10,7 +11,6 @@ mod learn;
 pub mod merge;
 pub mod network;
 pub mod overrides;
-pub mod prove;
 pub mod range;
 pub mod share;
 pub mod sort;
@@ -18,16 +18,17 @@ pub mod spec;
 mod spec_line;
 pub(crate) mod table;
 mod table_major;
+pub(crate) mod weights;
 
 use crate::import::{FrequentRows, RowSource, Rows};
+use crate::pack::ending::{Ended, Ending};
 use crate::pack::learn::{Learnt, learn};
 use crate::pack::spec::ModelSpec;
 use crate::pack::spec_line::{at_line, line_of};
-use crate::pack::table::{Destination, write_blob, write_table};
+use crate::pack::table::{Destination, write_table};
 use anyhow::{Context, Result, bail, ensure};
-use hatchback::Weights;
 use hatchback::bundle::BundleWriter;
-use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
+use hatchback::bundle::manifest::{Generation, TableBlobs};
 use hatchback::flash::Flash;
 use hatchback::io::in_order::WorkPool;
 use hatchback::schema::sample::Sample;
@@ -35,6 +36,7 @@ use hatchback::schema::{KeySpace, Schema, SchemaError, Table};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
+pub use ending::Proof;
 pub use overrides::Overrides;
 
 /// The bundle that `pack` wrote.
@@ -50,6 +52,8 @@ pub struct Packed {
     pub dense_engine: String,
     /// Rows of the trainer's files that were left out because they are rare.
     pub rows_left_out: u64,
+    /// What the probe set scored.
+    pub proof: Proof,
 }
 
 /// Packs the model of `spec_path`, a model.toml, as a snapshot into the bundle `out`. Calls
@@ -209,7 +213,7 @@ pub fn pack_onto(
     check_name(&generation)?;
     let keys = spec.key_functions(base)?;
     let draft = spec.schema(draft_tables(spec, sources, overrides)?, &keys)?;
-    let DenseNetwork { onnx, dense_engine } = read_network(spec, &draft, base)?;
+    let onnx = read_network(spec, &draft, base)?;
     let probe = read_probe(spec, &draft, base)?;
 
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
@@ -226,20 +230,24 @@ pub fn pack_onto(
         tables.push(blobs.with_context(|| format!("table `{}`", schema.tables[number].name))?);
     }
 
-    let dense = write_blob(&mut bundle, &onnx)?;
-    let probe = probe.map(|bytes| write_blob(&mut bundle, &bytes)).transpose()?;
-    let manifest = Manifest {
-        generation: generation.clone(),
-        parent: parent.map(|p| p.manifest().generation.sequence),
-        schema: schema.clone(),
-        blobs: Vec::new(),
-        tables,
-        dense,
-        probe,
-        deferral: None,
-    };
-    let bytes = bundle.finish(manifest)?;
-    Ok(Packed { generation, schema, bytes, dense_engine, rows_left_out: 0 })
+    let sequence = parent.map(|p| p.manifest().generation.sequence);
+    let (generation, schema) = (&generation, &schema);
+    let ending = Ending { generation, parent: sequence, schema, tables, probe, deferral: None };
+    let ended = match parent {
+        // The rows of a delta alone do not score the probe set.
+        Some(parent) => ending.finish_delta(bundle, weights::as_parent(&onnx, parent)?),
+        None => ending.finish_snapshot(bundle, onnx, overrides.probe_difference_max),
+    }?;
+    Packed::new(generation, schema, ended)
+}
+
+impl Packed {
+    fn new(generation: &Generation, schema: &Schema, ended: Ended) -> Result<Self> {
+        let Ended { bytes, onnx, proof } = ended;
+        let (generation, schema) = (generation.clone(), schema.clone());
+        let dense_engine = schema.load_dense(onnx)?.runs_on();
+        Ok(Self { generation, schema, bytes, dense_engine, rows_left_out: 0, proof })
+    }
 }
 
 /// Returns an error unless `spec` may follow the generation `parent`.
@@ -296,14 +304,8 @@ fn learn_tables(
     Ok(tables)
 }
 
-/// The dense network of a model.
-struct DenseNetwork {
-    onnx: Vec<u8>,
-    dense_engine: String,
-}
-
 /// Reads the ONNX file and checks that it fits the schema.
-fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<DenseNetwork> {
+fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<u8>> {
     let (path, onnx) = match (&spec.network.onnx, &spec.network.hugectr) {
         (Some(onnx), None) => {
             let path = base.join(onnx);
@@ -324,9 +326,8 @@ fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<DenseN
             return Err(SchemaError { field: "network".to_owned(), problem }.into());
         }
     };
-    let engine = schema.load_dense(onnx.clone(), Weights::F32);
-    let engine = engine.with_context(|| path.display().to_string())?;
-    Ok(DenseNetwork { onnx, dense_engine: engine.runs_on() })
+    schema.load_dense(onnx.clone()).with_context(|| path.display().to_string())?;
+    Ok(onnx)
 }
 
 fn read_probe(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Option<Vec<u8>>> {

@@ -170,8 +170,8 @@ mod tests {
     use super::*;
     use crate::import::onnx_writer::{Graph, Type, int};
     use crate::pack::spec::ModelSpec;
+    use hatchback::Codec;
     use hatchback::schema::{KeySpace, MissPolicy, Placement, Table};
-    use hatchback::{Codec, Weights};
     use std::path::Path;
 
     const TABLES: usize = 2;
@@ -244,7 +244,7 @@ mod tests {
         let schema = schema([3, 3]);
         for (between, own_engine) in [(None, true), (Some("Neg"), false)] {
             let onnx = to_batch_major(&network(between), &schema).unwrap();
-            let engine = schema.load_dense(onnx, Weights::F32).unwrap();
+            let engine = schema.load_dense(onnx).unwrap();
             if own_engine {
                 assert_eq!(engine.falls_back_for(), None);
             }

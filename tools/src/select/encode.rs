@@ -2,13 +2,14 @@
 //! budget counts the bytes of the file. Rows come from the backlog, one at a time. Never changes
 //! the backlog.
 
+use crate::pack::ending::Ending;
 use crate::pack::table::write_blob;
 use crate::select::candidates::{Candidate, RowChange, grows};
 use crate::select::choose::{Chosen, Ranking, TableCandidates};
 use crate::window::Window;
 use crate::window::reader::RowBuffer;
 use anyhow::{Context, Result, ensure};
-use hatchback::bundle::manifest::{Deferral, Generation, Manifest, TableBlobs};
+use hatchback::bundle::manifest::{Deferral, Generation, TableBlobs};
 use hatchback::bundle::{BlobWriter, BundleWriter};
 use hatchback::flash::Flash;
 use hatchback::flash::segment::writer::SegmentWriter;
@@ -100,22 +101,19 @@ impl Draft<'_> {
             tables.push(TableBlobs { segment, hot });
         }
 
-        let dense = write_blob(&mut bundle, self.dense)?;
         let probe = match self.probe.is_empty() {
             true => None,
-            false => Some(write_blob(&mut bundle, &Sample::encode_set(&self.probe)?)?),
+            false => Some(Sample::encode_set(&self.probe)?),
         };
-        let manifest = Manifest {
-            generation: self.generation.clone(),
+        let ending = Ending {
+            generation: &self.generation,
             parent: Some(self.fleet.manifest().generation.sequence),
-            schema,
-            blobs: Vec::new(),
+            schema: &schema,
             tables,
-            dense,
             probe,
             deferral: Some(self.deferral(chosen)),
         };
-        Ok(bundle.finish(manifest)?)
+        ending.finish(bundle, self.dense)
     }
 
     /// Returns what the delta leaves for later.

@@ -21,6 +21,7 @@ pub mod state;
 
 use crate::eval::evaluate;
 use crate::pack::read_samples;
+use crate::pack::weights::as_parent;
 use crate::report::args::mib_to_bytes;
 use crate::select::candidates::{Candidate, RowChange, Sources, key_of};
 use crate::select::choose::{ChoiceRules, Ranking, TableCandidates};
@@ -36,6 +37,7 @@ use crate::window::{BacklogState, Window, WindowError};
 use crate::{report, say};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use hatchback::RowFormat;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Generation, sha256};
 use hatchback::flash::Flash;
@@ -43,7 +45,6 @@ use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::schema::Table;
 use hatchback::schema::sample::Sample;
-use hatchback::{RowFormat, Weights};
 use serde::Serialize;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -226,7 +227,7 @@ fn open_windows(folder: &Path, last: Option<u64>, fleet: &Flash) -> Result<Vec<W
         window.verify()?;
         if let Some(onnx) = window.dense()? {
             let path = window.folder().join(DENSE);
-            schema.load_dense(onnx, Weights::F32).with_context(|| path.display().to_string())?;
+            schema.load_dense(onnx).with_context(|| path.display().to_string())?;
         }
         windows.push(window);
     }
@@ -342,7 +343,10 @@ fn write_delta(
     let fleet = &state.fleet;
     let schema = &fleet.manifest().schema;
     let held_dense = fleet.dense()?;
-    let dense = backlog.dense()?.unwrap_or_else(|| held_dense.clone());
+    let dense = match backlog.dense()? {
+        Some(trained) => as_parent(&trained, fleet)?,
+        None => held_dense.clone(),
+    };
     let budget = args.budget_mib.map(mib_to_bytes);
     let mut done = describe(state, tables, rules, budget);
     let has_network = sha256(&dense) != sha256(&held_dense);

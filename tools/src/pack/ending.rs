@@ -1,0 +1,205 @@
+//! Ends a bundle: writes the network, the probe set and the manifest behind the tables. For a
+//! snapshot with a probe set it first installs the tables beside the bundle, as a car does. There
+//! it chooses the form of the network's weights, and compares the scores of the probe set with the
+//! recorded ones.
+
+use crate::machine_fault::is_machine_fault;
+use crate::pack::table::write_blob;
+use crate::pack::weights;
+use anyhow::{Context, Result, ensure};
+use hatchback::bundle::manifest::{Deferral, Generation, Manifest, TableBlobs};
+use hatchback::bundle::{BundleReader, BundleWriter};
+use hatchback::limits::PROBE_INPUTS_MAX;
+use hatchback::request::probe_inputs::ProbeInputs;
+use hatchback::request::worker::Worker;
+use hatchback::schema::Schema;
+use hatchback::schema::sample::Sample;
+use hatchback::update::probe::Probed;
+use hatchback::{Budget, Codec, DenseEngine, Flash, Model, OpenError, SystemClock};
+use std::path::Path;
+use std::sync::Arc;
+
+/// What follows the tables of a bundle.
+pub(crate) struct Ending<'a> {
+    pub generation: &'a Generation,
+    /// The sequence of the generation that a delta needs.
+    pub parent: Option<u64>,
+    pub schema: &'a Schema,
+    pub tables: Vec<TableBlobs>,
+    /// The encoded probe set.
+    pub probe: Option<Vec<u8>>,
+    pub deferral: Option<Deferral>,
+}
+
+/// The result of scoring the probe set.
+#[derive(Debug)]
+pub enum Proof {
+    /// The probe set was scored.
+    Scored(Probed),
+    /// This machine cannot score it, which is no fault of the bundle.
+    NotScored(String),
+    /// A fault of this machine, such as a full disk: another try may succeed.
+    Fault(anyhow::Error),
+}
+
+/// A bundle that was written.
+pub(crate) struct Ended {
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// The network that it carries.
+    pub onnx: Vec<u8>,
+    pub proof: Proof,
+}
+
+impl Ending<'_> {
+    /// Ends `bundle` with the network `onnx` as it is. Returns the bytes of the file.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn finish(self, mut bundle: BundleWriter, onnx: &[u8]) -> Result<u64> {
+        let manifest = self.write(&mut bundle, onnx)?;
+        Ok(bundle.finish(manifest)?)
+    }
+
+    /// Ends `bundle`, a snapshot, with `onnx` and the narrowest weights that keep the scores of the
+    /// probe set. With tables of f32 alone the network stays as it is: its user wants all bits.
+    ///
+    /// # Errors
+    /// The file cannot be written, the bundle cannot be installed, or the score of a probe sample
+    /// differs from the recorded one by more than `difference_max`. No file is left then.
+    pub fn finish_snapshot(
+        self,
+        mut bundle: BundleWriter,
+        onnx: Vec<u8>,
+        difference_max: Option<f32>,
+    ) -> Result<Ended> {
+        let can_be_narrow = self.schema.tables.iter().any(|table| table.codec != Codec::F32)
+            && weights::can_be_narrow(&onnx)?;
+        let Some(probe) = self.probe.as_ref().filter(|_| can_be_narrow || difference_max.is_some())
+        else {
+            let proof = Proof::Scored(Probed::default());
+            return Ok(Ended { bytes: self.finish(bundle, &onnx)?, onnx, proof });
+        };
+        let samples = Sample::decode_set(probe)?;
+
+        let kept = bundle.blobs().len();
+        let manifest = self.write(&mut bundle, &onnx)?;
+        let draft = bundle.draft(manifest)?;
+        let not_kept = || format!("{}: not kept", draft.with_extension("").display());
+        let (narrowed, proof) = match prove(&draft, &samples, &onnx, can_be_narrow) {
+            Ok((narrowed, scored)) => {
+                check_difference(&scored, difference_max).with_context(not_kept)?;
+                (narrowed, scored)
+            }
+            Err(e) if is_machine_fault(&e) => (None, Proof::Fault(e)),
+            Err(e) => return Err(e.context(not_kept())),
+        };
+        let onnx = narrowed.unwrap_or(onnx);
+        bundle.keep(kept)?;
+        Ok(Ended { bytes: self.finish(bundle, &onnx)?, onnx, proof })
+    }
+
+    /// Ends `bundle`, a delta, with the network `onnx`.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn finish_delta(self, bundle: BundleWriter, onnx: Vec<u8>) -> Result<Ended> {
+        let proof = Proof::NotScored("a delta is scored where its parent is".to_owned());
+        Ok(Ended { bytes: self.finish(bundle, &onnx)?, onnx, proof })
+    }
+
+    /// Writes the network and the probe set, and returns the manifest.
+    fn write(&self, bundle: &mut BundleWriter, onnx: &[u8]) -> Result<Manifest> {
+        let dense = write_blob(bundle, onnx)?;
+        let probe = self.probe.as_ref().map(|bytes| write_blob(bundle, bytes)).transpose()?;
+        Ok(Manifest {
+            generation: self.generation.clone(),
+            parent: self.parent,
+            schema: self.schema.clone(),
+            blobs: Vec::new(),
+            tables: self.tables.clone(),
+            dense,
+            probe,
+            deferral: self.deferral,
+        })
+    }
+}
+
+fn check_difference(proof: &Proof, most: Option<f32>) -> Result<()> {
+    let (Proof::Scored(Probed { difference, .. }), Some(most)) = (proof, most) else {
+        return Ok(());
+    };
+    ensure!(
+        *difference <= most,
+        "a probe score differs from the recorded one by {difference}, over {most}"
+    );
+    Ok(())
+}
+
+/// Installs the bundle at `draft` into a temporary folder beside it, and scores `samples`. Returns
+/// the network with narrow weights, if that was chosen, with which the samples were scored.
+fn prove(
+    draft: &Path,
+    samples: &[Sample],
+    onnx: &[u8],
+    can_be_narrow: bool,
+) -> Result<(Option<Vec<u8>>, Proof)> {
+    let mut reader = BundleReader::open(draft)?;
+    let beside = draft.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = tempfile::Builder::new().prefix(".pack-").tempdir_in(beside)?;
+    let disk = hatchback::system_disk();
+    let flash = Flash::install(&disk, folder.path(), &mut reader, |_| {})
+        .context("the bundle cannot be installed")?;
+    let model = match Model::open_to_probe(&flash, Budget::default(), &|| {}) {
+        Ok(model) => Arc::new(model),
+        Err(e) if e.is_fault_of_release() => return Err(e.into()),
+        Err(e @ (OpenError::Flash(_) | OpenError::Segment(_))) => return Err(e.into()),
+        Err(e) => return Ok((None, Proof::NotScored(e.to_string()))),
+    };
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+
+    let mut chosen = None;
+    if can_be_narrow {
+        let first = &samples[..samples.len().min(PROBE_INPUTS_MAX)];
+        let inputs = ProbeInputs::collect(&mut worker, first)?;
+        chosen = Some(weights::choose(onnx, model.schema(), &inputs)?);
+    }
+    let network = model.schema().load_dense(chosen.as_deref().unwrap_or(onnx).to_vec())?;
+    let probed = score(&mut worker, &network, samples)?;
+    Ok((chosen, Proof::Scored(probed)))
+}
+
+/// Scores `samples` with `network` on the rows of the worker's model.
+fn score(worker: &mut Worker, network: &DenseEngine, samples: &[Sample]) -> Result<Probed> {
+    let mut probed = Probed::default();
+    for (number, sample) in samples.iter().enumerate() {
+        let inputs = ProbeInputs::collect(worker, std::slice::from_ref(sample))
+            .map_err(|e| renumbered(e, number))?;
+        let scores = inputs.scores(network)?;
+        if let Some(score) = scores.iter().find(|score| !score.is_finite()) {
+            anyhow::bail!("probe sample {number}: its score is {score}");
+        }
+        let recorded = scores.iter().enumerate();
+        let recorded = recorded.filter_map(|(i, score)| Some((score, sample.score(i)?)));
+        let mut is_recorded = false;
+        for (score, expected) in recorded {
+            let difference = (score - expected).abs();
+            ensure!(
+                !difference.is_nan(),
+                "probe sample {number}: the recorded score is {expected}"
+            );
+            probed.difference = probed.difference.max(difference);
+            is_recorded = true;
+        }
+        probed.samples += u32::from(is_recorded);
+    }
+    Ok(probed)
+}
+
+/// Returns the error with the number of the sample in the probe set.
+fn renumbered(error: OpenError, number: usize) -> OpenError {
+    match error {
+        OpenError::Probe { problem, .. } => OpenError::Probe { sample: number, problem },
+        other => other,
+    }
+}

@@ -1,0 +1,108 @@
+//! Chooses the form of the network's weights. A matrix gets the narrowest form with which the
+//! scores of the probe set stay within [`SCORE_DIFFERENCE_MAX`] of those with f32 weights, on the
+//! rows that a car has. The scores are equal to the bit on every CPU, and so is the choice. Never
+//! changes a file.
+
+use anyhow::{Context, Result};
+use hatchback::limits::SCORE_DIFFERENCE_MAX;
+use hatchback::request::probe_inputs::ProbeInputs;
+use hatchback::schema::Schema;
+use hatchback::{Flash, Weights};
+use hatchback_kernels::dense::onnx::ModelProto;
+use hatchback_kernels::dense::{Forms, forms, narrow, widen};
+use prost::Message;
+use std::collections::HashMap;
+
+/// Returns `onnx` with the form of each matrix as in `parent`, so that a delta needs no choice.
+///
+/// # Errors
+/// A network does not load.
+pub(crate) fn as_parent(onnx: &[u8], parent: &Flash) -> Result<Vec<u8>> {
+    Ok(narrow(onnx, &forms(&parent.dense()?)?)?)
+}
+
+/// Returns whether a network has weights that can be stored narrower.
+///
+/// # Errors
+/// The network does not load.
+pub(crate) fn can_be_narrow(onnx: &[u8]) -> Result<bool> {
+    Ok(!forms(onnx)?.is_empty())
+}
+
+/// Returns `onnx` with the narrowest weights that keep the scores of `inputs`.
+///
+/// # Errors
+/// The network does not load or run.
+pub(crate) fn choose(onnx: &[u8], schema: &Schema, inputs: &ProbeInputs) -> Result<Vec<u8>> {
+    let wide = widen(onnx.to_vec())?;
+    let engine = schema.load_dense(wide.clone())?;
+    let trained = inputs.scores(&engine)?;
+    let candidates = forms(&wide)?;
+    // Only Hatchback's own engine computes with narrow weights.
+    if candidates.is_empty() || engine.falls_back_for().is_some() {
+        return Ok(wide);
+    }
+    let model = ModelProto::decode(wide.as_slice()).context("the network")?;
+    let stored = model.graph.iter().flat_map(|graph| &graph.initializer);
+    let sizes = stored.map(|t| (t.name().to_owned(), t.sizes().iter().product())).collect();
+    let choice = Choice { wide: &wide, schema, inputs, trained, sizes };
+    narrow(&wide, &choice.run(candidates)?).map_err(Into::into)
+}
+
+struct Choice<'a> {
+    wide: &'a [u8],
+    schema: &'a Schema,
+    inputs: &'a ProbeInputs,
+    /// The scores with f32 weights.
+    trained: Vec<f32>,
+    /// The number of weights of each matrix.
+    sizes: HashMap<String, usize>,
+}
+
+impl Choice<'_> {
+    /// Returns the narrowest forms that keep the scores. First tries int8 for all matrices. If the
+    /// scores move too far, tries int8 for one after the other: those whose rounding moves the
+    /// scores least, for each weight, come first. Then tries f16 for the rest.
+    fn run(&self, mut chosen: Forms) -> Result<Forms> {
+        let names: Vec<String> = chosen.keys().cloned().collect();
+        let all: Forms = names.iter().map(|name| (name.clone(), Weights::Int8)).collect();
+        if self.difference(&all)? <= SCORE_DIFFERENCE_MAX {
+            return Ok(all);
+        }
+
+        let mut order = Vec::new();
+        for name in &names {
+            let alone = [(name.clone(), Weights::Int8)].into();
+            let weights = self.sizes.get(name).copied().unwrap_or(1);
+            order.push((self.difference(&alone)? / weights as f32, name));
+        }
+        order.sort_by(|a, b| a.0.total_cmp(&b.0));
+        for weights in [Weights::Int8, Weights::F16] {
+            for (_, name) in &order {
+                if chosen[*name] != Weights::F32 {
+                    continue;
+                }
+                let mut tried = chosen.clone();
+                tried.insert((*name).clone(), weights);
+                if self.difference(&tried)? <= SCORE_DIFFERENCE_MAX {
+                    chosen = tried;
+                }
+            }
+        }
+        Ok(chosen)
+    }
+
+    /// Returns the largest difference of a score from the trained one; infinite if the network does
+    /// not load with such weights, or if only the trained one has a finite score.
+    fn difference(&self, forms: &Forms) -> Result<f32> {
+        let loaded = self.schema.load_dense(narrow(self.wide, forms)?);
+        let Ok(engine) = loaded else { return Ok(f32::INFINITY) };
+        Ok(furthest(&self.inputs.scores(&engine)?, &self.trained))
+    }
+}
+
+fn furthest(found: &[f32], trained: &[f32]) -> f32 {
+    let pairs = found.iter().zip(trained).filter(|(_, trained)| trained.is_finite());
+    let differences = pairs.map(|(found, trained)| (found - trained).abs());
+    differences.fold(0.0, |most, d| if d.is_nan() { f32::INFINITY } else { most.max(d) })
+}
