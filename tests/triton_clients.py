@@ -194,15 +194,15 @@ def serving_page(car) -> None:
 
 
 def page(car) -> None:
-    """Runs the code of docs/triton.md as it stands there, on the port of `car`."""
-    text = (REPOSITORY / "docs" / "triton.md").read_text()
+    """Runs the code of docs/migrating.md as it stands there, on the port of `car`."""
+    text = (REPOSITORY / "docs" / "migrating.md").read_text()
     code = text.split("<!-- triton -->\n```python\n")[1].split("```")[0]
     assert code.count("127.0.0.1:8000") == 1 and f'"{MODEL}"' in code
     names: dict = {}
     exec(code.replace("127.0.0.1:8000", f"127.0.0.1:{car.port}"), names)
     assert names["scores"].shape == (1, 1) and names["generation"] == 1
     assert names["statuses"].sum() == sum(t["datatype"] == "INT64" for t in names["metadata"]["inputs"])
-    print("the code of docs/triton.md: passed")
+    print("the code of docs/migrating.md: passed")
 
 
 def main() -> None:

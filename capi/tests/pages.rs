@@ -1,5 +1,4 @@
-//! The programs of docs/c.md and docs/cpp.md compile as they are printed, and score the demo's
-//! model.
+//! The programs of docs/languages.md compile as they are printed, and score the demo's model.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -8,10 +7,10 @@ mod programs;
 use programs::{compile, here, library, pack_and_install};
 use std::process::Command;
 
-/// Compiles the program of `page` with `compiler` and runs it. Returns what it prints.
-fn run_program_of(page: &str, language: &str, compiler: &str, standard: &str) -> String {
+/// Compiles the page's program in `language` with `compiler`, runs it, and returns what it prints.
+fn run_program(language: &str, compiler: &str, standard: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let text = std::fs::read_to_string(here(&format!("../docs/{page}"))).unwrap();
+    let text = std::fs::read_to_string(here("../docs/languages.md")).unwrap();
     let (_, rest) = text.split_once(&format!("```{language}\n")).unwrap();
     let (program, _) = rest.split_once("```").unwrap();
     let source = folder.path().join(format!("program.{language}"));
@@ -35,9 +34,9 @@ fn run_program_of(page: &str, language: &str, compiler: &str, standard: &str) ->
 }
 
 #[test]
-fn the_programs_of_the_pages_for_c_and_cpp_print_the_same_score() {
-    let c = run_program_of("c.md", "c", "cc", "-std=c99");
-    let cpp = run_program_of("cpp.md", "cpp", "c++", "-std=c++17");
+fn the_programs_of_the_page_in_c_and_cpp_print_the_same_score() {
+    let c = run_program("c", "cc", "-std=c99");
+    let cpp = run_program("cpp", "c++", "-std=c++17");
     assert!(c.starts_with("score 0.") && c.ends_with(", generation 1\n"), "{c}");
     assert_eq!(c, cpp);
 }

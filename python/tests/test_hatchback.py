@@ -218,8 +218,8 @@ class Package(unittest.TestCase):
         os.chdir(self.generation(1).parent / "updates")
         self.addCleanup(os.chdir, here)
         for page, start, names in [
-            ("python.md", "", {"dense": dense, "keys": keys, "offsets": offsets}),
-            ("triton.md", "<!-- torchrec -->\n", torchrec),
+            ("languages.md", "", {"dense": dense, "keys": keys, "offsets": offsets}),
+            ("migrating.md", "<!-- torchrec -->\n", torchrec),
         ]:
             text = (ROOT / "docs" / page).read_text()
             code = text.split(start + "```python\n")[1].split("```")[0]

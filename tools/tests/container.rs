@@ -1,6 +1,6 @@
 //! What `Containerfile` does, in a plain directory: the workspace has the packages that it builds,
 //! the files that its last stage copies are there, and the programs need no library that the base
-//! image lacks. The commands of docs/container.md run. Never builds an image.
+//! image lacks. The commands of docs/board.md run. Never builds an image.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -116,7 +116,7 @@ fn the_container_recipe_works_in_a_plain_directory() {
     for file in std::fs::read_dir(root().join("tools/demo/coupon")).unwrap().map(Result::unwrap) {
         std::fs::copy(file.path(), work.join(file.file_name())).unwrap();
     }
-    let commands = commands_of("docs/container.md");
+    let commands = commands_of("docs/board.md");
     assert_eq!(commands.len(), 4);
     let etc = format!("{}/etc/", image.display());
     for (entry, arguments) in commands {

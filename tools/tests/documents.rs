@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// Guides whose commands are run, beside the README and the reference.
-const PAGES: [&str; 3] = ["docs/sizing.md", "docs/fleet.md", "docs/rust.md"];
+const PAGES: [&str; 3] = ["docs/targets.md", "docs/fleet.md", "docs/languages.md"];
 
 /// Commands that are not run here, and why.
 const NOT_RUN: [(&str, &str); 6] = [
@@ -170,10 +170,10 @@ fn the_commands_of_the_guides_run() {
     PAGES.into_iter().for_each(run_page);
 }
 
-/// The Rust of docs/rust.md is in the example, line for line.
+/// The Rust of docs/languages.md is in the example, line for line.
 #[test]
 fn the_rust_page_shows_the_example() {
-    let page = std::fs::read_to_string(root().join("docs/rust.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/languages.md")).unwrap();
     let example = std::fs::read_to_string(root().join("runtime/examples/score.rs")).unwrap();
     let (_, rest) = page.split_once("```rust\n").unwrap();
     let (shown, _) = rest.split_once("```").unwrap();
@@ -181,7 +181,7 @@ fn the_rust_page_shows_the_example() {
         let lines = text.lines().map(str::trim);
         lines.filter(|line| !line.starts_with("// Opening")).collect::<Vec<_>>().join("\n")
     };
-    assert!(plain(&example).contains(&plain(shown)), "docs/rust.md differs from score.rs");
+    assert!(plain(&example).contains(&plain(shown)), "docs/languages.md differs from score.rs");
 }
 
 /// Returns the folder of each package of the workspace by name.

@@ -166,8 +166,8 @@ class Taps(unittest.TestCase):
         weight[8, 0], weight[8, 1] = weight[8, 1].clone(), weight[8, 0].clone()
         self.assertEqual(sums.changed(weight).tolist(), [8])
 
-    def test_the_example_of_the_readme_runs(self):
-        page = (ROOT / "tools/trainer/README.md").read_text()
+    def test_the_example_of_the_page_runs(self):
+        page = (ROOT / "docs/trainer.md").read_text()
         example = page.split("<!-- tap -->\n```python\n")[1].split("```")[0]
         self.assertLessEqual(len([line for line in example.splitlines() if line.strip()]), 10)
         model = Model(False)

@@ -1,6 +1,6 @@
 //! `bench hits`: the hit rate of the embedding cache beside other policies with the same number of
 //! slots, over streams of lookups, and the rows per MiB of its memory. Never measures times: the
-//! synthetic streams give the same figures on every machine, and `docs/hits.md` records them.
+//! synthetic streams give the same figures on every machine, and `figures.txt` records them.
 
 mod policies;
 mod traces;
@@ -299,9 +299,9 @@ mod tests {
     use super::*;
     use crate::bench::bars::BarResult;
 
-    /// Returns the last six numbers of the line of `docs/hits.md` for a stream and a size.
+    /// Returns the last six numbers of the line of `figures.txt` for a stream and a size.
     fn documented(trace: &str, size: &str) -> Vec<String> {
-        let text = include_str!("../../../../docs/hits.md");
+        let text = include_str!("figures.txt");
         let line = text
             .lines()
             .find(|l| l.trim_start().starts_with(trace) && l.contains(&format!(" {size} ")));
