@@ -1,4 +1,4 @@
-// A plain gather: copies rows at known slots, without a cache, a codec or a sum. `hatchback bench
+// A plain gather: copies rows at known slots, without a cache, a codec or a sum. `hatchback-bench
 // gpu` measures it on the rows of a lookup, as the limit of a lookup's speed. No request runs it.
 #include "prelude.cuh"
 

@@ -6,7 +6,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[path = "../tests/cases/mod.rs"]
+#[path = "../tests/kernels/cases/mod.rs"]
 mod cases;
 
 use hatchback_kernels::dense::{Activation, DenseEngine};

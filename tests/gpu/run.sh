@@ -9,7 +9,7 @@
 #   bench     requests of every batch size with cuBLAS or TensorRT, then on Hatchback's kernels alone
 #   workers   four workers at once      swap      a model that is swapped while requests run
 #   profile   ncu on four kernels       sanitize  compute-sanitizer on the suite of the kernels
-#   peers     other libraries on the same keys: torch, and those of tree/tools/peers/gpu.py
+#   peers     other libraries on the same keys: torch, and those of tree/bench/peers/gpu.py
 # Without --only all of them run. PART may also be the name of one step, such as `litmus` or `cuda_swaps`.
 # FOLDER (default: `report` next to this file, or a new folder under TMPDIR if that cannot be written)
 # keeps the results of all calls: report.jsonl and report.txt grow by a line a step, NAME.log and NAME.json
@@ -160,10 +160,10 @@ step() { # step STEP COMMAND...: records it if --only names it or its part, once
     case $recorded in *,"$1",*) return 0 ;; esac
     record "$@"
 }
-bench() { # bench STEP ARGUMENT...: a step that runs `hatchback bench gpu`; the report has its tables too
+bench() { # bench STEP ARGUMENT...: a step that runs `hatchback-bench gpu`; the report has its tables too
     bench_step=$1 before=$recorded
     shift
-    step "$bench_step" run hatchback bench gpu "$@" $quick ${HATCHBACK_BENCH:-} --json "$bench_step.json"
+    step "$bench_step" run hatchback-bench gpu "$@" $quick ${HATCHBACK_BENCH:-} --json "$bench_step.json"
     [ "$recorded" = "$before" ] || tee -a report.txt <"$bench_step.log"
 }
 # A step that cannot run here ends with this status and reason.
@@ -178,12 +178,17 @@ machine() {
         echo "no nvidia-smi"
     echo "cuBLAS: $(cublas_taken)"
 }
-# Runs tests by name. A suite also passes if it has no test of that name, so they are counted.
-tests() { # tests SUITE TEST...
-    suite=$1
-    shift
-    run "$suite" --exact "$@" --nocapture --test-threads 1 || return
-    grep -q "^test result: ok. $# passed" "$name.log" || { echo "error: $suite has not all of the tests $*"; return 1; }
+# Runs a suite. `allocations` is a program of its own, the others are parts of one.
+suite() { # suite SUITE
+    case $1 in
+    allocations) run allocations --nocapture ;;
+    *) run gpu "$1::" --nocapture ;;
+    esac
+}
+# Runs tests by name. A program also passes if it has no test of that name, so they are counted.
+tests() { # tests TEST...
+    run gpu --exact "$@" --nocapture --test-threads 1 || return
+    grep -q "^test result: ok. $# passed" "$name.log" || { echo "error: there are not all of the tests $*"; return 1; }
 }
 # Compares the demo model's scores on the GPU and on the CPU, to the bit.
 demo_requests() {
@@ -215,7 +220,7 @@ under() { # under TOOL OPTIONS COMMAND...
 }
 sanitize() { # sanitize TOOL
     under compute-sanitizer "--tool=$1 --error-exitcode=99" \
-        tests cuda_kernels queries_pool_the_same_bits no_query_sees_a_torn_or_foreign_row
+        tests cuda_kernels::queries_pool_the_same_bits cuda_kernels::no_query_sees_a_torn_or_foreign_row
 }
 # ncu ends the program after the last launch, so its status says less than the report that it wrote.
 profiled() { "$@"; [ -s "$name.ncu-rep" ] || { echo "error: ncu profiled no launch"; return 1; }; }
@@ -232,7 +237,7 @@ profile() { # profile KERNEL BATCH SKIP LAUNCHES
     # The options are split at spaces, which the bundle's path may have.
     ln -sfn "$here/tree/kernels/cuda" sources
     options="$options --import-source=yes --source-folders=sources --export=$name"
-    under ncu "$options" profiled run hatchback bench gpu requests --precision exact $images $sizes || return
+    under ncu "$options" profiled run hatchback-bench gpu requests --precision exact $images $sizes || return
     ncu --import="$name.ncu-rep" --page=source --print-source=cuda,sass --csv >"$name.csv"
     ncu --import="$name.ncu-rep" --page=details
 }
@@ -241,8 +246,8 @@ peers() { # peers CODEC
     command -v python3 >/dev/null || { skip "all peers: no python3"; return; }
     sizes=64,8192 device=cuda
     [ -z "${HATCHBACK_STANDIN:-}" ] || sizes=4 device=cpu
-    run hatchback bench gpu shapes --codec "$1" $quick --batch "$sizes" --keys "$work/keys" --json "$work/shapes.json" &&
-        limited python3 "$here/tree/tools/peers/gpu.py" "$work/shapes.json" "$work/keys" --device $device --json "$name.json"
+    run hatchback-bench gpu shapes --codec "$1" $quick --batch "$sizes" --keys "$work/keys" --json "$work/shapes.json" &&
+        limited python3 "$here/tree/bench/peers/gpu.py" "$work/shapes.json" "$work/keys" --device $device --json "$name.json"
 }
 
 parts="first suites demo shapes bench workers swap profile sanitize peers"
@@ -252,14 +257,14 @@ run_part() {
     first)
         # Seven steps within the ten minutes that one command may take, also if each of them hangs.
         seconds=75
-        for suite in cuda_kernels cuda_changes gpu_dense; do step $suite run $suite --nocapture; done
-        step litmus tests cuda_changes changes_wait_for_the_queries_of_recorded_graphs
+        for suite in cuda_kernels cuda_changes gpu_dense; do step $suite suite $suite; done
+        step litmus tests cuda_changes::changes_wait_for_the_queries_of_recorded_graphs
         requests="--batch 1,64,1024,8192" lookups="--batch 64,8192"
         [ -z "$quick" ] || requests='' lookups=''
         for precision in exact f32; do bench requests_$precision requests --precision $precision $requests; done
         bench lookups_f16 shapes --codec f16 $lookups
         ;;
-    suites) for suite in $suites; do step "$suite" run "$suite" --nocapture; done ;;
+    suites) for suite in $suites; do step "$suite" suite "$suite"; done ;;
     demo) step demo demo_requests ;;
     # One step for each codec, because a step that is stopped leaves no figures.
     shapes) for codec in f32 f16 u8 u4; do bench shapes_$codec shapes --codec $codec; done ;;
@@ -293,13 +298,14 @@ run_part() {
 say "== the machine, $(date -u +%Y-%m-%dT%H:%M:%SZ)"
 machine | tee -a report.txt
 [ -z "${HATCHBACK_STANDIN:-}" ] || say "on the stand-in: times mean nothing"
-suites=$(for suite in "$work"/bin/*; do basename "$suite"; done | grep -v '^hatchback$')
+# The suite `tensorrt` compiles a stand-in for TensorRT, and `cuda_build` is about machines without a GPU.
+suites="allocations cuda_changes cuda_kernels cuda_requests cuda_swaps gpu_dense gpu_requests not_finite"
 
 # Runs first, because every part needs a driver that accepts the kernels' machine code. A driver that keeps
 # what it compiled would not show how long that takes.
 facts() (
     export CUDA_CACHE_DISABLE=1
-    run hatchback bench gpu facts --json gpu.json
+    run hatchback-bench gpu facts --json gpu.json
 )
 say "== the driver and the GPU"
 if record programs run hatchback --version && record gpu facts; then

@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+pub mod certificates;
 pub mod client;
 pub mod flash_check;
 pub mod fleet;

@@ -442,6 +442,26 @@ pub fn install_spec(
     Installed { flash, schema: packed.schema, _folder: folder }
 }
 
+/// Installs the model of `tests/data/families/FAMILY` without its probe set, so that nothing chooses
+/// its weights: the network stays f32, and a GPU's scores are the CPU's to the bit.
+pub fn install_unprobed(
+    family: &str,
+    codec: CodecChoice,
+    placement: Option<Placement>,
+) -> Installed {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(repository(&format!("tests/data/families/{family}"))).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+    }
+    let path = folder.path().join("model.toml");
+    let spec = std::fs::read_to_string(&path).unwrap();
+    let (before, probe) = spec.split_once("[probe]").unwrap();
+    assert!(!probe.contains("\n["), "the probe set is described last");
+    std::fs::write(&path, before).unwrap();
+    install_spec(path.to_str().unwrap(), Some(codec), placement)
+}
+
 /// Returns a path in the repository. On a machine other than the one that built this,
 /// HATCHBACK_REPOSITORY is the root of the repository.
 pub fn repository(path: &str) -> PathBuf {

@@ -9,7 +9,7 @@ use hatchback_kernels::cuda::driver::{Gpu, Profile};
 use libloading::Library;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Counts of driver calls since the process started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -158,10 +158,23 @@ pub fn gpu(seed: u64) -> Arc<Gpu> {
     }))
 }
 
-/// Runs all tests of this program again on a GPU with memory of its own. AddressSanitizer watches
-/// that memory, and the alignment of every access is checked, as a GPU requires. `this` is the
-/// calling test.
-pub fn again_under_address_sanitizer(this: &str) {
+/// Waits until no test of this process is [`alone`]. The caller holds the result while it runs.
+pub fn shared() -> RwLockReadGuard<'static, ()> {
+    TURNS.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until no other test of this process uses the GPU. For a test that counts calls of the
+/// driver, or lets some fail: both are the whole process's.
+pub fn alone() -> RwLockWriteGuard<'static, ()> {
+    TURNS.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+static TURNS: RwLock<()> = RwLock::new(());
+
+/// Runs the tests of this program whose names have one of `parts` again on a GPU with memory of its
+/// own. AddressSanitizer watches that memory, and the alignment of every access is checked, as a
+/// GPU requires.
+pub fn again_under_address_sanitizer(parts: &[&str]) {
     if std::env::var_os("HATCHBACK_STANDIN").is_some() {
         return;
     }
@@ -178,7 +191,7 @@ pub fn again_under_address_sanitizer(this: &str) {
     let library = build("standin-asan", &watched);
     let runtime = Command::new("g++").arg("-print-file-name=libasan.so").output().unwrap();
     let run = Command::new(std::env::current_exe().unwrap())
-        .args(["--skip", this, "--test-threads", "2"])
+        .args(parts)
         .env("HATCHBACK_STANDIN", &library)
         .env("STANDIN_DEVICE", "desk")
         .env("LD_PRELOAD", String::from_utf8(runtime.stdout).unwrap().trim())

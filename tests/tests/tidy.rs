@@ -22,7 +22,7 @@ struct Layers {
     groups: &'static [&'static [&'static str]],
 }
 
-const CRATES: [Layers; 8] = [
+const CRATES: [Layers; 9] = [
     Layers {
         folder: "kernels",
         library: "hatchback_kernels",
@@ -62,8 +62,8 @@ const CRATES: [Layers; 8] = [
             &["demo"],
             &["live"],
             &[
-                "bench", "consume", "eval", "gate", "image", "inspect", "plan", "run", "select",
-                "sync", "tuf",
+                "consume", "eval", "gate", "image", "inspect", "plan", "run", "select", "sync",
+                "tuf",
             ],
             &["repository", "serve", "workload"],
             &["pack"],
@@ -72,10 +72,11 @@ const CRATES: [Layers; 8] = [
             &["limits"],
         ],
     },
+    Layers { folder: "bench", library: "hatchback_bench", groups: &[] },
 ];
 
 /// Which crates of the tree each crate may depend on.
-const DEPENDENCIES: [(&str, &[&str]); 8] = [
+const DEPENDENCIES: [(&str, &[&str]); 9] = [
     ("kernels", &[]),
     ("runtime", &["hatchback-kernels"]),
     ("link", &["hatchback"]),
@@ -84,6 +85,16 @@ const DEPENDENCIES: [(&str, &[&str]); 8] = [
     ("capi", &["hatchback"]),
     ("python", &["hatchback", "hatchback-capi", "hatchback-tools"]),
     ("tools", &["hatchback", "hatchback-kernels", "hatchback-link", "hatchback-server"]),
+    (
+        "bench",
+        &[
+            "hatchback",
+            "hatchback-kernels",
+            "hatchback-link",
+            "hatchback-server",
+            "hatchback-tools",
+        ],
+    ),
 ];
 
 fn root() -> PathBuf {

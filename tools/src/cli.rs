@@ -5,15 +5,12 @@
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::merge::merge_shares;
-use crate::pack::range::{TableRange, learn_range, pack_range};
 use crate::pack::share::{Part, Share, pack_part};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, Proof, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::{
-    bench, demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync, tuf,
-};
-use anyhow::{Result, bail};
+use crate::{demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync, tuf};
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback::update::probe::Probed;
@@ -55,7 +52,6 @@ enum Command {
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
     Plan(plan::PlanArgs),
-    Bench(bench::BenchArgs),
 }
 
 /// Packs a trainer's files into a bundle
@@ -93,13 +89,6 @@ struct PackArgs {
     /// table
     #[arg(long, value_name = "NAME", conflicts_with_all = ["parent", "share"])]
     table: Vec<String>,
-    /// Packs only a range of the rows of --table, such as `2/5`: the second of five. Each range is
-    /// packed twice, first with --learn
-    #[arg(long, value_name = "NUMBER/RANGES", requires = "table")]
-    range: Option<Share>,
-    /// Learns the values of the range, which the packing of every range of the table needs
-    #[arg(long, requires = "range")]
-    learn: bool,
     /// Makes the bundle of the shares in this folder; once for each folder
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "share", "table"])]
     merge: Vec<PathBuf>,
@@ -137,7 +126,6 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Plan(args) => plan::run(&args),
-        Command::Bench(args) => bench::run(&args),
     }
 }
 
@@ -154,17 +142,6 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         bar.set_length(total);
         bar.inc(rows);
     };
-    if let Some(range) = args.range {
-        let [table] = args.table.as_slice() else { bail!("--range takes one --table") };
-        let part = TableRange { table, range };
-        match args.learn {
-            true => learn_range(&args.model, part, &args.out, overrides, progress)?,
-            false => pack_range(&args.model, part, &args.out, overrides, progress)?,
-        }
-        bar.finish_and_clear();
-        let done = if args.learn { "learnt" } else { "packed" };
-        return say!("{}: range {range} of table `{table}` is {done}", args.out.display());
-    }
     let part = match (args.share, args.table.as_slice()) {
         (Some(share), _) => Some(Part::Share(share)),
         (None, []) => None,

@@ -1,11 +1,10 @@
-//! The work of the `hatchback` program, as a library for its tests: packing, publishing, serving
-//! and measuring models in the datacenter and on a developer's machine (the desk).
+//! The work of the `hatchback` program, as a library for its tests: packing, publishing and
+//! serving models in the datacenter and on a developer's machine (the desk).
 
 #![forbid(unsafe_code)]
 // Output goes through `report::output`, which handles a closed pipe.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
-pub mod bench;
 pub mod cli;
 #[cfg(feature = "kafka")]
 pub mod consume;

@@ -20,9 +20,6 @@ pub(crate) const MESSAGE_CHARS_MAX: usize = 300;
 /// in several passes.
 pub(crate) const SORT_PARTITIONS_MAX: u64 = 128;
 
-/// Ranges of a table that is packed by ranges. The merge holds a chunk of each.
-pub(crate) const RANGES_MAX: usize = 256;
-
 /// Difference of a probe score from the recorded one that `pack` allows, as `targets/base.toml`
 /// does for a release in a car.
 pub(crate) const PROBE_DIFFERENCE_MAX: f32 = 0.02;

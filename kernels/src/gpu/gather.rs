@@ -1,4 +1,4 @@
-//! A plain gather of rows, whose speed is the limit for a lookup. Only `hatchback bench gpu shapes`
+//! A plain gather of rows, whose speed is the limit for a lookup. Only `hatchback-bench gpu shapes`
 //! runs it. Never waits.
 
 #![allow(unsafe_code)]

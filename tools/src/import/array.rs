@@ -1,7 +1,6 @@
 //! A typed array inside a file: where its bytes are, and their number type. Every layout consists
 //! of one to three arrays. Checks sizes; never reads the array.
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::dtype::Dtype;
@@ -39,21 +38,7 @@ pub(super) struct Layout {
     pub(super) counts: Option<Array>,
 }
 
-impl Layout {
-    /// Returns the part of the arrays with these `rows`.
-    pub(super) fn part(&self, rows: &Range<u64>) -> Self {
-        let part = |array: &Array| array.part(rows);
-        let (keys, counts) = (self.keys.as_ref().map(part), self.counts.as_ref().map(part));
-        Self { values: part(&self.values), keys, counts }
-    }
-}
-
 impl Array {
-    fn part(&self, rows: &Range<u64>) -> Self {
-        let start = self.start + rows.start * self.width * self.dtype.size();
-        Self { start, rows: rows.end - rows.start, ..self.clone() }
-    }
-
     /// Returns the array of this shape that fills `file` from `start` to exactly its end.
     pub(super) fn to_end(
         file: &Path,

@@ -11,14 +11,12 @@ pub const BLOCK_BYTES: usize = 1 << 20;
 
 /// A table whose headers are checked and whose rows are not read yet. Holding one proves that the
 /// files have exactly the size that their headers state and that the table has at least one row of
-/// the declared dim; a part of a table may have none. Keys and counts, if the table has any, are
+/// the declared dim. Keys and counts, if the table has any, are
 /// one a row.
 #[derive(Debug)]
 pub struct Rows {
     layout: Layout,
     dim: usize,
-    /// The position of the first row in the table.
-    first: u64,
 }
 
 /// Some rows of a table, in file order. The caller reuses it from block to block.
@@ -52,22 +50,10 @@ impl Rows {
         }
         check_one_a_row("keys", layout.keys.as_ref(), values.rows)?;
         check_one_a_row("counts", layout.counts.as_ref(), values.rows)?;
-        Ok(Self { layout, dim, first: 0 })
+        Ok(Self { layout, dim })
     }
 
-    /// Returns part `number`, from 0, of `of` parts of this table. The parts have about the same
-    /// number of rows, and each follows the one before.
-    ///
-    /// # Panics
-    /// There is no part of this number.
-    pub fn part(&self, number: u64, of: u64) -> Self {
-        assert!(number < of, "part {number} of {of}");
-        let at = |part: u64| (u128::from(self.rows()) * u128::from(part) / u128::from(of)) as u64;
-        let rows = at(number)..at(number + 1);
-        Self { layout: self.layout.part(&rows), dim: self.dim, first: self.first + rows.start }
-    }
-
-    /// Returns the number of rows: at least 1 in a whole table.
+    /// Returns the number of rows: at least 1.
     pub fn rows(&self) -> u64 {
         self.layout.values.rows
     }
@@ -95,8 +81,7 @@ impl Rows {
         let open_keys = |array: &Array| Column::open(array, key_decoder("keys", array)?);
         let keys = self.layout.keys.as_ref().map(open_keys).transpose()?;
         let values = Column::open(&self.layout.values, value_decoder(&self.layout.values)?)?;
-        let (next, end) = (self.first, self.first + self.rows());
-        Ok(Blocks { keys, values, dim: self.dim, next, end })
+        Ok(Blocks { keys, values, dim: self.dim, next: 0, end: self.rows() })
     }
 
     /// Returns how often each row was looked up, in row order, if the source has counts. Allocates
@@ -114,7 +99,7 @@ impl Rows {
             column.read(rows_per_block(1).min(left), &mut counts)?;
         }
 
-        check_not_negative(array, &counts, self.first)?;
+        check_not_negative(array, &counts)?;
         Ok(Some(counts))
     }
 }
@@ -170,11 +155,11 @@ fn check_one_a_row(
     }
 }
 
-fn check_not_negative(array: &Array, counts: &[u64], first: u64) -> Result<(), ImportError> {
+fn check_not_negative(array: &Array, counts: &[u64]) -> Result<(), ImportError> {
     let negative = |count: &u64| array.dtype.is_signed_integer() && count.cast_signed() < 0;
     let Some(row) = counts.iter().position(negative) else { return Ok(()) };
     let (file, value) = (array.name.clone(), counts[row].cast_signed().to_string());
-    let row = first + row as u64;
+    let row = row as u64;
     Err(ImportError::Value { file, row, column: 0, value, why: "a count below 0" })
 }
 
@@ -319,30 +304,6 @@ mod tests {
         assert!(
             matches!(&error, ImportError::Io { file: name, .. } if Path::new(name) == file.path())
         );
-    }
-
-    #[test]
-    fn the_parts_of_a_table_are_its_rows_and_name_them_by_their_place_in_the_table() {
-        let mut values: Vec<f32> = (0..2 * 11).map(|i| i as f32).collect();
-        let (_file, array) = table(&le_bytes(values.clone()), (11, 2), Dtype::F32);
-        let whole = rows_of(&array);
-        for of in 1..15 {
-            let (mut keys, mut rows, mut block) = (Vec::new(), Vec::new(), RowBlock::default());
-            for number in 0..of {
-                let mut blocks = whole.part(number, of).blocks().unwrap();
-                while blocks.next(&mut block).unwrap() {
-                    keys.extend_from_slice(&block.keys);
-                    rows.extend_from_slice(&block.rows);
-                }
-            }
-            assert!(keys.into_iter().eq(0..11) && rows == values, "{of} parts");
-        }
-
-        values[2 * 9 + 1] = f32::NAN;
-        let (_file, array) = table(&le_bytes(values), (11, 2), Dtype::F32);
-        let mut blocks = rows_of(&array).part(3, 4).blocks().unwrap();
-        let error = blocks.next(&mut RowBlock::default()).unwrap_err().to_string();
-        assert!(error.contains("row 9, column 1 is NaN"), "{error}");
     }
 
     proptest! {

@@ -86,7 +86,8 @@ impl Ending<'_> {
         let manifest = self.write(&mut bundle, &onnx)?;
         let draft = bundle.draft(manifest)?;
         let not_kept = || format!("{}: not kept", draft.with_extension("").display());
-        let (narrowed, proof) = match prove(&draft, &samples, &onnx, can_be_narrow) {
+        let task = Task { onnx: &onnx, can_be_narrow, is_proven: difference_max.is_some() };
+        let (narrowed, proof) = match task.run(&draft, &samples) {
             Ok((narrowed, scored)) => {
                 check_difference(&scored, difference_max).with_context(not_kept)?;
                 (narrowed, scored)
@@ -136,37 +137,45 @@ fn check_difference(proof: &Proof, most: Option<f32>) -> Result<()> {
     Ok(())
 }
 
-/// Installs the bundle at `draft` into a temporary folder beside it, and scores `samples`. Returns
-/// the network with narrow weights, if that was chosen, with which the samples were scored.
-fn prove(
-    draft: &Path,
-    samples: &[Sample],
-    onnx: &[u8],
+/// What is done with the installed tables.
+struct Task<'a> {
+    onnx: &'a [u8],
     can_be_narrow: bool,
-) -> Result<(Option<Vec<u8>>, Proof)> {
-    let mut reader = BundleReader::open(draft)?;
-    let beside = draft.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folder = tempfile::Builder::new().prefix(".pack-").tempdir_in(beside)?;
-    let disk = hatchback::system_disk();
-    let flash = Flash::install(&disk, folder.path(), &mut reader, |_| {})
-        .context("the bundle cannot be installed")?;
-    let model = match Model::open_to_probe(&flash, Budget::default(), &|| {}) {
-        Ok(model) => Arc::new(model),
-        Err(e) if e.is_fault_of_release() => return Err(e.into()),
-        Err(e @ (OpenError::Flash(_) | OpenError::Segment(_))) => return Err(e.into()),
-        Err(e) => return Ok((None, Proof::NotScored(e.to_string()))),
-    };
-    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    /// Whether scores are compared with the recorded ones.
+    is_proven: bool,
+}
 
-    let mut chosen = None;
-    if can_be_narrow {
-        let first = &samples[..samples.len().min(PROBE_INPUTS_MAX)];
-        let inputs = ProbeInputs::collect(&mut worker, first)?;
-        chosen = Some(weights::choose(onnx, model.schema(), &inputs)?);
+impl Task<'_> {
+    /// Installs the bundle at `draft` into a temporary folder beside it, and scores `samples`. Returns
+    /// the network with narrow weights, if that was chosen, with which the samples were scored.
+    fn run(&self, draft: &Path, samples: &[Sample]) -> Result<(Option<Vec<u8>>, Proof)> {
+        let mut reader = BundleReader::open(draft)?;
+        let beside = draft.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = tempfile::Builder::new().prefix(".pack-").tempdir_in(beside)?;
+        let disk = hatchback::system_disk();
+        let flash = Flash::install(&disk, folder.path(), &mut reader, |_| {})
+            .context("the bundle cannot be installed")?;
+        let model = match Model::open_to_probe(&flash, Budget::default(), &|| {}) {
+            Ok(model) => Arc::new(model),
+            Err(e) if e.is_fault_of_release() => return Err(e.into()),
+            Err(e @ (OpenError::Flash(_) | OpenError::Segment(_))) => return Err(e.into()),
+            Err(e) => return Ok((None, Proof::NotScored(e.to_string()))),
+        };
+        let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+
+        let mut chosen = None;
+        if self.can_be_narrow {
+            let first = &samples[..samples.len().min(PROBE_INPUTS_MAX)];
+            let inputs = ProbeInputs::collect(&mut worker, first)?;
+            chosen = Some(weights::choose(self.onnx, model.schema(), &inputs)?);
+        }
+        if !self.is_proven {
+            return Ok((chosen, Proof::NotScored("this caller asked for no proof".to_owned())));
+        }
+        let network = model.schema().load_dense(chosen.as_deref().unwrap_or(self.onnx).to_vec())?;
+        let probed = score(&mut worker, &network, samples)?;
+        Ok((chosen, Proof::Scored(probed)))
     }
-    let network = model.schema().load_dense(chosen.as_deref().unwrap_or(onnx).to_vec())?;
-    let probed = score(&mut worker, &network, samples)?;
-    Ok((chosen, Proof::Scored(probed)))
 }
 
 /// Scores `samples` with `network` on the rows of the worker's model.

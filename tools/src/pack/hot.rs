@@ -6,7 +6,6 @@ use anyhow::Result;
 use hatchback::limits::HOT_KEYS_MAX;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
-use std::io::Read;
 
 /// A delta brings a new hot list if the hottest keys changed. The first 256 keys of both lists are
 /// compared, then the first 512, and so on up to the whole list.
@@ -46,28 +45,6 @@ impl HotKeys {
         if self.heap.len() > HOT_KEYS_MAX {
             self.heap.pop();
         }
-    }
-
-    /// Offers the keys of another part of the table, as [`HotKeys::encode`] wrote them.
-    ///
-    /// # Errors
-    /// `encoded` cannot be read.
-    pub(crate) fn offer_encoded(&mut self, encoded: &mut dyn Read, keys: u64) -> Result<()> {
-        let mut word = || {
-            let mut bytes = [0; 8];
-            encoded.read_exact(&mut bytes).map(|()| u64::from_le_bytes(bytes))
-        };
-        for _ in 0..keys {
-            let (key, count) = (word()?, word()?);
-            self.offer(key, count);
-        }
-        Ok(())
-    }
-
-    /// Returns the keys with their counts as bytes.
-    pub(crate) fn encode(self) -> Vec<u8> {
-        let pairs = self.heap.into_iter().flat_map(|Reverse((count, Reverse(key)))| [key, count]);
-        pairs.flat_map(u64::to_le_bytes).collect()
     }
 
     /// Returns the keys, most used first.

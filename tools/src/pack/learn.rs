@@ -1,8 +1,6 @@
 //! The first pass over a table: learns what the encoding of its rows depends on, and refuses bad
-//! rows. What was learnt of two parts of a table can be joined, in any order, into exactly what one
-//! pass over both learns. Holds one block of rows.
+//! rows. Holds one block of rows.
 
-use super::column_sums::ColumnSums;
 use super::overrides::Overrides;
 use super::spec::{DefaultRow, NamedRow, TableSpec};
 use crate::import::RowSource;
@@ -10,18 +8,17 @@ use anyhow::Result;
 use hatchback::choose_unit_exp;
 use hatchback::io::in_order::{InOrder, WorkPool};
 use hatchback::schema::Table;
-use serde::{Deserialize, Serialize};
 
-/// The result of the first pass over a table, or over a part of it.
-#[derive(Debug, Serialize, Deserialize)]
+/// The result of the first pass over a table.
+#[derive(Debug)]
 pub(super) struct Learnt {
     ranges: Ranges,
     /// The sums of the columns, if the default row is their mean.
-    sums: Option<ColumnSums>,
+    sums: Option<Vec<f64>>,
 }
 
 /// The ranges of values in some rows.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug)]
 struct Ranges {
     magnitude_max: f32,
     /// The smallest range of a row that has one.
@@ -80,7 +77,10 @@ pub(super) fn learn(
 
     source.each_block(&mut |keys, values| {
         if let Some(sums) = &mut learnt.sums {
-            values.chunks_exact(dim).for_each(|row| sums.add(row));
+            // One thread adds the rows in their order, so the sums depend on nothing else.
+            for row in values.chunks_exact(dim) {
+                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
+            }
         }
         let values = values.to_vec();
         if let Some(block) = ranges.start(move || Ranges::of(&values, dim)) {
@@ -99,15 +99,7 @@ impl Learnt {
     /// Returns what is known of `table` before its rows are read.
     pub(super) fn nothing(table: &TableSpec) -> Self {
         let mean = table.default == DefaultRow::Named(NamedRow::Mean);
-        Self { ranges: Ranges::NONE, sums: mean.then(|| ColumnSums::new(table.dim)) }
-    }
-
-    /// Adds what was learnt of other rows of the same table.
-    pub(super) fn join(&mut self, other: &Self) {
-        self.ranges = self.ranges.and(other.ranges);
-        if let (Some(sums), Some(others)) = (&mut self.sums, &other.sums) {
-            sums.join(others);
-        }
+        Self { ranges: Ranges::NONE, sums: mean.then(|| vec![0.0; table.dim]) }
     }
 
     /// Returns the table of the schema. It has `rows` rows.
@@ -120,7 +112,9 @@ impl Learnt {
         let range_min = range_min.unwrap_or_default();
         let default_row = match (&spec.default, &self.sums) {
             (DefaultRow::Values(values), _) => values.clone(),
-            (DefaultRow::Named(NamedRow::Mean), Some(sums)) => sums.means(rows),
+            (DefaultRow::Named(NamedRow::Mean), Some(sums)) => {
+                sums.iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect()
+            }
             _ => vec![0.0; spec.dim],
         };
 

@@ -2,7 +2,6 @@
 //! the first learns the value ranges and refuses bad rows before anything is written, the second
 //! encodes. Memory is bounded by one block and one sort partition. Never holds a whole table.
 
-mod column_sums;
 pub(crate) mod ending;
 pub(crate) mod hot;
 pub mod hugectr_network;
@@ -11,7 +10,6 @@ mod learn;
 pub mod merge;
 pub mod network;
 pub mod overrides;
-pub mod range;
 pub mod share;
 pub mod sort;
 pub mod spec;
@@ -20,7 +18,7 @@ pub(crate) mod table;
 mod table_major;
 pub(crate) mod weights;
 
-use crate::import::{FrequentRows, RowSource, Rows};
+use crate::import::{FrequentRows, RowSource};
 use crate::pack::ending::{Ended, Ending};
 use crate::pack::learn::{Learnt, learn};
 use crate::pack::spec::ModelSpec;
@@ -117,20 +115,18 @@ struct OpenedSource {
     left_out: Option<u64>,
 }
 
-/// Opens the files of table `number`, of whose rows `take` returns those that are packed. With
-/// `min_count` leaves out the rare rows of a sparse table that has counts. `at` returns the place
+/// Opens the files of table `number`. With `min_count` leaves out the rare rows of a sparse table that has counts. `at` returns the place
 /// of a field, for an error.
 fn open_source(
     spec: &ModelSpec,
     number: usize,
-    take: impl FnOnce(Rows) -> Rows,
     base: &Path,
     min_count: Option<u64>,
     at: &dyn Fn(&str) -> String,
 ) -> Result<OpenedSource> {
     let table = &spec.tables[number];
     let place = || format!("{}: table `{}`", at(&format!("table[{number}].source")), table.name);
-    let rows = take(table.source.open(base, table.dim).with_context(place)?);
+    let rows = table.source.open(base, table.dim).with_context(place)?;
     match min_count {
         Some(least) if table.keys == KeySpace::Sparse && rows.has_counts() => {
             let rows = FrequentRows::new(rows, least).with_context(place)?;
@@ -150,7 +146,7 @@ fn open_sources(
 ) -> Result<OpenedSources> {
     let (mut sources, mut left_out) = (Vec::new(), Vec::new());
     for number in 0..spec.tables.len() {
-        let opened = open_source(spec, number, |all| all, base, min_count, at)?;
+        let opened = open_source(spec, number, base, min_count, at)?;
         check_rows_left(opened.rows.rows(), min_count, &spec.tables[number].name)?;
         sources.push(opened.rows);
         left_out.push(opened.left_out);

@@ -8,7 +8,6 @@ use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_table};
 use super::{Learnt, OpenedSource, Overrides, check_name, check_rows_left, learn};
-use crate::import::Rows;
 use crate::report;
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
@@ -33,13 +32,6 @@ pub struct Share {
     /// From 1.
     pub(super) number: usize,
     pub(super) of: usize,
-}
-
-impl Share {
-    /// Returns all of several shares.
-    pub(super) fn all(of: usize) -> impl Iterator<Item = Self> {
-        (1..=of).map(move |number| Self { number, of })
-    }
 }
 
 impl Display for Share {
@@ -113,18 +105,10 @@ impl ReadModel {
         Ok(generation)
     }
 
-    /// Opens the source of table `number`, or a `range` of its rows.
-    pub(super) fn open(&self, number: usize, range: Option<Share>) -> Result<OpenedSource> {
+    /// Opens the source of table `number`.
+    fn open(&self, number: usize) -> Result<OpenedSource> {
         let at = |field: &str| at_line(&self.path, line_of(&self.text, field));
-        let take = |all: Rows| match range {
-            Some(range) => all.part(range.number as u64 - 1, range.of as u64),
-            None => all,
-        };
-        open_source(&self.spec, number, take, &self.base, self.overrides.min_count, &at)
-    }
-
-    fn open_whole(&self, number: usize) -> Result<OpenedSource> {
-        let opened = self.open(number, None)?;
+        let opened = open_source(&self.spec, number, &self.base, self.overrides.min_count, &at)?;
         let name = &self.spec.tables[number].name;
         check_rows_left(opened.rows.rows(), self.overrides.min_count, name)?;
         Ok(opened)
@@ -136,13 +120,6 @@ impl ReadModel {
         number.with_context(|| format!("{}: has no table `{name}`", self.path.display()))
     }
 
-    /// Checks what is known of the model without a source.
-    pub(super) fn check(&self) -> Result<()> {
-        self.generation()?;
-        self.spec.schema(self.draft_tables()?, &self.keys)?;
-        Ok(())
-    }
-
     /// Returns the sources of the tables of `part`, each with the table's number, in the order of
     /// work.
     fn open_part(&self, part: Part<'_>) -> Result<Vec<(usize, OpenedSource)>> {
@@ -151,12 +128,12 @@ impl ReadModel {
                 let mut ours = Vec::new();
                 for name in names {
                     let number = self.number_of(name)?;
-                    ours.push((number, self.open_whole(number)?));
+                    ours.push((number, self.open(number)?));
                 }
                 Ok(ours)
             }
             Part::Share(share) => {
-                let all = (0..self.spec.tables.len()).map(|number| self.open_whole(number));
+                let all = (0..self.spec.tables.len()).map(|number| self.open(number));
                 let all: Vec<OpenedSource> = all.collect::<Result<_>>()?;
                 let ours = self.tables_of(share, &all);
                 let all = all.into_iter().enumerate();

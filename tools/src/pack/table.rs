@@ -26,7 +26,7 @@ pub(crate) struct Destination<'a> {
 }
 
 /// Receives a row: its key and its encoded values.
-pub(crate) type TakeRow<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<()>;
+type TakeRow<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<()>;
 
 /// Writes the table with the rows of `source`. Reads `source` once more if it has counts.
 pub(crate) fn write_table(
@@ -36,20 +36,6 @@ pub(crate) fn write_table(
     advance: &mut dyn FnMut(u64),
 ) -> Result<TableBlobs> {
     let hot = HotKeys::of(source)?.into_keys();
-    write_sorted(bundle, destination, hot, |take| {
-        let workers = destination.workers;
-        each_sorted(destination.table(), source, workers, advance, take)
-    })
-}
-
-/// Writes the table with the rows that `each_sorted` passes in segment order. `hot` are its most
-/// used keys.
-pub(crate) fn write_sorted(
-    bundle: &mut BundleWriter,
-    destination: &Destination<'_>,
-    hot: Vec<u64>,
-    each_sorted: impl FnOnce(TakeRow<'_>) -> Result<()>,
-) -> Result<TableBlobs> {
     let table = destination.table();
     let part = if destination.parent.is_some() { Part::Delta } else { Part::Base };
     let kind = destination.kind(part)?;
@@ -59,7 +45,7 @@ pub(crate) fn write_sorted(
     let mut rows =
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
 
-    each_sorted(&mut |key, row| rows.put(key, row))?;
+    each_sorted(table, source, destination.workers, advance, &mut |key, row| rows.put(key, row))?;
     let count = rows.count;
     ensure!(count == table.rows, "the source has {count} rows, not {}", table.rows);
     rows.finish()?.end()?;
@@ -71,9 +57,9 @@ pub(crate) fn write_sorted(
     Ok(TableBlobs { segment, hot })
 }
 
-/// Encodes the rows of `source`, which are some or all rows of `table`, and passes them to `take`
+/// Encodes the rows of `source`, which are those of `table`, and passes them to `take`
 /// in segment order.
-pub(crate) fn each_sorted(
+fn each_sorted(
     table: &Table,
     source: &dyn RowSource,
     workers: &WorkPool,

@@ -8,15 +8,11 @@ Each table is a task: a worker fetches the table's files, runs `hatchback pack -
 the packed table into the folder of shares, its head last. The last task merges the shares into the
 bundle. A task whose head is there already does nothing. So a lost worker loses only its current
 table, and a driver that is started again continues.
-
-A table larger than --range-mib is packed by ranges of its rows, each of them a task. Before that, a
-task for each range learns the values that the encoding of every range depends on.
 """
 
 import argparse
 import contextlib
 import logging
-import math
 import os
 import posixpath
 import shutil
@@ -35,8 +31,6 @@ from .model_sources import ChangedSource, ModelSources, fetch, identity
 
 LOG = logging.getLogger(__name__)
 
-RANGE_BYTES = 16 << 30  # source of one task
-RANGES_MAX = 256  # of a table: the merge holds a chunk of each
 PAUSE_S_MAX = 60  # before another attempt
 MACHINE_FAULT_STATUS = 3  # of `hatchback`, such as for a full disk
 
@@ -132,30 +126,15 @@ def run_program(job, words, work):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A table, or a range of its rows: `part` of `of`."""
+class Table:
+    """A table of the model."""
 
     number: int
     name: str
-    part: int = 1
-    of: int = 1
-
-    def words(self):
-        """Returns what tells `hatchback pack` to pack this piece."""
-        ranges = ["--range", f"{self.part}/{self.of}"] if self.of > 1 else []
-        return ["--table", self.name, *ranges]
-
-    def stem(self):
-        return f"t{self.number:04}" + (f"-{self.part}of{self.of}" if self.of > 1 else "")
 
     def files(self):
         """Returns the names of the packed files. The head is written last."""
-        return f"{self.stem()}.blobs", f"{self.stem()}.head"
-
-    def learnt(self):
-        """Returns the names of the files that the ranges of this table learnt."""
-        ranges = range(1, self.of + 1) if self.of > 1 else []
-        return [f"{Piece(self.number, self.name, part, self.of).stem()}.learnt" for part in ranges]
+        return f"t{self.number:04}.blobs", f"t{self.number:04}.head"
 
 
 def scratch():
@@ -164,33 +143,29 @@ def scratch():
     return tempfile.TemporaryDirectory(dir=get_worker().local_directory)
 
 
-def pack_piece(job, piece, needs, learn=False):
-    """Packs one table or range, or learns the values of a range. Runs on a worker."""
+def pack_table(job, table, needs):
+    """Packs one table. Runs on a worker."""
     shares, folder = job.open(job.shares)
-    files = [f"{piece.stem()}.learnt"] if learn else piece.files()
     shares.invalidate_cache()
-    if shares.exists(posixpath.join(folder, files[-1])):
+    if shares.exists(posixpath.join(folder, table.files()[-1])):
         return Done(packed=False)
     models, model = job.open(job.model)
     with scratch() as work:
         times, out = [time.monotonic()], Path(work, "share")
         local = job.write_model(Path(work, "model"))
         bytes_in = fetch(models, posixpath.dirname(model), needs, local.parent)
-        out.mkdir()
-        for file in [] if learn else piece.learnt():
-            shares.get_file(posixpath.join(folder, file), str(out / file))
         times.append(time.monotonic())
-        words = [str(local), "--out", str(out), *piece.words(), *(["--learn"] if learn else [])]
-        run_program(job, words, work)
+        run_program(job, [str(local), "--out", str(out), "--table", table.name], work)
         times.append(time.monotonic())
         shares.makedirs(folder, exist_ok=True)
-        bytes_out = sum(put(shares, out / file, posixpath.join(folder, file)) for file in files)
+        files = [(out / file, posixpath.join(folder, file)) for file in table.files()]
+        bytes_out = sum(put(shares, local, remote) for local, remote in files)
         times.append(time.monotonic())
     spent = [after - before for before, after in zip(times, times[1:])]
     return Done(True, bytes_in, bytes_out, *spent)
 
 
-def merge(job, pieces, needs, out):
+def merge(job, tables, needs, out):
     """Makes the bundle of the packed tables. Runs on a worker."""
     urls = (job.shares, job.model, out)
     (shares, folder), (models, model), (outs, target) = (job.open(url) for url in urls)
@@ -199,7 +174,7 @@ def merge(job, pieces, needs, out):
         packed.mkdir()
         local = job.write_model(Path(work, "model"))
         bytes_in = fetch(models, posixpath.dirname(model), needs, local.parent)
-        for file in (file for piece in pieces for file in piece.files()):
+        for file in (file for table in tables for file in table.files()):
             shares.get_file(posixpath.join(folder, file), str(packed / file))
             bytes_in += (packed / file).stat().st_size
         times.append(time.monotonic())
@@ -267,14 +242,13 @@ def run_tasks(client, tasks, attempts_max):
 
 def pack(
     client, model, out, shares, *, hatchback="hatchback", options=(), threads=1, storage=None,
-    attempts_max=20, range_bytes=RANGE_BYTES,
+    attempts_max=20,
 ):
     """Packs `model`, the URL of a model.toml, into the bundle `out` on the workers of `client`.
 
     `shares` is the URL of a folder for packed tables; each state of the sources has a folder in it.
-    Its content may be removed once the bundle is there. A table of more than `range_bytes` of
-    source is packed by ranges. Each task has at most `attempts_max` attempts. Returns the results
-    of all tasks by name; the merge is `merge`.
+    Its content may be removed once the bundle is there. Each task has at most `attempts_max`
+    attempts. Returns the results of all tasks by name; the merge is `merge`.
 
     Raises `Refused` with the message of `hatchback` if the model or a file is wrong,
     `ChangedSource` if a file changes meanwhile, `PermissionError` if a store denies access, and the
@@ -291,20 +265,11 @@ def pack(
     text = zlib.compress(sources.text)
     job = Job(model, text, folder, hatchback, tuple(options), threads, storage)
 
-    pieces = []  # each with its needs
-    for number, table in enumerate(sources.tables()):
-        bytes_in = sum(need.bytes for need in needs[number])
-        of = min(math.ceil(bytes_in / range_bytes), RANGES_MAX) or 1
-        for part in range(1, of + 1):
-            own = needs[number] if of == 1 else sources.range_needs(number, part, of)
-            pieces.append((Piece(number, table, part, of), [*common, *own]))
-    pieces.sort(key=lambda one: -sum(need.bytes for need in one[1]))
-    divided = [(piece, own) for piece, own in pieces if piece.of > 1]
-    learn = {f"learn-{piece.stem()}": (pack_piece, job, piece, own, True) for piece, own in divided}
-    results = run_tasks(client, learn, attempts_max) if learn else {}
-    tasks = {f"pack-{piece.stem()}": (pack_piece, job, piece, own) for piece, own in pieces}
-    results |= run_tasks(client, tasks, attempts_max)
-    final = {"merge": (merge, job, [piece for piece, _ in pieces], [*common, *merged], out)}
+    tables = [(Table(*table), [*common, *needs[table[0]]]) for table in enumerate(sources.tables())]
+    tables.sort(key=lambda one: -sum(need.bytes for need in one[1]))
+    tasks = {f"pack-t{table.number:04}": (pack_table, job, table, own) for table, own in tables}
+    results = run_tasks(client, tasks, attempts_max)
+    final = {"merge": (merge, job, [table for table, _ in tables], [*common, *merged], out)}
     return results | run_tasks(client, final, attempts_max)
 
 
@@ -326,15 +291,13 @@ def main():
         help="Dask's scheduler, such as tcp://10.0.0.1:8786")
     add("--hatchback", default="hatchback", metavar="PROGRAM", help="the program on the workers")
     add("--threads", type=int, default=1, metavar="N", help="threads for one table (default: 1)")
-    add("--range-mib", type=float, default=RANGE_BYTES / 2**20, metavar="MIB",
-        help="source of one task: a larger table is packed by ranges of its rows (default: 16384)")
     add("--option", action="append", default=[], metavar="WORD",
         help="a word for `hatchback pack`, such as --option=--codec=u8")
     args = parser.parse_args()
     with Client(args.scheduler) as client:
         results = pack(
             client, args.model, args.out, args.shares, hatchback=args.hatchback,
-            options=args.option, threads=args.threads, range_bytes=args.range_mib * 2**20,
+            options=args.option, threads=args.threads,
         )
     packed = [done for name, done in results.items() if name != "merge" and done.packed]
     moved = sum(done.bytes_in + done.bytes_out for done in results.values())

@@ -1,11 +1,9 @@
 """Finds the files that a model.toml needs from a store, table by table, and copies them. Needs fsspec, never torch.
 
 A worker of `cluster.py` fetches what one table needs and no more. Of a safetensors file it fetches the header and the
-tensors of that table; the rest of its copy is a hole. Of a range of a table it fetches the header and the rows of that
-range, from safetensors and .npy files.
+tensors of that table; the rest of its copy is a hole.
 """
 
-import ast
 import hashlib
 import json
 import posixpath
@@ -16,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIECE_BYTES = 32 << 20  # bytes of a file that are in memory at a time
-NPY_HEADER_BYTES = 16 << 10  # bytes in which the header of an .npy file ends
 PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, "_"))  # as SOK names its files
 
 
@@ -50,18 +47,6 @@ class ModelSources:
     def tables(self):
         """Returns the names of the tables, in the order of their numbers."""
         return [table["name"] for table in self.model.get("table", [])]
-
-    def range_needs(self, number, part, of):
-        """Returns what the rows of part `part`, from 1, of `of` parts of one table need. Other formats than safetensors and npy
-        need whole files."""
-        source = self.model["table"][number]["source"]
-        kind, path = source["format"], source["path"]
-        parts = [source.get(part) for part in ("keys", "counts")]
-        if kind == "safetensors":
-            return [self.tensors(path, [source["tensor"], *filter(None, parts)], (part, of))]
-        if kind == "npy":
-            return [self.array(one, part, of) for one in [path, *filter(None, parts)]]
-        return self.table_needs(number)
 
     def table_needs(self, number):
         """Returns the files of one table's rows."""
@@ -107,39 +92,16 @@ class ModelSources:
         info = self.fs.info(self.at(path))
         return Need(path, info["size"], state(info))
 
-    def array(self, path, part, of):
-        """Returns the need of a part of the rows of an .npy file: its header and their bytes."""
-        one = self.whole(path)
-        if path not in self.headers:
-            head = self.fs.cat_file(self.at(path), start=0, end=min(one.size, NPY_HEADER_BYTES))
-            size, form = (2, "<H") if head[6] == 1 else (4, "<I")
-            data = 8 + size + struct.unpack(form, head[8 : 8 + size])[0]
-            self.headers[path] = (data, ast.literal_eval(head[8 + size : data].decode("latin1").strip()))
-        data, header = self.headers[path]
-        return Need(path, one.size, one.state, ((0, data), rows_of(data, one.size, header["shape"], part, of)))
-
-    def tensors(self, path, names, part=None):
-        """Returns the need of some tensors of a safetensors file: its header and their bytes, or those of a `part` of the
-        rows, such as (2, 5)."""
+    def tensors(self, path, names):
+        """Returns the need of some tensors of a safetensors file: its header and their bytes."""
         one = self.whole(path)
         if path not in self.headers:
             (length,) = struct.unpack("<Q", self.fs.cat_file(self.at(path), start=0, end=8))
             self.headers[path] = (8 + length, json.loads(self.fs.cat_file(self.at(path), start=8, end=8 + length)))
         data, header = self.headers[path]
         held = [header[name] for name in names if name in header]  # `pack` reports a missing one
-        ranges = [(0, data)]
-        for tensor in held:
-            begin, end = (data + at for at in tensor["data_offsets"])
-            ranges.append(rows_of(begin, end, tensor["shape"], *part) if part else (begin, end))
-        return Need(path, one.size, one.state, tuple(ranges))
-
-
-def rows_of(begin, end, shape, part, of):
-    """Returns where the rows of part `part`, from 1, of `of` parts are in an array. `pack --range` divides rows in the same
-    way."""
-    rows = shape[0] if shape else 0
-    row_bytes = (end - begin) // max(rows, 1)
-    return begin + rows * (part - 1) // of * row_bytes, begin + rows * part // of * row_bytes
+        ranges = [tuple(data + at for at in tensor["data_offsets"]) for tensor in held]
+        return Need(path, one.size, one.state, ((0, data), *ranges))
 
 
 def state(info):

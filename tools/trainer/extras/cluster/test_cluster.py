@@ -117,27 +117,6 @@ class OnACluster(unittest.TestCase):
         self.assertLess(moved, file + len(tables) * (header + (COUPON / "probe.jsonl").stat().st_size))
         self.assertGreater(moved, file - header)
 
-    def test_tables_that_are_cut_into_ranges_make_the_same_bundle_and_a_worker_fetches_its_rows(self):
-        folder = self.model()
-        results = self.pack(self.program(), range_bytes=1 << 20)
-        self.assertTrue(self.bundle() == self.one_machine(folder))
-        rows = {number: sizes(number) for number in range(synthetic.TABLES)}
-        ranges = [name for name in results if name.startswith("learn-")]
-        large = [number for number in rows if rows[number] * synthetic.DIM * 4 > 1 << 20]
-        self.assertGreaterEqual(len(ranges), 2 * len(large))
-        source = sum((folder / name).stat().st_size for name in os.listdir(folder) if name.endswith(".npy"))
-        moved = sum(done.bytes_in for name, done in results.items() if name != "merge")
-        self.assertLess(moved, 2.05 * source)
-        self.assertGreater(moved, source)
-
-        shutil.copytree(COUPON, self.folder / "coupon")
-        self.bucket = f"s3://{uuid.uuid4().hex}"
-        self.store.mkdir(self.bucket)
-        self.upload(self.folder / "coupon")
-        results = self.pack(self.program(), range_bytes=20_000)
-        self.assertGreater(sum(name.startswith("learn-") for name in results), 5)
-        self.assertTrue(self.bundle() == self.one_machine(COUPON))
-
     def test_killed_workers_cost_their_table_and_no_other(self):
         folder, program = self.model(), self.program(pause_s=0.5)
         kills, stop = [], threading.Event()

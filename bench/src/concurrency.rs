@@ -1,0 +1,438 @@
+//! `bench concurrency`: throughput and latency of one pipeline under a rising number of callers.
+//! Each caller sends its next request as soon as it has the answer to its last one. The numbers of
+//! callers take turns, so that a quiet minute of the machine favours none of them. Each turn has
+//! requests of its own; a caller that has sent all of them starts over. Never draws requests while
+//! it measures.
+
+use super::bars::Bar;
+use super::results::{BenchReport, HostMachine, prints_tables};
+use super::synthetic_model::SyntheticModel;
+use anyhow::{Context, Result, anyhow};
+use clap::Args;
+use hatchback::clock::SystemClock;
+use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::{Pipeline, RequestError, Stats};
+use hatchback::schema::batch::Batch;
+use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::report::plot::{self, Axis, Panel, Series};
+use hatchback_tools::serve::{self, ServeArgs};
+use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use hatchback_tools::{report, say};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Turns of every number of callers.
+const TURNS: u32 = 4;
+/// Request slots without a target.
+const SLOTS: u32 = 64;
+/// Requests that a caller draws for one turn, fewer if there are many callers.
+const REQUESTS: usize = 512;
+/// Least throughput with the most callers, as a share of the best step's.
+const SHARE_MIN: f64 = 0.95;
+/// How long a caller waits after `Busy`.
+const BUSY_PAUSE: Duration = Duration::from_micros(200);
+
+/// Measures one pipeline under a rising number of callers
+#[derive(Args, Debug)]
+pub struct ConcurrencyArgs {
+    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
+    model: Option<PathBuf>,
+    /// Callers at each step
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
+          value_parser = clap::value_parser!(u32).range(1..=4096))]
+    clients: Vec<u32>,
+    /// Key distribution: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE
+    /// [default: powerlaw]
+    #[arg(long)]
+    keys: Option<Distribution>,
+    /// Samples in a request
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Embedding cache, MiB [default: the target's]
+    #[arg(long, value_parser = report::args::mib)]
+    cache_mib: Option<f64>,
+    /// Tables kept whole, MiB [default: the target's]
+    #[arg(long, value_parser = report::args::mib)]
+    resident_mib: Option<f64>,
+    /// Workers, a thread each [default: the target's, without one the machine's cores]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: Option<u32>,
+    /// Request slots [default: the target's, without one 64]
+    #[arg(long)]
+    slots: Option<u32>,
+    /// How long a request waits for others to share its batch, µs [default: the target's]
+    #[arg(long, alias = "gather-us")]
+    batch_delay_us_max: Option<u32>,
+    /// Measured time of a step [default: 4; quick: 1]
+    #[arg(long, value_parser = report::args::seconds)]
+    seconds: Option<f64>,
+    /// A smaller synthetic model, less time
+    #[arg(long)]
+    quick: bool,
+    /// Rows of the largest tables of the synthetic model [default: 400000; quick: 40000]
+    #[arg(long)]
+    rows_max: Option<u64>,
+    /// A target file that gives the budget
+    #[arg(long)]
+    target: Option<PathBuf>,
+    /// Directory that the model is installed into [default: beside the bundle, or a temporary
+    /// folder]
+    #[arg(long)]
+    flash: Option<PathBuf>,
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
+    /// Draws throughput and latency by callers as SVG
+    #[arg(long)]
+    plot: Option<PathBuf>,
+}
+
+/// The figures of one number of callers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct ConcurrencyStep {
+    /// Concurrent callers.
+    pub clients: u32,
+    /// Measured time.
+    pub seconds: f64,
+    /// Requests answered per second.
+    pub requests_per_s: f64,
+    /// Latency of the answered requests, from submission to scores.
+    pub latency: Percentiles,
+    /// Requests refused with `Busy`: every slot was taken.
+    pub busy: u64,
+    /// Mean number of requests in a scored batch.
+    pub requests_per_batch: f64,
+    /// Share of the lookups of cached tables that hit the cache.
+    pub hit_rate: f64,
+}
+
+/// The sums over the turns of a step.
+#[derive(Default)]
+struct TurnTotals {
+    time: Duration,
+    latencies: Latencies,
+    busy: u64,
+    /// Sum of the pipeline's counters.
+    stats: Stats,
+}
+
+impl ConcurrencyArgs {
+    fn budget(&self, serve: &ServeArgs) -> Result<Budget> {
+        let mut budget = serve.budget()?;
+        if self.target.is_none() {
+            (budget.workers, budget.slots) = (HostMachine::this().cores as u32, SLOTS);
+        }
+
+        budget.workers = self.workers.unwrap_or(budget.workers);
+        budget.slots = self.slots.unwrap_or(budget.slots);
+        budget.batch_delay_us_max = self.batch_delay_us_max.unwrap_or(budget.batch_delay_us_max);
+        budget.reads_max = budget.reads_max.max(budget.workers);
+        budget.batch_max = budget.batch_max.max(self.batch);
+        Ok(budget)
+    }
+}
+
+/// Runs the measurement.
+///
+/// # Errors
+/// The runtime refuses the model, a request fails, or a file cannot be written.
+pub fn run(args: &ConcurrencyArgs) -> Result<()> {
+    let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
+    let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
+    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
+
+    let bundle = made.as_ref().map(SyntheticModel::bundle);
+    let serve = ServeArgs {
+        model: args.model.clone().or(bundle).context("no model")?,
+        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
+        target: args.target.clone(),
+        cache_mib: args.cache_mib,
+        resident_mib: args.resident_mib,
+        batch_max: None,
+        device: None,
+    };
+
+    let flash = serve.flash()?;
+    let budget = args.budget(&serve)?;
+    let model = Arc::new(
+        Model::from_flash(&flash, budget)?
+            .move_to_device(&serve.device()?)?
+            .move_dense_to_gpu(&flash, &Default::default())?,
+    );
+
+    let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
+    let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });
+    let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
+    let points = measure(args, &pipeline, &workload, Duration::from_secs_f64(seconds))?;
+
+    let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
+    let bars = bar(&points).into_iter().collect();
+    let report = BenchReport { bench: "concurrency", machine, model, bars, points };
+    publish(args, &report, &keys, &budget)
+}
+
+/// Measures all numbers of callers in turns. The first turn warms up and does not count.
+fn measure(
+    args: &ConcurrencyArgs,
+    pipeline: &Pipeline,
+    workload: &Workload,
+    time: Duration,
+) -> Result<Vec<ConcurrencyStep>> {
+    let turns = u64::from(TURNS + 1) * args.clients.len() as u64;
+    let progress = serve::progress_bar(turns, "measuring", "{pos}/{len} turns");
+    let mut totals: Vec<TurnTotals> = args.clients.iter().map(|_| TurnTotals::default()).collect();
+
+    for turn in 0..=TURNS {
+        for (&clients, totals) in args.clients.iter().zip(&mut totals) {
+            let seed = u64::from(turn) << 32;
+            let requests = draw(pipeline, workload, clients, args.batch, seed)?;
+            let one = run_turn(pipeline, &requests, time / TURNS)?;
+            if turn > 0 {
+                totals.add_later(&one);
+            }
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+
+    Ok(args.clients.iter().zip(&totals).map(|(&clients, totals)| totals.step(clients)).collect())
+}
+
+/// Draws the requests of a turn, `[callers][requests]`.
+fn draw(
+    pipeline: &Pipeline,
+    workload: &Workload,
+    clients: u32,
+    samples: u32,
+    seed: u64,
+) -> Result<Vec<Vec<Batch>>> {
+    let caller = |number: u32| {
+        let mut workload = workload.with_seed(seed | u64::from(number));
+        let one = |_| {
+            let mut batch = Batch::new(pipeline.model().schema(), samples as usize);
+            workload.fill(&mut batch, samples as usize).map(|()| batch)
+        };
+        (0..REQUESTS / (1 + clients as usize / 16)).map(one).collect()
+    };
+    (0..clients).map(caller).collect()
+}
+
+/// Runs all callers concurrently for `time`.
+fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<TurnTotals> {
+    let (before, start) = (pipeline.stats(), Barrier::new(requests.len()));
+    let callers = thread::scope(|scope| {
+        let start = &start;
+        let spawn = |own| {
+            scope.spawn(move || {
+                start.wait();
+                call(pipeline, own, time)
+            })
+        };
+        let callers: Vec<_> = requests.iter().map(Vec::as_slice).map(spawn).collect();
+        let joined =
+            callers.into_iter().map(|c| c.join().map_err(|_| anyhow!("a caller panicked"))?);
+        joined.collect::<Result<Vec<_>>>()
+    })?;
+
+    let mut sum = TurnTotals::default();
+    callers.iter().for_each(|one| sum.add_concurrent(one));
+    let after = pipeline.stats();
+    sum.stats = Stats {
+        requests: after.requests - before.requests,
+        batches: after.batches - before.batches,
+        counters: after.counters.since(&before.counters),
+        ..Stats::default()
+    };
+    Ok(sum)
+}
+
+/// Sends requests as one caller until `time` has passed.
+fn call(pipeline: &Pipeline, requests: &[Batch], time: Duration) -> Result<TurnTotals> {
+    let (mut totals, start) = (TurnTotals::default(), Instant::now());
+    for batch in requests.iter().cycle() {
+        let sent = Instant::now();
+        match pipeline.submit(batch, None) {
+            Ok(ticket) => {
+                ticket.wait()?;
+                totals.latencies.record(sent.elapsed());
+            }
+            Err(RequestError::Busy(_)) => {
+                totals.busy += 1;
+                thread::sleep(BUSY_PAUSE);
+            }
+            Err(e) => return Err(e.into()),
+        }
+        totals.time = start.elapsed();
+        if totals.time >= time {
+            break;
+        }
+    }
+    Ok(totals)
+}
+
+impl TurnTotals {
+    /// Adds a caller that ran at the same time.
+    fn add_concurrent(&mut self, other: &Self) {
+        self.time = self.time.max(other.time);
+        self.latencies.add(&other.latencies);
+        self.busy += other.busy;
+    }
+
+    /// Adds a turn that ran later.
+    fn add_later(&mut self, later: &Self) {
+        let time = self.time + later.time;
+        self.add_concurrent(later);
+        self.time = time;
+        self.stats.requests += later.stats.requests;
+        self.stats.batches += later.stats.batches;
+        self.stats.counters.add(&later.stats.counters);
+    }
+
+    /// Returns the figures of the step with `clients` callers.
+    fn step(&self, clients: u32) -> ConcurrencyStep {
+        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
+        ConcurrencyStep {
+            clients,
+            seconds,
+            requests_per_s: latency.requests as f64 / seconds,
+            latency,
+            busy: self.busy,
+            requests_per_batch: self.stats.requests as f64 / self.stats.batches.max(1) as f64,
+            hit_rate: self.stats.counters.hit_rate(),
+        }
+    }
+}
+
+/// Returns the bar on throughput: the step with the most callers reaches almost the best step's.
+fn bar(steps: &[ConcurrencyStep]) -> Option<Bar> {
+    let last = steps.iter().max_by_key(|s| s.clients)?;
+    let best = steps.iter().map(|s| s.requests_per_s).fold(0.0, f64::max);
+    let value = last.requests_per_s / best;
+    let name = format!("requests/s with {} callers, share of the best step", last.clients);
+    Some(Bar::at_least(name, value, SHARE_MIN))
+}
+
+fn publish(
+    args: &ConcurrencyArgs,
+    report: &BenchReport<ConcurrencyStep>,
+    keys: &Distribution,
+    budget: &Budget,
+) -> Result<()> {
+    let title = format!(
+        "{} workers, {} slots, {} samples a request",
+        budget.workers, budget.slots, args.batch
+    );
+
+    if let Some(path) = &args.plot {
+        plot::panels(path, &format!("{}: {title}", report.model), &charts(&report.points))?;
+    }
+
+    if prints_tables(args.json.as_ref()) {
+        say!("{}: {title}, keys {keys}", report.model)?;
+        say!("{}", report.machine)?;
+
+        let heads =
+            ["callers", "requests/s", "p50", "p99", "p99.9", "busy", "requests/batch", "hit rate"];
+        let mut table = report::table(&heads);
+        table.add_rows(report.points.iter().map(ConcurrencyStep::cells));
+        say!("{table}")?;
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
+    }
+
+    report.write_to(args.json.as_ref())
+}
+
+impl ConcurrencyStep {
+    fn cells(&self) -> [String; 8] {
+        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
+        [
+            self.clients.to_string(),
+            report::count(self.requests_per_s.round() as u64),
+            us(self.latency.p50_us),
+            us(self.latency.p99_us),
+            us(self.latency.p999_us),
+            report::count(self.busy),
+            format!("{:.2}", self.requests_per_batch),
+            report::percent(self.hit_rate),
+        ]
+    }
+}
+
+fn charts(steps: &[ConcurrencyStep]) -> [Panel; 2] {
+    let clients: Vec<f64> = steps.iter().map(|s| f64::from(s.clients)).collect();
+    let line = |name: &str, color, dashed, y: fn(&ConcurrencyStep) -> f64| Series {
+        name: name.to_owned(),
+        color,
+        dashed,
+        points: steps.iter().map(|s| (f64::from(s.clients), y(s))).collect(),
+    };
+    let panel = |y, series| Panel { x: Axis::log("callers").at(&clients), y, series };
+    [
+        panel(Axis::linear("requests/s"), vec![line("requests/s", 0, false, |s| s.requests_per_s)]),
+        panel(
+            Axis::log("latency, µs"),
+            vec![
+                line("p50", 1, false, |s| s.latency.p50_us),
+                line("p99", 1, true, |s| s.latency.p99_us),
+            ],
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bars::BarResult;
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: ConcurrencyArgs,
+    }
+
+    fn parse(line: &str) -> ConcurrencyArgs {
+        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
+        Line::from_arg_matches(&matches).unwrap().args
+    }
+
+    #[test]
+    fn the_bar_is_the_last_step_beside_the_best() {
+        let step = |clients, requests_per_s| ConcurrencyStep {
+            clients,
+            requests_per_s,
+            ..ConcurrencyStep::default()
+        };
+        assert!(bar(&[]).is_none());
+        let found = bar(&[step(64, 940.0), step(1, 500.0), step(8, 1000.0)]).unwrap();
+        assert_eq!(found.result, BarResult::Measured { value: 0.94, holds: false });
+        let found = bar(&[step(1, 500.0), step(64, 480.0)]).unwrap().result;
+        assert_eq!(found, BarResult::Measured { value: 0.96, holds: true });
+    }
+
+    #[test]
+    fn a_short_run_answers_or_refuses_every_request() {
+        let folder = tempfile::tempdir().unwrap();
+        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
+        let line = format!(
+            "concurrency --quick --rows-max 2000 --clients 1,6 --slots 3 --workers 2 --batch 2 \
+             --cache-mib 0.2 --seconds 0.2 --json {} --plot {}",
+            json.display(),
+            plot.display()
+        );
+        run(&parse(&line)).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["bars"][0]["bar"], 0.95);
+        let busy = |step: usize| report["points"][step]["busy"].as_u64().unwrap();
+        assert_eq!(busy(0), 0);
+        assert!(busy(1) > 0, "six callers share three slots");
+        assert!(report["points"][1]["requests_per_batch"].as_f64().unwrap() >= 1.0);
+        assert!(std::fs::read_to_string(&plot).unwrap().contains("requests/s"));
+    }
+}

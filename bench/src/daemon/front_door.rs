@@ -1,0 +1,249 @@
+//! A front door with one model in this process, the requests for it, and what callers measure.
+
+use super::caller::{Caller, Outcome, Refusal, infer_request, on_event_loop};
+use anyhow::{Context, Result, anyhow};
+use hatchback::clock::SystemClock;
+use hatchback::model::budget::Budget;
+use hatchback::schema::batch::Batch;
+use hatchback::{Flash, Schema, ServerRules, Serving};
+use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
+use hatchback_tools::report;
+use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use hyper::body::Bytes;
+use serde::Serialize;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Requests that are drawn; callers go round them.
+const REQUESTS: usize = 2048;
+/// The name of the model.
+pub const MODEL: &str = "bench";
+/// What callers of the measurement may use.
+pub const RULES: ServerRules = ServerRules {
+    threads: 2,
+    connections_max: 1024,
+    bytes_max: 256 << 20,
+    request_bytes_max: 16 << 20,
+    requests_per_s_max: 0,
+    tcp: None,
+    tls: None,
+};
+
+/// The figures of one way with one number of callers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DaemonStep {
+    /// `library` or `gRPC`.
+    pub way: &'static str,
+    /// Concurrent callers.
+    pub clients: u32,
+    /// Measured time.
+    pub seconds: f64,
+    /// Requests answered per second.
+    pub requests_per_s: f64,
+    /// Latency of the answered requests, as the caller sees it.
+    pub latency: Percentiles,
+    /// Requests refused as busy.
+    pub busy: u64,
+    /// Requests refused or failed for another reason.
+    pub errors: u64,
+}
+
+/// The sums over the turns of a step.
+#[derive(Default)]
+pub struct WayTotals {
+    pub time: Duration,
+    pub latencies: Latencies,
+    pub busy: u64,
+    pub errors: u64,
+}
+
+impl WayTotals {
+    /// Adds a later turn.
+    pub fn then(&mut self, later: &Self) {
+        self.time += later.time;
+        self.add(later);
+    }
+
+    /// Adds a caller of the same time.
+    pub fn add(&mut self, other: &Self) {
+        self.latencies.add(&other.latencies);
+        self.busy += other.busy;
+        self.errors += other.errors;
+    }
+
+    /// Returns the figures of `clients` callers.
+    pub fn step(&self, way: &'static str, clients: u32) -> DaemonStep {
+        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
+        let requests_per_s = latency.requests as f64 / seconds.max(f64::EPSILON);
+        let Self { busy, errors, .. } = *self;
+        DaemonStep { way, clients, seconds, requests_per_s, latency, busy, errors }
+    }
+}
+
+/// A front door on a socket in a temporary folder, with one model.
+pub struct Daemon {
+    pub serving: Arc<Serving>,
+    schema: Arc<Schema>,
+    folder: tempfile::TempDir,
+}
+
+impl Daemon {
+    /// Serves the model on `flash` under [`MODEL`].
+    ///
+    /// # Errors
+    /// The model is refused.
+    pub fn new(flash: &Flash, budget: Budget) -> Result<Self> {
+        let clock = Arc::new(SystemClock::default());
+        let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+        serving.load(MODEL, flash, budget)?;
+        let schema = serving.schema(MODEL).context("the model is loaded")?;
+        let folder = tempfile::tempdir().context("a temporary folder")?;
+        Ok(Self { serving: Arc::new(serving), schema, folder })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("socket")
+    }
+
+    /// Runs `work` beside the front door, whose callers may use what `rules` say; `models` are
+    /// those that callers can load.
+    ///
+    /// # Errors
+    /// The socket cannot be bound, or the work fails.
+    pub fn serve<T>(
+        &self,
+        rules: ServerRules,
+        models: Vec<ModelFolder>,
+        budget: Budget,
+        work: impl FnOnce(&Path) -> Result<T>,
+    ) -> Result<T> {
+        let front = Front::new(FrontOptions {
+            serving: Arc::clone(&self.serving),
+            rules,
+            budget,
+            gate: Arc::new(Gate::default()),
+            models: Box::new(move || models.clone()),
+            on_answer: Box::new(|_, _, _| {}),
+            facts: Box::new(CarFacts::default),
+            act: Box::new(|_, _| Ok(String::new())),
+            token: String::new(),
+        });
+        let (socket, stopping) = (self.socket(), Stopping::default());
+        let _ = std::fs::remove_file(&socket);
+        let listeners = [Arc::new(Listener::Unix(UnixListener::bind(&socket)?))];
+        thread::scope(|scope| {
+            let server = scope.spawn(|| hatchback_server::serve(&front, &listeners, &stopping));
+            let done = work(&socket);
+            stopping.request();
+            listeners[0].shut_down()?;
+            server.join().map_err(|_| anyhow!("the front door panicked"))??;
+            done
+        })
+    }
+}
+
+/// The requests of a measurement, for both ways.
+pub struct Requests {
+    pub batches: Vec<Batch>,
+    pub messages: Vec<Bytes>,
+}
+
+impl Requests {
+    /// Draws requests of `samples` samples.
+    ///
+    /// # Errors
+    /// The model on `flash` has no keys to draw.
+    pub fn draw(daemon: &Daemon, flash: &Flash, samples: usize) -> Result<Self> {
+        let keys = Distribution::PowerLaw { alpha: ALPHA };
+        let mut workload = Workload::new(flash, &keys, BagSizes::Full, 1)?;
+        let one = |_| {
+            let mut batch = Batch::new(&daemon.schema, samples);
+            workload.fill(&mut batch, samples).map(|()| batch)
+        };
+        let batches = (0..REQUESTS).map(one).collect::<Result<Vec<_>>>()?;
+        let message = |batch| infer_request(MODEL, &daemon.schema, batch);
+        let messages = batches.iter().map(message).collect::<Result<_>>()?;
+        Ok(Self { batches, messages })
+    }
+}
+
+/// Calls the front door for `time` as `clients` callers on one thread, each with a connection of
+/// its own and one request at a time. Counts refused requests.
+///
+/// # Errors
+/// A connection ends.
+pub fn call_grpc(
+    socket: &Path,
+    messages: &[Bytes],
+    clients: u32,
+    time: Duration,
+) -> Result<WayTotals> {
+    on_event_loop(async {
+        let mut connected = Vec::new();
+        for _ in 0..clients {
+            connected.push(Caller::connect(socket).await?);
+        }
+
+        let start = Instant::now();
+        let call = |(number, caller): (usize, Caller)| {
+            let first = number * 37 % messages.len();
+            tokio::spawn(call_until(caller, messages.to_vec(), first, start + time))
+        };
+        let callers: Vec<_> = connected.into_iter().enumerate().map(call).collect();
+        let mut sum = WayTotals::default();
+        for caller in callers {
+            sum.add(&caller.await??);
+        }
+        sum.time = start.elapsed();
+        Ok(sum)
+    })
+}
+
+/// Sends `messages` in turn, from the message `first` on, until `until`.
+async fn call_until(
+    mut caller: Caller,
+    messages: Vec<Bytes>,
+    first: usize,
+    until: Instant,
+) -> Result<WayTotals> {
+    let mut totals = WayTotals::default();
+    for message in messages.iter().cycle().skip(first) {
+        let sent = Instant::now();
+        let outcome = caller.infer(message.clone(), None).await?;
+        let now = Instant::now();
+        match outcome {
+            Outcome::Answered(_) => totals.latencies.record(now - sent),
+            Outcome::Refused(refusal) => match Refusal::busy(refusal) {
+                Ok(wait) => {
+                    totals.busy += 1;
+                    tokio::time::sleep(wait).await;
+                }
+                Err(_) => totals.errors += 1,
+            },
+        }
+        if now >= until {
+            break;
+        }
+    }
+    Ok(totals)
+}
+
+impl DaemonStep {
+    /// Returns the row of a table.
+    pub fn cells(&self) -> [String; 7] {
+        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
+        [
+            self.way.to_owned(),
+            self.clients.to_string(),
+            report::count(self.requests_per_s.round() as u64),
+            us(self.latency.p50_us),
+            us(self.latency.p99_us),
+            us(self.latency.p999_us),
+            report::count(self.busy),
+        ]
+    }
+}

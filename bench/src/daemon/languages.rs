@@ -1,0 +1,337 @@
+//! The calls of C and Python beside the call of the library: the same model, the same requests, in
+//! turns of some milliseconds. A C program and a Python program (`bench/peers/caller.*`) make the
+//! calls and time them. Their scores must be those of the library to the bit. All three and their
+//! workers share one core: where a system wakes a worker would otherwise cost more than a language.
+//! Never builds the library or the package.
+
+use super::front_door::{DaemonStep, MODEL, WayTotals};
+use super::paired::Pairs;
+use crate::bars::Bar;
+use crate::peer::{percentile, stay_on_one_core};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::Args;
+use hatchback::clock::SystemClock;
+use hatchback::schema::batch::Batch;
+use hatchback::targets::Target;
+use hatchback::{Flash, Serving};
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Calls of a turn, in some milliseconds.
+const CALLS: usize = 100;
+/// Turns of each language that warm up.
+const WARM_UP: u32 = 3;
+/// Least measured turns of each language.
+const TURNS_MIN: u32 = 8;
+/// The most that a call of C may take over the library's, p50, µs.
+const C_US_MAX: f64 = 1.0;
+/// The most that a call of Python may take over the library's, p50, µs.
+const PYTHON_US_MAX: f64 = 5.0;
+/// The target of all three, if the user names none.
+const TARGET: &str = "targets/cpu.toml";
+const C_SOURCE: &str = include_str!("../../peers/caller.c");
+const PYTHON_SOURCE: &str = include_str!("../../peers/caller.py");
+
+/// Where the C header and library and the Python package are
+#[derive(Args, Debug)]
+pub struct LanguageArgs {
+    /// Folder of hatchback.h
+    #[arg(long, default_value = "capi", value_name = "DIR")]
+    capi: PathBuf,
+    /// The shared library [default: libhatchback_capi.so beside this program]
+    #[arg(long, value_name = "FILE")]
+    libhatchback: Option<PathBuf>,
+    /// A Python that has the package, as `python/test` installs it
+    #[arg(long, default_value = "target/python-package/bin/python", value_name = "FILE")]
+    python: PathBuf,
+}
+
+/// What is called.
+pub struct LanguagePlan<'a> {
+    /// The model.
+    pub flash: &'a Flash,
+    /// The target that the user named.
+    pub target: Option<&'a Path>,
+    /// The requests, of one number of samples.
+    pub batches: &'a [Batch],
+    /// Measured time of each language.
+    pub time: Duration,
+}
+
+/// What was measured.
+#[derive(Default)]
+pub struct LanguageFigures {
+    /// The figures of each language that ran.
+    pub steps: Vec<DaemonStep>,
+    /// The bars of C and Python.
+    pub bars: Vec<Bar>,
+}
+
+/// One language: who calls, and what was measured.
+struct Way {
+    name: &'static str,
+    caller: Caller,
+    totals: WayTotals,
+    /// The median of the last turn, µs.
+    median_us: f64,
+    /// What calls took more than the library's in the turns beside.
+    pairs: Pairs,
+}
+
+impl Way {
+    fn new(name: &'static str, caller: Caller) -> Self {
+        let (totals, pairs) = (WayTotals::default(), Pairs::default());
+        Self { name, caller, totals, median_us: f64::NAN, pairs }
+    }
+}
+
+enum Caller {
+    Library(Box<Serving>),
+    Program(Program),
+}
+
+/// Measures the languages in turns.
+///
+/// # Errors
+/// The target or the model is refused, a call fails, or the scores differ.
+pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
+    // The thread ends, and with it that it stays on one core. Its programs and threads inherit it.
+    let measured = thread::scope(|scope| {
+        let on_one_core = || stay_on_one_core().and_then(|()| measure_here(args, plan));
+        scope.spawn(on_one_core).join()
+    });
+    measured.map_err(|_| anyhow!("the thread that measures languages panicked"))?
+}
+
+fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
+    let named = [("C", C_US_MAX), ("Python", PYTHON_US_MAX)];
+    let target = plan.target.unwrap_or(Path::new(TARGET));
+    if !target.exists() {
+        let reason = format!("{}: no such file; give --target", target.display());
+        let bars = named.map(|(name, bar)| Bar::not_run(bar_name(name), bar, reason.clone()));
+        return Ok(LanguageFigures { steps: Vec::new(), bars: bars.to_vec() });
+    }
+    let folder = tempfile::tempdir().context("a temporary folder")?;
+    std::fs::write(folder.path().join("requests"), requests_text(plan))?;
+
+    let (library, hash, each) = library(plan, target)?;
+    let mut ways = vec![Way::new("Rust", library)];
+    let mut missing = Vec::new();
+    let started = [c_program(args, folder.path())?, python_program(args, folder.path())?];
+    for ((name, _), command) in named.into_iter().zip(started) {
+        match command {
+            Ok(command) => {
+                let program = Program::start(command, folder.path(), target, plan, hash)
+                    .with_context(|| format!("the program in {name}"))?;
+                ways.push(Way::new(name, Caller::Program(program)));
+            }
+            Err(reason) => missing.push((name, reason)),
+        }
+    }
+
+    let turn = each.as_secs_f64().max(1e-9) * CALLS as f64;
+    let turns = ((plan.time.as_secs_f64() / turn) as u32).max(TURNS_MIN);
+    take_turns(&mut ways, plan, turns)?;
+    let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
+    let measured = ways.iter().filter_map(|way| {
+        let (_, bar) = named.into_iter().find(|(name, _)| *name == way.name)?;
+        Some(way.pairs.at_most(&bar_name(way.name), bar))
+    });
+    let missed = missing.iter().filter_map(|(missing, reason)| {
+        let (name, bar) = named.into_iter().find(|(name, _)| name == missing)?;
+        Some(Bar::not_run(bar_name(name), bar, reason.as_str()))
+    });
+    let bars = measured.chain(missed).collect();
+    Ok(LanguageFigures { steps, bars })
+}
+
+fn bar_name(language: &str) -> String {
+    format!("{language} over the library call, p50, µs")
+}
+
+/// Each turn begins with another language.
+fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, turns: u32) -> Result<()> {
+    for turn in 0..WARM_UP + turns {
+        let (first, count) = (turn as usize * CALLS, ways.len());
+        for number in 0..count {
+            let Way { caller, totals, median_us, .. } = &mut ways[(turn as usize + number) % count];
+            let start = Instant::now();
+            let times = match caller {
+                Caller::Library(serving) => call_library(serving, plan, first, CALLS)?,
+                Caller::Program(program) => program.call(CALLS)?,
+            };
+            let us = |time: &Duration| time.as_secs_f64() * 1e6;
+            *median_us = percentile(&mut times.iter().map(us).collect::<Vec<f64>>(), 0.5);
+            if turn >= WARM_UP {
+                totals.time += start.elapsed();
+                times.into_iter().for_each(|time| totals.latencies.record(time));
+            }
+        }
+        let library_us = ways[0].median_us;
+        if turn >= WARM_UP {
+            ways[1..].iter_mut().for_each(|way| way.pairs.add(way.median_us - library_us));
+        }
+    }
+    Ok(())
+}
+
+/// Opens the model in this process, in the budget of the other languages. Returns the hash of all
+/// scores, and the mean time of a call.
+fn library(plan: &LanguagePlan<'_>, target: &Path) -> Result<(Caller, u64, Duration)> {
+    let budget = Target::load(target)?.budget;
+    let clock = Arc::new(SystemClock::default());
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    serving.load(MODEL, plan.flash, budget)?;
+
+    let (mut hash, start) = (14_695_981_039_346_656_037_u64, Instant::now());
+    for batch in plan.batches {
+        let ticket = serving.submit(MODEL, batch, None)?;
+        for byte in ticket.wait()?.scores().values.iter().flat_map(|v| v.to_le_bytes()) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(1_099_511_628_211);
+        }
+    }
+    let each = start.elapsed() / u32::try_from(plan.batches.len().max(1))?;
+    Ok((Caller::Library(Box::new(serving)), hash, each))
+}
+
+fn call_library(
+    serving: &Serving,
+    plan: &LanguagePlan<'_>,
+    first: usize,
+    calls: usize,
+) -> Result<Vec<Duration>> {
+    let mut times = Vec::with_capacity(calls);
+    for number in first..first + calls {
+        let start = Instant::now();
+        serving.submit(MODEL, &plan.batches[number % plan.batches.len()], None)?.wait()?;
+        times.push(start.elapsed());
+    }
+    Ok(times)
+}
+
+/// The requests as text; `caller.c` says in which form.
+fn requests_text(plan: &LanguagePlan<'_>) -> String {
+    let samples = plan.batches.first().map_or(0, Batch::size);
+    let mut text = format!("{} {samples}\n", plan.batches.len());
+    for batch in plan.batches {
+        let width = batch.dense().len() / samples.max(1);
+        for sample in 0..samples {
+            for value in &batch.dense()[sample * width..][..width] {
+                // Writing to a text cannot fail.
+                let _ = write!(text, "{value} ");
+            }
+            for feature in 0..batch.features() {
+                let bags = batch.bags(feature);
+                let [start, end] = [sample, sample + 1].map(|at| bags.offsets[at] as usize);
+                let _ = write!(text, "{} ", end - start);
+                for key in &bags.keys[start..end] {
+                    let _ = write!(text, "{key} ");
+                }
+            }
+            text.push('\n');
+        }
+    }
+    text
+}
+
+/// Compiles the C program in `folder`. Returns its command, or why it does not run.
+fn c_program(args: &LanguageArgs, folder: &Path) -> Result<Result<Command, String>> {
+    let beside = || Ok::<_, std::io::Error>(std::env::current_exe()?.with_file_name(LIBRARY));
+    let library = args.libhatchback.clone().map_or_else(beside, Ok)?;
+    for file in [&library, &args.capi.join("hatchback.h")] {
+        if !file.exists() {
+            return Ok(Err(format!("{}: no such file", file.display())));
+        }
+    }
+    let [source, program, link] =
+        ["caller.c", "caller", "libhatchback.so.1"].map(|name| folder.join(name));
+    std::fs::write(&source, C_SOURCE)?;
+    std::os::unix::fs::symlink(library.canonicalize()?, &link)?;
+    let compiled = Command::new("cc")
+        .args(["-O2", "-o"])
+        .args([&program, &source, &link])
+        .arg(format!("-I{}", args.capi.display()))
+        .arg(format!("-Wl,-rpath,{}", folder.display()))
+        .output();
+    let Ok(compiled) = compiled else { return Ok(Err("cc: no such program".to_owned())) };
+    ensure!(compiled.status.success(), "cc: {}", String::from_utf8_lossy(&compiled.stderr));
+    Ok(Ok(Command::new(program)))
+}
+
+/// The file name of the library that cargo builds.
+const LIBRARY: &str = "libhatchback_capi.so";
+
+/// Returns the command of the Python program, or why it does not run.
+fn python_program(args: &LanguageArgs, folder: &Path) -> Result<Result<Command, String>> {
+    let shown = args.python.display();
+    let import = Command::new(&args.python).args(["-c", "import hatchback"]).output();
+    let Ok(import) = import else {
+        return Ok(Err(format!("{shown}: no such program; python/test makes it")));
+    };
+    if !import.status.success() {
+        return Ok(Err(format!("{shown}: the package hatchback is not installed")));
+    }
+    let script = folder.join("caller.py");
+    std::fs::write(&script, PYTHON_SOURCE)?;
+    let mut command = Command::new(&args.python);
+    command.arg(script);
+    Ok(Ok(command))
+}
+
+/// A program in another language that calls and times.
+struct Program {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+    input: Option<ChildStdin>,
+}
+
+impl Program {
+    /// Starts the program, and checks that its scores have the hash `expected`.
+    fn start(
+        mut command: Command,
+        folder: &Path,
+        target: &Path,
+        plan: &LanguagePlan<'_>,
+        expected: u64,
+    ) -> Result<Self> {
+        command.args([target, plan.flash.directory(), &folder.join("requests")]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let lines = child.stdout.take().map(BufReader::new).context("no standard output")?;
+        let input = child.stdin.take();
+        let mut program = Self { child, lines, input };
+        let hash: u64 = program.line()?.trim().parse().context("the hash of the scores")?;
+        ensure!(hash == expected, "its scores differ from those of the library");
+        Ok(program)
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        if self.lines.read_line(&mut line)? == 0 {
+            bail!("the program ended: {}", self.child.wait()?);
+        }
+        Ok(line)
+    }
+
+    /// Makes `calls` calls and returns their times.
+    fn call(&mut self, calls: usize) -> Result<Vec<Duration>> {
+        let input = self.input.as_mut().context("the program has no input")?;
+        writeln!(input, "{calls}").context("the program has ended")?;
+        let line = self.line()?;
+        let times = line.split_ascii_whitespace().map(|time| Ok(time.parse()?));
+        let times: Result<Vec<u64>> = times.collect();
+        Ok(times?.into_iter().map(Duration::from_nanos).collect())
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // The program ends when its input ends.
+        drop(self.input.take());
+        let _ = self.child.wait();
+    }
+}

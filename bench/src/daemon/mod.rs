@@ -1,0 +1,264 @@
+//! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
+//! under a rising number of callers over gRPC. The front door, the models and the callers are in
+//! one process, with a request slot for each caller. The two ways take turns on the same requests.
+//! Then C and Python take turns with the library, each in a process of its own. Never draws
+//! requests while it measures.
+
+mod args;
+mod beside;
+pub mod caller;
+mod control;
+mod deadline;
+mod front_door;
+mod hostile;
+mod languages;
+mod paired;
+mod soak;
+mod stage;
+mod swaps;
+
+use super::bars::Bar;
+use super::results::{BenchReport, HostMachine, prints_tables};
+use super::synthetic_model::SyntheticModel;
+use anyhow::{Context, Result};
+pub use args::DaemonArgs;
+use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
+use hatchback_tools::serve::ServeArgs;
+use hatchback_tools::{report, say};
+use languages::LanguagePlan;
+use paired::Pairs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Turns of each way.
+const TURNS: u32 = 40;
+/// The most that gRPC may add to the call of the library, p50, µs.
+const ADDED_US_MAX: f64 = 60.0;
+/// Turns of the most callers, and of the callers of the best step.
+const LADDER_TURNS: u32 = 10;
+/// Least throughput with the most callers, as a share of the best step's.
+const SHARE_MIN: f64 = 0.95;
+
+/// Runs the measurement.
+///
+/// # Errors
+/// The runtime refuses the model, a request fails, or a file cannot be written.
+pub fn run(args: &DaemonArgs) -> Result<()> {
+    if let Some(minutes) = args.soak {
+        let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
+        return soak::run(args, time);
+    }
+    if let Some(swaps) = args.swaps {
+        return swaps::run(args, swaps);
+    }
+    if args.deadline {
+        return deadline::run(args, args.time(60.0, 8.0));
+    }
+
+    let is_made = args.model.is_none();
+    let made = is_made.then(|| SyntheticModel::pack(args.rows_max())).transpose()?;
+    let serve = ServeArgs {
+        model: args
+            .model
+            .clone()
+            .or(made.as_ref().map(SyntheticModel::bundle))
+            .context("no model")?,
+        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
+        target: args.target.clone(),
+        cache_mib: args.cache_mib,
+        resident_mib: None,
+        batch_max: None,
+        device: None,
+    };
+    let (flash, mut budget) = (serve.flash()?, serve.budget()?);
+    if args.target.is_none() {
+        // A slot for each caller: a refusal over gRPC costs as much as a small answer.
+        let callers = args.clients.iter().copied().max().unwrap_or(1);
+        (budget.workers, budget.slots) = (HostMachine::this().cores as u32, callers.max(64));
+    }
+    let daemon = Daemon::new(&flash, budget)?;
+    let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
+    let model = flash.manifest().generation.to_string();
+
+    let (mut points, mut bars) = daemon
+        .serve(RULES, Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
+    let languages = languages::measure(
+        &args.languages,
+        &LanguagePlan {
+            flash: &flash,
+            target: args.target.as_deref(),
+            batches: &requests.batches,
+            time: args.time(4.0, 1.0),
+        },
+    )?;
+    points.extend(languages.steps);
+    bars.extend(languages.bars);
+    publish(
+        args,
+        &BenchReport { bench: "daemon", machine: HostMachine::this(), model, bars, points },
+    )
+}
+
+/// Measures both ways in turns, and then each number of callers. The first turn warms up.
+fn measure(
+    args: &DaemonArgs,
+    daemon: &Daemon,
+    requests: &Requests,
+    socket: &Path,
+) -> Result<(Vec<DaemonStep>, Vec<Bar>)> {
+    let (time, mut added) = (args.time(4.0, 1.0), Pairs::default());
+    let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
+    for turn in 0..=TURNS {
+        let ours = call_library(daemon, requests, time / TURNS)?;
+        let theirs = call_grpc(socket, &requests.messages, 1, time / TURNS)?;
+        if turn > 0 {
+            library.then(&ours);
+            grpc.then(&theirs);
+            let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
+            added.add(p50_us(&theirs) - p50_us(&ours));
+        }
+    }
+
+    let name = "gRPC on a Unix socket over the library call, p50, µs";
+    let latency = added.at_most(name, ADDED_US_MAX);
+    let mut steps = vec![library.step("library", 1), grpc.step("gRPC", 1)];
+    for &clients in args.clients.iter().filter(|clients| **clients > 1) {
+        call_grpc(socket, &requests.messages, clients, time / 4)?;
+        let totals = call_grpc(socket, &requests.messages, clients, time)?;
+        steps.push(totals.step("gRPC", clients));
+    }
+    let call = |clients| call_grpc(socket, &requests.messages, clients, time / 2);
+    let throughput = share_of_best(&steps[1..], call)?;
+    Ok((steps, vec![latency, throughput]))
+}
+
+/// Measures the most callers of `steps` and the callers of its best step in turns. If the most
+/// callers are the best step, their share is 1.
+fn share_of_best(steps: &[DaemonStep], call: impl Fn(u32) -> Result<WayTotals>) -> Result<Bar> {
+    let best = steps.iter().max_by(|a, b| a.requests_per_s.total_cmp(&b.requests_per_s));
+    let best = best.map_or(1, |step| step.clients);
+    let most = steps.iter().map(|step| step.clients).max().unwrap_or(1);
+    let name = format!("requests/s with {most} callers, share of those with {best}, the best step");
+    if best == most {
+        return Ok(Bar::at_least(name, 1.0, SHARE_MIN));
+    }
+    let mut share = Pairs::default();
+    for _ in 0..LADDER_TURNS {
+        let rate = |clients| anyhow::Ok(call(clients)?.step("gRPC", clients).requests_per_s);
+        share.add(rate(most)? / rate(best)?);
+    }
+    Ok(share.at_least(&name, SHARE_MIN))
+}
+
+/// Calls the library for `time`, one request after the other.
+fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<WayTotals> {
+    let (mut totals, start) = (WayTotals::default(), Instant::now());
+    for batch in requests.batches.iter().cycle() {
+        let sent = Instant::now();
+        daemon.serving.submit(MODEL, batch, None)?.wait()?;
+        totals.latencies.record(sent.elapsed());
+        totals.time = start.elapsed();
+        if totals.time >= time {
+            break;
+        }
+    }
+    Ok(totals)
+}
+
+fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
+    if prints_tables(args.json.as_ref()) {
+        say!("{}: {} samples a request", report.model, args.batch)?;
+        say!("{}", report.machine)?;
+        let mut table =
+            report::table(&["way", "callers", "requests/s", "p50", "p99", "p99.9", "busy"]);
+        table.add_rows(report.points.iter().map(DaemonStep::cells));
+        say!("{table}")?;
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
+    }
+    report.write_to(args.json.as_ref())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bars::BarResult;
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: DaemonArgs,
+    }
+
+    fn run_line(line: &str) -> Result<()> {
+        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
+        run(&Line::from_arg_matches(&matches).unwrap().args)
+    }
+
+    #[test]
+    fn a_short_run_answers_over_both_ways() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        run_line(&format!("daemon --quick --clients 1,3 --seconds 0.2 --json {}", json.display()))
+            .unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["points"].as_array().unwrap().len(), 3);
+        assert_eq!(report["bars"][0]["bar"], ADDED_US_MAX);
+        assert!(report["points"][2]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
+    }
+
+    /// A machine whose rate falls all the time, on which eight callers have 0.9 times the rate of
+    /// two.
+    #[test]
+    fn the_share_of_the_best_step_does_not_see_a_machine_that_slows_down() {
+        let totals = |ms| {
+            let mut totals = WayTotals { time: Duration::from_millis(ms), ..WayTotals::default() };
+            (0..1000).for_each(|_| totals.latencies.record(Duration::from_millis(1)));
+            totals
+        };
+        let slower = std::cell::Cell::new(900);
+        let call = |clients| {
+            slower.set(slower.get() + 1);
+            Ok(totals(if clients == 8 { slower.get() * 10 / 9 } else { slower.get() }))
+        };
+        let steps =
+            [(2, 500), (4, 800), (8, 1500)].map(|(clients, ms)| totals(ms).step("gRPC", clients));
+
+        let bar = share_of_best(&steps, call).unwrap();
+        assert!(bar.name.contains("with 8 callers, share of those with 2"), "{}", bar.name);
+        let BarResult::Measured { value, holds } = bar.result else { panic!("{bar:?}") };
+        assert!((0.89..0.92).contains(&value) && !holds, "{value}");
+        let bar = share_of_best(&steps[..1], call).unwrap();
+        assert_eq!(bar.result, BarResult::Measured { value: 1.0, holds: true });
+    }
+
+    #[test]
+    fn a_short_soak_has_no_error() {
+        run_line("daemon --quick --soak 0.05").unwrap();
+    }
+
+    #[test]
+    fn swaps_over_grpc_cost_no_request() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        run_line(&format!("daemon --quick --swaps 24 --json {}", json.display())).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["bars"][0]["value"], 0.0, "{report}");
+        assert_eq!(report["points"][23]["swaps"], 24, "{report}");
+    }
+
+    #[test]
+    fn a_short_run_with_stalls_answers_over_both_ways() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        let line = "daemon --quick --deadline --seconds 0.4 --json";
+        run_line(&format!("{line} {}", json.display())).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        for step in report["points"].as_array().unwrap() {
+            assert!(step["requests"].as_u64().unwrap() >= 32, "{step}");
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! The benches: measurements that compare their figures with bars, beside peers in the same run. No
+//! package ships them. Each name of the command line has a file or folder here. A bench never
+//! judges a run by the figures of another machine.
+
+#![forbid(unsafe_code)]
+// Output goes through `report::output`, which handles a closed pipe.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
+mod bars;
+mod concurrency;
+pub mod daemon;
+mod deadline;
+mod delta;
+mod dlrm;
+mod filled_cache;
+pub mod flash;
+mod gpu;
+pub mod hits;
+mod load;
+mod lookup;
+mod peer;
+mod peer_figures;
+mod publish;
+mod punctuality;
+mod request;
+mod request_families;
+mod request_peers;
+pub mod results;
+mod stalling_disk;
+mod synthetic_model;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use flash::peers::Store;
+use hatchback_tools::report::{self, OutputClosed, output::CLOSED_PIPE_STATUS};
+use hits::policies::Policy;
+use std::process::ExitCode;
+
+pub use concurrency::ConcurrencyArgs;
+pub use daemon::DaemonArgs;
+pub use deadline::DeadlineArgs;
+pub use delta::DeltaArgs;
+pub use flash::FlashArgs;
+pub use gpu::GpuArgs;
+pub use hits::HitsArgs;
+pub use lookup::LookupArgs;
+pub use publish::PublishBenchArgs;
+pub use request::RequestArgs;
+
+/// Makes a cache of as many slots.
+pub type MakeCache = fn(usize) -> Box<dyn Policy>;
+
+/// Peers in Rust, which a program of its own links: `bench/stores`.
+#[derive(Default)]
+pub struct Peers {
+    /// Row stores of `flash`.
+    pub stores: Vec<Store>,
+    /// Caches of `hits`, each with its name.
+    pub caches: Vec<(&'static str, MakeCache)>,
+}
+
+/// Hatchback's benches
+#[derive(Debug, Parser)]
+#[command(name = "hatchback-bench", version)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: BenchCommand,
+}
+
+/// One measurement.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Measures one pipeline under a rising number of callers
+    #[command(alias = "ladder")]
+    Concurrency(ConcurrencyArgs),
+    /// Measures gRPC on a Unix socket beside the call of the library
+    Daemon(DaemonArgs),
+    /// Measures answers later than their deadline, while the flash device stalls
+    Deadline(DeadlineArgs),
+    /// Measures updates that are applied while requests are served
+    Delta(DeltaArgs),
+    /// Measures cold rows from flash beside the raw device and other row stores
+    Flash(FlashArgs),
+    /// Measures lookups and whole requests on a GPU
+    Gpu(GpuArgs),
+    /// Measures hit rates of the cache beside other policies, and its rows per MiB
+    Hits(HitsArgs),
+    /// Measures pooled lookups on one core beside PyTorch and FBGEMM
+    Lookup(LookupArgs),
+    /// Measures the way of changed rows from the trainer to the car's score
+    Publish(PublishBenchArgs),
+    /// Measures whole requests over key distributions, cache sizes and batch sizes
+    Request(RequestArgs),
+}
+
+/// Runs the measurement of the command line beside `peers`.
+pub fn main_with(peers: &Peers) -> ExitCode {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    match run(&Cli::parse(), peers) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<OutputClosed>() => ExitCode::from(CLOSED_PIPE_STATUS),
+        Err(error) => {
+            report::note(format_args!("error: {}", report::explain(&error)));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: &Cli, peers: &Peers) -> Result<()> {
+    match &cli.command {
+        BenchCommand::Concurrency(args) => concurrency::run(args),
+        BenchCommand::Daemon(args) => daemon::run(args),
+        BenchCommand::Deadline(args) => deadline::run(args),
+        BenchCommand::Delta(args) => delta::run(args),
+        BenchCommand::Flash(args) => flash::run(args, peers),
+        BenchCommand::Gpu(args) => gpu::run(args),
+        BenchCommand::Hits(args) => hits::run(args, peers),
+        BenchCommand::Lookup(args) => lookup::run(args),
+        BenchCommand::Publish(args) => publish::run(args),
+        BenchCommand::Request(args) => request::run(args),
+    }
+}

@@ -1,0 +1,271 @@
+//! A C program scores the demo's samples through the header and the shared library, with the same
+//! bits as the runtime, and makes every mistake that the header names. A C++ program follows live
+//! updates.
+
+use crate::programs::{compile, here, library, library_sanitizer, pack_and_install};
+use hatchback::LookupStatus;
+use hatchback::clock::SystemClock;
+use hatchback::io::disk;
+use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::Worker;
+use hatchback::schema::Placement;
+use hatchback::schema::sample::Sample;
+use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
+use hatchback_tools::serve::install;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+/// Returns the demo's probe set in the form that the C program reads, and the runtime's scores and
+/// statuses.
+fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
+    let model = Arc::new(Model::open(&disk::system(), flash, Budget::default()).unwrap());
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    let (mut lines, mut scores, mut batch) = (String::new(), Vec::new(), model.batch());
+    let probe = std::fs::read_to_string(here("../tools/demo/coupon/probe.jsonl")).unwrap();
+    for line in probe.lines() {
+        let sample = Sample::from_json(line, model.schema()).unwrap();
+        let dense = sample.dense.iter().map(ToString::to_string);
+        let sparse = sample.sparse.iter().flat_map(|bag| {
+            std::iter::once(bag.len() as u64).chain(bag.iter().copied()).map(|n| n.to_string())
+        });
+        lines += &(dense.chain(sparse).collect::<Vec<_>>().join(" ") + "\n");
+        batch.clear();
+        batch.push(model.schema(), &sample).unwrap();
+        let answer = worker.score(&batch, None).unwrap();
+        scores.push((answer.values[0], answer.statuses[0]));
+    }
+    (lines, scores)
+}
+
+/// Copies the demo's model to `folder`, with every table in the cache and no hot list, so that the
+/// first request for a key reads flash.
+fn cold_coupon(folder: &Path) -> PathBuf {
+    let model = folder.join("coupon");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(here("../tools/demo/coupon")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    let spec = model.join("model.toml");
+    let lines = std::fs::read_to_string(&spec).unwrap();
+    let without_counts = |line: &str| match line.split_once(", counts") {
+        Some((line, _)) => format!("{line} }}\n"),
+        None => format!("{line}\n"),
+    };
+    let cold: String = lines.lines().map(without_counts).collect();
+    let cached = "keys = \"index\"\nplacement = \"cached\"";
+    std::fs::write(&spec, cold.replace("keys = \"index\"", cached)).unwrap();
+    model
+}
+
+/// Compiles the C program in `folder`, beside a link to the library.
+fn program(folder: &Path) -> PathBuf {
+    let (program, source, link) = (folder.join("score"), here("tests/score.c"), library(folder));
+    let rpath = format!("-Wl,-rpath,{}", folder.display());
+    let [program_, source, link] = [&program, &source, &link].map(|path| path.to_str().unwrap());
+    compile("cc", &["-std=c99", "-O1", source, link, &rpath, "-o", program_]);
+    program
+}
+
+#[test]
+fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = cold_coupon(folder.path());
+    let (flash, _) = pack_and_install(model.to_str().unwrap(), folder.path());
+    let (lines, expected) = expected(&flash);
+    let samples = folder.path().join("samples");
+    std::fs::write(&samples, lines).unwrap();
+    let output = Command::new(program(folder.path()))
+        .args([here("../targets/cpu.toml"), flash, samples])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(said.lines().count(), expected.len());
+    for (line, (score, status)) in said.lines().zip(&expected) {
+        let mut fields = line.split(' ');
+        assert_eq!(
+            fields.next().unwrap().parse::<f32>().unwrap().to_bits(),
+            score.to_bits(),
+            "{line}"
+        );
+        let counts: Vec<u32> = fields.map(|f| f.parse().unwrap()).collect();
+        let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
+        assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
+    }
+}
+
+/// A C++ program follows live updates, built plainly and with sanitizers. Every answer is one
+/// generation's, with its rows' bits. HATCHBACK_UPDATES is the number of updates.
+#[test]
+fn a_cpp_program_follows_live_updates() {
+    let updates = std::env::var("HATCHBACK_UPDATES").map_or(2, |n| n.parse().unwrap());
+    let kind = Kind { placement: Placement::Cached, changes_keys: false };
+    let versions = Versions::of(kind, &vec![2; updates], 300, 3);
+    // A sanitized library requires programs with the same sanitizer.
+    let all = [None, Some("address,undefined"), Some("thread")];
+    let sanitizers = if library_sanitizer().is_some() { &all[..1] } else { &all[..] };
+    for &sanitizer in sanitizers {
+        let folder = tempfile::tempdir().unwrap();
+        match cpp_program(folder.path(), "follow", sanitizer) {
+            Some(program) => follow(folder.path(), &program, &versions),
+            None => println!("SKIPPED: the compiler has no sanitizer {sanitizer:?}"),
+        }
+    }
+}
+
+/// Compiles `NAME.cpp` in `folder`. Returns `None` if the compiler does not have the sanitizer.
+fn cpp_program(folder: &Path, name: &str, sanitizer: Option<&str>) -> Option<PathBuf> {
+    let (program, empty) = (folder.join(name), folder.join("empty.cpp"));
+    let sanitize = sanitizer.map(|sanitizer| format!("-fsanitize={sanitizer}"));
+    std::fs::write(&empty, "int main() {}").unwrap();
+    let probe =
+        Command::new("c++").args(&sanitize).args([&empty, Path::new("-o"), &program]).output();
+    if !probe.unwrap().status.success() {
+        return None;
+    }
+
+    let (source, link) = (here(&format!("tests/{name}.cpp")), library(folder));
+    let rpath = format!("-Wl,-rpath,{}", folder.display());
+    let [source, link, out] = [&source, &link, &program].map(|path| path.to_str().unwrap());
+    let mut arguments =
+        vec!["-std=c++17", "-O1", "-g", "-pthread", source, link, &rpath, "-o", out];
+    arguments.extend(sanitize.as_deref());
+    compile("c++", &arguments);
+    Some(program)
+}
+
+/// Makes the generations of `versions` live one by one, each after `program` has answered with the
+/// one before it. Checks the answers.
+fn follow(folder: &Path, program: &Path, versions: &Versions) {
+    let (flash, file) = (folder.join("flash"), folder.join("sample"));
+    install(&versions.deltas[0], &flash).unwrap();
+
+    // The keys whose rows change most often.
+    let changes = |t: usize, order: &u64| {
+        versions.rows.windows(2).filter(|two| two[0][t][order] != two[1][t][order]).count()
+    };
+    let [index, hashed] =
+        [0, 1].map(|t| *versions.rows[0][t].keys().max_by_key(|o| changes(t, o)).unwrap());
+    std::fs::write(&file, format!("1 {index} 1 {}\n", hatchback::unmix(hashed))).unwrap();
+
+    let mut child = Command::new(program)
+        .args([&here("../targets/cpu.toml"), &flash, &file])
+        .env("TSAN_OPTIONS", format!("suppressions={}", here("tests/tsan.supp").display()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+    for (g, rows) in versions.rows.iter().enumerate() {
+        if g > 0 {
+            // The program may hold the lock of the directory until its swap has ended.
+            let is_snapshot = (g as u64).is_multiple_of(SNAPSHOT_EVERY);
+            let bundles = if is_snapshot { &versions.snapshots } else { &versions.deltas };
+            while let Err(e) = install(&bundles[g], &flash) {
+                assert!(format!("{e:#}").contains("another process is changing"), "{e:#}");
+                std::thread::yield_now();
+            }
+        }
+        let values =
+            [&rows[0][&index], &rows[1][&hashed]].into_iter().flat_map(|row| row.chunks(4));
+        let bits = values.map(|value| u32::from_le_bytes(value.try_into().unwrap()).to_string());
+        let expected = format!("{} {}", g + 1, bits.collect::<Vec<_>>().join(" "));
+        assert_eq!(said.next().unwrap().unwrap(), expected);
+    }
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success() && said.next().is_none(), "{}", program.display());
+}
+
+/// A C++ program names the outputs of a model with two, with the scores of the runtime.
+#[test]
+fn outputs_have_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let (flash, _) = pack_and_install("../tests/data/families/mmoe", folder.path());
+    let model = Arc::new(Model::open(&disk::system(), &flash, Budget::default()).unwrap());
+    let mut batch = model.batch();
+    let sample = Sample::from_json(r#"{"dense":[0,0,0]}"#, model.schema()).unwrap();
+    batch.push(model.schema(), &sample).unwrap();
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    let expected = worker.score(&batch, None).unwrap().values.to_vec();
+
+    let program = cpp_program(folder.path(), "outputs", None).unwrap();
+    let run = |output: &str| {
+        let mut command = Command::new(&program);
+        command.args([&here("../targets/cpu.toml"), &flash]).arg(output).output().unwrap()
+    };
+    let said = String::from_utf8(run("cvr").stdout).unwrap();
+    let lines: Vec<&str> = said.lines().collect();
+    let [ctr, cvr, "1"] = lines[..] else { panic!("{said}") };
+    for ((name, line), score) in ["ctr", "cvr"].into_iter().zip([ctr, cvr]).zip(expected) {
+        let (found, value) = line.split_once(' ').unwrap();
+        assert_eq!((found, value.parse::<f32>().unwrap().to_bits()), (name, score.to_bits()));
+    }
+    let refused = run("nothing");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("no output `nothing`"), "{said}");
+}
+
+/// The example builds with CMake against an installed library, and ranks.
+#[test]
+fn the_example_builds_with_cmake_and_ranks() {
+    if Command::new("cmake").arg("--version").output().is_err() {
+        return println!("SKIPPED: cmake is not installed");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("usr");
+    let config = prefix.join("lib/cmake/hatchback");
+    std::fs::create_dir_all(&config).unwrap();
+    std::fs::create_dir_all(prefix.join("include")).unwrap();
+    for header in ["hatchback.h", "hatchback.hpp"] {
+        std::fs::copy(here(header), prefix.join("include").join(header)).unwrap();
+    }
+    let name = "hatchback-config.cmake";
+    std::fs::copy(here(name), config.join(name)).unwrap();
+    let link = library(&prefix.join("lib"));
+    std::os::unix::fs::symlink(&link, link.with_file_name("libhatchback.so")).unwrap();
+
+    let build = folder.path().join("build");
+    let run = |command: &mut Command| {
+        let output = command.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{command:?}: {said}{errors}");
+        said
+    };
+    run(Command::new("cmake")
+        .args([Path::new("-S"), &here("example"), Path::new("-B"), &build])
+        .arg(format!("-DCMAKE_PREFIX_PATH={}", prefix.display()))
+        .args(library_sanitizer().map(|name| format!("-DCMAKE_CXX_FLAGS=-fsanitize={name}"))));
+    run(Command::new("cmake").arg("--build").arg(&build));
+
+    let (flash, feature) = pack_and_install("../tools/demo/coupon", folder.path());
+    let said = run(Command::new(build.join("rank"))
+        .args([&here("../targets/cpu.toml"), &flash])
+        .arg(feature)
+        .args(["0", "1", "2"]));
+    let scores: Vec<f32> =
+        said.lines().skip(1).map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect();
+    assert!(said.starts_with("generation 1\n") && scores.len() == 3, "{said}");
+    assert!(scores.is_sorted_by(|a, b| a >= b), "{said}");
+}
+
+#[test]
+fn the_header_compiles_as_cpp() {
+    let header = here("hatchback.h");
+    compile(
+        "c++",
+        &[
+            "-std=c++17",
+            "-fsyntax-only",
+            "-include",
+            header.to_str().unwrap(),
+            "-x",
+            "c++",
+            "/dev/null",
+        ],
+    );
+}

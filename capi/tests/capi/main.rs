@@ -1,0 +1,7 @@
+//! The C interface: programs in C and C++, and those of the page.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod c;
+mod pages;
+mod programs;

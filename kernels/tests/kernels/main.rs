@@ -1,0 +1,7 @@
+//! The kernels on networks of the field and on random ones.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod cases;
+mod dense;
+mod onnx_cases;

@@ -1,0 +1,395 @@
+//! The flash tier under power cuts, device errors, a full disk and flipped bits. One whole
+//! generation is live at any time, acknowledged changes stay, and an interrupted step can be
+//! repeated. Failures name the seed and the step.
+
+use hatchback::bundle::BundleReader;
+use hatchback::clock::Clock;
+use hatchback::flash::table::RowLocation;
+use hatchback::flash::{Flash, FlashError};
+use hatchback::io::disk::Disk;
+use hatchback::io::page::{AlignedPage, PageBytes};
+use hatchback::maintenance::compact::Compaction;
+use hatchback::maintenance::scrub::Scrub;
+use hatchback::schema::KeySpace;
+use hatchback::unmix;
+use hatchback_tests::random::Random;
+use hatchback_tests::rewrite::{kind, pages_of};
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::versions::{Rows, Versions};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const DIR: &str = "/flash";
+
+/// One change of the flash directory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Step {
+    /// Install the bundle of this generation.
+    Install(usize),
+    /// Merge the deltas of this table.
+    Compact(usize),
+    /// Roll back one generation.
+    Rollback,
+}
+
+const STORY: [Step; 9] = [
+    Step::Install(1),
+    Step::Install(2),
+    Step::Compact(0),
+    Step::Install(3),
+    Step::Compact(1),
+    Step::Compact(0),
+    Step::Rollback,
+    Step::Install(4),
+    Step::Compact(1),
+];
+
+/// Pages that merges took over from interrupted attempts, in the whole process.
+static RESUMED: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the generation that is live after the first `steps` steps.
+fn live_after(steps: usize) -> usize {
+    STORY[..steps].iter().fold(0, |live, step| match step {
+        Step::Install(generation) => *generation,
+        Step::Compact(_) => live,
+        Step::Rollback => live - 1,
+    })
+}
+
+fn open(disk: &SimDisk) -> Result<Flash, FlashError> {
+    Flash::open(&disk.shared(), Path::new(DIR))
+}
+
+fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError> {
+    match step {
+        // After the rollback to 2, the delta to 4 does not fit, but the snapshot does.
+        Step::Install(4) => install(&versions.snapshots[3], disk),
+        Step::Install(generation) => install(&versions.deltas[generation - 1], disk),
+        Step::Compact(table) => {
+            let mut flash = open(disk)?;
+            let Some(mut merge) = Compaction::begin(&flash, table)? else { return Ok(()) };
+            let mut unsynced = 0;
+            while merge.step(&flash, 1, u64::MAX)? {
+                unsynced += 1;
+                if unsynced % 5 == 0 {
+                    merge.sync()?;
+                }
+            }
+            RESUMED.fetch_add(u64::from(merge.resumed_pages()), Ordering::Relaxed);
+            merge.finish(&mut flash).map(drop)
+        }
+        Step::Rollback => open(disk)?.rollback().map(drop),
+    }
+}
+
+fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
+    Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ())
+        .map(drop)
+}
+
+/// Returns every row of a table from a scan. The page that `locate` returns for a key must have the
+/// same row.
+fn rows_of(flash: &Flash, number: usize) -> Rows {
+    let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
+    table
+        .scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}"))
+        .unwrap();
+    let keys = flash.manifest().schema.tables[number].keys;
+    let mut pages: BTreeMap<RowLocation, Vec<(u64, &Vec<u8>)>> = BTreeMap::new();
+    for (order, row) in &rows {
+        let key = if keys == KeySpace::Sparse { unmix(*order) } else { *order };
+        pages.entry(table.locate(key).unwrap()).or_default().push((key, row));
+    }
+    let mut page = AlignedPage::zeroed();
+    for (location, expected) in pages {
+        let segment = table.segment(location);
+        segment.read_page(location.page, &mut page).unwrap();
+        let checked = segment.check(location.page, &page.0).unwrap();
+        let same =
+            |(key, row): &(u64, &Vec<u8>)| segment.row(&checked, *key) == Some(row.as_slice());
+        assert!(expected.iter().all(same), "{location:?} of table {number}");
+    }
+    rows
+}
+
+/// Checks that one of the generations `one_of` is live and whole; 0 means none.
+fn check(disk: &SimDisk, versions: &Versions, one_of: &[usize], what: &str) {
+    let flash = match open(disk) {
+        Ok(flash) => flash,
+        Err(e) => return assert!(one_of.contains(&0), "{what}: does not open: {e}"),
+    };
+    let generation = flash.manifest().generation.sequence as usize;
+    assert!(one_of.contains(&generation), "{what}: {generation} is live, not one of {one_of:?}");
+    for table in 0..2 {
+        let same = rows_of(&flash, table) == versions.rows[generation - 1][table];
+        assert!(same, "{what}: table {table} of generation {generation} is not what it was");
+    }
+    assert!(!flash.dense().unwrap().is_empty());
+}
+
+/// Runs the story, cuts the power after `cut` changing calls, reboots, and finishes the story.
+fn run_story(versions: &Versions, cut: u64, seed: u64) {
+    let disk = SimDisk::default();
+    let mut random = Random::new(seed);
+    disk.cut_after(cut);
+    let mut done = 0;
+    while done < STORY.len() && run(STORY[done], &disk, versions).is_ok() {
+        done += 1;
+    }
+
+    // Repeat an interrupted step until it ends. Each attempt may be cut again.
+    let mut cuts = 0;
+    while done < STORY.len() {
+        disk.reboot(random.bits());
+        let what = format!(
+            "seed {seed}, cut {cut}, step {done} {:?}, cut again {cuts} times",
+            STORY[done]
+        );
+
+        check(&disk, versions, &[live_after(done), live_after(done + 1)], &what);
+        let committed = STORY[done] == Step::Rollback
+            && open(&disk)
+                .is_ok_and(|f| f.manifest().generation.sequence as usize == live_after(done + 1));
+        if cuts < 3 && random.one_in(2) {
+            disk.cut_after(random.below(30));
+        }
+
+        if committed || run(STORY[done], &disk, versions).is_ok() {
+            done += 1;
+        }
+
+        cuts += 1;
+        assert!(cuts < 100, "{what}: never ends");
+    }
+
+    disk.reboot(random.bits());
+    check(
+        &disk,
+        versions,
+        &[live_after(STORY.len())],
+        &format!("seed {seed}, cut {cut}, at the end"),
+    );
+}
+
+/// The number of stories; the long run sets millions.
+fn cut_points() -> u64 {
+    std::env::var("HATCHBACK_CUTS").ok().and_then(|n| n.parse().ok()).unwrap_or(10_000)
+}
+
+#[test]
+fn every_cut_ends_in_one_whole_generation() {
+    let versions = Versions::new(4, 900, 7);
+    let disk = SimDisk::default();
+    STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
+    check(&disk, &versions, &[4], "without a cut");
+    let calls = disk.calls();
+    let next = AtomicU64::new(0);
+    let run_stories = || {
+        let numbers = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
+        numbers.take_while(|n| *n < cut_points()).for_each(|n| run_story(&versions, n % calls, n));
+    };
+    std::thread::scope(|threads| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            threads.spawn(run_stories);
+        }
+    });
+    let resumed = RESUMED.load(Ordering::Relaxed);
+    println!("{} cuts at {calls} places, {resumed} merged pages resumed, all whole", cut_points());
+    assert!(cut_points() < 1000 || resumed > cut_points() / 4, "only {resumed} pages were resumed");
+}
+
+#[test]
+fn an_error_of_the_device_leaves_what_was_live() {
+    let versions = Versions::new(4, 200, 8);
+    let disk = SimDisk::default();
+    STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
+    for n in 0..disk.calls() {
+        let disk = SimDisk::default();
+        disk.fail_after(n);
+        for (done, step) in STORY.iter().enumerate() {
+            let what = format!("error at call {n}, step {step:?}");
+            if let Err(e) = run(*step, &disk, &versions) {
+                assert!(e.to_string().contains("device reports"), "{what}: {e}");
+                check(&disk, &versions, &[live_after(done), live_after(done + 1)], &what);
+                let committed = *step == Step::Rollback
+                    && open(&disk).unwrap().manifest().generation.sequence as usize
+                        == live_after(done + 1);
+                assert!(
+                    committed || run(*step, &disk, &versions).is_ok(),
+                    "{what}: cannot be repeated"
+                );
+            }
+            check(&disk, &versions, &[live_after(done + 1)], &what);
+        }
+    }
+}
+
+#[test]
+fn a_full_disk_is_refused_before_anything_is_written() {
+    let versions = Versions::new(2, 200, 9);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    let (used, written) = (disk.used(), disk.written());
+    disk.set_capacity(Some(used + (1 << 20)));
+    let refused = run(Step::Install(2), &disk, &versions).unwrap_err();
+    assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
+    assert_eq!(disk.written(), written);
+    disk.set_capacity(Some(u64::MAX));
+    run(Step::Install(2), &disk, &versions).unwrap();
+    check(&disk, &versions, &[2], "once there is room");
+}
+
+/// The files of an interrupted install take no space from the next install, of the same bundle or
+/// of another one.
+#[test]
+fn an_interrupted_install_takes_no_room() {
+    let versions = Versions::new(2, 900, 13);
+    for (live, next) in [(true, 1), (false, 0), (false, 1)] {
+        let start = || {
+            let disk = SimDisk::default();
+            if live {
+                run(Step::Install(1), &disk, &versions).unwrap();
+            }
+            disk
+        };
+        let (counted, disk) = (start(), start());
+        let before = counted.calls();
+        let first = &versions.snapshots[usize::from(live)];
+        install(first, &counted).unwrap();
+        let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
+        let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+        // The error comes before the live record, after everything else was written.
+        disk.fail_after(counted.calls() - before - 11);
+        let used = disk.used();
+        assert!(install(first, &disk).is_err() && disk.used() > used + bytes / 2);
+        disk.set_capacity(Some(used + bytes + (1 << 20)));
+        install(&versions.snapshots[next], &disk).unwrap();
+        check(&disk, &versions, &[next + 1], "in the room of the interrupted install");
+    }
+}
+
+#[test]
+fn space_is_reclaimed_when_nothing_needs_it() {
+    let versions = Versions::new(4, 900, 10);
+    let disk = SimDisk::default();
+    STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
+    let folders: Vec<String> = disk.paths().iter().map(|p| p.display().to_string()).collect();
+    assert!(
+        folders.iter().all(|p| !p.contains("g000000000003") && !p.ends_with(".part")),
+        "{folders:#?}"
+    );
+}
+
+#[test]
+fn scrubbing_finds_exactly_the_damaged_pages_and_repair_replaces_them() {
+    let versions = Versions::new(2, 900, 11);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    run(Step::Install(2), &disk, &versions).unwrap();
+    let scrub = |disk: &SimDisk| {
+        let (flash, mut scrub) = (open(disk).unwrap(), Scrub::default());
+        while scrub.step(&flash, 3) {}
+        scrub
+    };
+
+    assert_eq!(scrub(&disk).damage, []);
+    let pages = scrub(&disk).pages;
+    let mut random = Random::new(1);
+    let base = Path::new(DIR).join("g000000000001/t0000-0000.seg");
+    let good = hatchback::io::disk::Disk::read(&disk, &base, u64::MAX).unwrap();
+    let page = 2;
+    disk.flip(&base, page * 4096 * 8 + random.below(4096 * 8) as usize);
+    let found = scrub(&disk);
+
+    assert_eq!((found.pages, found.damage.len()), (pages, 1));
+    assert_eq!((found.damage[0].table, found.damage[0].page as usize), (0, page));
+    let flash = open(&disk).unwrap();
+    let content = |n: usize| -> PageBytes { good[n * 4096..(n + 1) * 4096].try_into().unwrap() };
+    assert!(
+        flash.repair(&found.damage[0], &content(page + 1)).is_err(),
+        "the repair accepted another page"
+    );
+
+    flash.repair(&found.damage[0], &content(page)).unwrap();
+    assert_eq!(scrub(&disk).damage, []);
+    check(&disk, &versions, &[2], "after the repair");
+}
+
+/// Covers pages of every kind, and a segment that is missing.
+#[test]
+fn scrubbing_finds_a_flipped_bit_on_every_page() {
+    let versions = Versions::new(2, 900, 14);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    run(Step::Install(2), &disk, &versions).unwrap();
+    let scrub = || {
+        let (flash, mut scrub) = (open(&disk).unwrap(), Scrub::default());
+        while scrub.step(&flash, 100) {}
+        scrub.damage
+    };
+
+    let segments = disk.paths().into_iter().filter(|p| p.extension().is_some_and(|e| e == "seg"));
+    let (mut random, mut kinds) = (Random::new(14), BTreeSet::new());
+    for path in segments {
+        let pages = pages_of(&disk.read(&path, u64::MAX).unwrap());
+        for (page, content) in pages.iter().enumerate() {
+            let bit = page * 4096 * 8 + random.below(4096 * 8) as usize;
+            disk.flip(&path, bit);
+            let damage = scrub();
+            disk.flip(&path, bit);
+            assert_eq!(damage.len(), 1, "{} page {page}", path.display());
+            assert!(
+                damage[0].fault.starts_with(&format!("{}: page {page}: ", path.display())),
+                "{damage:?}"
+            );
+            assert!(damage[0].keys > 0);
+            kinds.insert(kind(content));
+        }
+
+        disk.rename(&path, Path::new("/gone")).unwrap();
+        let damage = scrub();
+        disk.rename(Path::new("/gone"), &path).unwrap();
+        assert!(
+            damage.len() == 1 && damage[0].fault.starts_with(&path.display().to_string()),
+            "{damage:?}"
+        );
+    }
+
+    assert!(kinds.into_iter().eq(1..=6), "not every kind of page occurred");
+    assert_eq!(scrub(), []);
+}
+
+/// A step reads the requested pages and the trailer, and never all fences of a large base.
+#[test]
+fn a_step_of_a_scrub_reads_no_more_than_requested() {
+    let versions = Versions::new(1, 900, 15);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    let (flash, mut scrub) = (open(&disk).unwrap(), Scrub::default());
+    disk.slow(1, 1);
+    let (clock, mut steps) = (disk.clock(), 0);
+    let start = clock.now();
+    while scrub.step(&flash, 1) {
+        steps += 1;
+    }
+    let reads = (clock.now() - start).as_micros() as u64;
+    assert_eq!((scrub.pages, reads), (steps, 2 * steps));
+}
+
+#[test]
+fn damage_stops_a_compaction_and_changes_nothing() {
+    let versions = Versions::new(2, 900, 12);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    run(Step::Install(2), &disk, &versions).unwrap();
+    disk.flip(&Path::new(DIR).join("g000000000001/t0000-0000.seg"), 5000 * 8);
+    assert!(
+        run(Step::Compact(0), &disk, &versions)
+            .unwrap_err()
+            .to_string()
+            .contains("t0000-0000.seg: page 1")
+    );
+    run(Step::Compact(1), &disk, &versions).unwrap();
+    assert_eq!(open(&disk).unwrap().record().live.tables[0].deltas.len(), 1);
+}

@@ -1,0 +1,158 @@
+//! The front door turns tensors, in JSON and in gRPC, into the same batch as the samples
+//! themselves: padded and jagged keys, with weights.
+
+use hatchback::Pooling;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
+use hatchback::schema::{Feature, Network, Schema};
+use hatchback_server::proto::{InferInputTensor, InferTensorContents, ModelInferRequest};
+use hatchback_server::{decode_grpc, decode_http};
+use hatchback_tests::random::Random;
+use prost::Message;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+fn schema() -> Arc<Schema> {
+    let plain = Feature::plain("plain", 0, Pooling::Sum, 3);
+    let weighted = Feature { weighted: true, ..Feature::plain("weighted", 0, Pooling::Sum, 4) };
+    Arc::new(Schema {
+        dense_features: vec!["d".to_owned()],
+        tables: vec![],
+        features: vec![plain, weighted],
+        network: Network { inputs: vec![], outputs: vec![] },
+    })
+}
+
+fn sample(random: &mut Random) -> Sample {
+    let mut bag = |most: u64| -> Vec<u64> {
+        let keys = random.below(most + 1);
+        (0..keys).map(|_| random.below(1 << 40)).collect()
+    };
+    let sparse = vec![bag(3), bag(4)];
+    let weights = vec![vec![], sparse[1].iter().map(|key| *key as f32 * 0.25).collect()];
+    Sample { dense: vec![0.5], sparse, weights, ..Sample::default() }
+}
+
+/// A tensor: its name, type, shape, and values as JSON.
+type Tensor = (String, &'static str, Vec<usize>, Vec<Value>);
+
+/// Returns the tensors of `samples`: the first feature is padded, the second jagged or padded.
+fn tensors(samples: &[Sample], is_jagged: bool) -> Vec<Tensor> {
+    let size = samples.len();
+    let dense = samples.iter().map(|s| json!(s.dense[0])).collect();
+    let padded = |f: usize, width: usize| -> Vec<Value> {
+        let bag = |s: &Sample| {
+            (0..width).map(|i| json!(s.sparse[f].get(i).map_or(-1, |k| *k as i64))).collect()
+        };
+        samples.iter().flat_map(|s| -> Vec<Value> { bag(s) }).collect()
+    };
+    let mut all: Vec<Tensor> = vec![
+        ("dense".to_owned(), "FP32", vec![size, 1], dense),
+        ("plain".to_owned(), "INT64", vec![size, 3], padded(0, 3)),
+    ];
+    if is_jagged {
+        let keys: Vec<Value> =
+            samples.iter().flat_map(|s| &s.sparse[1]).map(|k| json!(k)).collect();
+        let weights: Vec<Value> =
+            samples.iter().flat_map(|s| &s.weights[1]).map(|w| json!(w)).collect();
+        let mut offsets = vec![json!(0)];
+        let mut end = 0;
+        for s in samples {
+            end += s.sparse[1].len();
+            offsets.push(json!(end));
+        }
+        all.push(("weighted.keys".to_owned(), "INT64", vec![keys.len()], keys));
+        all.push(("weighted.offsets".to_owned(), "INT64", vec![size + 1], offsets));
+        all.push(("weighted.weights".to_owned(), "FP32", vec![weights.len()], weights));
+    } else {
+        // A weight beside padding is not read.
+        let weight = |s: &Sample, i: usize| json!(s.weights[1].get(i).copied().unwrap_or(7.0));
+        let weights = samples.iter().flat_map(|s| (0..4).map(move |i| weight(s, i))).collect();
+        all.push(("weighted.weights".to_owned(), "FP32", vec![size, 4], weights));
+        all.push(("weighted".to_owned(), "INT64", vec![size, 4], padded(1, 4)));
+    }
+    all
+}
+
+fn over_http(tensors: &[Tensor], schema: &Arc<Schema>) -> Result<Batch, String> {
+    let inputs: Vec<Value> = tensors
+        .iter()
+        .map(|(name, datatype, shape, data)| {
+            json!({"name": name, "datatype": datatype, "shape": shape, "data": data})
+        })
+        .collect();
+    let body = json!({ "inputs": inputs }).to_string();
+    decode_http(body.as_bytes(), body.len(), schema, 8).map_err(|e| e.to_string())
+}
+
+fn over_grpc(tensors: &[Tensor], schema: &Arc<Schema>) -> Result<Batch, String> {
+    let input = |(name, datatype, shape, data): &Tensor| {
+        let contents = match *datatype {
+            "FP32" => InferTensorContents {
+                fp32_contents: data.iter().map(|v| v.as_f64().unwrap() as f32).collect(),
+                ..Default::default()
+            },
+            _ => InferTensorContents {
+                int64_contents: data.iter().map(|v| v.as_i64().unwrap()).collect(),
+                ..Default::default()
+            },
+        };
+        InferInputTensor {
+            name: name.clone(),
+            datatype: (*datatype).to_owned(),
+            shape: shape.iter().map(|side| *side as i64).collect(),
+            contents: Some(contents),
+            ..Default::default()
+        }
+    };
+    let request = ModelInferRequest {
+        inputs: tensors.iter().map(input).collect(),
+        ..ModelInferRequest::default()
+    };
+    decode_grpc(&request.encode_to_vec(), schema, 8).map_err(|e| e.to_string())
+}
+
+#[test]
+fn tensors_become_the_batch_of_their_samples() {
+    let (schema, mut random) = (schema(), Random::new(7));
+    for round in 0..300 {
+        let samples: Vec<Sample> = (0..1 + random.below(8)).map(|_| sample(&mut random)).collect();
+        let mut expected = Batch::new(&schema, samples.len());
+        samples.iter().for_each(|s| expected.push(&schema, s).unwrap());
+        let expected = format!("{expected:?}");
+        let tensors = tensors(&samples, round % 2 == 0);
+        for found in [over_http(&tensors, &schema), over_grpc(&tensors, &schema)] {
+            assert_eq!(format!("{:?}", found.unwrap()), expected, "round {round}");
+        }
+    }
+}
+
+#[test]
+fn weights_that_do_not_fit_their_keys_are_refused_by_name() {
+    let (schema, mut random) = (schema(), Random::new(9));
+    let one = Sample {
+        sparse: vec![vec![1], vec![2, 3]],
+        weights: vec![vec![], vec![0.5, 1.5]],
+        ..sample(&mut random)
+    };
+    let whole = tensors(&[one], true);
+    let with = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let mut tensors = whole.clone();
+        change(&mut tensors);
+        let [http, grpc] =
+            [over_http(&tensors, &schema), over_grpc(&tensors, &schema)].map(|e| e.unwrap_err());
+        assert_eq!(http, grpc);
+        http
+    };
+    let missing = with(&|t| drop(t.remove(4)));
+    assert!(missing.contains("weights.weighted: 0 weights, 2 keys"), "{missing}");
+    let short = with(&|t| {
+        t[4].2 = vec![1];
+        t[4].3.truncate(1);
+    });
+    assert!(short.contains("`weighted.weights`: 1 values for 2 keys"), "{short}");
+    let twice = with(&|t| t.push(t[4].clone()));
+    assert!(twice.contains("`weighted.weights`: occurs twice"), "{twice}");
+    let other = with(&|t| t[4].0 = "plain.weights".to_owned());
+    assert!(other.contains("no such input"), "{other}");
+}

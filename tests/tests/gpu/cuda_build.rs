@@ -1,0 +1,150 @@
+//! The committed kernel images belong to their sources: a new build gives the same bytes, within
+//! the register budget and without spills. Also: the errors on a machine without a GPU.
+
+use hatchback_kernels::cuda::driver::{CudaError, Gpu, Images, Profile};
+use hatchback_tests::models::repository;
+use hatchback_tests::standin;
+use std::process::Command;
+use std::sync::Arc;
+
+#[test]
+fn a_new_build_of_the_kernels_gives_the_same_bytes() {
+    let _turn = standin::alone();
+    let done = Command::new("python3")
+        .arg(repository("kernels/cuda/make"))
+        .arg("--check")
+        .output()
+        .unwrap();
+    let said = format!(
+        "{}{}",
+        String::from_utf8_lossy(&done.stdout),
+        String::from_utf8_lossy(&done.stderr)
+    );
+    match done.status.code() {
+        Some(0) => println!("{said}"),
+        Some(3) => println!("SKIPPED: building the kernels: {said}"),
+        _ => panic!("{said}"),
+    }
+}
+
+/// The report of the machine code lists the images by their hashes, so this test needs no compiler.
+#[test]
+fn every_kernel_is_within_its_budget() {
+    let _turn = standin::alone();
+    let done = Command::new("python3")
+        .arg(repository("kernels/cuda/make"))
+        .arg("--budget")
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+/// The machine's own driver can only be tested before the stand-in is loaded, so the test runs in a
+/// process of its own.
+#[test]
+fn without_a_gpu_the_reason_is_typed() {
+    const CHILD: &str = "HATCHBACK_WITHOUT_STANDIN";
+    if std::env::var_os(CHILD).is_some() {
+        match Gpu::open(Profile::default()) {
+            Err(e @ (CudaError::NoDriver | CudaError::NoGpu | CudaError::TooOld { .. })) => {
+                println!("refused: {e}")
+            }
+            Err(e) => panic!("{e}"),
+            Ok(gpu) => println!("SKIPPED: this machine has a GPU: {}", gpu.name()),
+        }
+        return;
+    }
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "cuda_build::without_a_gpu_the_reason_is_typed", "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    assert!(
+        run.status.success() && (said.contains("refused: ") || said.contains("SKIPPED")),
+        "{said}"
+    );
+}
+
+const CAR: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.sm_87.cubin");
+const DESK: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.sm_90.cubin");
+
+const PTX: &str = include_str!("../../../kernels/cuda/built/changes.ptx");
+
+/// The board refuses kernels without machine code for its GPU, and damaged ones. A desk's GPU
+/// without machine code of its own uses the PTX, if its driver knows that version of PTX.
+#[test]
+fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver drives one GPU only");
+    };
+    let [board, desk] = [true, false].map(|tegra| Gpu::open(Profile { tegra }).unwrap());
+    assert!(board.integrated() && board.sm() == 87);
+
+    let refused = |gpu: &Arc<Gpu>, cubins| {
+        let e = gpu.module(&Images { name: "x", cubins, ptx: ".version 7.4" }).err().unwrap();
+        assert!(matches!(&e, CudaError::NoKernels { .. }), "{e}");
+        e.to_string()
+    };
+
+    assert!(
+        refused(&board, &[(90, DESK)])
+            .contains("`x` has no machine code for compute capability 87")
+    );
+    assert!(refused(&board, &[(90, DESK)]).contains("Tegra profile"));
+    assert!(refused(&board, &[(87, DESK)]).contains("refused"));
+    assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("refused"));
+    assert!(refused(&desk, &[(90, DESK)]).contains("refused its PTX"));
+
+    let module = board.module(&Images { name: "x", cubins: &[(87, CAR)], ptx: "" }).unwrap();
+    assert!(module.kernel("insert_rows").is_ok());
+    let missing = module.kernel("no_such_kernel").err().unwrap();
+    assert!(matches!(&missing, CudaError::Driver { call: "no_such_kernel", .. }), "{missing}");
+
+    let cubins = &[(87, CAR), (90, DESK)];
+    for (device, sm, integrated) in
+        [(c"desk", 90, false), (c"ptx", 89, false), (c"board", 87, true)]
+    {
+        stand_in.device(device);
+        let gpu = Gpu::open(Profile::default()).unwrap();
+        assert_eq!((gpu.sm(), gpu.integrated()), (sm, integrated));
+        let module = gpu.module(&Images { name: "x", cubins, ptx: PTX }).unwrap();
+        assert!(
+            module.kernel("update_rows").is_ok() && module.kernel("update_row").is_err(),
+            "{device:?}"
+        );
+    }
+
+    // Kernels of a folder, for development: never on a Tegra.
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("x.sm_87.cubin"), CAR).unwrap();
+    stand_in.device(c"board");
+    let tried = Gpu::with_kernels(Profile::default(), folder.path()).unwrap();
+    let (other, none) =
+        (Images { name: "y", cubins, ptx: PTX }, Images { name: "x", cubins: &[], ptx: "" });
+    assert!(tried.module(&none).unwrap().kernel("insert_rows").is_ok());
+    let e = tried.module(&other).err().unwrap().to_string();
+    assert!(e.contains("y.ptx"), "{e}");
+    let e = Gpu::with_kernels(Profile { tegra: true }, folder.path()).err().unwrap().to_string();
+    assert!(e.contains("a Tegra runs built-in kernels only"), "{e}");
+
+    // Without the Tegra profile the board's driver would compile the PTX, whose version it knows,
+    // but no newer version.
+    assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());
+    assert!(desk.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_ok());
+
+    let newer = PTX.replace(".version 7.4", ".version 7.8").leak();
+    let e = desk.module(&Images { name: "x", cubins: &[], ptx: newer }).err().unwrap().to_string();
+    assert!(e.contains("refused its PTX"), "{e}");
+
+    for (device, what) in
+        [(c"old driver", "the CUDA driver is 11.2"), (c"old GPU", "compute capability is 7.5")]
+    {
+        stand_in.device(device);
+        let e = Gpu::open(Profile::default()).err().unwrap();
+        assert!(matches!(&e, CudaError::TooOld { .. }) && e.to_string().contains(what), "{e}");
+    }
+
+    stand_in.device(c"board");
+}

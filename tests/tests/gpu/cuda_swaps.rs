@@ -1,0 +1,141 @@
+//! Swaps a model on a GPU to another generation: its caches are kept, and the swap asks the GPU for
+//! what changed only. Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the
+//! machine's GPU.
+
+use hatchback::bundle::BundleReader;
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
+use hatchback::model::budget::Budget;
+use hatchback::request::serving::Serving;
+use hatchback::schema::Placement;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
+use hatchback_kernels::cuda::Device;
+use hatchback_tests::standin;
+use hatchback_tests::versions::{Kind, Versions};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// The tests share one driver: the test that counts calls locks it for writing, the other for
+/// reading.
+static COUNTING: RwLock<()> = RwLock::new(());
+
+/// After a swap to a delta on a GPU, unchanged rows are still cached and changed rows are those of
+/// the new generation. The swap copies and launches for what changed only.
+#[test]
+fn a_swap_keeps_the_caches_on_the_gpu() {
+    let _turn = standin::alone();
+    let _shared = COUNTING.read().unwrap_or_else(PoisonError::into_inner);
+    let versions = Versions::changing(&[12], 400, 31);
+    let folder = tempfile::tempdir().unwrap();
+    let install = |bundle: &Path| {
+        let mut bundle = BundleReader::open(bundle).unwrap();
+        Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
+    };
+    let flash = install(&versions.snapshots[0]);
+    let budget = Budget { cache_bytes_max: 1 << 20, batch_max: 64, ..Budget::default() };
+    let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+    let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
+    serving.load("m", &flash, budget).unwrap();
+    let schema = serving.schema("m").unwrap();
+
+    // The keys of both generations.
+    let both = |t: usize| {
+        let [old, new] = [0, 1].map(|g: usize| &versions.rows[g][t]);
+        old.keys().filter(|order| new.contains_key(order)).copied().collect::<Vec<u64>>()
+    };
+
+    let (index, hashed) = (both(0), both(1));
+    let pairs: Vec<(u64, u64)> = (0..index.len().max(hashed.len()))
+        .map(|i| (index[i % index.len()], hashed[i % hashed.len()]))
+        .collect();
+    let everything = |generation: usize| {
+        for some in pairs.chunks(64) {
+            let mut batch = Batch::new(&schema, some.len());
+            for (index, hashed) in some {
+                let sparse = vec![vec![*index], vec![hatchback::unmix(*hashed)]];
+                batch.push(&schema, &Sample { sparse, ..Sample::default() }).unwrap();
+            }
+
+            let ticket = serving.submit("m", &batch, None).unwrap();
+            let answer = ticket.wait().unwrap();
+            for ((index, hashed), found) in some.iter().zip(answer.scores().values.chunks(10)) {
+                let [a, b] = &versions.rows[generation];
+                let bytes: Vec<u8> = found.iter().flat_map(|value| value.to_le_bytes()).collect();
+                assert_eq!(bytes, [&a[index][..], &b[hashed][..]].concat());
+            }
+        }
+    };
+
+    everything(0);
+    let flash = install(&versions.deltas[1]);
+    let rested = AtomicUsize::new(0);
+    let rest = |_| {
+        rested.fetch_add(1, Ordering::Relaxed);
+    };
+    let swapped = serving.swap("m", &flash, budget, &rest).unwrap();
+    let unchanged =
+        |t: usize, order: &u64| versions.rows[0][t][order] == versions.rows[1][t][order];
+    let alike = index.iter().filter(|o| unchanged(0, o)).count()
+        + hashed.iter().filter(|o| unchanged(1, o)).count();
+    let changed = index.len() + hashed.len() - alike;
+
+    assert_eq!(swapped.read, changed, "{swapped:?}");
+    assert!(changed > 20 && rested.load(Ordering::Relaxed) > 2);
+    everything(1);
+    let counters = serving.stats("m").unwrap().counters;
+
+    assert_eq!((counters.misses, counters.pages), (0, 0));
+    assert!(serving.memory()[0].1.opening_bytes() > 0);
+}
+
+/// A swap asks the GPU for launches, copies and bytes in proportion to what changed.
+#[test]
+fn a_swap_asks_the_gpu_for_what_changed() {
+    let _turn = standin::alone();
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: counting launches: only the stand-in counts");
+    };
+    for placement in [Placement::Cached, Placement::Resident] {
+        let kind = Kind { placement, changes_keys: false };
+        let versions = Versions::of(kind, &[0, 100, 5], 12_000, 5);
+        let folder = tempfile::tempdir().unwrap();
+        let install = |bundle: &Path| {
+            let mut bundle = BundleReader::open(bundle).unwrap();
+            Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {})
+                .unwrap()
+        };
+        let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
+        let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+        let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
+        serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
+        let mut none = None;
+        for delta in &versions.deltas[1..] {
+            let flash = install(delta);
+            let before = stand_in.counts();
+            let swapped = serving.swap("m", &flash, budget, &|_| ()).unwrap();
+            let after = stand_in.counts();
+
+            // The first delta changes no row: what it asks is the price of any swap.
+            let asked = [after.launches - before.launches, after.copies - before.copies];
+            let [launches, copies] = *none.get_or_insert(asked);
+            let (launches, copies) = (asked[0] - launches, asked[1] - copies);
+            let changed = (swapped.read + swapped.patched) as u64;
+            let said = format!("{placement:?}: {swapped:?}, {launches} launches, {copies} copies");
+            match placement {
+                // Removed and inserted 2,048 at a time, with a few kernels each; no copy.
+                Placement::Cached => {
+                    assert!(launches <= 6 * changed.div_ceil(2048) && copies == 0, "{said}");
+                    assert!((launches > 0) == (changed > 0), "{said}");
+                }
+                // One copy for each run of neighbouring rows; no launch.
+                _ => {
+                    assert!(launches == 0 && copies <= changed, "{said}");
+                    assert!((copies > 0) == (changed > 0), "{said}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,624 @@
+//! Compares the dense network on a GPU with the CPU's, to the bit: random networks of every
+//! operator, and the networks of the repository. Runs on the stand-in for the driver, or with
+//! HATCHBACK_GPU=real on the machine's GPU.
+
+use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
+use hatchback_kernels::cuda::graph::Graphs;
+use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, GpuDenseError, Precision,
+};
+use hatchback_tests::models::repository;
+use hatchback_tests::random::Random;
+use hatchback_tests::standin;
+use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+const OWN: DeviceOptions = DeviceOptions {
+    dense: GpuDense { tensorrt: None, precision: Precision::Exact },
+    batch_max: 100,
+    f16_inputs: Vec::new(),
+};
+
+/// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on the values
+/// so far, and output `out`, which concatenates all of them. Values stay finite.
+struct Maker {
+    graph: Graph,
+    random: Random,
+    values: Vec<(String, Vec<usize>)>,
+    names: usize,
+}
+
+impl Maker {
+    fn network(seed: u64) -> Vec<u8> {
+        let mut graph = Graph::default();
+        graph.input("x", Type::Float, &[4]);
+        graph.input("y", Type::Float, &[3, 4]);
+        let values = vec![("x".to_owned(), vec![4]), ("y".to_owned(), vec![3, 4])];
+        let mut maker = Self { graph, random: Random::new(seed), values, names: 0 };
+        for _ in 0..3 + seed % 8 {
+            maker.add();
+        }
+        let mut flat = Vec::new();
+        for (name, shape) in maker.values.clone() {
+            flat.push(if shape.len() == 1 {
+                name
+            } else {
+                maker.node("Flatten", &[&name], &[], None)
+            });
+        }
+        let flat: Vec<&str> = flat.iter().map(String::as_str).collect();
+        maker.graph.node("Concat", &flat, "out", &[int("axis", 1)]);
+        maker.graph.output("out", &[1]);
+        maker.graph.file()
+    }
+
+    fn name(&mut self) -> String {
+        self.names += 1;
+        format!("v{}", self.names)
+    }
+
+    /// Adds a node. If its shape is given, later nodes may use its result.
+    fn node(
+        &mut self,
+        op: &str,
+        inputs: &[&str],
+        with: &[Attribute],
+        shape: Option<Vec<usize>>,
+    ) -> String {
+        let name = self.name();
+        self.graph.node(op, inputs, &name, with);
+        self.values.extend(shape.map(|shape| (name.clone(), shape)));
+        name
+    }
+
+    fn floats(&mut self, shape: &[usize], value: impl Fn(&mut Random) -> f32) -> String {
+        let name = self.name();
+        let values: Vec<f32> =
+            (0..shape.iter().product()).map(|_| value(&mut self.random)).collect();
+        self.graph.floats(&name, shape, &values);
+        name
+    }
+
+    fn integers(&mut self, values: &[i64]) -> String {
+        let name = self.name();
+        self.graph.integers(&name, &[values.len()], values);
+        name
+    }
+
+    fn add(&mut self) {
+        let at = self.random.below(self.values.len() as u64) as usize;
+        let (x, shape) = self.values[at].clone();
+        let last = *shape.last().unwrap();
+
+        match self.random.below(11) {
+            0 | 1 => self.product(&x, shape, last),
+            2 => {
+                let op = *self.random.pick(&["Relu", "Sigmoid", "Tanh"]);
+                self.node(op, &[&x], &[], Some(shape));
+            }
+            3 | 4 => self.zip(&x, shape),
+            5 => {
+                let axis = 1 + self.random.below(shape.len() as u64) as usize;
+                let mut out = shape;
+                out[axis - 1] = 1;
+                let axes = self.integers(&[axis as i64]);
+                match self.random.one_in(2) {
+                    true => self.node("ReduceSum", &[&x, &axes], &[], Some(out)),
+                    false => {
+                        self.node("ReduceMean", &[&x], &[ints("axes", &[axis as i64])], Some(out))
+                    }
+                };
+            }
+            6 => {
+                let axis = 1 + self.random.below(shape.len() as u64) as usize;
+                let mut out = shape;
+                out[axis - 1] *= 2;
+                self.node("Concat", &[&x, &x], &[int("axis", axis as i64)], Some(out));
+            }
+            7 => {
+                let places: Vec<i64> = (0..1 + self.random.below(5))
+                    .map(|_| self.random.below(last as u64) as i64)
+                    .collect();
+                let mut out = shape.clone();
+                *out.last_mut().unwrap() = places.len();
+                let places = self.integers(&places);
+                self.node("Gather", &[&x, &places], &[int("axis", shape.len() as i64)], Some(out));
+            }
+            8 if shape.len() == 2 => {
+                let turned = self.node(
+                    "Transpose",
+                    &[&x],
+                    &[ints("perm", &[0, 2, 1])],
+                    Some(vec![shape[1], shape[0]]),
+                );
+                let out = vec![shape[0], shape[0]];
+                self.node("MatMul", &[&x, &turned], &[], Some(out));
+            }
+            9 if shape.len() == 2 => {
+                let square = self.node("Transpose", &[&x], &[ints("perm", &[0, 2, 1])], None);
+                let out = vec![shape[1], shape[1]];
+                self.node("MatMul", &[&square, &x], &[], Some(out));
+            }
+            _ => {
+                let two = self.floats(&[], |_| 2.0);
+                let bounded = self.node("Tanh", &[&x], &[], None);
+                self.node("Pow", &[&bounded, &two], &[], Some(shape));
+            }
+        }
+    }
+
+    /// Adds a product by weights of up to 70 columns, often followed by bias and Relu.
+    fn product(&mut self, x: &str, mut shape: Vec<usize>, k: usize) {
+        let n = 1 + self.random.below(70) as usize;
+        let w = self.floats(&[k, n], Random::signed);
+        let product = self.node("MatMul", &[x, &w], &[], None);
+        *shape.last_mut().unwrap() = n;
+        let bias = self.floats(&[n], Random::signed);
+        let sum = self.node("Add", &[&product, &bias], &[], None);
+        let op = *self.random.pick(&["Relu", "Tanh", "Identity"]);
+        self.node(op, &[&sum], &[], Some(shape));
+    }
+
+    fn zip(&mut self, x: &str, shape: Vec<usize>) {
+        let op = *self.random.pick(&["Add", "Sub", "Mul"]);
+        let other = match self.random.below(4) {
+            0 => self.floats(&[], |r| 2.0 + r.signed()),
+            1 => self.floats(&[*shape.last().unwrap()], Random::signed),
+            2 => {
+                // A computed column, which is broadcast.
+                let axes = [shape.len() as i64];
+                self.node("ReduceMean", &[x], &[ints("axes", &axes)], None)
+            }
+            _ => x.to_owned(),
+        };
+        let bounded = self.node("Tanh", &[x], &[], None);
+        let divided = match self.random.one_in(3) {
+            true => {
+                let divisor = self.floats(&[*shape.last().unwrap()], |r| 1.5 + r.signed());
+                self.node("Div", &[&bounded, &divisor], &[], None)
+            }
+            false => bounded,
+        };
+        let (left, right) = if self.random.one_in(2) { (divided, other) } else { (other, divided) };
+        self.node(op, &[&left, &right], &[], Some(shape));
+    }
+}
+
+/// The stand-in counts calls of the whole process, so one test runs at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `n` samples on the device, directly or as a graph.
+fn on_device(
+    gpu: &Arc<Gpu>,
+    engine: &DeviceEngine,
+    n: usize,
+    inputs: &[Vec<f32>],
+    recorded: bool,
+) -> Vec<f32> {
+    let stream = gpu.stream().unwrap();
+    let mut fed = Vec::new();
+    for values in inputs {
+        let buffer = gpu.buffer(values.len()).unwrap();
+        stream.upload(values, &buffer, 0).unwrap();
+        fed.push(buffer);
+    }
+
+    let scores = gpu.buffer::<f32>(n * engine.outputs()).unwrap();
+    let mut out = vec![f32::NAN; scores.len()];
+    let mut scratch = engine.scratch(n).unwrap();
+
+    if recorded {
+        let mut graphs = Graphs::new((stream, fed, scores, scratch));
+        let work =
+            |(stream, fed, scores, scratch): &mut (Stream, Vec<_>, Buffer<f32>, DeviceScratch)| {
+                engine.enqueue(stream, n, fed, scores.view(), scratch)
+            };
+        graphs.record(|named| &named.0, work).unwrap();
+
+        let counts = || standin::load().map(|s| s.counts());
+        let before = counts();
+        graphs.launch(0, |named| &named.0, |_, launch| launch()).unwrap();
+
+        if let (Some(before), Some(after)) = (before, counts()) {
+            let asked = [
+                after.launches - before.launches,
+                after.waits - before.waits,
+                after.copies - before.copies,
+            ];
+            assert_eq!(asked, [1, 0, 0], "launches, waits, copies");
+        }
+
+        let (stream, _, scores, _) = graphs.resources();
+        stream.download(scores, 0, &mut out).unwrap();
+    } else {
+        engine.enqueue(&stream, n, &fed, scores.view(), &mut scratch).unwrap();
+        stream.download(&scores, 0, &mut out).unwrap();
+    }
+
+    out
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
+    let DenseNetwork { onnx, inputs, output, activation } = *network;
+    let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation).unwrap();
+    assert_eq!(cpu.falls_back_for(), None, "{what}");
+    let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
+    let mut random = Random::new(batches.len() as u64);
+    for &n in batches {
+        let fed: Vec<Vec<f32>> = inputs
+            .iter()
+            .map(|(_, width)| {
+                (0..n * width)
+                    .map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() })
+                    .collect()
+            })
+            .collect();
+        let mut expected = vec![0.0; n * cpu.outputs()];
+        cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
+        for recorded in [false, true] {
+            let got = on_device(gpu, &engine, n, &fed, recorded);
+            assert_eq!(bits(&got), bits(&expected), "{what}, batch {n}, as a graph: {recorded}");
+        }
+    }
+}
+
+#[test]
+fn random_networks_give_the_cpus_bits() {
+    let _turn = standin::alone();
+    let _alone = alone();
+    let activations = [Activation::None, Activation::Sigmoid];
+    for seed in 0..30 {
+        let gpu = standin::gpu(seed);
+        let onnx = Maker::network(seed);
+        let inputs = [("x", 4), ("y", 12)];
+        let activation = activations[seed as usize % 2];
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation };
+        compare(&gpu, &format!("seed {seed}"), &network, &[1, 2, 40]);
+    }
+}
+
+#[test]
+fn the_networks_of_the_tree_give_the_cpus_bits() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let networks: [(&str, &[(&str, usize)]); 5] = [
+        ("tests/data/families/dlrm", &[("dense", 3), ("emb", 48)]),
+        ("tests/data/families/dcnv2", &[("dense", 3), ("emb", 28)]),
+        ("tests/data/families/deepfm", &[("dense", 3), ("first", 4), ("second", 20)]),
+        ("tests/data/families/wide_deep", &[("dense", 3), ("wide", 2), ("deep", 35)]),
+        ("tools/demo/coupon", &[("dense", 7), ("emb", 288)]),
+    ];
+    for (path, inputs) in networks {
+        let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
+        let activation = Activation::Sigmoid;
+        let network = DenseNetwork { onnx: &onnx, inputs, output: "logit", activation };
+        compare(&gpu, path, &network, &[1, 7, 65]);
+    }
+}
+
+fn with(precision: Precision) -> DeviceOptions {
+    DeviceOptions { dense: GpuDense { tensorrt: None, precision }, ..OWN }
+}
+
+/// cuBLAS adds in another order, so its scores are the CPU's within the bound, recorded or not. A
+/// missing library is reported.
+#[test]
+fn products_by_cublas_are_close_to_the_cpus() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
+    let inputs = [("dense", 7), ("emb", 288)];
+    let activation = Activation::Sigmoid;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let options = with(Precision::F32);
+    let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
+    let without = load();
+
+    if !standin::load_cublas() {
+        return println!(
+            "SKIPPED: the machine's own cuBLAS is for the benchmark: {}",
+            without.runs_on()
+        );
+    }
+
+    // The environment may put the stand-in on the library path; then the first attempt finds it.
+    if without.is_exact() {
+        let why = &without.rejected()[0];
+        assert!(
+            why.contains("no cuBLAS on this machine") && why.contains("libcublas.so.13"),
+            "{why}"
+        );
+    }
+
+    let engine = load();
+    assert!(
+        !engine.is_exact() && engine.runs_on().contains("cuBLAS") && engine.rejected().is_empty()
+    );
+
+    let mut scratch = engine.scratch(2).unwrap();
+    let refused = engine.enqueue(&gpu.stream().unwrap(), 3, &[], View::none(), &mut scratch);
+    assert!(matches!(refused, Err(GpuDenseError::Dense(DenseError::Batch { batch: 3, max: 2 }))));
+
+    std::thread::spawn(move || drop(scratch)).join().unwrap();
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
+    let mut random = Random::new(4);
+    let mut apart = 0;
+
+    for n in [1, 9, 64] {
+        let fed =
+            inputs.map(|(_, width)| (0..n * width).map(|_| random.signed()).collect::<Vec<f32>>());
+        let mut expected = vec![0.0; n * cpu.outputs()];
+        cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
+        for recorded in [false, true] {
+            let got = on_device(&gpu, &engine, n, &fed, recorded);
+            assert!(
+                got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5),
+                "{got:?}, {expected:?}"
+            );
+            apart += usize::from(bits(&got) != bits(&expected));
+        }
+    }
+
+    assert!(apart > 0, "sums in another order have other bits");
+}
+
+/// cuBLASLt adds the bias and applies Relu in the launch of a product. Where it refuses, they are
+/// launches of their own, and the scores are within the same bound.
+#[test]
+fn a_product_that_ends_with_bias_and_relu_is_one_launch() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
+    }
+    let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
+    let inputs = [("dense", 7), ("emb", 288)];
+    let activation = Activation::Sigmoid;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
+    let mut random = Random::new(5);
+    let fed = inputs.map(|(_, width)| (0..9 * width).map(|_| random.signed()).collect::<Vec<_>>());
+    let mut expected = vec![0.0; 9 * cpu.outputs()];
+    cpu.run(9, &fed, &mut expected, &mut cpu.scratch(9)).unwrap();
+
+    let mut launches = [0; 2];
+    for refuse in [false, true] {
+        standin::refuse_epilogues(refuse);
+        let engine = DeviceEngine::load(&gpu, &network, &with(Precision::F32)).unwrap();
+        assert!(engine.runs_on().contains("cuBLAS"), "{:?}", engine.rejected());
+        let before = gpu.calls().launches;
+        let direct = on_device(&gpu, &engine, 9, &fed, false);
+        launches[usize::from(refuse)] = gpu.calls().launches - before;
+        let recorded = on_device(&gpu, &engine, 9, &fed, true);
+        for got in [direct, recorded] {
+            let close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5;
+            assert!(got.iter().zip(&expected).all(close), "{got:?}, {expected:?}");
+        }
+    }
+    standin::refuse_epilogues(false);
+    // The network has five layers with weights; none of them scales.
+    assert_eq!(launches[1] - launches[0], 5, "{launches:?}");
+    assert_eq!(standin::epilogue_objects(), 0);
+}
+
+/// On the stand-in cuBLAS rounds factors as a tensor core does.
+#[test]
+fn each_precision_keeps_its_own_bound() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
+    }
+    let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
+    let inputs = [("dense", 7), ("emb", 288)];
+    let activation = Activation::Sigmoid;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
+    let mut random = Random::new(9);
+    let fed =
+        inputs.map(|(_, width)| (0..70 * width).map(|_| random.signed()).collect::<Vec<f32>>());
+    let mut expected = vec![0.0; 70 * cpu.outputs()];
+    cpu.run(70, &fed, &mut expected, &mut cpu.scratch(70)).unwrap();
+
+    let differences =
+        [Precision::Exact, Precision::F32, Precision::Tf32, Precision::F16].map(|p| {
+            let engine = DeviceEngine::load(&gpu, &network, &with(p)).unwrap();
+            assert_eq!(engine.is_exact(), p == Precision::Exact, "{}", engine.runs_on());
+            assert!(p == Precision::Exact || engine.runs_on().ends_with(p.name()));
+            let difference = engine.difference(&fed, &expected).unwrap();
+            assert!(difference <= p.difference_bound(), "{}: {difference}", p.name());
+            difference
+        });
+    assert_eq!(differences[0], 0.0);
+    // Factors of 11 bits are the same in both types here, and far worse than f32.
+    assert!(differences[1] < 1e-5 && differences[2] > 1e-5, "{differences:?}");
+    assert!(differences[3] > 1e-5, "{differences:?}");
+}
+
+/// The products of large factors that nearly cancel each other need more than 11 bits.
+#[test]
+fn a_network_that_needs_more_bits_than_the_precision_has_runs_exactly() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
+    }
+    let mut graph = Graph::default();
+    graph.input("x", Type::Float, &[1]);
+    graph.node("Concat", &["x", "x"], "twice", &[int("axis", 1)]);
+    graph.floats("w", &[2, 1], &[100.1, -100.0]);
+    graph.node("MatMul", &["twice", "w"], "out", &[]);
+    graph.output("out", &[1]);
+    let onnx = graph.file();
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &[("x", 1)],
+        output: "out",
+        activation: Activation::None,
+    };
+    for (precision, exact) in [(Precision::F32, false), (Precision::Tf32, true)] {
+        let engine = DeviceEngine::load(&gpu, &network, &with(precision)).unwrap();
+        assert_eq!(engine.is_exact(), exact, "{}: {:?}", engine.runs_on(), engine.rejected());
+        assert!(!exact || engine.rejected()[0].contains("tf32"), "{:?}", engine.rejected());
+    }
+}
+
+/// A driver that is newer than this program returns codes that no list has.
+#[test]
+fn an_error_that_no_list_has_is_typed() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver returns no such code");
+    };
+    let stream = gpu.stream().unwrap();
+    for (code, text) in [(46, "CUDA_ERROR (stand-in) (46)"), (9999, "error 9999, which the driver")]
+    {
+        stand_in.fault_code(code);
+        stand_in.fault(c"wait", 0, 1);
+        let e = stream.wait().unwrap_err();
+        assert!(matches!(&e, CudaError::Driver { call: "wait for the stream", error }
+            if error.0 == code as u32));
+        assert!(e.to_string().contains(text), "{e}");
+    }
+    stand_in.fault_code(2);
+    stream.wait().unwrap();
+}
+
+#[test]
+fn an_operator_without_a_kernel_is_refused_by_name() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let mut graph = Graph::default();
+    graph.input("x", Type::Float, &[4]);
+    graph.node("Neg", &["x"], "out", &[]);
+    graph.output("out", &[4]);
+    let onnx = graph.file();
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &[("x", 4)],
+        output: "out",
+        activation: Activation::None,
+    };
+    let said = DeviceEngine::load(&gpu, &network, &OWN).err().unwrap().to_string();
+    assert!(said.contains("Neg"), "{said}");
+}
+
+/// Pinned memory is freed even if the wait for the device fails.
+#[test]
+fn a_device_that_cannot_be_waited_for_keeps_no_memory() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(9));
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
+    };
+    let before = stand_in.counts().bytes;
+    let mapped = gpu.mapped::<u32>(9).unwrap();
+    stand_in.fault(c"wait for all", 0, 1);
+    drop(mapped);
+    assert_eq!(stand_in.counts().bytes, before);
+}
+
+/// Work that waits or allocates memory cannot be recorded; the stream stays usable.
+#[test]
+fn work_that_invalidates_a_recording_is_an_error() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let mut graphs = Graphs::new(gpu.stream().unwrap());
+    let refused: Result<usize, CudaError> = graphs.record(|stream| stream, |stream| stream.wait());
+    assert!(matches!(refused.err().unwrap(), CudaError::Driver { .. }));
+    graphs.resources().wait().unwrap();
+    let takes = |stream: &mut Stream| stream.gpu().buffer::<u8>(8).map(drop);
+    assert!(graphs.record(|stream| stream, takes).is_err());
+    let other = gpu.event().unwrap();
+    gpu.stream().unwrap().record(&other).unwrap();
+    assert!(graphs.record(|stream| stream, |stream| stream.after(&other)).is_err());
+    graphs.resources().wait().unwrap();
+    let failed = graphs.record(|stream| stream, |_| Err(GpuDenseError::Buffers("no".into())));
+    assert!(matches!(failed.err().unwrap(), GpuDenseError::Buffers(_)));
+    graphs.resources().wait().unwrap();
+    // A recording that other code invalidates is repeated.
+    let mut times = 0;
+    let once = |stream: &mut Stream| {
+        times += 1;
+        if times == 1 { stream.wait() } else { Ok::<_, CudaError>(()) }
+    };
+    graphs.record(|stream| stream, once).unwrap();
+    assert_eq!(times, 2);
+}
+
+/// Any thread may free an object. It is freed once the device no longer uses it, and nothing leaks.
+#[test]
+fn any_thread_frees_what_the_device_no_longer_uses() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(9));
+    let bytes = || standin::load().map(|s| s.counts().bytes);
+    let before = bytes();
+    let (stream, event, buffer) =
+        (gpu.stream().unwrap(), gpu.event().unwrap(), gpu.buffer::<u32>(999).unwrap());
+    let mut pinned = gpu.mapped::<u32>(999).unwrap();
+    pinned.fill(7);
+    stream.upload_async(&pinned, &buffer, 999).unwrap();
+    stream.record(&event).unwrap();
+    std::thread::spawn(move || drop(pinned)).join().unwrap();
+    std::thread::spawn(move || event.wait().unwrap()).join().unwrap();
+    let mut out = vec![0; 999];
+    stream.download(&buffer, 0, &mut out).unwrap();
+    assert!(out.iter().all(|&v| v == 7));
+    let mut graphs = Graphs::new((stream, buffer, gpu.buffer::<u32>(999).unwrap()));
+    let work = |(stream, from, to): &mut (Stream, Buffer<u32>, Buffer<u32>)| stream.copy(from, to);
+    graphs.record(|named| &named.0, work).unwrap();
+    graphs.launch(0, |named| &named.0, |_, launch| launch()).unwrap();
+    std::thread::spawn(move || drop(graphs)).join().unwrap();
+    assert_eq!(bytes(), before);
+}
+
+/// Other threads allocate, free and wait while work is recorded.
+#[test]
+fn a_recording_and_other_threads_do_not_disturb_each_other() {
+    let _turn = standin::alone();
+    let (_alone, gpu) = (alone(), standin::gpu(8));
+    let done = AtomicBool::new(false);
+
+    // A second opening, as by another model of the process.
+    let other = Gpu::open(Profile { tegra: standin::is_board() }).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let (mapped, buffer) =
+                    (other.mapped::<u32>(9).unwrap(), other.buffer::<u32>(9).unwrap());
+                let stream = other.stream().unwrap();
+                stream.upload_async(&mapped, &buffer, 9).unwrap();
+                stream.wait().unwrap();
+            }
+        });
+
+        let recorded = (0..60).try_for_each(|_| {
+            let (from, to) = (gpu.mapped::<u32>(3).unwrap(), gpu.buffer::<u32>(3).unwrap());
+            let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
+            let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
+                stream.upload_async(from, to, 3)?;
+                // Gives the other threads time to run.
+                std::thread::sleep(std::time::Duration::from_micros(300));
+                stream.upload_async(from, to, 3)
+            };
+            graphs.record(|named| &named.0, work)?;
+            graphs.launch(0, |named| &named.0, |_, launch| launch())?;
+            graphs.resources().0.wait()
+        });
+
+        done.store(true, Ordering::Relaxed);
+        recorded.unwrap();
+    });
+}

@@ -1,0 +1,170 @@
+//! Damaged flash: live records torn or flipped, files missing. The runtime never takes such a
+//! directory for an empty one, never serves it and never overwrites it. With the files restored,
+//! the scores are the same again.
+
+use hatchback::bundle::manifest::sha256;
+use hatchback::flash::Flash;
+use hatchback::flash::live::LiveRecord;
+use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback_tests::versions::Versions;
+use hatchback_tests::victim::Victim;
+use hatchback_tools::serve::install;
+
+fn write_copies(victim: &Victim, record: &[u8]) {
+    for name in LiveRecord::file_names() {
+        std::fs::write(victim.flash.join(name), record).unwrap();
+    }
+}
+
+/// A torn live record is never taken for an empty directory by a reader. One whole copy is enough.
+#[test]
+fn a_torn_live_record() {
+    let victim = Victim::default();
+    let system = hatchback::io::disk::system();
+    let [first, second] = LiveRecord::file_names().map(|name| victim.flash.join(name));
+    let torn = |record: &[u8]| {
+        std::fs::write(&first, record).unwrap();
+        Flash::open(&system, &victim.flash).unwrap();
+        std::fs::write(&second, record).unwrap();
+        let texts = [
+            Flash::open(&system, &victim.flash).err().unwrap().to_string(),
+            Model::open(&system, &victim.flash, Budget::default()).err().unwrap().to_string(),
+        ];
+        let file = second.display().to_string();
+        texts.iter().for_each(|text| assert!(text.starts_with(&file), "{text}"));
+        assert!(Flash::has_live_record(system.as_ref(), &victim.flash));
+        std::fs::write(&second, &victim.live).unwrap();
+    };
+
+    (0..victim.live.len()).for_each(|length| torn(&victim.live[..length]));
+    for bit in 0..victim.live.len() * 8 {
+        let mut record = victim.live.clone();
+        record[bit / 8] ^= 1 << (bit % 8);
+        torn(&record);
+    }
+
+    torn(&[&victim.live[..], &[0]].concat());
+    torn(&[0; 4096]);
+}
+
+/// A snapshot replaces a live record that is lost in both copies, and a delta does not.
+#[test]
+fn only_a_snapshot_follows_a_lost_live_record() {
+    let (versions, folder) = (Versions::new(2, 100, 3), tempfile::tempdir().unwrap());
+    let flash = folder.path().join("flash");
+    install(&versions.snapshots[0], &flash).unwrap();
+    for name in LiveRecord::file_names() {
+        std::fs::write(flash.join(name), b"garbage").unwrap();
+    }
+    let error = format!("{:#}", install(&versions.deltas[1], &flash).err().unwrap());
+    assert!(error.contains("only a snapshot can follow"), "{error}");
+    assert!(Flash::open(&hatchback::io::disk::system(), &flash).is_err());
+    let flash = install(&versions.snapshots[1], &flash).unwrap();
+    assert_eq!(flash.manifest().generation.sequence, 2);
+}
+
+#[test]
+fn a_live_record_that_references_missing_files() {
+    let victim = Victim::default();
+    let refused = |change: &dyn Fn(&mut LiveRecord), text: &str| {
+        let (writes, mut record) = LiveRecord::decode(&victim.live).unwrap();
+        change(&mut record);
+        write_copies(&victim, &record.encode(writes));
+        let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    refused(&|r| r.live.generation.sequence = 9, "g000000000009/manifest: No such file");
+    refused(
+        &|r| r.live.manifest[0] ^= 1,
+        "g000000000005/manifest: manifest: does not match its hash",
+    );
+    for name in LiveRecord::file_names() {
+        std::fs::remove_file(victim.flash.join(name)).unwrap();
+    }
+    let error =
+        Flash::open(&hatchback::io::disk::system(), &victim.flash).err().unwrap().to_string();
+    assert!(error.contains("flash: live: no generation is live here"), "{error}");
+    write_copies(&victim, &victim.live);
+}
+
+#[test]
+fn a_manifest_missing_or_damaged_on_flash() {
+    let victim = Victim::default();
+    let path = victim.flash.join("g000000000005").join("manifest");
+    let whole = std::fs::read(&path).unwrap();
+    let error = || {
+        Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
+            .err()
+            .unwrap()
+            .to_string()
+    };
+
+    for bit in [0, 9, 8 * 100, 8 * whole.len() - 1] {
+        let mut damaged = whole.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, damaged).unwrap();
+        assert!(error().contains("g000000000005/manifest: manifest: does not match its hash"));
+    }
+
+    // A manifest with the hash of the live record and an unknown format.
+    let mut later = whole.clone();
+    later[0] = 2;
+    std::fs::write(&path, &later).unwrap();
+    let (writes, mut record) = LiveRecord::decode(&victim.live).unwrap();
+    record.live.manifest = sha256(&later);
+    write_copies(&victim, &record.encode(writes));
+
+    assert!(error().contains("g000000000005/manifest: format: 2 is not 1"));
+    write_copies(&victim, &victim.live);
+    std::fs::remove_file(&path).unwrap();
+    assert!(error().contains("g000000000005/manifest: No such file"));
+
+    std::fs::write(&path, &whole).unwrap();
+}
+
+#[test]
+fn files_missing_on_flash() {
+    let victim = Victim::default();
+    for name in ["t0000-0000.seg", "t0001-0000.seg", "dense.onnx"] {
+        let path = victim.flash.join("g000000000005").join(name);
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(error.contains(&format!("g000000000005/{name}: No such file")), "{error}");
+        std::fs::write(&path, &whole).unwrap();
+    }
+}
+
+/// A network with a flipped weight would run and score wrongly, so it must not open.
+#[test]
+fn a_flipped_bit_beside_the_segments() {
+    let victim = Victim::default();
+    let folder = victim.flash.join("g000000000005");
+    let open = || Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
+    let path = folder.join("dense.onnx");
+    let whole = std::fs::read(&path).unwrap();
+    for bit in [0, 4 * whole.len(), 8 * whole.len() - 1] {
+        let mut damaged = whole.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, damaged).unwrap();
+        let error = open().err().unwrap().to_string();
+        assert!(
+            error.contains("g000000000005/dense.onnx: content: does not match its hash"),
+            "{error}"
+        );
+    }
+    std::fs::write(&path, whole).unwrap();
+
+    // A hot list only says which rows to read first.
+    std::fs::write(folder.join("t0002.hot"), b"garbage").unwrap();
+    open().unwrap();
+    std::fs::remove_file(folder.join("t0002.hot")).unwrap();
+    open().unwrap();
+}

@@ -1,0 +1,7 @@
+//! Hostile inputs: bundles, flash directories, and bytes of any kind.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod fuzz_smoke;
+mod hostile_bundle;
+mod hostile_flash;

@@ -1,0 +1,264 @@
+//! Several models in one process share one memory budget. No caller notices loads, swaps and
+//! unloads, of the same model or of another.
+
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
+use hatchback::io::disk;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::{Serving, ServingError};
+use hatchback::schema::sample::Sample;
+use hatchback::schema::{KeySpace, Schema};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
+use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tools::pack::spec::CodecChoice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const BATCH_MAX: u32 = 8;
+
+/// A generation of a model. All generations have the same keys and different rows.
+struct Made {
+    packed: Packed,
+    reference: Reference,
+    flash: Flash,
+}
+
+fn plan(sequence: u64) -> ModelPlan {
+    let table = |rows, dim, codec| TablePlan::cached(KeySpace::Index, rows, dim, codec);
+    let tables = vec![table(700, 12, CodecChoice::U8), table(300, 8, CodecChoice::F32)];
+    let feature = |table| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(table) };
+    let features = vec![feature(0), feature(1), feature(0)];
+    ModelPlan {
+        name: "swapped".to_owned(),
+        sequence,
+        seed: 100 + sequence,
+        dense: 2,
+        tables,
+        features,
+    }
+}
+
+fn make(plan: &ModelPlan) -> Made {
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
+    Made { packed, reference, flash }
+}
+
+fn budget() -> Budget {
+    Budget {
+        cache_bytes_max: 16 << 10,
+        batch_max: BATCH_MAX,
+        workers: 2,
+        slots: 16,
+        ..Budget::default()
+    }
+}
+
+fn serving(memory_bytes_max: u64) -> Serving {
+    Serving::new(memory_bytes_max, 16, Arc::new(SystemClock::default()))
+}
+
+/// Submits a request and checks that a single generation answered. Returns its sequence.
+fn score(
+    serving: &Serving,
+    name: &str,
+    schema: &Schema,
+    samples: &[Sample],
+    made: &[&Made],
+) -> u64 {
+    let batch = batch_for(schema, BATCH_MAX as usize, samples);
+    let ticket = loop {
+        match serving.submit(name, &batch, None) {
+            Ok(ticket) => break ticket,
+            Err(RequestError::Busy(_)) => std::thread::yield_now(),
+            Err(e) => panic!("{e}"),
+        }
+    };
+
+    let answer = ticket.wait().unwrap();
+    let sequence = answer.generation().sequence;
+    let reference = &made[sequence as usize - 1].reference;
+    let scores = answer.scores();
+
+    for (sample, (score, status)) in samples
+        .iter()
+        .zip(scores.values.chunks(scores.values.len() / samples.len()).zip(scores.statuses))
+    {
+        assert!(same_bits(score, &reference.output(sample)), "not generation {sequence}'s score");
+        assert_eq!(*status, reference.status(sample));
+    }
+
+    sequence
+}
+
+#[test]
+fn a_hundred_swaps_under_load_mix_nothing_and_fail_no_request() {
+    let (one, two) = (make(&plan(1)), make(&plan(2)));
+    let made = [&one, &two];
+    let serving = serving(1 << 30);
+    serving.load("m", &one.flash, budget()).unwrap();
+    let (stop, served) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
+
+    std::thread::scope(|scope| {
+        for caller in 0..3u64 {
+            let (serving, stop, served) = (&serving, &stop, &served);
+            scope.spawn(move || {
+                let (plan, schema) = (plan(1), serving.schema("m").unwrap());
+                for turn in 0.. {
+                    let first = (caller * 31 + turn) % 200;
+                    let samples: Vec<Sample> =
+                        (first..first + 1 + turn % 4).map(|id| plan.sample(id)).collect();
+                    let sequence = score(serving, "m", &schema, &samples, &made);
+                    served[sequence as usize - 1].fetch_add(1, Ordering::Relaxed);
+                    if stop.load(Ordering::Relaxed) {
+                        return;
+                    }
+                }
+            });
+        }
+
+        let schema = serving.schema("m").unwrap();
+        for swap in 0..100 {
+            let next = made[1 - swap % 2];
+            serving.swap("m", &next.flash, budget(), &|_| {}).unwrap();
+            // A request after the swap is scored by the new generation.
+            let sequence = score(&serving, "m", &schema, &[plan(1).sample(7)], &made);
+            assert_eq!(sequence, 2 - swap as u64 % 2);
+        }
+
+        stop.store(true, Ordering::Relaxed);
+    });
+
+    assert!(
+        served.iter().all(|n| n.load(Ordering::Relaxed) > 0),
+        "{served:?}: a generation was never seen"
+    );
+    assert_eq!(serving.generation("m").unwrap().sequence, 1);
+}
+
+#[test]
+fn other_models_come_and_go_unnoticed() {
+    let (one, other) = (make(&plan(1)), make(&ModelPlan { dense: 0, ..plan(2) }));
+    let serving = serving(1 << 30);
+    serving.load("stays", &one.flash, budget()).unwrap();
+    let stop = AtomicBool::new(false);
+
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (plan, schema) = (plan(1), serving.schema("stays").unwrap());
+            for id in 0.. {
+                score(&serving, "stays", &schema, &[plan.sample(id % 100)], &[&one]);
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+        });
+
+        let sample = ModelPlan { dense: 0, ..plan(2) }.sample(3);
+        for _ in 0..20 {
+            serving.load("comes", &other.flash, budget()).unwrap();
+            assert_eq!(serving.names(), ["stays", "comes"]);
+            let made = [&one, &other];
+            score(&serving, "comes", &other.packed.schema, std::slice::from_ref(&sample), &made);
+            serving.unload("comes").unwrap();
+            let batch = batch_for(&other.packed.schema, 1, std::slice::from_ref(&sample));
+            assert!(matches!(serving.submit("comes", &batch, None), Err(RequestError::NotServed)));
+        }
+
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+fn total(serving: &Serving) -> u64 {
+    serving.memory().iter().map(|(_, plan)| plan.total()).sum()
+}
+
+#[test]
+fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
+    let (one, two) = (make(&plan(1)), make(&plan(2)));
+    let alone = serving(1 << 30);
+    alone.load("a", &one.flash, budget()).unwrap();
+    let each = total(&alone);
+
+    // The budget has room for two models, or for the old and the new generation of one.
+    let serving = serving(2 * each);
+    serving.load("a", &one.flash, budget()).unwrap();
+    serving.swap("a", &two.flash, budget(), &|_| {}).unwrap();
+    serving.load("b", &one.flash, budget()).unwrap();
+
+    assert_eq!(total(&serving), 2 * each);
+    let refused = serving.swap("a", &one.flash, budget(), &|_| {}).unwrap_err();
+    assert!(matches!(&refused, ServingError::Memory { taken, .. } if *taken == 2 * each));
+
+    let text = refused.to_string();
+    let start =
+        format!("model `a`: memory_bytes_max = {}, and {} bytes are taken: ", 2 * each, 2 * each);
+    assert!(
+        text.starts_with(&start) && text.contains("lower") && text.contains("embedding caches"),
+        "{text}"
+    );
+    assert_eq!(serving.generation("a").unwrap().sequence, 2, "a refused swap changes nothing");
+
+    // Lowering the field that the error names, to the value that it names, makes the model fit.
+    serving.unload("b").unwrap();
+    let larger = Budget { cache_bytes_max: 64 << 10, ..budget() };
+    let text = serving.swap("a", &one.flash, larger, &|_| {}).unwrap_err().to_string();
+    let fits = text.split("lower cache_bytes_max to ").nth(1).unwrap().split(':').next().unwrap();
+    serving
+        .swap(
+            "a",
+            &one.flash,
+            Budget { cache_bytes_max: fits.parse().unwrap(), ..budget() },
+            &|_| {},
+        )
+        .unwrap();
+    assert_eq!(serving.generation("a").unwrap().sequence, 1);
+}
+
+#[test]
+fn what_callers_would_notice_is_refused() {
+    let (one, two) = (make(&plan(1)), make(&plan(2)));
+    let serving = serving(1 << 30);
+    serving.load("m", &one.flash, budget()).unwrap();
+    assert!(matches!(serving.load("m", &two.flash, budget()), Err(ServingError::Loaded(_))));
+    assert!(matches!(
+        serving.swap("n", &two.flash, budget(), &|_| {}),
+        Err(ServingError::NotLoaded(_))
+    ));
+    assert!(matches!(serving.unload("n"), Err(ServingError::NotLoaded(_))));
+
+    let many = Budget { workers: 15, ..budget() };
+    let error = serving.load("n", &two.flash, many).unwrap_err().to_string();
+    assert_eq!(error, "model `n`: reads_max = 16: 17 workers of all models need a read each");
+
+    let field = |plan: &ModelPlan, budget: Budget| match serving.swap(
+        "m",
+        &make(plan).flash,
+        budget,
+        &|_| {},
+    ) {
+        Err(ServingError::Shape { field, .. }) => field,
+        other => panic!("{other:?}"),
+    };
+
+    let mut fewer = plan(2);
+    fewer.features.pop();
+    assert_eq!(field(&fewer, budget()), "features");
+
+    let mut shorter = plan(2);
+    shorter.features[1].hotness_max = 2;
+    assert_eq!(field(&shorter, budget()), "hotness_max");
+
+    let mut weighted = plan(2);
+    weighted.features[0].weighted = true;
+    assert_eq!(field(&weighted, budget()), "weights");
+
+    let mut wider = plan(2);
+    wider.tables[1].dim = 9;
+    assert_eq!(field(&wider, budget()), "outputs");
+    assert_eq!(field(&ModelPlan { dense: 3, ..plan(2) }, budget()), "dense_features");
+    assert_eq!(field(&plan(2), Budget { batch_max: BATCH_MAX - 1, ..budget() }), "batch_max");
+    assert_eq!(serving.generation("m").unwrap().sequence, 1);
+}

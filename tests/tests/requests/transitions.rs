@@ -1,0 +1,260 @@
+//! Transitions between generations that share their caches and resident tables: each answer has the
+//! rows of one generation, bit for bit, and rows that did not change are not read again. Callers
+//! submit requests throughout.
+
+use hatchback::bundle::BundleReader;
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
+use hatchback::io::disk;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::{Serving, Swapped};
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
+use hatchback::schema::{Placement, Schema};
+use hatchback::unmix;
+use hatchback_tests::versions::{Kind, Rows, Versions};
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const GENERATIONS: usize = 12;
+
+/// Returns the values of the row of `order`, or zeros if there is none.
+fn values(rows: &Rows, order: u64, dim: usize) -> Vec<f32> {
+    let decode =
+        |row: &Vec<u8>| row.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    rows.get(&order).map_or(vec![0.0; dim], decode)
+}
+
+/// Scores the rows of these orders and checks that every value is that of the generation that
+/// answers. Returns its sequence.
+fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64, u64)]) -> usize {
+    let mut batch = Batch::new(schema, orders.len());
+    for (index, hashed) in orders {
+        let sample =
+            Sample { sparse: vec![vec![*index], vec![unmix(*hashed)]], ..Sample::default() };
+        batch.push(schema, &sample).unwrap();
+    }
+    let ticket = loop {
+        match serving.submit("m", &batch, None) {
+            Ok(ticket) => break ticket,
+            Err(RequestError::Busy(_)) => std::thread::yield_now(),
+            Err(e) => panic!("{e}"),
+        }
+    };
+    let answer = ticket.wait().unwrap();
+    let sequence = answer.generation().sequence as usize;
+    let rows = &versions.rows[sequence - 1];
+    for ((index, hashed), found) in orders.iter().zip(answer.scores().values.chunks(10)) {
+        let expected = [values(&rows[0], *index, 4), values(&rows[1], *hashed, 6)].concat();
+        assert_eq!(found, expected, "generation {sequence}: keys {index} and {hashed:x}");
+    }
+    sequence
+}
+
+fn install(directory: &Path, bundle: &Path) -> Flash {
+    Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle).unwrap(), |_| {})
+        .unwrap()
+}
+
+/// A served model of several generations, and every key that any of them has.
+struct Car {
+    versions: Versions,
+    folder: tempfile::TempDir,
+    serving: Serving,
+    schema: Arc<Schema>,
+    pairs: Vec<(u64, u64)>,
+}
+
+fn budget() -> Budget {
+    Budget {
+        cache_bytes_max: 1 << 20,
+        resident_bytes_max: 1 << 20,
+        workers: 2,
+        batch_max: 64,
+        ..Budget::default()
+    }
+}
+
+impl Car {
+    fn new(versions: Versions) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let flash = install(folder.path(), &versions.snapshots[0]);
+        let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+        serving.load("m", &flash, budget()).unwrap();
+        let schema = serving.schema("m").unwrap();
+
+        let orders = |table: usize| {
+            let all = versions.rows.iter().flat_map(|rows| rows[table].keys().copied());
+            all.collect::<BTreeSet<u64>>().into_iter().collect::<Vec<u64>>()
+        };
+        let (index, hashed) = (orders(0), orders(1));
+        let longest = index.len().max(hashed.len());
+        let pair = |i: usize| (index[i % index.len()], hashed[i % hashed.len()]);
+        let pairs = (0..longest).map(pair).collect();
+        Self { versions, folder, serving, schema, pairs }
+    }
+
+    fn flash(&self, bundle: &Path) -> Flash {
+        install(self.folder.path(), bundle)
+    }
+
+    fn swap(&self, flash: &Flash) -> Swapped {
+        self.serving.swap("m", flash, budget(), &|_| {}).unwrap()
+    }
+
+    fn score(&self, some: &[(u64, u64)]) -> usize {
+        score(&self.serving, &self.schema, &self.versions, some)
+    }
+
+    fn score_everything(&self) {
+        for some in self.pairs.chunks(64) {
+            self.score(some);
+        }
+    }
+
+    /// Runs `work` while two callers score, with their answers checked.
+    fn under_load(&self, work: impl FnOnce()) {
+        let (stop, served) = (AtomicBool::new(false), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for caller in 0..2usize {
+                let (stop, served) = (&stop, &served);
+                scope.spawn(move || {
+                    for some in self.pairs.chunks(7 + caller).cycle() {
+                        self.score(some);
+                        served.fetch_add(1, Ordering::Relaxed);
+                        if stop.load(Ordering::Relaxed) {
+                            return;
+                        }
+                    }
+                });
+            }
+            // The callers end also if `work` panics.
+            let worked = catch_unwind(AssertUnwindSafe(work));
+            stop.store(true, Ordering::Relaxed);
+            worked.unwrap_or_else(|panic| resume_unwind(panic));
+        });
+        assert!(served.load(Ordering::Relaxed) > 0);
+    }
+
+    /// Returns how many lookups of existing rows missed since `before`, of all lookups.
+    fn missed(&self, generation: usize) -> f64 {
+        let before = self.serving.stats("m").unwrap().counters;
+        self.score_everything();
+        let counters = self.serving.stats("m").unwrap().counters.since(&before);
+        let rows = &self.versions.rows[generation - 1];
+        let gone = |(i, h): &&(u64, u64)| {
+            usize::from(!rows[0].contains_key(i)) + usize::from(!rows[1].contains_key(h))
+        };
+        let gone: usize = self.pairs.iter().map(|pair| gone(&pair)).sum();
+        counters.missed_lookups.saturating_sub(gone as u64) as f64 / counters.lookups as f64
+    }
+}
+
+/// Both placements, with and without changes of keys.
+fn kinds() -> impl Iterator<Item = Kind> {
+    let placements = [Placement::Cached, Placement::Resident].into_iter();
+    placements
+        .flat_map(|placement| [false, true].map(|changes_keys| Kind { placement, changes_keys }))
+}
+
+#[test]
+fn every_answer_is_of_one_generation_and_the_caches_stay_warm() {
+    for kind in kinds() {
+        let car = Car::new(Versions::of(kind, &[12; GENERATIONS - 1], 2000, 31));
+        car.score_everything();
+        car.under_load(|| {
+            for generation in 2..=GENERATIONS {
+                let flash = car.flash(&car.versions.deltas[generation - 1]);
+                let swapped = car.swap(&flash);
+                let changed: usize = (0..2).map(|t| flash.table(t).unwrap().changed()).sum();
+                match kind {
+                    Kind { placement: Placement::Cached, .. } => {
+                        assert!(swapped.read > 100 && swapped.read <= changed, "{swapped:?}");
+                        assert_eq!(swapped.patched, 0);
+                    }
+                    Kind { changes_keys: false, .. } => {
+                        assert!(swapped.patched > 100 && swapped.read == 0, "{swapped:?}");
+                    }
+                    _ => assert_eq!(swapped.read, 0),
+                }
+            }
+        });
+        assert_eq!(car.score(&car.pairs[..1]), GENERATIONS);
+        let missed = car.missed(GENERATIONS);
+        assert!(missed <= 0.01, "{kind:?}: {missed} of the lookups missed");
+    }
+}
+
+#[test]
+fn a_rollback_brings_the_old_rows_back() {
+    for kind in kinds() {
+        let car = Car::new(Versions::of(kind, &[12], 2000, 77));
+        let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        let two = car.flash(&car.versions.deltas[1]);
+        car.score_everything();
+        car.under_load(|| {
+            for _ in 0..10 {
+                for to in [&two, &one] {
+                    let swapped = car.swap(to);
+                    let is_cached = kind.placement == Placement::Cached;
+                    assert!(!is_cached || swapped.read > 0, "{swapped:?}");
+                }
+            }
+        });
+        assert_eq!(car.score(&car.pairs[..1]), 1);
+        // Keys that only the first generation has come back uncached.
+        assert!(car.missed(1) <= 0.05, "{kind:?}");
+    }
+}
+
+/// A snapshot has other files, so each cached row is compared before the swap.
+#[test]
+fn a_snapshot_keeps_the_rows_that_are_equal() {
+    for kind in kinds() {
+        let car = Car::new(Versions::of(kind, &[12], 2000, 5));
+        car.score_everything();
+        car.under_load(|| {
+            let swapped = car.swap(&car.flash(&car.versions.snapshots[1]));
+            if kind.placement == Placement::Cached {
+                let [old, new] = [&car.versions.rows[0], &car.versions.rows[1]];
+                let changed = (0..2).map(|t| {
+                    old[t]
+                        .iter()
+                        .filter(|(key, row)| new[t].get(key).is_some_and(|r| r != *row))
+                        .count()
+                });
+                let changed: usize = changed.sum();
+                assert!(swapped.read <= changed && swapped.read > changed / 2, "{swapped:?}");
+            }
+        });
+        assert_eq!(car.score(&car.pairs[..1]), 2);
+        assert!(car.missed(2) <= 0.02, "{kind:?}");
+    }
+}
+
+/// Returns how many files below `folder` this process has open.
+fn open_files(folder: &Path) -> usize {
+    let files = std::fs::read_dir("/proc/self/fd").unwrap();
+    let below = |file: &Path| std::fs::read_link(file).is_ok_and(|path| path.starts_with(folder));
+    files.filter(|file| below(&file.as_ref().unwrap().path())).count()
+}
+
+#[test]
+fn swaps_leave_no_file_open_and_no_memory_taken() {
+    let car = Car::new(Versions::of(Kind::default(), &[12], 500, 9));
+    let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+    let two = car.flash(&car.versions.deltas[1]);
+    car.swap(&two);
+    car.swap(&one);
+    let (files, memory) = (open_files(car.folder.path()), car.serving.memory()[0].1.total());
+    for _ in 0..50 {
+        car.swap(&two);
+        car.swap(&one);
+    }
+    assert_eq!(open_files(car.folder.path()), files);
+    assert_eq!(car.serving.memory()[0].1.total(), memory);
+}

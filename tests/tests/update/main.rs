@@ -1,0 +1,14 @@
+//! Updates: publish, sync, install, probation, and the whole car from one seed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod prune;
+mod publish;
+mod rollout;
+mod simulation;
+mod sync;
+mod sync_content;
+mod sync_link;
+mod sync_publisher;
+mod sync_tls;
+mod update;

@@ -1,0 +1,269 @@
+//! Links that break, mix answers up, are slow or expensive, in simulation and over HTTP: a download
+//! resumes where it broke, and every received byte is counted.
+
+use hatchback::bundle::BundleReader;
+use hatchback::io::disk::Disk;
+use hatchback::maintenance::wear::WearBudget;
+use hatchback::update::error::UpdateError;
+use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::staging::Staging;
+use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
+use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS, first_release};
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::wire::{Faults, Wire};
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::Objects;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+#[test]
+fn a_download_cut_at_every_byte_resumes_at_the_chunk() {
+    let (fleet, release, clock) = (Fleet::new(), first_release(), Ticks::still());
+    let bundle = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
+    let blobs = &bundle.manifest().blobs;
+    let largest = blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max().unwrap();
+    let largest = largest.max(release.manifest_bytes);
+    let total = release.manifest_bytes + blobs.iter().map(|b| b.stored_bytes()).sum::<u64>();
+    let stage = |disk: &SimDisk, wire: &mut Wire<DirectoryLink>| {
+        let staging = Staging::open(disk, Path::new("/staged")).unwrap();
+        staging
+            .stage(&release, &mut Fetcher::new(wire, &clock, LinkLimits::default()), |_, _| Ok(()))
+    };
+
+    for cut in 0..total {
+        let disk = SimDisk::default();
+        let mut wire =
+            Wire::new(fleet.link(), Faults { breaks_after: Some(cut), ..Faults::default() });
+        let error = stage(&disk, &mut wire).unwrap_err();
+        assert!(matches!(error, UpdateError::LinkBroken { .. }), "cut {cut}: {error:?}");
+        wire.faults = Faults::default();
+        let path = stage(&disk, &mut wire).unwrap();
+        assert_eq!(
+            disk.read(&path, u64::MAX).unwrap(),
+            std::fs::read(&VERSIONS.snapshots[0]).unwrap(),
+            "cut {cut}"
+        );
+        assert!(wire.bytes < total + largest, "cut {cut}: {} bytes instead of {total}", wire.bytes);
+    }
+    println!("{total} cuts");
+
+    // A break after some bytes does not end the run.
+    let mut wire =
+        Wire::new(fleet.link(), Faults { breaks_each: Some(largest / 20), ..Faults::default() });
+    stage(&SimDisk::default(), &mut wire).unwrap();
+
+    assert_eq!(wire.bytes, total);
+}
+
+/// Starts a web server over `folder` and returns its address. The server answers two of 29 requests
+/// with an error, breaks every answer off after `breaks` bytes, and supports ranges or not.
+fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}/models", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for (n, stream) in listener.incoming().enumerate() {
+            let (mut stream, mut from, mut path) = (stream.unwrap(), 0, String::new());
+            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                let line = line.unwrap_or_default().to_lowercase();
+                if let Some(rest) = line.strip_prefix("get /models/") {
+                    path = rest.split(' ').next().unwrap().to_owned();
+                } else if let Some(range) = line.strip_prefix("range: bytes=") {
+                    from = if ranges { range.trim_end_matches('-').parse().unwrap() } else { 0 };
+                } else if line.is_empty() {
+                    break;
+                }
+            }
+
+            let head = |status: &str, bytes| {
+                format!("HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")
+            };
+            let answer = match std::fs::read(folder.join(&path)) {
+                _ if n % 29 >= 27 => head("503 Busy", 0).into_bytes(),
+                Err(_) => head("404 Not Found", 0).into_bytes(),
+                Ok(content) => {
+                    let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
+                    let rest = &content[from..];
+                    [head(status, rest.len()).as_bytes(), &rest[..rest.len().min(breaks)]].concat()
+                }
+            };
+
+            let _ = stream.write_all(&answer);
+        }
+    });
+
+    address
+}
+
+#[test]
+fn over_http_with_broken_answers_and_error_storms() {
+    let fleet = Fleet::new();
+    for (breaks, ranges) in [(usize::MAX, true), (3_000, true), (usize::MAX, false)] {
+        let car = Car::new(&fleet);
+        let mut link =
+            HttpLink::new(&serve(fleet.repository(), breaks, ranges), &LinkOptions::default())
+                .unwrap();
+        let (mut runs, mut bytes) = (0, 0);
+        while car.live() == 0 {
+            if let Err(e) = car.run(&mut link, T0 + 1) {
+                assert!(matches!(e, UpdateError::LinkBroken { .. }), "{e:?}");
+            }
+            bytes += car.sync.status().unwrap().bytes_received;
+            runs += 1;
+            assert!(runs < 50, "never ends: {:?}", car.sync.status().unwrap());
+        }
+        println!("breaks {breaks}, ranges {ranges}: {runs} runs, {bytes} bytes");
+    }
+}
+
+/// A server without ranges sends an object again from its start; both times count.
+#[test]
+fn bytes_received_twice_count_twice() {
+    let (listener, content) = (TcpListener::bind("127.0.0.1:0").unwrap(), [7; 10_000]);
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for (n, stream) in listener.incoming().enumerate() {
+            let mut stream = stream.unwrap();
+            let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            lines.map_while(Result::ok).find(String::is_empty);
+            let sent = if n == 0 { 3_000 } else { content.len() };
+            let head = format!(
+                "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+                content.len()
+            );
+            // The client may close the connection early.
+            let _ = stream.write_all(&[head.as_bytes(), &content[..sent]].concat());
+        }
+    });
+    let (mut link, clock) =
+        (HttpLink::new(&address, &LinkOptions::default()).unwrap(), Ticks::still());
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    assert_eq!(fetcher.get("object", 20_000).unwrap(), content);
+    assert_eq!(fetcher.bytes(), 13_000);
+}
+
+#[test]
+fn a_byte_budget_stops_a_run_and_the_next_run_continues() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    // Even with a budget below the size of any object, a run fetches one chunk.
+    let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
+    let runs = runs_until_live(&fleet, &car, limits, |e| {
+        matches!(e, UpdateError::ByteBudget { bytes_max: 1 })
+    });
+    // The end of the hours for fetching stops runs at the same places.
+    let limits = LinkLimits { time_max: Duration::ZERO, ..LinkLimits::default() };
+    let car = Car::new(&fleet);
+    assert_eq!(
+        runs_until_live(&fleet, &car, limits, |e| matches!(e, UpdateError::OutsideHours)),
+        runs
+    );
+}
+
+/// Returns the runs within `limits` that a new car needs. Each ends as `ends` accepts.
+fn runs_until_live(
+    fleet: &Fleet,
+    car: &Car,
+    limits: LinkLimits,
+    ends: fn(&UpdateError) -> bool,
+) -> u32 {
+    let (mut runs, clock) = (0, Ticks::still());
+    while car.live() == 0 {
+        let ran = car.run_timed(&mut fleet.link(), T0 + 1, &clock, limits);
+        assert!(ran.as_ref().err().is_none_or(ends), "{ran:?}");
+        runs += 1;
+        assert!(runs < 100, "never ends");
+    }
+    assert!(runs > 1);
+    runs
+}
+
+/// A power cut at any moment leaves every received byte charged to the daily budget.
+#[test]
+fn bytes_of_a_run_without_an_end_are_charged() {
+    let fleet = Fleet::new();
+    let now = std::time::Duration::from_secs(T0 + 1);
+    let received = |car: &Car| {
+        let budget = WearBudget { bytes_per_day_max: u64::MAX };
+        u64::MAX - car.sync.status().unwrap().received.left(budget, now)
+    };
+    let whole = Car::new(&fleet);
+    let calls = whole.disk.calls();
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    whole.run(&mut wire, T0 + 1).unwrap();
+    assert_eq!(received(&whole), wire.bytes, "a complete run is charged what arrived");
+    let calls = whole.disk.calls() - calls;
+    for cut in 0..calls {
+        let (car, mut wire) = (Car::new(&fleet), Wire::new(fleet.link(), Faults::default()));
+        car.disk.cut_after(cut);
+        let _ = car.run(&mut wire, T0 + 1);
+        car.disk.reboot(cut);
+        assert!(received(&car) >= wire.bytes, "cut {cut}: {} of {}", received(&car), wire.bytes);
+    }
+}
+
+#[test]
+fn a_link_that_loses_a_third_or_mixes_answers_up() {
+    let fleet = Fleet::new();
+    for faults in [
+        Faults { loss_percent: 30, ..Faults::default() },
+        Faults { swaps_one_in: 4, ..Faults::default() },
+    ] {
+        let (car, mut wire, mut runs) =
+            (Car::new(&fleet), Wire::new(fleet.link(), faults.clone()), 0);
+        while car.live() == 0 {
+            let ran = car.run(&mut wire, T0 + 1);
+            runs += 1;
+            assert!(runs < 500, "{faults:?} never ends: {ran:?}");
+        }
+        println!("{faults:?}: {runs} runs, {} bytes", wire.bytes);
+        assert_eq!(car.live(), 1);
+    }
+}
+
+#[test]
+fn a_link_of_a_byte_a_second_is_too_slow_and_costs_few_bytes() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let mut slow = Wire::new(fleet.link(), Faults { single_bytes: true, ..Faults::default() });
+    for _ in 0..3 {
+        let ran = car.run_timed(&mut slow, T0 + 1, &Ticks::stepping(1), LinkLimits::default());
+        assert!(matches!(ran, Err(UpdateError::SlowRetrieval { .. })), "{ran:?}");
+    }
+    assert!(slow.bytes < 200, "{} bytes at a byte a second", slow.bytes);
+    car.run(&mut fleet.link(), T0 + 2).unwrap();
+    assert_eq!(car.live(), 1);
+}
+
+#[test]
+fn a_download_resumes_after_a_pause_of_three_days() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let total = std::fs::metadata(&VERSIONS.snapshots[0]).unwrap().len();
+    let half = Faults { breaks_after: Some(total / 2), ..Faults::default() };
+    let mut wire = Wire::new(fleet.link(), half);
+
+    assert!(matches!(car.run(&mut wire, T0 + 1), Err(UpdateError::LinkBroken { .. })));
+    let later = T0 + 3 * 24 * 3600;
+    wire.faults = Faults::default();
+
+    // The publisher has signed nothing since, so the car must assume a freeze.
+    assert!(matches!(car.run(&mut wire, later), Err(UpdateError::Freeze { .. })));
+    let before = wire.bytes;
+    let refresh = Change { expires_s: FRESH_S, ..Change::default() };
+    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &refresh, later)
+        .unwrap();
+    let mut wire2 = Wire::new(fleet.link(), Faults::default());
+    car.run(&mut wire2, later + 1).unwrap();
+
+    assert_eq!(car.live(), 1);
+    let chunks = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
+    let largest =
+        chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max();
+    let fetched = wire2.asked.iter().filter(|p| p.starts_with("chunks/")).count();
+    let all = chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).count();
+
+    assert!(fetched < all, "{fetched} of {all} chunks were fetched after the pause");
+    assert!(before + wire2.bytes < total + largest.unwrap() + 20_000);
+}

@@ -1,0 +1,244 @@
+//! `hatchback pack` refuses early and proves its bundle: on the coupon model with one file changed.
+
+use hatchback_kernels::dense::onnx::{ModelProto, StringStringEntryProto};
+use prost::Message;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// A copy of the coupon model.
+struct Desk {
+    folder: tempfile::TempDir,
+}
+
+impl Desk {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let coupon = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon");
+        for file in ["model.toml", "dense.onnx", "tables.safetensors", "probe.jsonl"] {
+            std::fs::copy(coupon.join(file), folder.path().join(file)).unwrap();
+        }
+        Self { folder }
+    }
+
+    /// Changes the bytes of a file.
+    fn change(&self, file: &str, change: impl Fn(Vec<u8>) -> Vec<u8>) {
+        let path = self.folder.path().join(file);
+        let changed = change(std::fs::read(&path).unwrap());
+        std::fs::write(path, changed).unwrap();
+    }
+
+    fn replace(&self, file: &str, from: &str, to: &str) {
+        self.change(file, |bytes| {
+            let text = String::from_utf8(bytes).unwrap();
+            assert!(text.contains(from), "{file} has no {from}");
+            text.replace(from, to).into_bytes()
+        });
+    }
+
+    fn pack(&self, extra: &[&str]) -> Output {
+        let path = |file: &str| self.folder.path().join(file);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchback"));
+        command.arg("pack").arg(path("model.toml")).arg("--out").arg(path("coupon.hatch"));
+        command.args(extra).output().unwrap()
+    }
+
+    /// Packs; returns the error. Nothing may stay beside the model.
+    fn refused(&self, extra: &[&str]) -> String {
+        let output = self.pack(extra);
+        assert!(!output.status.success(), "not refused");
+        let files = std::fs::read_dir(self.folder.path()).unwrap().count();
+        assert!(files <= 5, "{files} files");
+        assert!(!self.folder.path().join("coupon.hatch").exists());
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    fn printed(&self, extra: &[&str]) -> String {
+        let output = self.pack(extra);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+}
+
+#[test]
+fn what_needs_no_rows_is_refused_before_a_row_is_read() {
+    let desk = Desk::new();
+    // The last row of the last table is wrong, which reading it would tell.
+    desk.change("tables.safetensors", |mut bytes| {
+        let at = bytes.len() - 4;
+        bytes[at..].copy_from_slice(&f32::NAN.to_le_bytes());
+        bytes
+    });
+    let error = desk.refused(&[]);
+    assert!(error.contains("NaN"), "{error}");
+
+    for (file, from, to, why) in [
+        ("model.toml", "output = \"logit\"", "output = \"score\"", "no output named `score`"),
+        ("model.toml", "name = \"emb\"", "name = \"embedding\"", "input `emb` is not fed"),
+        ("model.toml", "name = \"coupon-dlrm\"", "name = \"coupon dlrm\"", "name: `coupon dlrm`"),
+        ("probe.jsonl", "\"weather\":", "\"whether\":", "whether"),
+    ] {
+        desk.replace(file, from, to);
+        let error = desk.refused(&[]);
+        assert!(error.contains(why) && !error.contains("NaN"), "{error}");
+        desk.replace(file, to, from);
+    }
+}
+
+#[test]
+fn a_bundle_whose_probe_scores_differ_is_not_kept() {
+    let desk = Desk::new();
+    let printed = desk.printed(&[]);
+    assert!(printed.contains("dense network: the CPU, by Hatchback's kernels"), "{printed}");
+    assert!(printed.contains("probe scores differ from the recorded ones by at most"), "{printed}");
+
+    std::fs::remove_file(desk.folder.path().join("coupon.hatch")).unwrap();
+    let halved = |line: &str| {
+        let (before, _) = line.rsplit_once("\"score\":").unwrap();
+        format!("{before}\"score\":0.5}}\n")
+    };
+    desk.change("probe.jsonl", |bytes| {
+        let text = String::from_utf8(bytes).unwrap();
+        text.lines().map(halved).collect::<String>().into_bytes()
+    });
+    let error = desk.refused(&[]);
+    assert!(error.contains("coupon.hatch: not kept") && error.contains("over 0.02"), "{error}");
+    desk.printed(&["--probe-difference-max", "1"]);
+}
+
+#[test]
+fn weights_beside_the_onnx_file_are_packed() {
+    let desk = Desk::new();
+    let data = desk.folder.path().join("dense.onnx.data");
+    desk.change("dense.onnx", |bytes| {
+        let (mut model, mut all) = (ModelProto::decode(bytes.as_slice()).unwrap(), Vec::new());
+        for tensor in &mut model.graph.as_mut().unwrap().initializer {
+            let Some(raw) = tensor.raw_data.take() else { continue };
+            let entry = |key: &str, value: String| StringStringEntryProto {
+                key: Some(key.to_owned()),
+                value: Some(value),
+            };
+            tensor.external_data = vec![
+                entry("location", "dense.onnx.data".to_owned()),
+                entry("offset", all.len().to_string()),
+                entry("length", raw.len().to_string()),
+            ];
+            tensor.data_location = Some(1);
+            all.extend_from_slice(&raw);
+        }
+        assert!(!all.is_empty());
+        std::fs::write(&data, all).unwrap();
+        model.encode_to_vec()
+    });
+    desk.printed(&[]);
+    std::fs::remove_file(desk.folder.path().join("coupon.hatch")).unwrap();
+    std::fs::remove_file(&data).unwrap();
+    let error = desk.refused(&[]);
+    assert!(error.contains("dense.onnx.data"), "{error}");
+}
+
+/// Packs each table of the coupon model in a folder that has no source of another table, and merges
+/// them in a folder without sources.
+fn tables_by_name(desk: &Desk) {
+    let path = |file: &str| desk.folder.path().join(file);
+    let text = std::fs::read_to_string(path("model.toml")).unwrap();
+    let (head, rest) = text.split_once("[[table]]").unwrap();
+    let own = |number: usize| format!("source{number}.safetensors");
+    let mut parts = rest.split("[[table]]");
+    let mut split = head.to_owned();
+    for number in 0.. {
+        let Some(part) = parts.next() else { break };
+        split += "[[table]]";
+        split += &part.replace("tables.safetensors", &own(number));
+    }
+    std::fs::write(path("split.toml"), &split).unwrap();
+    let run = |words: &[&str], out: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchback"));
+        command.arg("pack").arg(path("split.toml")).arg("--out").arg(path(out)).args(words);
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+
+    let model: toml::Table = toml::from_str(&split).unwrap();
+    let tables = model["table"].as_array().unwrap();
+    for (number, table) in tables.iter().enumerate() {
+        std::fs::copy(path("tables.safetensors"), path(&own(number))).unwrap();
+        let (success, said) = run(&["--table", table["name"].as_str().unwrap()], "named");
+        assert!(success, "{said}");
+        std::fs::remove_file(path(&own(number))).unwrap();
+    }
+    let named = path("named").display().to_string();
+    let (success, said) = run(&["--merge", &named], "named.hatch");
+    assert!(success, "{said}");
+    let (success, said) = run(&["--table", "nobody"], "named");
+    assert!(!success && said.contains("has no table `nobody`"), "{said}");
+
+    std::fs::write(path("split.toml"), &text).unwrap();
+    assert!(run(&[], "whole.hatch").0);
+    let bytes = |file: &str| std::fs::read(path(file)).unwrap();
+    assert!(bytes("named.hatch") == bytes("whole.hatch"));
+}
+
+#[test]
+fn shares_merge_into_the_bundle_of_one_pack() {
+    let desk = Desk::new();
+    let path = |file: &str| desk.folder.path().join(file).display().to_string();
+    let run = |words: &[&str], out: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchback"));
+        command.arg("pack").arg(path("model.toml")).args(["--out", &path(out)]);
+        let output = command.args(words).output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8(said).unwrap())
+    };
+    let done = |words: &[&str], out: &str| {
+        let (success, said) = run(words, out);
+        assert!(success, "{words:?}: {said}");
+        said
+    };
+    for codec in ["u8", "f32"] {
+        done(&["--codec", codec], "one.hatch");
+        let threads = ["1", "3"].map(|n| {
+            done(&["--codec", codec, "--threads", n], "threads.hatch");
+            std::fs::read(path("threads.hatch")).unwrap()
+        });
+        assert!(threads.iter().all(|bytes| *bytes == std::fs::read(path("one.hatch")).unwrap()));
+        for share in ["1/3", "2/3", "3/3"] {
+            let folder = if share == "2/3" { "b" } else { "a" };
+            let said = done(&["--codec", codec, "--share", share], folder);
+            assert!(!said.contains(" 0 tables"), "{said}");
+        }
+        let (a, b) = (path("a"), path("b"));
+        let said = done(&["--codec", codec, "--merge", &a, "--merge", &b], "merged.hatch");
+        assert!(said.contains("probe scores differ"), "{said}");
+        let bytes = |file: &str| std::fs::read(path(file)).unwrap();
+        assert!(bytes("one.hatch") == bytes("merged.hatch"), "{codec}: other bytes");
+
+        let (success, said) = run(&["--codec", codec, "--merge", &a], "refused.hatch");
+        assert!(!success && said.contains("is in none of the shares"), "{said}");
+        let (success, said) = run(&["--codec", "f16", "--merge", &a, "--merge", &b], "x.hatch");
+        assert!(!success && said.contains("of another model.toml, or of other --codec"), "{said}");
+    }
+
+    tables_by_name(&desk);
+
+    // A worker that is killed leaves no head, and the next one packs that table again.
+    let any = |ending: &str| {
+        let files = std::fs::read_dir(path("a")).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|file| file.to_string_lossy().ends_with(ending)).min().unwrap()
+    };
+    std::fs::remove_file(any(".head")).unwrap();
+    let words = ["--codec", "f32", "--merge", &path("a"), "--merge", &path("b")];
+    assert!(!run(&words, "x.hatch").0);
+    for share in ["1/3", "3/3"] {
+        done(&["--codec", "f32", "--share", share], "a");
+    }
+    done(&words, "again.hatch");
+
+    let damaged = any(".blobs");
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&damaged, bytes).unwrap();
+    let (success, said) = run(&words, "x.hatch");
+    assert!(!success && said.contains("content does not match its hash"), "{said}");
+    assert!(["4/3", "0/3", "1", "x/2"].iter().all(|share| !run(&["--share", share], "y").0));
+}
