@@ -1,18 +1,18 @@
-"""The command line:
-`python3 -m hatchback_trainer coupon|families|criteo|experiment|live|deployed|sizes --out DIR`."""
+"""The command line: `python3 -m hatchback_trainer NAME --out DIR`.
+
+NAME is coupon, families, criteo, experiment, live, deployed or sizes.
+"""
 
 import argparse
 
 import torch
 
-from . import coupon, criteo, criteo_stream, deployed, experiment, families, flights, live, sizes
+from . import deployed
+from .experiments import coupon, criteo, criteo_stream, experiment, families, flights, live, sizes
 
 
-def arguments():
-    parser = argparse.ArgumentParser(
-        prog="hatchback_trainer", description="Makes models for `hatchback pack`."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_networks(commands):
+    """Adds the commands that write models of a fixed shape."""
     one = commands.add_parser(
         "coupon", help="train a DLRM on the in-vehicle coupon data and export it"
     )
@@ -31,6 +31,10 @@ def arguments():
     one.add_argument(
         "--mlperf", action="store_true", help="the full MLPerf shape (dim 128, 2.4 M parameters)"
     )
+
+
+def add_streams(commands):
+    """Adds the commands that train on a stream in time order."""
     one = commands.add_parser(
         "experiment", help="measure AUC against the bytes of deltas, on a stream in time order"
     )
@@ -70,6 +74,10 @@ def arguments():
         "--budget-kib", type=float, default=64.0, metavar="KIB",
         help="size of a delta at most (default: 64)"
     )
+
+
+def add_tables(commands):
+    """Adds the commands that write a description of tables, or tables of any size."""
     one = commands.add_parser(
         "deployed",
         help="write the model.toml of a repository that NVIDIA's DLRM and DCNv2 recipe deployed"
@@ -99,6 +107,16 @@ def arguments():
         help="instead change one row in N of the model in DIR: its next generation"
     )
     one.add_argument("--out", required=True, metavar="DIR")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        prog="hatchback_trainer", description="Makes models for `hatchback pack`."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_networks(commands)
+    add_streams(commands)
+    add_tables(commands)
     return parser.parse_args()
 
 

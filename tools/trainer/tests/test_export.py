@@ -21,9 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hatchback_trainer import families, safetensors  # noqa: E402
+from hatchback_trainer import safetensors  # noqa: E402
 from hatchback_trainer.embeddings import Embeddings, default_row, pool  # noqa: E402
-from hatchback_trainer.metrics import auc, logloss  # noqa: E402
+from hatchback_trainer.experiments import families  # noqa: E402
+from hatchback_trainer.experiments.metrics import auc, logloss  # noqa: E402
 from hatchback_trainer.model_files import export_model  # noqa: E402
 from hatchback_trainer.models import DotInteraction  # noqa: E402
 from hatchback_trainer.samples import Sample, shortest  # noqa: E402
@@ -43,6 +44,13 @@ def digests(folder):
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "probe.jsonl").read_text().splitlines()]
+
+
+class Package(unittest.TestCase):
+    def test_the_library_never_imports_an_experiment(self):
+        for path in sorted((ROOT / "tools/trainer/hatchback_trainer").glob("*.py")):
+            if path.name != "__main__.py":  # the command line runs the experiments
+                self.assertNotIn("experiments", path.read_text(encoding="utf-8"), path.name)
 
 
 class Exported(unittest.TestCase):

@@ -20,8 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools/trainer"))
 
-from hatchback_trainer import criteo_stream, experiment, live  # noqa: E402
-from hatchback_trainer.flights import (  # noqa: E402
+from hatchback_trainer.experiments import criteo_stream, experiment, live  # noqa: E402
+from hatchback_trainer.experiments.flights import (  # noqa: E402
     FEATURES, OnlineDLRM, flight_stream, read_flights
 )
 

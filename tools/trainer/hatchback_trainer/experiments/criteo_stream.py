@@ -8,8 +8,8 @@ real ones. The same seed gives the same stream.
 
 import numpy as np
 
+from ..samples import Sample
 from .flights import Stream
-from .samples import Sample
 
 CATEGORIES = 26
 DENSE = tuple(f"i{number}" for number in range(1, 14))

@@ -11,10 +11,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from ..samples import write_lines
+from ..window import WindowWriter
 from .experiment import export_base
 from .flights import OnlineDLRM, flight_stream
-from .samples import write_lines
-from .window import WindowWriter
 
 POLICY = """format = 1
 samples_min = 300

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from .model_files import export_dense
-from .models import DLRM, init_xavier
+from ..model_files import export_dense
+from ..models import DLRM, init_xavier
 
 DENSE, TABLES = 13, 26
 

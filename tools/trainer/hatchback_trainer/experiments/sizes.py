@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..model_files import export_dense
 from .criteo import DENSE, MLPERF, network as dlrm
-from .model_files import export_dense
 
 BLOCK_ROWS = 1 << 16
 POWER = 1.05  # exponent of the keys' power law

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import torch
 
+from ..model_files import export_model
+from ..samples import write_lines
+from ..window import WindowWriter
 from .flights import OnlineDLRM
-from .model_files import export_model
-from .samples import write_lines
-from .window import WindowWriter
 
 EIGHTH = "an eighth of the bytes of all rows in f32"
 POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent at all

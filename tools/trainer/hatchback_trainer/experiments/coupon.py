@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from ..embeddings import Embeddings, make_batch, scores
+from ..model_files import export_model
+from ..models import DLRM
+from ..samples import write_lines
 from . import coupon_data as data
-from .embeddings import Embeddings, make_batch, scores
-from .model_files import export_model
 from .metrics import auc, logloss
-from .models import DLRM
-from .samples import write_lines
 
 SEED = 7
 EPOCHS = 5  # this and the decay were chosen on a part of the training rows

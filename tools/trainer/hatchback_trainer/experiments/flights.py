@@ -18,11 +18,11 @@ from functools import lru_cache
 import torch
 from torch.nn import functional as F
 
-from .models import DLRM
-from .samples import Sample
-from .schema import Feature, Input, Schema, Table
-from .tap import onnx_bytes
-from .window import Changes
+from ..models import DLRM
+from ..samples import Sample
+from ..schema import Feature, Input, Schema, Table
+from ..tap import onnx_bytes
+from ..window import Changes
 
 DIM = 16
 BATCH = 128

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from .embeddings import Embeddings, scores
-from .model_files import export_model
-from .models import DLRM, DCNv2, DeepFM, WideDeep, init_xavier
-from .samples import Sample
-from .schema import Feature, Input, Schema, Table
-from .sequence_models import BST, DIEN, DIN, HSTU, MMoE
+from ..embeddings import Embeddings, scores
+from ..model_files import export_model
+from ..models import DLRM, DCNv2, DeepFM, WideDeep, init_xavier
+from ..samples import Sample
+from ..schema import Feature, Input, Schema, Table
+from ..sequence_models import BST, DIEN, DIN, HSTU, MMoE
 
 DENSE = ("speed", "temperature", "fuel")
 PROBES = 32

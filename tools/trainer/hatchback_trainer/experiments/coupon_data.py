@@ -8,8 +8,8 @@ driver accepted). Never trains.
 import csv
 import hashlib
 
-from .samples import Sample
-from .schema import Feature, Input, Schema, Table
+from ..samples import Sample
+from ..schema import Feature, Input, Schema, Table
 
 DIM = 16
 
