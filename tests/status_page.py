@@ -1,7 +1,7 @@
 """Tests the status page in a real browser: Debian's chromium, headless, over its debugging pipe.
 
-The page must show the model live, work by keyboard, follow light and dark, and load a model with the
-token. Prints SKIPPED if there is no chromium.
+The page must show the model live, work by keyboard, follow light and dark, and load a model with
+the token. Prints SKIPPED if there is no chromium.
 
 Usage: python3 tests/status_page.py FOLDER [SCREENSHOTS], the folder of the programs hatchback and
 hatchbackd, and a folder for screenshots.
@@ -26,7 +26,8 @@ HISTORY_S = 25
 
 
 class Browser:
-    """A headless chromium with one page. Commands go over a pipe, one JSON text each, ended by 0."""
+    """A headless chromium with one page. Commands go over a pipe, one JSON text
+    each, ended by 0."""
 
     def __init__(self, program: str, profile: str):
         (their_in, to), (from_, their_out) = os.pipe(), os.pipe()
@@ -35,10 +36,15 @@ class Browser:
             os.dup2(their_in, 3)
             os.dup2(their_out, 4)
 
-        command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        command += [f"--user-data-dir={profile}", "--remote-debugging-pipe", "--no-first-run", "about:blank"]
+        command = [
+            program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"
+        ]
+        command += [
+            f"--user-data-dir={profile}", "--remote-debugging-pipe", "--no-first-run", "about:blank"
+        ]
         self.process = subprocess.Popen(
-            command, preexec_fn=give_pipes, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, preexec_fn=give_pipes, close_fds=False, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL
         )
         os.close(their_in), os.close(their_out)
         self.to, self.from_ = os.fdopen(to, "wb", 0), os.fdopen(from_, "rb")
@@ -47,7 +53,9 @@ class Browser:
         threading.Thread(target=self.read, daemon=True).start()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = None
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -80,19 +88,25 @@ class Browser:
             message["sessionId"] = self.session
         self.to.write(json.dumps(message).encode() + b"\0")
         with self.arrived:
-            assert self.arrived.wait_for(lambda: message["id"] in self.answers, WAIT_S), f"{method}: no answer"
+            assert self.arrived.wait_for(lambda: message["id"] in self.answers, WAIT_S), (
+                f"{method}: no answer"
+            )
             answer = self.answers.pop(message["id"])
         assert "error" not in answer, f"{method}: {answer}"
         return answer["result"]
 
     def value(self, expression: str):
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True
+        )["result"].get("value")
 
     def wait(self, expression: str) -> None:
         start = time.monotonic()
         while not self.value(expression):
             text = self.value("document.body.innerText")
-            assert time.monotonic() - start < WAIT_S, f"never true: {expression}\n{text}\n{self.problems}"
+            assert time.monotonic() - start < WAIT_S, (
+                f"never true: {expression}\n{text}\n{self.problems}"
+            )
             time.sleep(0.1)
 
     def key(self, name: str, text: str = "", **details) -> None:
@@ -101,15 +115,20 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, **press, **details)
 
     def scheme(self, name: str) -> None:
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+        self.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
+        )
 
     def size(self, width: int, height: int) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+            mobile=False
         )
 
     def screenshot(self, path: pathlib.Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         self.process.terminate()
@@ -117,7 +136,10 @@ class Browser:
 
 
 def request_of(sample: dict) -> bytes:
-    dense = {"name": "dense", "datatype": "FP32", "shape": [1, len(sample["dense"])], "data": sample["dense"]}
+    dense = {
+        "name": "dense", "datatype": "FP32", "shape": [1, len(sample["dense"])],
+        "data": sample["dense"]
+    }
     keys = [
         {"name": name, "datatype": "INT64", "shape": [1, len(bag)], "data": bag}
         for name, bag in sample["sparse"].items()
@@ -143,7 +165,9 @@ def check(browser: Browser, car: Car, screenshots: pathlib.Path | None) -> None:
     browser.wait(f"document.body.innerText.includes('{MODEL}')")
     browser.wait("document.querySelectorAll('polyline').length >= 10")
     before = browser.value("document.querySelector('polyline').getAttribute('points')")
-    browser.wait(f"document.querySelector('polyline').getAttribute('points') != {json.dumps(before)}")
+    browser.wait(
+        f"document.querySelector('polyline').getAttribute('points') != {json.dumps(before)}"
+    )
 
     light = browser.value("getComputedStyle(document.body).backgroundColor")
     browser.scheme("dark")
@@ -163,14 +187,22 @@ def check(browser: Browser, car: Car, screenshots: pathlib.Path | None) -> None:
     browser.key("Enter", "\r", windowsVirtualKeyCode=13)
     browser.wait("document.querySelector('details[open] td') != null")
     time.sleep(2.5)
-    assert browser.value("document.activeElement.textContent") == "Tables", "a refresh loses the focus"
-    assert browser.value("document.querySelector('details[open] td') != null"), "a refresh closes a fold"
-    assert browser.value("document.body.scrollWidth <= innerWidth"), "the page is wider than its window"
+    assert browser.value("document.activeElement.textContent") == "Tables", (
+        "a refresh loses the focus"
+    )
+    assert browser.value("document.querySelector('details[open] td') != null"), (
+        "a refresh closes a fold"
+    )
+    assert browser.value("document.body.scrollWidth <= innerWidth"), (
+        "the page is wider than its window"
+    )
     browser.key("Enter", "\r", windowsVirtualKeyCode=13)
     print("the page works by keyboard")
 
     browser.size(480, 800)
-    assert browser.value("document.body.scrollWidth <= innerWidth"), "the page is wider than a small window"
+    assert browser.value("document.body.scrollWidth <= innerWidth"), (
+        "the page is wider than a small window"
+    )
     browser.size(1280, 900)
     if screenshots:
         time.sleep(HISTORY_S)
@@ -189,7 +221,9 @@ def check(browser: Browser, car: Car, screenshots: pathlib.Path | None) -> None:
         seen = len(browser.dialogs)
         browser.value("setTimeout(() => document.querySelector('button').click(), 0)")
         with browser.arrived:
-            assert browser.arrived.wait_for(lambda: len(browser.dialogs) > seen, WAIT_S), "no question for the token"
+            assert browser.arrived.wait_for(lambda: len(browser.dialogs) > seen, WAIT_S), (
+                "no question for the token"
+            )
         browser.call("Page.handleJavaScriptDialog", accept=True, promptText=token)
         browser.wait(f"document.getElementById('link').textContent.includes({json.dumps(outcome)})")
     problems = [p for p in browser.problems if "403" not in json.dumps(p)]
@@ -205,7 +239,10 @@ def main() -> None:
     programs = pathlib.Path(sys.argv[1]).resolve()
     screenshots = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
     work = tempfile.TemporaryDirectory()
-    with work as folder, tempfile.TemporaryDirectory() as profile, Car(programs, pathlib.Path(folder)) as car:
+    with (
+        work as folder, tempfile.TemporaryDirectory() as profile,
+        Car(programs, pathlib.Path(folder)) as car
+    ):
         over = threading.Event()
         asking = threading.Thread(target=ask, args=(car, over))
         asking.start()

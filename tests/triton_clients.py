@@ -1,8 +1,8 @@
 """Tests the daemon with NVIDIA's own clients: tritonclient over gRPC and over HTTP, unchanged.
 
-The daemon serves the coupon model on a Unix socket and on the loopback device. Every function of the
-clients that the daemon has is called, and every score is compared with the trainer's.
-Prints SKIPPED if tritonclient is missing and cannot be installed.
+The daemon serves the coupon model on a Unix socket and on the loopback device. Every function of
+the clients that the daemon has is called, and every score is compared with the trainer's. Prints
+SKIPPED if tritonclient is missing and cannot be installed.
 
 Usage: python3 tests/triton_clients.py FOLDER, the folder of the programs hatchback and hatchbackd.
 The virtual environment is target/tritonclient.
@@ -112,7 +112,9 @@ def suite(client, module, kind: str, samples: list[dict], token: str) -> None:
     for number in range(20):
         one = arrays(samples[number : number + 1], metadata)
         answer = infer(one, model_version="1")
-        check_scores(answer.as_numpy("score"), answer.as_numpy("status"), samples[number : number + 1])
+        check_scores(
+            answer.as_numpy("score"), answer.as_numpy("status"), samples[number : number + 1]
+        )
 
     dense = next(name for name, array in whole.items() if array.dtype == numpy.float32)
     keys = next(name for name, array in whole.items() if array.dtype == numpy.int64)
@@ -140,7 +142,9 @@ def suite(client, module, kind: str, samples: list[dict], token: str) -> None:
 
     models = client.get_model_repository_index(headers=owner, **as_json)
     models = models["models"] if kind == "grpc" else models
-    assert sorted((m["name"], m["state"]) for m in models) == [(MODEL, "READY"), ("second", "READY")]
+    assert (
+        sorted((m["name"], m["state"]) for m in models) == [(MODEL, "READY"), ("second", "READY")]
+    )
     refused("may not do this", client.unload_model, "second")
     client.unload_model("second", headers=owner)
     assert not client.is_model_ready("second") and client.is_model_ready(MODEL)
@@ -158,7 +162,9 @@ def refuses_beyond_the_budget(programs: pathlib.Path) -> None:
 
     # The front door takes 48 MiB. A model takes more than half of the rest.
     memory = (48 << 20) + 16_000_000
-    with tempfile.TemporaryDirectory() as folder, Car(programs, pathlib.Path(folder), memory) as car:
+    with (
+        tempfile.TemporaryDirectory() as folder, Car(programs, pathlib.Path(folder), memory) as car
+    ):
         client = http.InferenceServerClient(f"127.0.0.1:{car.port}")
         owner = {"authorization": f"Bearer {car.token()}"}
         served = [m["name"] for m in client.get_model_repository_index() if m["state"] == "READY"]
@@ -201,7 +207,10 @@ def page(car) -> None:
     names: dict = {}
     exec(code.replace("127.0.0.1:8000", f"127.0.0.1:{car.port}"), names)
     assert names["scores"].shape == (1, 1) and names["generation"] == 1
-    assert names["statuses"].sum() == sum(t["datatype"] == "INT64" for t in names["metadata"]["inputs"])
+    assert (
+        names["statuses"].sum()
+        == sum(t["datatype"] == "INT64" for t in names["metadata"]["inputs"])
+    )
     print("the code of docs/migrating.md: passed")
 
 

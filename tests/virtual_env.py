@@ -21,7 +21,9 @@ def programs(name: str, packages: list[str], check: list[str]) -> pathlib.Path:
     found = REPOSITORY / "target" / name / "bin"
     try:
         if not (found / check[0]).exists():
-            subprocess.run([sys.executable, "-m", "venv", found.parent], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "venv", found.parent], check=True, capture_output=True
+            )
             install = [found / "python", "-m", "pip", "install", "-q", *packages]
             subprocess.run(install, check=True, capture_output=True, timeout=INSTALL_S)
         subprocess.run([found / check[0], *check[1:]], check=True, capture_output=True)

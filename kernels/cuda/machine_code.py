@@ -1,24 +1,28 @@
-"""Reads the disassembled kernels and counts: instructions, fences and loads of every kernel, and the
-instructions a warp issues for one key of `query_tables` where every row is cached.
+"""Reads the disassembled kernels and counts the instructions, fences and loads of every kernel.
+Also counts the instructions a warp issues for one key of `query_tables` where every row is cached.
 
-The count follows one path through the kernel's control flow: the shortest one that loads the headers,
-loads the rows and, where rows are written one by one, stores them. Whatever only a missing row or an
-unfinished use count needs is not on that path. Predicated instructions count, executed or not. How often
-a warp waits for rows is counted too: where an instruction reads a register whose load is under way."""
+The count follows one path through the kernel's control flow. This path is the shortest one that
+loads the headers and the rows. Where rows are written one by one, the path also stores them.
+Whatever only a missing row or an unfinished use count needs is not on that path. Predicated
+instructions count, executed or not. The waits of a warp for rows are counted too. A warp waits
+where an instruction reads a register whose load is under way."""
 import re
 
-# What only one part of `query_tables` has (prelude.cuh): loads of headers; the second half of a wide
-# tag; a factor of the 64-bit hash; a mask of the codes of U4.
+# Each of these occurs in only one part of `query_tables` (prelude.cuh). They are the load of a
+# header, the second half of a wide tag, a factor of the 64-bit hash, and U4's mask of codes.
 HEADER = "LDG.E.128.STRONG.GPU"
 HIGH_TAG, HASH, MASK = "LDG.E.STRONG.GPU", "-0x3b314602", "0xf0f0f0f"
 BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}
 # Columns that a lane has of a row (pool.cuh), and the loads of a lane for one row: of rows that are
 # written one by one, as f32 and as f16, and of rows that are pooled.
 COLUMNS = {"f32": 4, "f16": 8, "u8": 16, "u4": 16}
-LISTED_LOADS = {"f32": {"f32": 1, "f16": 2, "u8": 5, "u4": 5}, "f16": {"f32": 1, "f16": 2, "u8": 5, "u4": 3}}
+LISTED_LOADS = {
+    "f32": {"f32": 1, "f16": 2, "u8": 5, "u4": 5}, "f16": {"f32": 1, "f16": 2, "u8": 5, "u4": 3}
+}
 POOLED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 3}
-# Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, cycles of a warp's
-# conversion, cycles of a load from memory (0.65 us at 1.755 GHz), bytes of memory a cycle (3.35 TB/s).
+# Figures of one multiprocessor of an H100. ISSUE_RATE is the instructions a cycle that can be
+# reached. CONVERSION is the cycles of a warp's conversion. LATENCY is the cycles of a load from
+# memory (0.65 us at 1.755 GHz). MEMORY is the bytes of memory a cycle (3.35 TB/s).
 ISSUE_RATE, CONVERSION, LATENCY, MEMORY = 2.4, 2, 1140, 14.46
 # Shared memory of one multiprocessor, less 1 KiB that each block takes, in KiB.
 SHARED_KIB = {"sm_80": 160, "sm_86": 97, "sm_87": 160, "sm_89": 97, "sm_90": 222}
@@ -89,7 +93,10 @@ def blocks_of(lines):
         if last in ("BRA", "BRA.CONV"):
             block.to.append(at[re.search(r"`\((\.L_x_\d+)\)", text).group(1)])
         always = not text.startswith("@") and not re.match(r"BRA\s+!?U?P", text)
-        if not (last in ("BRA", "BRA.CONV", "EXIT", "RET.REL.NODEC") and always) and i + 1 < len(blocks):
+        if (
+            not (last in ("BRA", "BRA.CONV", "EXIT", "RET.REL.NODEC") and always)
+            and i + 1 < len(blocks)
+        ):
             block.to.append(i + 1)
     return blocks
 
@@ -203,9 +210,12 @@ def waits_of(texts):
 
 
 class Path:
-    """The hot path of one codec: the costs of its loops, the innermost first. Its kind is `list` (rows
-    are written one by one, as `out`: f32 or f16), `together` (the warp finds the keys of several bags, then pools them) or
-    `apart` (each team finds the keys of its own bag)."""
+    """The hot path of one codec: the costs of its loops, the innermost first.
+
+    A path has one of three kinds. `list`: rows are written one by one, as `out` (f32 or f16).
+    `together`: the warp finds the keys of several bags, then pools them. `apart`: each team finds
+    the keys of its own bag.
+    """
 
     def __init__(self, blocks, loops, codec, group):
         self.codec, self.group = codec, group
@@ -245,15 +255,21 @@ class Path:
             return {b for b in own if op in blocks[b].ops}
 
         hashes = {b for b in own if any(HASH in t for t in blocks[b].texts)}
-        return [{b} for b in having(HEADER)] + ([having(HIGH_TAG), hashes] if tags == "hashed" else [])
+        return (
+            [{b} for b in having(HEADER)] + ([having(HIGH_TAG), hashes] if tags == "hashed" else [])
+        )
 
     def serves(self, lanes, keys_of_bag):
         """Whether the kernel pools such bags on this path (`are_together` of query.cuh)."""
-        return self.kind == "list" or (self.kind == "together") == (lanes >= 16 and keys_of_bag <= lanes)
+        return (
+            self.kind == "list"
+            or (self.kind == "together") == (lanes >= 16 and keys_of_bag <= lanes)
+        )
 
     def tile(self, tags, lanes, keys_of_bag):
-        """Returns the instructions, groups of rows, keys and dependent loads of a warp's tile: of 32
-        keys, or of 32 bags. A warp waits for its keys, for their headers, and for groups of rows."""
+        """Returns the instructions, groups of rows, keys and dependent loads of a warp's
+        tile: of 32 keys, or of 32 bags. A warp waits for its keys, for their headers, and
+        for groups of rows."""
         costs, teams = self.costs[tags], 32 // lanes
         if self.kind == "list":
             group, piece, chunk, tile = costs
@@ -280,8 +296,8 @@ class Path:
         return instructions / keys
 
     def keys_a_cycle(self, lanes, keys_of_bag, warps):
-        """Returns the keys that a multiprocessor takes in one cycle, memory aside. The warps take turns
-        to issue and to convert, and each waits for its loads."""
+        """Returns the keys that a multiprocessor takes in one cycle, memory aside. The warps take
+        turns to issue and to convert, and each waits for its loads."""
         instructions, groups, keys, trips = self.tile("indexed", lanes, keys_of_bag)
         work = max(instructions / ISSUE_RATE, groups * self.conversions * CONVERSION)
         return warps * keys / (trips * LATENCY + work * warps)
@@ -321,7 +337,9 @@ def hot_paths(lines):
 def warps_of(arch, registers, shared, threads):
     """Returns the warps that one multiprocessor runs at the same time."""
     warps = 65536 // (-(-registers // 8) * 8 * 32)
-    blocks = min(min(warps, WARPS_MAX[arch]) // (threads // 32), SHARED_KIB[arch] * 1024 // max(shared, 1))
+    blocks = min(
+        min(warps, WARPS_MAX[arch]) // (threads // 32), SHARED_KIB[arch] * 1024 // max(shared, 1)
+    )
     return blocks * (threads // 32)
 
 
@@ -335,7 +353,10 @@ def query_lines(arch, lines, warps):
     if len(paths) != 16:
         raise ValueError(f"{len(paths)} hot loops of query_tables instead of 16")
     for path in paths:
-        kind = "8 rows a bag" if path.kind != "list" else "one row a bag" + " as f16" * (path.out == "f16")
+        kind = (
+            "8 rows a bag" if path.kind != "list"
+            else "one row a bag" + " as f16" * (path.out == "f16")
+        )
         bytes_of_column = {"f32": 4, "f16": 2}[path.out]
         for data_bytes in (64, 128, 256, 512):
             dim = data_bytes * 8 // BITS[path.codec]
@@ -346,7 +367,9 @@ def query_lines(arch, lines, warps):
             indexed, hashed = (path.per_key(t, lanes, 8) for t in ("indexed", "hashed"))
             keys = path.keys_a_cycle(lanes, 8, warps)
             # A lookup reads a key, a header and a row, and writes its part of the output.
-            read, written = 8 + 64 + row_bytes, bytes_of_column * dim / (1 if path.kind == "list" else 8)
+            read, written = (
+                8 + 64 + row_bytes, bytes_of_column * dim / (1 if path.kind == "list" else 8)
+            )
             share = 100 * keys * (read + written) / MEMORY
             yield (f"query_tables {arch} {path.codec} dim {dim} ({row_bytes} bytes) {kind}: "
                    f"{indexed:.1f} instructions a key, {hashed:.1f} hashed, "

@@ -1,7 +1,8 @@
 """Scores recommendation models with the runtime that a car has: the same code, the same bits.
 
-`Model` opens a flash directory or a bundle and scores numpy arrays. `pack`, `inspect` and `evaluate`
-are the commands of the program `hatchback`, which this package has too (`python -m hatchback`).
+`Model` opens a flash directory or a bundle and scores numpy arrays. `pack`,
+`inspect` and `evaluate` are the commands of the program `hatchback`, which this
+package has too (`python -m hatchback`).
 """
 
 import json
@@ -55,8 +56,8 @@ def _options(**values):
 def pack(spec, out, *, parent=None, codec=None, placement=None):
     """Packs the model that the file `spec` (model.toml) describes into the bundle `out`.
 
-    With `parent`, a bundle or flash directory, the result is a delta. Returns what `inspect` says of
-    the bundle. Raises `Error` with the file, the field and the value that is refused.
+    With `parent`, a bundle or flash directory, the result is a delta. Returns what `inspect` says
+    of the bundle. Raises `Error` with the file, the field and the value that is refused.
     """
     options = _options(parent=parent, codec=codec, placement=placement)
     _run(["pack", spec, "--out", out, *options])
@@ -64,16 +65,20 @@ def pack(spec, out, *, parent=None, codec=None, placement=None):
 
 
 def inspect(path):
-    """Returns what is in the bundle or flash directory `path`: the report of `hatchback inspect`."""
+    """Returns what is in the bundle or flash directory `path`: the
+    report of `hatchback inspect`."""
     return _report(["inspect", path])
 
 
 def evaluate(path, *, samples=None, batch=None, target=None, flash=None):
-    """Scores labelled samples and returns AUC, logloss and statuses: the report of `hatchback eval`.
+    """Scores labelled samples and returns AUC, logloss and statuses: the
+    report of `hatchback eval`.
 
     `samples` is a file with a JSON line for each sample; the default is the model's probe set.
     """
-    return _report(["eval", path, *_options(samples=samples, batch=batch, target=target, flash=flash)])
+    return _report(
+        ["eval", path, *_options(samples=samples, batch=batch, target=target, flash=flash)]
+    )
 
 
 def main():

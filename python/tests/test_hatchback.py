@@ -30,7 +30,9 @@ def columns(model, samples):
 
 def answers_of_run(bundle, samples):
     """Returns the answers of `hatchback run`."""
-    lines = "\n".join(json.dumps({k: v for k, v in s.items() if k in ("dense", "sparse")}) for s in samples)
+    lines = "\n".join(
+        json.dumps({k: v for k, v in s.items() if k in ("dense", "sparse")}) for s in samples
+    )
     program = [sys.executable, "-m", "hatchback", "run", os.fspath(bundle)]
     done = subprocess.run(program, input=lines, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -56,7 +58,9 @@ class Package(unittest.TestCase):
         for some in (1, 7, len(self.samples)):
             answer = model.score(*columns(model, self.samples[:some]))
             self.assertEqual(answer.generation, 1)
-            self.assertEqual((answer.scores.shape, answer.scores.dtype), ((some, model.outputs), np.float32))
+            self.assertEqual(
+                (answer.scores.shape, answer.scores.dtype), ((some, model.outputs), np.float32)
+            )
             for score, status, expected in zip(answer.scores, answer.statuses, run):
                 bits = [struct.pack("f", value) for value in expected["score"]]
                 self.assertEqual([struct.pack("f", value) for value in score], bits)
@@ -111,14 +115,19 @@ class Package(unittest.TestCase):
             model.score(*arguments)
             self.assertEqual(model.statistics()["failed"], 0)
             self.assertTrue(all(size >= 0 for _, size in model.memory()))
-        for call in (lambda: model.score(*arguments), model.statistics, model.memory, lambda: model.generation):
+        for call in (
+            lambda: model.score(*arguments), model.statistics, model.memory,
+            lambda: model.generation
+        ):
             with self.assertRaises(hatchback.Closed):
                 call()
         model.close()
 
     def test_raw_values_become_keys(self):
         model = self.open()
-        self.assertEqual([model.key("age", value) for value in (0, 7, 2**64 - 1)], [0, 7, 2**64 - 1])
+        self.assertEqual(
+            [model.key("age", value) for value in (0, 7, 2**64 - 1)], [0, 7, 2**64 - 1]
+        )
         for value in ("seven", -1, 0.5):
             with self.assertRaisesRegex(hatchback.RequestError, "feature `age`: .*0 to 2\\^64 - 1"):
                 model.key("age", value)
@@ -131,11 +140,16 @@ class Package(unittest.TestCase):
         hatchback.pack(family / "model.toml", bundle, codec="f32")
         with hatchback.Model.open(bundle) as model:
             self.assertEqual((model.outputs, model.output_names), (2, ["ctr", "cvr"]))
-            samples = [json.loads(line) for line in (family / "probe.jsonl").read_text().splitlines()]
+            samples = [
+                json.loads(line) for line in (family / "probe.jsonl").read_text().splitlines()
+            ]
             scores = model.score(*columns(model, samples)).scores
         for row, answer in zip(scores, answers_of_run(bundle, samples), strict=True):
             expected = [answer["score"][name] for name in model.output_names]
-            self.assertEqual([struct.pack("f", value) for value in row], [struct.pack("f", value) for value in expected])
+            self.assertEqual(
+                [struct.pack("f", value) for value in row],
+                [struct.pack("f", value) for value in expected]
+            )
 
     def test_reports(self):
         self.assertEqual(self.report, hatchback.inspect(self.bundle))
@@ -145,14 +159,18 @@ class Package(unittest.TestCase):
         """Packs the demo's model as `sequence`, with rows of its own, and returns the bundle."""
         spec, bundle = self.folder / "updates", self.folder / f"update{sequence}.hatch"
         shutil.copytree(DEMO, spec, dirs_exist_ok=True)
-        text = (spec / "model.toml").read_text().replace("sequence = 1\n", f"sequence = {sequence}\n")
+        text = (spec / "model.toml").read_text().replace(
+            "sequence = 1\n", f"sequence = {sequence}\n"
+        )
         (spec / "model.toml").write_text(text.replace('[probe]\nsamples = "probe.jsonl"\n', ""))
         stored = bytearray((spec / "tables.safetensors").read_bytes())
         size = struct.unpack_from("<Q", stored)[0]
         for name, tensor in json.loads(stored[8 : 8 + size]).items():
             if name != "__metadata__" and tensor["dtype"] == "F32":
                 begin, end = (8 + size + at for at in tensor["data_offsets"])
-                rows = np.frombuffer(stored[begin:end], np.float32) * (1 + np.float32(sequence) / 512)
+                rows = (
+                    np.frombuffer(stored[begin:end], np.float32) * (1 + np.float32(sequence) / 512)
+                )
                 stored[begin:end] = rows.tobytes()
         (spec / "tables.safetensors").write_bytes(stored)
         hatchback.pack(spec / "model.toml", bundle)
@@ -211,7 +229,8 @@ class Package(unittest.TestCase):
         # Stand-ins for the tensors of a KeyedJaggedTensor.
         tensor = lambda array: SimpleNamespace(numpy=lambda: array)
         features = SimpleNamespace(
-            keys=lambda: self.open().features, values=lambda: tensor(keys), offsets=lambda: tensor(offsets)
+            keys=lambda: self.open().features, values=lambda: tensor(keys),
+            offsets=lambda: tensor(offsets)
         )
         torchrec = {"dense": tensor(dense), "features": features}
         here = os.getcwd()
@@ -228,7 +247,9 @@ class Package(unittest.TestCase):
 
     def test_the_notebook_runs(self):
         notebook = json.loads((ROOT / "python/examples/score.ipynb").read_text())
-        code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        code = [
+            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
+        ]
         self.assertGreater(len(code), 5)
         here, names = os.getcwd(), {}
         os.chdir(ROOT / "python/examples")

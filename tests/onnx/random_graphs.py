@@ -124,8 +124,8 @@ class Network:
     def op_function(self):
         v = self.any()
         since = {"HardSwish": 14, "Mish": 18, "Gelu": 20, "Celu": 12}
-        plain = ["Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Erf", "Softplus", "Softsign", "HardSwish",
-                 "Mish", "Reciprocal", "Sqrt", "Log", "Exp", "Identity", "Dropout"]
+        plain = ["Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Erf", "Softplus", "Softsign",
+                 "HardSwish", "Mish", "Reciprocal", "Sqrt", "Log", "Exp", "Identity", "Dropout"]
         alpha = ["LeakyRelu", "Elu", "Celu", "ThresholdedRelu", "HardSigmoid", "Selu"]
         op = self.random.choice(plain + alpha + ["Gelu", "Clip"])
         if since.get(op, 0) > self.opset or (op == "ThresholdedRelu" and not v.exact):

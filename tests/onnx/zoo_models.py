@@ -74,9 +74,15 @@ class Cross(nn.Module):
             self.w = nn.ParameterList([nn.Parameter(torch.randn(d, 1) * 0.1) for _ in range(3)])
         else:
             shape = [experts] if form == "mix" else []
-            self.u = nn.ParameterList([nn.Parameter(torch.randn(*shape, d, low) * 0.1) for _ in range(3)])
-            self.v = nn.ParameterList([nn.Parameter(torch.randn(*shape, d, low) * 0.1) for _ in range(3)])
-            self.c = nn.ParameterList([nn.Parameter(torch.randn(*shape, low, low) * 0.3) for _ in range(3)])
+            self.u = nn.ParameterList(
+                [nn.Parameter(torch.randn(*shape, d, low) * 0.1) for _ in range(3)]
+            )
+            self.v = nn.ParameterList(
+                [nn.Parameter(torch.randn(*shape, d, low) * 0.1) for _ in range(3)]
+            )
+            self.c = nn.ParameterList(
+                [nn.Parameter(torch.randn(*shape, low, low) * 0.3) for _ in range(3)]
+            )
             self.gate = nn.Linear(d, experts)
         self.b = nn.ParameterList([nn.Parameter(torch.randn(d) * 0.1) for _ in range(3)])
         self.deep = mlp(d, HIDDEN, 8)
@@ -269,7 +275,9 @@ class Multi(nn.Module):
 class Dice(nn.Module):
     def __init__(self, n):
         super().__init__()
-        self.bn, self.alpha = nn.BatchNorm1d(n, eps=1e-3, affine=False), nn.Parameter(torch.zeros(n))
+        self.bn, self.alpha = (
+            nn.BatchNorm1d(n, eps=1e-3, affine=False), nn.Parameter(torch.zeros(n))
+        )
         self.prelu = nn.PReLU(n)
 
     def forward(self, x):
@@ -368,7 +376,9 @@ class Transformer(nn.Module):
         self.position = nn.Parameter(torch.randn(1, TIME + 1, DIM) * 0.1)
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.uvqk, self.norm = nn.Linear(DIM, 4 * DIM), nn.LayerNorm(DIM)
-        self.norm2, self.bias = nn.LayerNorm(DIM), nn.Parameter(torch.randn(1, 1, TIME + 1, TIME + 1) * 0.1)
+        self.norm2, self.bias = (
+            nn.LayerNorm(DIM), nn.Parameter(torch.randn(1, 1, TIME + 1, TIME + 1) * 0.1)
+        )
         self.ff = mlp(DIM, HIDDEN, DIM)
         self.top = mlp(3 + (TIME + 1) * DIM, HIDDEN, 1)
 

@@ -42,7 +42,7 @@ pub struct LiveArgs {
 pub fn run(args: &LiveArgs, out: &Path) -> Result<()> {
     let data = args.data.as_ref().context("--data: the flights are missing")?;
     ensure!(data.is_file(), "--data: {} is not a file", data.display());
-    let package = args.trainer.join("hatchback_trainer/live.py");
+    let package = args.trainer.join("hatchback_trainer/experiments/live.py");
     ensure!(package.is_file(), "--trainer: {} is missing", package.display());
 
     let python = || {

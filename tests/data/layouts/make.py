@@ -4,14 +4,17 @@
     make.py            writes the files next to this script
     make.py --check    writes nothing; exits with 1 if a file on disk differs from the generated one
 
-Uses Python 3 and its standard library, no clock and no randomness. Each writer follows the layout that its trainer
-documents or writes, never Hatchback's own reader. A comment above each writer quotes that layout. The numbers follow
-closed formulas, which `tools/src/import/golden.rs` states a second time:
+Uses Python 3 and its standard library, no clock and no randomness. Each writer follows the
+layout that its trainer documents or writes, never Hatchback's own reader. A comment above each
+writer quotes that layout. The numbers follow closed formulas, which `tools/src/import/golden.rs`
+states a second time:
 
-    value of table t, row r, column c   (t * 1000 + r * 10 + c) / 8     exact in f16 below 256, in bf16 below 32
-    wide key of row r (i64)             (r - 2) * 10_000_000_019        the first two are negative
+    value of table t, row r, column c   (t * 1000 + r * 10 + c) / 8
+    wide key of row r (i64)             (r - 2) * 10_000_000_019
     short key of row r (u32)            (r * 2_654_435_761) mod 2**32
     count of row r                      1000 // (r + 1)
+
+A value is exact in f16 below 256 and in bf16 below 32. The first two wide keys are negative.
 """
 
 import json
@@ -39,44 +42,51 @@ def counts(rows):
 
 
 def pack(code, numbers):
-    """Returns little-endian bytes. Struct codes: e f16, f f32, d f64, i i32, q i64, I u32, Q u64."""
+    """Returns little-endian bytes. Struct codes: e f16, f f32, d f64, i i32, q i64,
+    I u32, Q u64."""
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
 
 def pack_bf16(numbers):
-    """Returns the upper halves of the f32 numbers. Asserts that every lower half is zero, so none is rounded."""
+    """Returns the upper halves of the f32 numbers. Asserts that every lower half is zero,
+    so none is rounded."""
     raw = struct.pack(f"<{len(numbers)}f", *numbers)
     assert all(raw[i : i + 2] == b"\0\0" for i in range(0, len(raw), 4))
     return b"".join(raw[i + 2 : i + 4] for i in range(0, len(raw), 4))
 
 
-# safetensors: u64 LE header length n; n bytes of JSON {name: {dtype, shape, data_offsets: [from, to]}} plus an
-# optional "__metadata__" map of strings, padded with spaces so that (8 + n) % 8 == 0; then the contiguous tensors.
-# The offsets count from the end of the header.
+# safetensors: u64 LE header length n; n bytes of JSON; then the contiguous tensors. The JSON is
+# {name: {dtype, shape, data_offsets: [from, to]}} plus an optional "__metadata__" map of strings.
+# Spaces pad it so that (8 + n) % 8 == 0. The offsets count from the end of the header.
 def safetensors(tensors):
     header, data = {"__metadata__": {"generation": "7", "step": "1200"}}, b""
     for name, dtype, shape, raw in tensors:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]
+        }
         data += raw
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 8)
     return struct.pack("<Q", len(text)) + text + data
 
 
-# npy: "\x93NUMPY", version major and minor, header length (u16 LE in version 1, u32 LE in 2), a Python dict literal;
-# then the data in C order. Spaces and a newline pad the literal, so that the data starts at a multiple of 64.
+# npy: "\x93NUMPY", version major and minor, header length, a Python dict literal; then the data
+# in C order. The length is u16 LE in version 1 and u32 LE in version 2. Spaces and a newline pad
+# the literal, so that the data starts at a multiple of 64.
 def npy(descr, shape, raw, version=1):
     size = {1: "<H", 2: "<I"}[version]
     dims = "".join(f"{n}, " for n in shape) if len(shape) == 1 else ", ".join(map(str, shape))
-    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': ({dims.rstrip(' ')}), }}".encode()
+    text = (
+        f"{{'descr': '{descr}', 'fortran_order': False, 'shape': ({dims.rstrip(' ')}), }}".encode()
+    )
     prefix = 8 + struct.calcsize(size)
     text += b" " * (-(prefix + len(text) + 1) % 64) + b"\n"
     return b"\x93NUMPY" + bytes([version, 0]) + struct.pack(size, len(text)) + text + raw
 
 
-# HugeCTR sparse model folder: `key` i64 LE per row (always 8 bytes), `emb_vector` f32[rows][dim]. Localized slots add
-# `slot_id` (size_t per row). HPS may add `meta`, which has the size of `key` and the access count of each row. The
-# files have no headers and do not state the dim.
+# HugeCTR sparse model folder: `key` i64 LE per row (always 8 bytes), `emb_vector` f32[rows][dim].
+# Localized slots add `slot_id` (size_t per row). HPS may add `meta`, which has the size of `key`
+# and the access count of each row. The files have no headers and do not state the dim.
 def hugectr(folder, t, rows, dim, extras):
     files = {"key": pack("q", wide_keys(rows)), "emb_vector": pack("f", values(t, rows, dim))}
     if extras:
@@ -85,23 +95,31 @@ def hugectr(folder, t, rows, dim, extras):
     return {f"hugectr/{folder}/{name}": raw for name, raw in files.items()}
 
 
-# SOK dump: `<table>-key`, `<table>-weight`, `<table>-<Opt>-<slot>`. `_` replaces punctuation of the table's name. Each
-# file has 296 bytes of header: name[256] right-justified with spaces, u32 *big-endian* kind (0 key, 1 embedding,
-# 2 optimizer), variable name[32] right-justified, u32 BE dtype (0 i32, 1 i64, 2 u32, 3 u64, 4 f16, 5 f32, 6 f64); then
-# the data, little-endian.
+# SOK dump: `<table>-key`, `<table>-weight`, `<table>-<Opt>-<slot>`. `_` replaces punctuation of the
+# table's name. Each file has 296 bytes of header, then the data, little-endian. The header:
+#     name[256]            right-justified with spaces
+#     u32 *big-endian*     kind: 0 key, 1 embedding, 2 optimizer
+#     variable name[32]    right-justified with spaces
+#     u32 *big-endian*     dtype: 0 i32, 1 i64, 2 u32, 3 u64, 4 f16, 5 f32, 6 f64
 def sok_file(name, kind, slot, dtype, raw):
-    head = name.rjust(256).encode() + struct.pack(">I", kind) + slot.rjust(32).encode() + struct.pack(">I", dtype)
+    head = (
+        name.rjust(256).encode() + struct.pack(">I", kind) + slot.rjust(32).encode()
+        + struct.pack(">I", dtype)
+    )
     assert len(head) == 296
     return head + raw
 
 
-# SOK `meta_info`, big-endian: u32 n; then u32 key dtypes[n], u32 embedding dtypes[n], u32 dims[n], u64 row counts[n],
-# names[n][256], optimizers[n][32], both right-justified.
+# SOK `meta_info`, big-endian: u32 n; then u32 key dtypes[n], u32 embedding dtypes[n], u32 dims[n],
+# u64 row counts[n], names[n][256], optimizers[n][32], both right-justified.
 def sok_meta(tables):
     n = len(tables)
     names, optimizers, keys, embs, dims, rows = zip(*tables)
     raw = struct.pack(f">I{n}I{n}I{n}I{n}Q", n, *keys, *embs, *dims, *rows)
-    return raw + "".join(s.rjust(256) for s in names).encode() + "".join(s.rjust(32) for s in optimizers).encode()
+    return (
+        raw + "".join(s.rjust(256) for s in names).encode()
+        + "".join(s.rjust(32) for s in optimizers).encode()
+    )
 
 
 def sok():
@@ -125,9 +143,10 @@ def sok_bare():
     }
 
 
-# HugeCTR EmbeddingCollection: `meta_data` = i32[5] {tables, key type 0 u32 1 i64, value type 0 f32 1 f16, 0, 0},
-# i32 ids[tables], u64 key counts[tables] (unaligned if tables is even), i32 dims[tables]. `key<id>`, `weight<id>`:
-# i32[32] header {1 key 2 weight 3 optimizer, table id, 0...}, then the raw array.
+# HugeCTR EmbeddingCollection: `meta_data` = i32[5], i32 ids[tables], u64 key counts[tables]
+# (unaligned if tables is even), i32 dims[tables]. The i32[5] are {tables, key type: 0 u32 1 i64,
+# value type: 0 f32 1 f16, 0, 0}. `key<id>` and `weight<id>` have an i32[32] header, then the raw
+# array. The header is {1 key 2 weight 3 optimizer, table id, 0...}.
 def collection_meta(key_type, value_type, tables):
     n = len(tables)
     ids, rows, dims = zip(*tables)

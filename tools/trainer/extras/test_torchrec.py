@@ -1,4 +1,5 @@
-"""TorchRec's own classes on CPU: the tap with every kind of sharding, one and two ranks, the export, and DCP."""
+"""TorchRec's own classes on CPU: the tap with every kind of sharding, one and two ranks,
+the export, and DCP."""
 
 import os
 import sys
@@ -16,7 +17,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.model_tracker.types import ModelTrackerConfig
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
+)
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,7 +38,9 @@ class Model(nn.Module):
         config = lambda name: torchrec.EmbeddingBagConfig(
             name=name, embedding_dim=DIM, num_embeddings=ROWS[name], feature_names=[f"f_{name}"]
         )
-        self.ebc = torchrec.EmbeddingBagCollection(device=torch.device(device), tables=[config(name) for name in ROWS])
+        self.ebc = torchrec.EmbeddingBagCollection(
+            device=torch.device(device), tables=[config(name) for name in ROWS]
+        )
         self.top = nn.Linear(DIM * len(ROWS) + 1, 1)
 
     def forward(self, dense, features):
@@ -46,14 +51,25 @@ def features(seed, batch=16):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(ROWS) * batch,), generator=generator)
     counts = lengths.reshape(len(ROWS), batch).sum(dim=1).tolist()
-    keys = [torch.randint(0, ROWS[name], (count,), generator=generator) for name, count in zip(ROWS, counts)]
-    return torchrec.KeyedJaggedTensor.from_lengths_sync([f"f_{name}" for name in ROWS], torch.cat(keys), lengths)
+    keys = [
+        torch.randint(0, ROWS[name], (count,), generator=generator)
+        for name, count in zip(ROWS, counts)
+    ]
+    return torchrec.KeyedJaggedTensor.from_lengths_sync(
+        [f"f_{name}" for name in ROWS], torch.cat(keys), lengths
+    )
 
 
 def whole_tables(model):
     """Returns every table on rank 0, put together from the shards of all ranks."""
-    local = {name: list(shards_of(model.state_dict()[f"ebc.embedding_bags.{name}.weight"])) for name in ROWS}
-    local = {name: [(row, column, tensor.clone()) for row, column, tensor in shards] for name, shards in local.items()}
+    local = {
+        name: list(shards_of(model.state_dict()[f"ebc.embedding_bags.{name}.weight"]))
+        for name in ROWS
+    }
+    local = {
+        name: [(row, column, tensor.clone()) for row, column, tensor in shards]
+        for name, shards in local.items()
+    }
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(local, everyone)
     if everyone is None:
@@ -61,13 +77,19 @@ def whole_tables(model):
     tables = {}
     for name, rows in ROWS.items():
         shards = {(row, column): tensor for rank in everyone for row, column, tensor in rank[name]}
-        tables[name] = assemble((rows, DIM), [(*place, tensor) for place, tensor in shards.items()], name)
+        tables[name] = assemble(
+            (rows, DIM), [(*place, tensor) for place, tensor in shards.items()], name
+        )
     return tables
 
 
 def follow(rank, world, port, kind):
-    """Trains with a tap on every rank, and compares a fleet that applies the changes with the tables."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    """Trains with a tap on every rank, and compares a fleet that applies the
+    changes with the tables."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world)
+    }
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.manual_seed(3)
@@ -79,11 +101,15 @@ def follow(rank, world, port, kind):
         "row-wise": lambda at: row_wise(),
         "column-wise": lambda at: column_wise(ranks=[rank for rank in range(world)]),
         "data-parallel": lambda at: data_parallel(),
-        "mixed": lambda at: [table_wise(rank=world - 1), row_wise(), column_wise(ranks=list(range(world)))][at],
+        "mixed": lambda at: [
+            table_wise(rank=world - 1), row_wise(), column_wise(ranks=list(range(world)))
+        ][at],
     }[kind]
     sharder = EmbeddingBagCollectionSharder()
     plan = {name: placed(at) for at, name in enumerate(ROWS)}
-    plan = construct_module_sharding_plan(model.ebc, plan, sharder=sharder, world_size=world, local_size=world, device_type="cpu")
+    plan = construct_module_sharding_plan(
+        model.ebc, plan, sharder=sharder, world_size=world, local_size=world, device_type="cpu"
+    )
     model = DistributedModelParallel(
         model,
         device=torch.device("cpu"),
@@ -97,7 +123,9 @@ def follow(rank, world, port, kind):
     for window in range(3):
         for step in range(2):
             dense.zero_grad()
-            model(torch.ones(16, 1), features(100 * window + 10 * step + rank)).square().mean().backward()
+            model(
+                torch.ones(16, 1), features(100 * window + 10 * step + rank)
+            ).square().mean().backward()
             dense.step()
         changes = tap.changes()
         tables = whole_tables(model)
@@ -134,7 +162,9 @@ class TorchRec(unittest.TestCase):
         torch.manual_seed(3)
         with tempfile.TemporaryDirectory() as folder:
             found = hatchback_trainer.export(Model(), (torch.randn(16, 1), features(1)), folder)
-            self.assertEqual([f.table for f in found.schema.features], [f"ebc.{name}" for name in ROWS])
+            self.assertEqual(
+                [f.table for f in found.schema.features], [f"ebc.{name}" for name in ROWS]
+            )
             self.assertEqual(len((Path(folder) / "probe.jsonl").read_text().splitlines()), 16)
 
     def test_a_distributed_checkpoint_is_read_whole(self):

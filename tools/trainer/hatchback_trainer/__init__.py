@@ -1,7 +1,7 @@
-"""The trainer side of Hatchback: writes a PyTorch recommendation model as the files that `hatchback pack` reads, and its
-changes as the windows that `hatchback select` reads.
+"""The trainer side of Hatchback: writes a PyTorch recommendation model for `hatchback pack`.
 
-It never packs, signs or publishes a bundle: the `hatchback` tool does. Nothing in this package runs in the car.
+It writes the model's changes as the windows that `hatchback select` reads. It never packs, signs
+or publishes a bundle: the `hatchback` tool does. Nothing in this package runs in the car.
 """
 
 

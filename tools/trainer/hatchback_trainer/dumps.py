@@ -1,7 +1,8 @@
 """Windows from trainers that dump their own changes: SOK (TensorFlow) and dynamicemb (TorchRec).
 
-Each tap asks its trainer for the rows that changed since the last window, and for a little more: rows are whole, so a row
-that is sent twice does no harm. The trainer's dump function is an argument, so this file imports neither library.
+Each tap asks its trainer for the rows that changed since the last window, and for a little more.
+Rows are whole, so a row that is sent twice does no harm. The trainer's dump function is an
+argument, so this file imports neither library.
 """
 
 from datetime import datetime, timedelta, timezone
@@ -20,9 +21,11 @@ def last_of_each(keys, rows):
 
 
 class SokTap:
-    """The changes of SOK variables: `SokTap(sok.incremental_model_dump, {"user": user_var, "item": item_var})`.
+    """The changes of SOK variables:
+    `SokTap(sok.incremental_model_dump, {"user": user_var, "item": item_var})`.
 
-    SOK compares its GPU's clock with the host's, so the tap asks for `margin_s` seconds more than the window.
+    SOK compares its GPU's clock with the host's, so the tap asks for `margin_s` seconds
+    more than the window.
     """
 
     def __init__(self, dump, variables, margin_s=5.0):
@@ -34,17 +37,22 @@ class SokTap:
         now = datetime.now(timezone.utc)
         keys, rows = self.dump(list(self.variables.values()), self.since - self.margin)
         if len(keys) != len(self.variables) or len(rows) != len(self.variables):
-            raise ValueError(f"sok.incremental_model_dump returned {len(keys)} tables for {len(self.variables)} variables")
+            raise ValueError(
+                f"sok.incremental_model_dump returned {len(keys)} tables "
+                f"for {len(self.variables)} variables"
+            )
         self.since = now
-        return {name: Changes(*last_of_each(*one)) for name, *one in zip(self.variables, keys, rows)}
+        return {
+            name: Changes(*last_of_each(*one)) for name, *one in zip(self.variables, keys, rows)
+        }
 
 
 class DynamicEmbTap:
     """The changes of dynamicemb tables: `DynamicEmbTap(incremental_dump, model)`.
 
-    `tables` maps (collection, table) of the model to table names; by default a table keeps its name. The score of a row
-    must grow with the steps (strategies TIMESTAMP and STEP). The dump includes the threshold itself, so the next
-    window contains the last step of this one again.
+    `tables` maps (collection, table) of the model to table names; by default a table keeps its
+    name. The score of a row must grow with the steps (strategies TIMESTAMP and STEP). The dump
+    includes the threshold itself, so the next window contains the last step of this one again.
     """
 
     def __init__(self, dump, model, tables=None):
@@ -57,7 +65,10 @@ class DynamicEmbTap:
         for collection, tables in scores.items():
             for table, score in tables.items():
                 if score < self.scores[collection][table]:
-                    raise ValueError(f"table `{table}` of `{collection}`: score {score} is below that of the last window")
+                    raise ValueError(
+                        f"table `{table}` of `{collection}`: score {score} is below that "
+                        "of the last window"
+                    )
         self.scores = scores
         changes = {}
         for collection, tables in dumped.items():
@@ -65,5 +76,7 @@ class DynamicEmbTap:
                 name = table if self.tables is None else self.tables[collection, table]
                 if name in changes:
                     raise ValueError(f"two tables are named `{name}`: pass `tables`")
-                changes[name] = Changes(*last_of_each(keys.cpu().numpy(), rows.float().cpu().numpy()))
+                changes[name] = Changes(
+                    *last_of_each(keys.cpu().numpy(), rows.float().cpu().numpy())
+                )
         return changes

@@ -1,7 +1,8 @@
-"""The embedding part of a model in PyTorch: looks keys up, pools each bag and forms the inputs of the network.
+"""The embedding part of a model in PyTorch: looks keys up, pools each bag and forms the
+inputs of the network.
 
-This is the reference for the runtime's lookups. Training uses it, and it computes the scores in sample files. It is
-never exported: in the car the tables are not part of the ONNX graph.
+This is the reference for the runtime's lookups. Training uses it, and it computes the scores in
+sample files. It is never exported: in the car the tables are not part of the ONNX graph.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 @dataclass
 class Batch:
-    """B samples as tensors. A bag's rows are `rows[offsets[b]:offsets[b + 1]]`; row number `table.rows` = default row."""
+    """B samples as tensors. A bag's rows are `rows[offsets[b]:offsets[b + 1]]`; row number
+    `table.rows` = default row."""
 
     dense: torch.Tensor  # f32 [B, nd]
     rows: dict  # feature name -> i64 [keys of all B bags]
@@ -22,7 +24,8 @@ class Batch:
 
 
 def row_numbers(table):
-    """Returns a function from key to row number. A key without a row gets `table.rows`, the default row."""
+    """Returns a function from key to row number. A key without a row gets
+    `table.rows`, the default row."""
     if table.keys is None:
         return lambda key: min(key, table.rows)
     row_of = {key: row for row, key in enumerate(table.keys)}
@@ -38,7 +41,9 @@ def make_batch(schema, samples):
         rows[feature.name] = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
         offsets[feature.name] = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
         if feature.weighted:
-            of_all = [weight for sample in samples for weight in sample.weights.get(feature.name, ())]
+            of_all = [
+                weight for sample in samples for weight in sample.weights.get(feature.name, ())
+            ]
             weights[feature.name] = torch.tensor(of_all, dtype=torch.float32)
     dense = torch.tensor([sample.dense for sample in samples], dtype=torch.float32)
     return Batch(dense, rows, offsets, weights)
@@ -54,7 +59,8 @@ def default_row(table, weight):
 
 
 def side_by_side(weight, rows, offsets, hotness_max):
-    """Pools with "none": the rows of each bag one after the other, then zeros, `[B, hotness_max * dim]`."""
+    """Pools with "none": the rows of each bag one after the other, then zeros,
+    `[B, hotness_max * dim]`."""
     bags = len(offsets) - 1
     bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())  # the bag of each key
     place = torch.arange(len(rows)) - offsets[bag]  # its position in the bag
@@ -63,17 +69,21 @@ def side_by_side(weight, rows, offsets, hotness_max):
 
 
 def pool(weight, rows, offsets, feature, weights=None):
-    """Returns `[B, width]`. An empty bag gives zeros with every pooling. A key that occurs twice counts twice."""
+    """Returns `[B, width]`. An empty bag gives zeros with every pooling. A key that
+    occurs twice counts twice."""
     if feature.pooling == "none":
         return side_by_side(weight, rows, offsets, feature.hotness_max)
     own_divisor = feature.pooling == "sqrtn" or (feature.pooling == "mean" and weights is not None)
     mode = "sum" if own_divisor else feature.pooling
-    out = F.embedding_bag(rows, weight, offsets, mode=mode, include_last_offset=True, per_sample_weights=weights)
+    out = F.embedding_bag(
+        rows, weight, offsets, mode=mode, include_last_offset=True, per_sample_weights=weights
+    )
     return out / divisor(offsets, feature, weights).unsqueeze(1) if own_divisor else out
 
 
 def divisor(offsets, feature, weights):
-    """Returns the divisor of each bag's sum, `[B]`, as in TensorFlow: the sum of the weights, or the root of the sum of squares."""
+    """Returns the divisor of each bag's sum, `[B]`, as in TensorFlow: the sum of the weights, or
+    the root of the sum of squares."""
     bags = len(offsets) - 1
     bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())
     each = torch.ones(len(bag)) if weights is None else weights
@@ -88,8 +98,11 @@ class Embeddings(nn.Module):
     def __init__(self, schema, std):
         super().__init__()
         self.schema = schema
-        # A list: the names of a dict's parameters must be those of attributes, and a table may have any name.
-        self.rows = nn.ParameterList(torch.randn(table.rows, table.dim) * std for table in schema.tables)
+        # A list: the names of a dict's parameters must be those of attributes, and a table
+        # may have any name.
+        self.rows = nn.ParameterList(
+            torch.randn(table.rows, table.dim) * std for table in schema.tables
+        )
 
     @property
     def weights(self):
@@ -110,26 +123,32 @@ class Embeddings(nn.Module):
         if one.masks:
             places = [torch.arange(self.schema.feature(name).hotness_max) for name in one.masks]
             lengths = [batch.offsets[name].diff().unsqueeze(1) for name in one.masks]
-            return torch.cat([place < length for place, length in zip(places, lengths)], dim=1).float()
+            return torch.cat(
+                [place < length for place, length in zip(places, lengths)], dim=1
+            ).float()
         return None
 
     def forward(self, batch):
-        """Returns the inputs of the network, in the order of `schema.inputs`: `[B, nd]`, `[B, T, D]` or `[B, sum of widths]`,
-        and the lengths and masks."""
+        """Returns the inputs of the network, in the order of `schema.inputs`. They are `[B, nd]`,
+        `[B, T, D]` or `[B, sum of widths]`, and the lengths and masks."""
         inputs = []
         for one in self.schema.inputs:
             vectors = [self.pooled(batch, name) for name in one.features]
             join = torch.stack if one.stacked else torch.cat
             values = self.bag_values(one, batch)
-            inputs.append(join(vectors, dim=1) if vectors else batch.dense if values is None else values)
+            inputs.append(
+                join(vectors, dim=1) if vectors else batch.dense if values is None else values
+            )
         return inputs
 
 
 def scores(embeddings, network, samples):
-    """Returns PyTorch's sigmoid scores: B floats, or with several outputs B dicts of a float for each."""
+    """Returns PyTorch's sigmoid scores: B floats, or with several outputs B dicts of
+    a float for each."""
     names = embeddings.schema.outputs
     with torch.no_grad():
-        logits = network(*embeddings(make_batch(embeddings.schema, samples)))  # [B, 1], or one of these for each output
+        # [B, 1], or one of these for each output
+        logits = network(*embeddings(make_batch(embeddings.schema, samples)))
     if len(names) == 1:
         return torch.sigmoid(logits).squeeze(1).tolist()
     rows = torch.sigmoid(torch.cat(logits, dim=1)).tolist()

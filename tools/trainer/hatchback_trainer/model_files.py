@@ -1,4 +1,5 @@
-"""Writes a trained model as the four files `hatchback pack` reads: dense.onnx, tables.safetensors, model.toml, probe.jsonl.
+"""Writes a trained model as the four files `hatchback pack` reads:
+dense.onnx, tables.safetensors, model.toml, probe.jsonl.
 
 The scores written are PyTorch's. It never trains, quantises, signs or packs.
 """
@@ -15,7 +16,8 @@ OPSET = 13  # the newest opset that TensorRT 8 reads
 
 
 def export_dense(network, shapes, path, outputs=("logit",)):
-    """Writes the dense network as ONNX. `shapes` maps an input name to its shape without the batch axis."""
+    """Writes the dense network as ONNX. `shapes` maps an input name to its shape
+    without the batch axis."""
     network.eval()
     torch.onnx.export(
         network,
@@ -36,7 +38,9 @@ def input_shapes(schema):
         widths = [schema.width(schema.feature(name)) for name in one.features]
         widths += [1] * len(one.lengths) + [schema.feature(name).hotness_max for name in one.masks]
         dense = [len(schema.dense_features)]
-        shapes[one.name] = dense if not widths else [len(widths), widths[0]] if one.stacked else [sum(widths)]
+        shapes[one.name] = (
+            dense if not widths else [len(widths), widths[0]] if one.stacked else [sum(widths)]
+        )
     return shapes
 
 
@@ -46,7 +50,8 @@ def as_i64(keys):
 
 
 def export_tables(schema, embeddings, counts, path):
-    """Writes F32 `[rows, dim]` for each table, and I64 `[rows]` for `<table>.keys` (sparse tables) and `<table>.counts`."""
+    """Writes F32 `[rows, dim]` for each table, and I64 `[rows]` for `<table>.keys`
+    (sparse tables) and `<table>.counts`."""
     tensors = {}
     for table in schema.tables:
         tensors[tensor_name(schema, table)] = embeddings.weights[table.name].detach()

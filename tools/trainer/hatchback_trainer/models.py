@@ -1,7 +1,8 @@
 """The dense networks of the four model families: DLRM, DCNv2, DeepFM, Wide & Deep.
 
-A network starts where the embedding lookup ends: it takes pooled embedding vectors and dense features, batch first, and
-returns logits `[B, 1]`. It never holds an embedding table; those are in `embeddings.py` here and in the cache in the car.
+A network starts where the embedding lookup ends: it takes pooled embedding vectors and dense
+features, batch first, and returns logits `[B, 1]`. It never holds an embedding table; those are in
+`embeddings.py` here and in the cache in the car.
 
 Letters: B batch, nd dense features, T features, D embedding dim, N vectors that interact (T + 1).
 """
@@ -11,7 +12,8 @@ from torch import nn
 
 
 def mlp(sizes, last_relu):
-    """Linear layers `sizes[0] -> sizes[1] -> ...`, a ReLU after each; after the last one only if `last_relu`."""
+    """Linear layers `sizes[0] -> sizes[1] -> ...`, a ReLU after each; after the last
+    one only if `last_relu`."""
     layers = []
     for width_in, width_out in zip(sizes, sizes[1:]):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
@@ -19,7 +21,8 @@ def mlp(sizes, last_relu):
 
 
 def init_xavier(network):
-    """Initialises a network that is never trained, so that signals keep their size. The caller sets the seed."""
+    """Initialises a network that is never trained, so that signals keep their size. The
+    caller sets the seed."""
     for module in network.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_normal_(module.weight)
@@ -44,7 +47,8 @@ class DotInteraction(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Bottom MLP on the dense features, dot interaction with the embeddings, top MLP. `bottom[-1]` must be D."""
+    """Bottom MLP on the dense features, dot interaction with the embeddings, top MLP.
+    `bottom[-1]` must be D."""
 
     def __init__(self, dense, tables, dim, bottom, top):
         super().__init__()
@@ -60,7 +64,8 @@ class DLRM(nn.Module):
 
 
 class LowRankCross(nn.Module):
-    """One cross layer of DCNv2: `x0 * (V(U x) + b) + x`, all `[B, width]`; U is width -> rank, V is rank -> width."""
+    """One cross layer of DCNv2: `x0 * (V(U x) + b) + x`, all `[B, width]`. U is width -> rank,
+    and V is rank -> width."""
 
     def __init__(self, width, rank):
         super().__init__()
@@ -72,7 +77,8 @@ class LowRankCross(nn.Module):
 
 
 class DCNv2(nn.Module):
-    """Bottom MLP on the dense features, then cross layers on [dense | embeddings], then the top MLP (stacked form)."""
+    """Bottom MLP on the dense features, then cross layers on [dense | embeddings], then the
+    top MLP (stacked form)."""
 
     def __init__(self, dense, tables, dim, bottom, crosses, rank, top):
         super().__init__()
@@ -91,7 +97,8 @@ class DCNv2(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """First-order weights + factorisation machine + MLP, added up. Each feature has a dim-1 and a dim-D table."""
+    """First-order weights + factorisation machine + MLP, added up. Each feature has a dim-1
+    and a dim-D table."""
 
     def __init__(self, dense, tables, dim, deep):
         super().__init__()
@@ -108,12 +115,14 @@ class DeepFM(nn.Module):
 
 
 class WideDeep(nn.Module):
-    """A linear model over the wide features (their dim-1 tables hold its weights) + an MLP over the deep ones."""
+    """A linear model over the wide features (their dim-1 tables hold its weights) + an MLP
+    over the deep ones."""
 
     def __init__(self, dense, deep_width, deep):
         super().__init__()
         self.deep = mlp([dense + deep_width, *deep, 1], last_relu=False)
 
     def forward(self, dense, wide, deep):
-        """dense `[B, nd]`, wide `[B, T]`, deep `[B, sum of the deep features' widths]` -> logit `[B, 1]`."""
+        """dense `[B, nd]`, wide `[B, T]`, deep `[B, sum of the deep features' widths]`
+        -> logit `[B, 1]`."""
         return wide.sum(dim=1, keepdim=True) + self.deep(torch.cat([dense, deep], dim=1))

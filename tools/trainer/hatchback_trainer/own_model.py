@@ -1,10 +1,11 @@
-"""Exports a model that was not written for Hatchback: finds its embedding modules, cuts the dense network behind them and
-writes the files that `hatchback pack` reads.
+"""Exports a model that was not written for Hatchback: writes the files that `hatchback pack` reads.
+
+The exporter finds the embedding modules of the model and cuts out the dense network behind them.
 
 The model runs once on a sample batch. Each call of an `nn.Embedding`, `nn.EmbeddingBag` or TorchRec
-`EmbeddingBagCollection` becomes a sparse feature, whose keys are the row numbers that the module received. The rest of
-the model becomes the ONNX network. The exported network is compared with the model on other samples before anything is
-written. The model itself is not changed.
+`EmbeddingBagCollection` becomes a sparse feature, whose keys are the row numbers that the module
+received. The rest of the model becomes the ONNX network. The exported network is compared with the
+model on other samples before anything is written. The model itself is not changed.
 """
 
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def bag_call(name, module, inputs, kwargs, output):
 
 
 def collection_calls(name, module, features, output):
-    """Returns the calls of a TorchRec `EmbeddingBagCollection`: one for each feature of each table."""
+    """Returns the calls of a TorchRec `EmbeddingBagCollection`: one for each
+    feature of each table."""
     pooled, calls = output.to_dict(), []
     for config in module.embedding_bag_configs():
         pooling = config.pooling.name.lower()
@@ -79,18 +81,23 @@ def is_collection(module):
 
 
 def embeddings_of(model):
-    """Maps the name of each embedding module to the module. Those inside a collection are left out."""
+    """Maps the name of each embedding module to the module. Those inside a
+    collection are left out."""
     collections = [name for name, module in model.named_modules() if is_collection(module)]
     found = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in collections)
-        if is_collection(module) or (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not inside):
+        if (
+            is_collection(module)
+            or (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not inside)
+        ):
             found[name] = module
     return found
 
 
 class Recorder:
-    """Replaces the `forward` of each embedding module: records its calls, or answers with given vectors."""
+    """Replaces the `forward` of each embedding module: records its calls, or
+    answers with given vectors."""
 
     def __init__(self, modules):
         self.modules, self.calls, self.vectors = modules, [], None
@@ -121,13 +128,19 @@ class Recorder:
         def replay(*inputs, **kwargs):
             if not is_collection(module):
                 return self.vectors.pop(0)
-            names = [feature for config in module.embedding_bag_configs() for feature in config.feature_names]
+            names = [
+                feature for config in module.embedding_bag_configs()
+                for feature in config.feature_names
+            ]
             return Pooled({feature: self.vectors.pop(0) for feature in names})
 
-        return lambda *inputs, **kwargs: (record if self.vectors is None else replay)(*inputs, **kwargs)
+        return lambda *inputs, **kwargs: (
+            record if self.vectors is None else replay
+        )(*inputs, **kwargs)
 
     def unused(self, name):
-        """Returns a feature name that no call has yet: a module that is called twice makes two features."""
+        """Returns a feature name that no call has yet: a module that is called
+        twice makes two features."""
         taken = {call.feature for call in self.calls}
         names = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
         return next(one for one in names if one not in taken)
@@ -186,21 +199,29 @@ class Cut(nn.Module):
         for place, value in [*enumerate(positional), *named.items()]:
             if torch.is_tensor(value) and not value.is_floating_point() and value.dim() > 0:
                 held = named if isinstance(place, str) else positional
-                held[place] = (anchor * 0).to(value.dtype).reshape(-1, *[1] * (value.dim() - 1)).expand(-1, *value.shape[1:])
+                held[place] = (
+                    (anchor * 0).to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))
+                    .expand(-1, *value.shape[1:])
+                )
         at = 0
         for place, shape, width in parts:
             held = named if isinstance(place, str) else positional
             held[place] = inputs[0][:, at : at + width].reshape(-1, *shape)
             at += width
         vectors = inputs[1:] if parts else inputs
-        self.recorder.vectors = [vector.reshape(-1, *shape) for vector, shape in zip(vectors, self.shapes)]
+        self.recorder.vectors = [
+            vector.reshape(-1, *shape) for vector, shape in zip(vectors, self.shapes)
+        ]
         output = self.model(*positional, **named)
         return output.reshape(anchor.shape[0], -1)
 
 
 def dense_tensor(cut):
     """Returns the dense features of the sample batch, `[B, nd]`; None if the model has none."""
-    parts = [value for value in [*cut.positional, *cut.named.values()] if torch.is_tensor(value) and value.is_floating_point()]
+    parts = [
+        value for value in [*cut.positional, *cut.named.values()]
+        if torch.is_tensor(value) and value.is_floating_point()
+    ]
     return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1) if parts else None
 
 
@@ -212,8 +233,9 @@ def check_cut(cut, inputs, output):
     expected = output[order]
     if found.shape != expected.shape or (found - expected).abs().max() > TOLERANCE:
         raise ValueError(
-            "the network behind the embeddings does not give the model's output on other samples: the model uses its "
-            "sparse inputs, or the number of samples, in another way than through its embeddings"
+            "the network behind the embeddings does not give the model's output on other samples: "
+            "the model uses its sparse inputs, or the number of samples, in another way than "
+            "through its embeddings"
         )
 
 
@@ -223,7 +245,9 @@ def tables_of(calls, modules, counts):
     for call in calls:
         module = modules.get(call.table)
         if module is None:
-            outer, inner = next((o, call.table[len(o) + 1 :]) for o in modules if call.table.startswith(f"{o}."))
+            outer, inner = next(
+                (o, call.table[len(o) + 1 :]) for o in modules if call.table.startswith(f"{o}.")
+            )
             weight = modules[outer].embedding_bags[inner].weight
         else:
             weight = module.weight
@@ -258,12 +282,16 @@ def samples_of(calls, dense, scores, labels):
         yield Sample([] if dense is None else dense[number].tolist(), sparse, label, score)
 
 
-def export(model, sample_batch, out, name="model", sequence=1, output="logit", labels=None, counts=None, hotness_max=None):
+def export(
+    model, sample_batch, out, name="model", sequence=1, output="logit", labels=None, counts=None,
+    hotness_max=None
+):
     """Writes `model` into the folder `out` as `hatchback pack` reads it.
 
-    `sample_batch` is what the model is called with: a tensor, a tuple or a dict of arguments, of two samples or more;
-    all of them become the probe set. `output` is "logit" or "probability". `counts` maps tables to the lookups of each
-    row in training, `hotness_max` features to the most keys of a bag; by default both are those of the sample batch.
+    `sample_batch` is what the model is called with: a tensor, a tuple or a dict of arguments. It
+    has two samples or more, and all of them become the probe set. `output` is "logit" or
+    "probability". `counts` maps tables to the lookups of each row in training. `hotness_max` maps
+    features to the most keys of a bag. By default both are those of the sample batch.
     """
     was_training, modules = model.training, embeddings_of(model)
     if not modules:
@@ -273,14 +301,22 @@ def export(model, sample_batch, out, name="model", sequence=1, output="logit", l
     with torch.no_grad(), Recorder(modules) as recorder:
         result = model(*positional, **named)
         if not torch.is_tensor(result):
-            raise ValueError(f"the model returns a {type(result).__name__}, not one tensor; wrap it in a module that does")
+            raise ValueError(
+                f"the model returns a {type(result).__name__}, not one tensor; "
+                "wrap it in a module that does"
+            )
         calls = recorder.calls
         if len(result) < 2 or any(len(call.bags) != len(result) for call in calls):
-            raise ValueError("the first axis of every input and of the output must be the samples, two or more")
+            raise ValueError(
+                "the first axis of every input and of the output must be the samples, two or more"
+            )
         result = result.reshape(len(result), -1)
         cut = Cut(model, recorder, sample_batch, calls)
         dense = dense_tensor(cut)
-        inputs = ([] if dense is None else [dense]) + [call.output.reshape(len(result), -1) for call in calls]
+        inputs = (
+            ([] if dense is None else [dense])
+            + [call.output.reshape(len(result), -1) for call in calls]
+        )
         check_cut(cut, inputs, result)
         names = ([] if dense is None else ["dense"]) + [f"emb_{call.feature}" for call in calls]
         out = Path(out)
@@ -299,11 +335,16 @@ def export(model, sample_batch, out, name="model", sequence=1, output="logit", l
 
     tables, weights, counts = tables_of(calls, modules, counts)
     longest = {call.feature: max(map(len, call.bags)) or 1 for call in calls} | (hotness_max or {})
-    features = tuple(Feature(call.feature, call.table, call.pooling, longest[call.feature]) for call in calls)
+    features = tuple(
+        Feature(call.feature, call.table, call.pooling, longest[call.feature]) for call in calls
+    )
     network = tuple(Input(f"emb_{call.feature}", (call.feature,)) for call in calls)
     network = network if dense is None else (Input("dense"), *network)
     activation = "sigmoid" if output == "logit" else "none"
-    schema = Schema(name, tuple(cut.dense_names()[0]), network, tuple(tables.values()), features, sequence, activation)
+    schema = Schema(
+        name, tuple(cut.dense_names()[0]), network, tuple(tables.values()), features, sequence,
+        activation
+    )
 
     export_tables(schema, Weights(weights), counts, out / "tables.safetensors")
     (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")

@@ -1,7 +1,8 @@
-"""A writer of the safetensors layout: u64 LE header length, JSON header, then all tensors one after the other.
+"""A writer of the safetensors layout: u64 LE header length, JSON header, then all tensors
+one after the other.
 
-The header is padded with spaces so that the data starts at a multiple of 8. F32, I64 and U64 only; torch tensors and
-numpy arrays. It needs numpy, not torch. It assumes a little-endian machine.
+The header is padded with spaces so that the data starts at a multiple of 8. F32, I64 and U64 only;
+torch tensors and numpy arrays. It needs numpy, not torch. It assumes a little-endian machine.
 """
 
 import json
@@ -15,7 +16,9 @@ ARRAYS = {name: dtype for dtype, name in DTYPES.items()}
 
 def as_array(tensor):
     """Returns a torch tensor or a numpy array as a contiguous numpy array."""
-    return np.ascontiguousarray(tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else tensor)
+    return np.ascontiguousarray(
+        tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else tensor
+    )
 
 
 def header_of(tensors):
@@ -23,13 +26,16 @@ def header_of(tensors):
     header, at = {}, 0
     for name, array in tensors:
         end = at + array.nbytes
-        header[name] = {"dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [at, end]}
+        header[name] = {
+            "dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [at, end]
+        }
         at = end
     return header
 
 
 def blocks(tensors):
-    """Yields the bytes of a file with a dict of tensors. The 8-byte ones come first, so that every tensor is aligned."""
+    """Yields the bytes of a file with a dict of tensors. The 8-byte ones come first, so that
+    every tensor is aligned."""
     arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     text = json.dumps(header_of(ordered), separators=(",", ":"), ensure_ascii=False).encode()
@@ -64,5 +70,7 @@ def read(path):
     tensors = {}
     for name, one in header.items():
         begin, end = one["data_offsets"]
-        tensors[name] = np.frombuffer(data[begin:end], dtype=ARRAYS[one["dtype"]]).reshape(one["shape"]).copy()
+        tensors[name] = np.frombuffer(
+            data[begin:end], dtype=ARRAYS[one["dtype"]]
+        ).reshape(one["shape"]).copy()
     return tensors

@@ -1,7 +1,7 @@
 """Requests as lines of JSON, each with its label and PyTorch's score.
 
-`{"dense": [0.5, -1.0], "sparse": {"visits": [1, 7, 7]}, "label": 1, "score": 0.4375123}`; a feature that is missing
-from "sparse" is an empty bag. Nothing here knows what a key or a dense value means.
+`{"dense": [0.5, -1.0], "sparse": {"visits": [1, 7, 7]}, "label": 1, "score": 0.4375123}`; a feature
+that is missing from "sparse" is an empty bag. Nothing here knows what a key or a dense value means.
 """
 
 import json
@@ -15,11 +15,13 @@ class Sample:
     sparse: dict = field(default_factory=dict)  # feature name -> list of keys
     label: int | dict | None = None  # with several outputs a dict: output name -> label
     score: float | dict | None = None
-    weights: dict = field(default_factory=dict)  # name of a weighted feature -> list of a weight for each key
+    # Name of a weighted feature -> list of a weight for each key.
+    weights: dict = field(default_factory=dict)
 
 
 def shortest(value):
-    """`value` rounded to float32, as the float whose decimal form is the shortest that reads back as that float32."""
+    """`value` rounded to float32, as the float whose decimal form is the shortest that reads
+    back as that float32."""
     single = struct.pack("<f", value)
     for digits in range(1, 10):
         text = f"{value:.{digits}g}"
@@ -31,7 +33,9 @@ def shortest(value):
 def to_line(sample):
     fields = {"dense": sample.dense, "sparse": sample.sparse}
     if sample.weights:
-        fields["weights"] = {name: [shortest(weight) for weight in bag] for name, bag in sample.weights.items()}
+        fields["weights"] = {
+            name: [shortest(weight) for weight in bag] for name, bag in sample.weights.items()
+        }
     if sample.label is not None:
         fields["label"] = sample.label
     if isinstance(sample.score, dict):

@@ -30,15 +30,17 @@ class Feature:
 
     name: str
     table: str
-    pooling: str = "sum"  # "sum" | "mean" | "sqrtn" | "max" | "none" (rows side by side, zero-padded)
+    # "sum" | "mean" | "sqrtn" | "max" | "none" (rows side by side, zero-padded)
+    pooling: str = "sum"
     hotness_max: int = 1
-    weighted: bool = False  # each key has a weight, which multiplies its row; "max" and "none" take none
+    # Each key has a weight, which multiplies its row; "max" and "none" take none.
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of the ONNX graph: pooled vectors in the order of `features`, the lengths or masks of bags, or else the
-    dense features."""
+    """One input of the ONNX graph: pooled vectors in the order of `features`, the lengths or masks
+    of bags, or else the dense features."""
 
     name: str
     features: tuple = ()
@@ -73,15 +75,20 @@ class Schema:
 
 
 def quoted(value):
-    """Writes a string, or a list of strings or numbers, which have the same form in JSON and TOML."""
+    """Writes a string, or a list of strings or numbers, which have the same form
+    in JSON and TOML."""
     # In ASCII, JSON writes an emoji as a pair of escapes, which TOML does not accept.
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def tensor_name(schema, table, column=None):
-    """Returns the name of a table's tensor. Two tensors never get the same name, whatever the tables are called."""
+    """Returns the name of a table's tensor. Two tensors never get the same name, whatever
+    the tables are called."""
     name = table.name if column is None else f"{table.name}.{column}"
-    taken = {"__metadata__"} | {other.name for other in schema.tables if other is not table or column is not None}
+    taken = (
+        {"__metadata__"}
+        | {other.name for other in schema.tables if other is not table or column is not None}
+    )
     while name in taken:
         name += "_"
     return name
@@ -89,12 +96,16 @@ def tensor_name(schema, table, column=None):
 
 def input_toml(one):
     lists = {"features": one.features, "lengths": one.lengths, "masks": one.masks}
-    use = next((f"{key} = {quoted(names)}" for key, names in lists.items() if names), "dense = true")
+    use = next(
+        (f"{key} = {quoted(names)}" for key, names in lists.items() if names), "dense = true"
+    )
     return f"\n[[network.input]]\nname = {quoted(one.name)}\n{use}\n"
 
 
 def source_toml(schema, table):
-    fields = {"format": "safetensors", "path": "tables.safetensors", "tensor": tensor_name(schema, table)}
+    fields = {
+        "format": "safetensors", "path": "tables.safetensors", "tensor": tensor_name(schema, table)
+    }
     if table.keys is not None:
         fields["keys"] = tensor_name(schema, table, "keys")
     if table.counted:
@@ -105,7 +116,9 @@ def source_toml(schema, table):
 def table_toml(schema, table):
     lines = ["", "[[table]]", f"name = {quoted(table.name)}", f"dim = {table.dim}"]
     lines.append(f"keys = {quoted('index' if table.keys is None else 'sparse')}")
-    for option, usual in (("codec", "auto"), ("placement", "auto"), ("miss", "wait"), ("default", "zeros")):
+    for option, usual in (
+        ("codec", "auto"), ("placement", "auto"), ("miss", "wait"), ("default", "zeros")
+    ):
         if getattr(table, option) != usual:
             lines.append(f"{option} = {quoted(getattr(table, option))}")
     lines.append(f"source = {source_toml(schema, table)}")
@@ -124,7 +137,9 @@ def outputs_toml(schema):
     activation = quoted(schema.activation)
     if len(schema.outputs) == 1:
         return f"output = {quoted(schema.outputs[0])}\nactivation = {activation}\n"
-    lines = [f"    {{ name = {quoted(name)}, activation = {activation} }},\n" for name in schema.outputs]
+    lines = [
+        f"    {{ name = {quoted(name)}, activation = {activation} }},\n" for name in schema.outputs
+    ]
     return "output = [\n" + "".join(lines) + "]\n"
 
 
@@ -132,7 +147,8 @@ def model_toml(schema):
     """Returns the text of `model.toml`. Leaves out keys that have their default."""
     head = (
         "# Written by hatchback_trainer.\n"
-        '# Defaults of a table: codec = "auto", placement = "auto", miss = "wait", default = "zeros".\n'
+        '# Defaults of a table: codec = "auto", placement = "auto", miss = "wait", '
+        'default = "zeros".\n'
         f"format = {FORMAT}\nname = {quoted(schema.name)}\nsequence = {schema.sequence}\n"
         f"dense_features = {quoted(schema.dense_features)}\n\n"
         '[network]\nonnx = "dense.onnx"\n' + outputs_toml(schema)

@@ -1,7 +1,7 @@
 """The dense networks of five more families: MMoE, DIN, DIEN, BST and one block of HSTU as a ranker.
 
-A history is a feature that is not pooled: `length` vectors side by side, the last ones zero where a sample has fewer. A
-network recognises a missing position by its zeros. It returns logits `[B, 1]`.
+A history is a feature that is not pooled: `length` vectors side by side, the last ones zero where a
+sample has fewer. A network recognises a missing position by its zeros. It returns logits `[B, 1]`.
 
 Letters: B batch, nd dense features, L length of the history, D embedding dim.
 """
@@ -17,7 +17,9 @@ class MMoE(nn.Module):
 
     def __init__(self, dense, width, experts, expert, tower):
         super().__init__()
-        self.experts = nn.ModuleList(mlp([dense + width, *expert], last_relu=True) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            mlp([dense + width, *expert], last_relu=True) for _ in range(experts)
+        )
         self.gates = nn.ModuleList(nn.Linear(dense + width, experts) for _ in range(2))
         self.towers = nn.ModuleList(mlp([expert[-1], *tower, 1], last_relu=False) for _ in range(2))
 
@@ -95,7 +97,9 @@ class DIEN(History):
         interest = torch.zeros_like(target)
         for at in range(self.length):
             state = states[:, at]
-            update, reset = torch.sigmoid(self.gates(torch.cat([state, interest], dim=1))).chunk(2, dim=1)
+            update, reset = torch.sigmoid(
+                self.gates(torch.cat([state, interest], dim=1))
+            ).chunk(2, dim=1)
             candidate = torch.tanh(self.candidate(torch.cat([state, reset * interest], dim=1)))
             update = update * weights[:, at : at + 1]
             interest = (1 - update) * interest + update * candidate

@@ -1,13 +1,16 @@
-"""Puts sharded tables together: row and column shards in memory, and checkpoints of torch.distributed (DCP).
+"""Puts sharded tables together: row and column shards in memory, and
+checkpoints of torch.distributed (DCP).
 
-A table that is split over ranks must be whole before `hatchback pack` reads it. Nothing here needs a process group.
+A table that is split over ranks must be whole before `hatchback pack` reads it. Nothing here
+needs a process group.
 """
 
 import torch
 
 
 def assemble(shape, shards, name="table"):
-    """Returns the tensor of `shape` that `shards` make up. Each is (first row, first column, tensor).
+    """Returns the tensor of `shape` that `shards` make up. Each is (first
+    row, first column, tensor).
 
     Every value must be in exactly one shard.
     """
@@ -16,9 +19,14 @@ def assemble(shape, shards, name="table"):
     for row, column, shard in shards:
         place = slice(row, row + shard.shape[0]), slice(column, column + shard.shape[1])
         if row < 0 or column < 0 or place[0].stop > rows or place[1].stop > columns:
-            raise ValueError(f"{name}: a shard {list(shard.shape)} at [{row}, {column}] is outside [{rows}, {columns}]")
+            raise ValueError(
+                f"{name}: a shard {list(shard.shape)} at [{row}, {column}] is outside "
+                f"[{rows}, {columns}]"
+            )
         if seen[place].any():
-            raise ValueError(f"{name}: a shard {list(shard.shape)} at [{row}, {column}] overlaps another one")
+            raise ValueError(
+                f"{name}: a shard {list(shard.shape)} at [{row}, {column}] overlaps another one"
+            )
         whole = torch.empty(rows, columns, dtype=shard.dtype) if whole is None else whole
         whole[place] = shard.detach().cpu()
         seen[place] = True
@@ -29,7 +37,8 @@ def assemble(shape, shards, name="table"):
 
 
 def read_dcp(folder):
-    """Returns the tensors of a DCP checkpoint by name, whole, whatever their shards were. Needs torch 2.3 or newer."""
+    """Returns the tensors of a DCP checkpoint by name, whole, whatever their shards were. Needs
+    torch 2.3 or newer."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

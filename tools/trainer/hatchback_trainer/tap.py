@@ -1,9 +1,11 @@
-"""The tap of a plain PyTorch model: records which rows of its embedding modules a window changed, and writes windows.
+"""The tap of a plain PyTorch model: records which rows of its embedding modules a window
+changed, and writes windows.
 
-Put a `Tap` around the training loop and call `close` where a window ends, after `optimizer.step()`. It reads rows only
-then. It works with sparse and dense gradients. An optimizer that also changes rows that no sample touched (momentum,
-Adam with dense gradients, weight decay) is detected and reported with a warning. All rows of such a table are then
-compared through checksums of 8 bytes a row, so no change is lost. The tap never changes the model.
+Put a `Tap` around the training loop and call `close` where a window ends, after `optimizer.step()`.
+It reads rows only then. It works with sparse and dense gradients. An optimizer that also changes
+rows that no sample touched (momentum, Adam with dense gradients, weight decay) is detected and
+reported with a warning. All rows of such a table are then compared through checksums of 8 bytes a
+row, so no change is lost. The tap never changes the model.
 """
 
 import io
@@ -20,7 +22,8 @@ SENTINELS = 1024  # untouched rows a table that every window checks, whatever th
 
 
 def reason(group, optimizer, parameter, sparse):
-    """Returns why `optimizer` may change rows of `parameter` that no sample touched; None if it does not."""
+    """Returns why `optimizer` may change rows of `parameter` that no sample touched; None
+    if it does not."""
     kind = type(optimizer).__name__
     if group.get("weight_decay", 0) and not sparse:
         return f"{kind} has weight_decay {group['weight_decay']}"
@@ -32,7 +35,8 @@ def reason(group, optimizer, parameter, sparse):
 
 
 class RowSums:
-    """Checksums of 64 bits of every row of a table: finds changed rows without a copy of the table."""
+    """Checksums of 64 bits of every row of a table: finds changed rows without a
+    copy of the table."""
 
     def __init__(self, weight):
         generator = torch.Generator().manual_seed(weight.shape[1])
@@ -44,11 +48,14 @@ class RowSums:
         """Returns the checksum of each row, i64 `[rows]`."""
         sums = []
         for part in weight.detach().cpu().split(max(1, CHUNK_VALUES // weight.shape[1])):
-            sums.append((part.contiguous().view(torch.int32).to(torch.int64) * self.factors).sum(dim=1))
+            sums.append(
+                (part.contiguous().view(torch.int32).to(torch.int64) * self.factors).sum(dim=1)
+            )
         return torch.cat(sums)
 
     def changed(self, weight):
-        """Returns the numbers of the rows that changed since the last call, and of rows added since."""
+        """Returns the numbers of the rows that changed since the last call, and
+        of rows added since."""
         sums = self.of(weight)
         known = min(len(sums), len(self.sums))
         rows = torch.nonzero(sums[:known] != self.sums[:known]).squeeze(1)
@@ -83,11 +90,14 @@ class TableTap:
 
     def watch_all(self, why):
         if self.sums is None:
-            warnings.warn(f"table `{self.name}`: {why}; every window compares all its {self.rows} rows")
+            warnings.warn(
+                f"table `{self.name}`: {why}; every window compares all its {self.rows} rows"
+            )
             self.sums = RowSums(self.module.weight)
 
     def choose_sentinels(self):
-        """Remembers some rows, which must not change in the next window unless a sample touches them."""
+        """Remembers some rows, which must not change in the next window unless
+        a sample touches them."""
         picked = torch.randperm(self.rows)[:SENTINELS]
         self.sentinels = picked, self.module.weight.detach()[picked].clone()
 
@@ -102,7 +112,10 @@ class TableTap:
         weight = self.module.weight.detach()
         if self.sums is None and self.check_sentinels():
             moved = self.check_sentinels()
-            why = f"the optimizer changed {moved} of {len(self.sentinels[0])} rows that no sample touched"
+            why = (
+                f"the optimizer changed {moved} of {len(self.sentinels[0])} rows that no sample "
+                "touched"
+            )
             self.watch_all(why)
             rows = torch.arange(self.rows)  # other rows may have changed before, so all are sent
         elif self.sums is not None:
@@ -115,7 +128,10 @@ class TableTap:
         if self.deleted:
             kept = ~torch.isin(keys, torch.tensor(self.deleted))
         traffic = self.counts[rows][kept]
-        changes = Changes(keys[kept].numpy(), weight[rows[kept]].cpu().numpy(), traffic.numpy(), list(self.deleted))
+        changes = Changes(
+            keys[kept].numpy(), weight[rows[kept]].cpu().numpy(), traffic.numpy(),
+            list(self.deleted)
+        )
         self.counts.zero_()
         self.deleted.clear()
         self.choose_sentinels()
@@ -125,26 +141,31 @@ class TableTap:
 class Tap:
     """Records the changes of a model's embedding modules and writes them as windows.
 
-    `tables` maps the names of modules (`model.named_modules()`) to table names; by default every `nn.Embedding` and
-    `nn.EmbeddingBag` is a table with the name of its module. `keys` maps a table name to the key of each row, where
-    keys are not row numbers. `network` returns the bytes of the dense network's ONNX file, such as
-    `lambda: exported.onnx()`.
+    `tables` maps the names of modules (`model.named_modules()`) to table names; by default every
+    `nn.Embedding` and `nn.EmbeddingBag` is a table with the name of its module. `keys` maps a table
+    name to the key of each row, where keys are not row numbers. `network` returns the bytes of the
+    dense network's ONNX file, such as `lambda: exported.onnx()`.
     """
 
     def __init__(self, model, folder, lineage, optimizer, tables=None, keys=None, network=None):
         self.writer = WindowWriter(folder, lineage)
         self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.network = network
-        named = {name: module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
+        named = {
+            name: module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)
+        }
         tables = {name: name for name in named} if tables is None else tables
         keys = keys or {}
-        self.tables = [TableTap(table, named[module], keys.get(table)) for module, table in tables.items()]
+        self.tables = [
+            TableTap(table, named[module], keys.get(table)) for module, table in tables.items()
+        ]
         for table in self.tables:
             self.inspect(table)
             table.choose_sentinels()
 
     def inspect(self, table):
-        """Finds the optimizer of a table. Warns, and compares all rows, if it may change rows that no sample touches."""
+        """Finds the optimizer of a table. Warns, and compares all rows, if it may change rows
+        that no sample touches."""
         weight = table.module.weight
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -161,8 +182,9 @@ class Tap:
         one.deleted.extend(int(key) for key in keys)
 
     def touch_since(self, step):
-        """Marks all keys of windows after `step` as changed. Call it after the model was restored from a checkpoint of
-        `step`: the fleet may hold rows of later steps, which the restore undid."""
+        """Marks all keys of windows after `step` as changed. Call it after the model was
+        restored from a checkpoint of `step`: the fleet may hold rows of later steps,
+        which the restore undid."""
         from .window import closed, read
 
         for folder in closed(self.writer.folder):
@@ -190,7 +212,8 @@ class Tap:
 
 
 def onnx_bytes(network, example, names, output="logit"):
-    """Returns the ONNX file of a dense network, for `Tap(network=...)`. `example` are its inputs for two samples."""
+    """Returns the ONNX file of a dense network, for `Tap(network=...)`. `example` are its
+    inputs for two samples."""
     out, was_training = io.BytesIO(), network.training
     network.eval()
     torch.onnx.export(

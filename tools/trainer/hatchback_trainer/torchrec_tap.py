@@ -1,8 +1,11 @@
-"""The tap of TorchRec models: `ModelDeltaTracker` proposes rows, and each rank reads its shards of them.
+"""The tap of TorchRec models: `ModelDeltaTracker` proposes rows, and each rank reads
+its shards of them.
 
-Make the model with `DistributedModelParallel(..., model_tracker_config=ModelTrackerConfig(consumers=["publisher"]))`.
-Every rank calls `changes` where a window ends; rank 0 gets the whole rows and writes the window. The tracker records
-lookups, not changes: optimizers with weight decay or dense moments change more rows than it reports, and are refused.
+Make the model with
+`DistributedModelParallel(..., model_tracker_config=ModelTrackerConfig(consumers=["publisher"]))`.
+Every rank calls `changes` where a window ends; rank 0 gets the whole rows and writes the window.
+The tracker records lookups, not changes: optimizers with weight decay or dense moments change more
+rows than it reports, and are refused.
 """
 
 import torch
@@ -14,7 +17,8 @@ CONSUMER = "publisher"
 
 
 def shards_of(weight):
-    """Yields (first row, first column, tensor) of this rank's shards of a table; a whole table is one shard."""
+    """Yields (first row, first column, tensor) of this rank's shards of a table; a whole
+    table is one shard."""
     if not hasattr(weight, "local_shards"):
         yield 0, 0, weight.detach()
         return
@@ -28,13 +32,18 @@ def check_optimizer(model):
     fused = getattr(model, "fused_optimizer", None)
     for group in getattr(fused, "param_groups", []):
         if group.get("weight_decay", 0):
-            raise ValueError(f"weight_decay {group['weight_decay']} changes rows that the tracker does not see")
+            raise ValueError(
+                f"weight_decay {group['weight_decay']} changes rows that the tracker does not see"
+            )
 
 
 def joined(name, shape, pieces):
-    """Returns keys and whole rows of one table. `pieces` are (keys, first column, rows) of all ranks."""
+    """Returns keys and whole rows of one table. `pieces` are (keys, first column,
+    rows) of all ranks."""
     keys = torch.unique(torch.cat([piece[0] for piece in pieces]))
-    rows, seen = torch.zeros(len(keys), shape[1]), torch.zeros(len(keys), shape[1], dtype=torch.bool)
+    rows, seen = (
+        torch.zeros(len(keys), shape[1]), torch.zeros(len(keys), shape[1], dtype=torch.bool)
+    )
     for some, column, values in pieces:
         place = torch.searchsorted(keys, some)
         rows[place, column : column + values.shape[1]] = values
@@ -48,7 +57,8 @@ def joined(name, shape, pieces):
 class TorchRecTap:
     """Reads the changed rows of a `DistributedModelParallel` with a `ModelDeltaTracker`.
 
-    `tables` maps the tracker's names, such as `ebc.embedding_bags.user`, to table names; by default the last part.
+    `tables` maps the tracker's names, such as `ebc.embedding_bags.user`, to table names; by
+    default the last part.
     """
 
     def __init__(self, model, tables=None, consumer=CONSUMER):
@@ -60,7 +70,8 @@ class TorchRecTap:
         return self.model.get_model_tracker()
 
     def delta(self):
-        """Returns the ids that this rank looked up since the last call. The tracker fails if there was no batch."""
+        """Returns the ids that this rank looked up since the last call. The tracker fails if
+        there was no batch."""
         tracker = self.tracker()
         if tracker.curr_batch_idx == self.batch:
             return {}
@@ -75,13 +86,20 @@ class TorchRecTap:
             weight, ids = state[f"{fqn}.weight"], torch.unique(delta.ids).cpu()
             shards = list(shards_of(weight))
             if len({row for row, _, _ in shards}) > 1:
-                raise ValueError(f"table `{name}`: a rank has row shards at several rows, which its local ids do not tell apart")
-            parts = [(ids + row, column, shard[ids.to(shard.device)].float().cpu()) for row, column, shard in shards]
+                raise ValueError(
+                    f"table `{name}`: a rank has row shards at several rows, "
+                    "which its local ids do not tell apart"
+                )
+            parts = [
+                (ids + row, column, shard[ids.to(shard.device)].float().cpu())
+                for row, column, shard in shards
+            ]
             pieces[name] = tuple(weight.shape), parts
         return pieces
 
     def changes(self):
-        """Returns the `Changes` of each table on rank 0, and None on the other ranks. Every rank must call it."""
+        """Returns the `Changes` of each table on rank 0, and None on the other ranks. Every
+        rank must call it."""
         pieces = self.local_pieces()
         everyone = [pieces]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -93,4 +111,6 @@ class TorchRecTap:
         for rank in everyone:
             for name, (shape, parts) in rank.items():
                 tables.setdefault(name, (shape, []))[1].extend(parts)
-        return {name: Changes(*joined(name, shape, parts)) for name, (shape, parts) in tables.items()}
+        return {
+            name: Changes(*joined(name, shape, parts)) for name, (shape, parts) in tables.items()
+        }

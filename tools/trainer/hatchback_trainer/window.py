@@ -1,7 +1,9 @@
-"""Windows: what changed in a model between two steps, as `hatchback select` reads it (FORMAT.md section 8).
+"""Windows: what changed in a model between two steps, as `hatchback select` reads
+it (FORMAT.md section 8).
 
-A window is a folder with rows.safetensors, optionally dense.onnx and probe.jsonl, and window.json, which is renamed into
-place last. A writer that is killed leaves no window. This file needs numpy and no torch, and never looks at a model.
+A window is a folder with rows.safetensors, optionally dense.onnx and probe.jsonl, and window.json,
+which is renamed into place last. A writer that is killed leaves no window. This file needs numpy
+and no torch, and never looks at a model.
 """
 
 import hashlib
@@ -43,7 +45,10 @@ class Window:
 def as_u64(keys):
     """Returns keys as u64 `[n]`. Negative ones keep their bits."""
     array = safetensors.as_array(keys) if len(keys) else np.zeros(0, np.int64)
-    return array.astype(np.uint64) if array.dtype.kind == "u" else array.astype(np.int64).view(np.uint64)
+    return (
+        array.astype(np.uint64) if array.dtype.kind == "u"
+        else array.astype(np.int64).view(np.uint64)
+    )
 
 
 def columns(tables):
@@ -57,13 +62,20 @@ def columns(tables):
         if len(keys):
             rows = safetensors.as_array(one.rows).astype(np.float32, copy=False)
             if rows.ndim != 2 or len(rows) != len(keys):
-                raise ValueError(f"table `{name}`: rows have shape {list(rows.shape)}, not [{len(keys)}, dim]")
+                raise ValueError(
+                    f"table `{name}`: rows have shape {list(rows.shape)}, not [{len(keys)}, dim]"
+                )
             if not np.isfinite(rows).all():
                 bad = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
-                raise ValueError(f"table `{name}`: the row of key {keys[bad]} is not finite: the training diverged")
+                raise ValueError(
+                    f"table `{name}`: the row of key {keys[bad]} is not finite: "
+                    "the training diverged"
+                )
             tensors[f"{name}.keys"], tensors[f"{name}.rows"] = keys, rows
             if one.traffic is not None:
-                tensors[f"{name}.traffic"] = safetensors.as_array(one.traffic).astype(np.float32, copy=False)
+                tensors[f"{name}.traffic"] = safetensors.as_array(one.traffic).astype(
+                    np.float32, copy=False
+                )
         if len(deleted):
             tensors[f"{name}.deleted"] = deleted
     return tensors
@@ -91,7 +103,8 @@ def sync_folder(folder):
 
 
 class WindowWriter:
-    """Writes the windows of one model into `folder`, numbered from 1 or after the last closed one."""
+    """Writes the windows of one model into `folder`, numbered from 1 or after
+    the last closed one."""
 
     def __init__(self, folder, lineage):
         self.folder, self.lineage = Path(folder), lineage
@@ -101,8 +114,9 @@ class WindowWriter:
     def write(self, tables, step, dense=None, probe=None, closed_ms=None):
         """Closes a window and returns its folder.
 
-        `tables` maps table names to `Changes`. `dense` is the bytes of an ONNX file, `probe` lines of samples. Without
-        `dense` the fleet keeps its network; give one with every window, so that rows and network are of one step.
+        `tables` maps table names to `Changes`. `dense` is the bytes of an ONNX file, `probe` lines
+        of samples. Without `dense` the fleet keeps its network; give one with every window, so that
+        rows and network are of one step.
         """
         folder = self.folder / f"{self.next:012}"
         if folder.exists():
@@ -112,7 +126,9 @@ class WindowWriter:
         if dense is not None:
             files.append(write_file(folder / DENSE, [dense]))
         if probe is not None:
-            files.append(write_file(folder / PROBE, [probe.encode() if isinstance(probe, str) else probe]))
+            files.append(
+                write_file(folder / PROBE, [probe.encode() if isinstance(probe, str) else probe])
+            )
         sync_folder(folder)
 
         head = {"format": FORMAT, "lineage": self.lineage, "window": self.next, "step": int(step)}
@@ -129,7 +145,9 @@ class WindowWriter:
 
 def closed(folder):
     """Returns the folders of all closed windows, in order."""
-    named = [path for path in Path(folder).iterdir() if len(path.name) == 12 and path.name.isdigit()]
+    named = [
+        path for path in Path(folder).iterdir() if len(path.name) == 12 and path.name.isdigit()
+    ]
     return sorted(path for path in named if (path / HEAD).is_file())
 
 

@@ -1,7 +1,8 @@
-"""A repository as NVIDIA's DLRM and DCNv2 recipe deploys it, packed and scored: fused, and with padded tables.
+"""A repository as NVIDIA's DLRM and DCNv2 recipe deploys it, packed and scored: fused,
+and with padded tables.
 
-The files are written here as the recipe's `deploy.py` documents them; the recipe itself needs TensorFlow and a GPU.
-Run in tools/trainer: `python3 -m unittest discover tests`.
+The files are written here as the recipe's `deploy.py` documents them; the recipe itself needs
+TensorFlow and a GPU. Run in tools/trainer: `python3 -m unittest discover tests`.
 """
 
 import json
@@ -21,12 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hatchback_trainer.deployed import describe  # noqa: E402
 
-PROGRAM = Path(os.environ.get("HATCHBACK", Path(__file__).resolve().parents[3] / "target/release/hatchback"))
+PROGRAM = Path(
+    os.environ.get("HATCHBACK", Path(__file__).resolve().parents[3] / "target/release/hatchback")
+)
 ROWS, DIM, NUMBERS = [130, 7, 400], 8, 3
 
 
 class Dense(nn.Module):
-    """The recipe's network: flat inputs, table-major vectors, pairs of the lower triangle, rows padded to a multiple of 8."""
+    """The recipe's network: flat inputs, table-major vectors, pairs of the lower triangle, rows
+    padded to a multiple of 8."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +79,9 @@ def deploy(folder, fused):
     path.parent.mkdir(parents=True)
     flat = torch.zeros(2 * NUMBERS), torch.zeros(2 * len(ROWS) * DIM)
     axes = {"args_0": {0: "n"}, "args_1": {0: "m"}, "output_1": {0: "batch"}}
-    names = {"input_names": ["args_0", "args_1"], "output_names": ["output_1"], "dynamic_axes": axes}
+    names = {
+        "input_names": ["args_0", "args_1"], "output_names": ["output_1"], "dynamic_axes": axes
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(network, flat, str(path), opset_version=13, **names)
@@ -99,18 +105,30 @@ class Deployed(unittest.TestCase):
         keys = numpy.stack([generator.integers(0, rows, 20) for rows in ROWS], axis=1)
         numbers = generator.standard_normal((20, NUMBERS)).astype(numpy.float32)
         lines = [
-            json.dumps({"dense": dense.tolist(), "sparse": {f"cat_{t}": [int(key)] for t, key in enumerate(row)}})
+            json.dumps(
+                {
+                    "dense": dense.tolist(),
+                    "sparse": {f"cat_{t}": [int(key)] for t, key in enumerate(row)}
+                }
+            )
             for dense, row in zip(numbers, keys)
         ]
-        run = lambda *words, **more: subprocess.run([PROGRAM, *words], check=True, capture_output=True, text=True, **more).stdout
+        run = lambda *words, **more: subprocess.run(
+            [PROGRAM, *words], check=True, capture_output=True, text=True, **more
+        ).stdout
         run("pack", folder / "dlrm" / "model.toml", "--out", folder / "m.hatch", "--codec", "f32")
-        answers = [json.loads(line) for line in run("run", folder / "m.hatch", input="\n".join(lines) + "\n").splitlines()]
+        answers = [
+            json.loads(line)
+            for line in run("run", folder / "m.hatch", input="\n".join(lines) + "\n").splitlines()
+        ]
 
         vectors = numpy.stack([table[keys[:, t]] for t, table in enumerate(tables)])  # table-major
         with torch.no_grad():
             logits = network(torch.from_numpy(numbers.ravel()), torch.from_numpy(vectors.ravel()))
         expected = torch.sigmoid(logits).squeeze(1)
-        torch.testing.assert_close(torch.tensor([answer["score"][0] for answer in answers]), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor([answer["score"][0] for answer in answers]), expected, atol=1e-5, rtol=0
+        )
         self.assertTrue(all(answer["status"]["fresh"] == len(ROWS) for answer in answers))
         told = json.loads(run("inspect", folder / "m.hatch", "--json", "-"))
         self.assertEqual([table["rows"] for table in told["tables"]], ROWS)
@@ -120,7 +138,9 @@ class Deployed(unittest.TestCase):
             folder = Path(folder)
             deploy(folder, fused=True)
             config = folder / "checkpoint" / "sparse" / "config.json"
-            config.write_text(json.dumps({"categorical_cardinalities": [130, 7, 401], "embedding_dim": [DIM] * 3}))
+            config.write_text(
+                json.dumps({"categorical_cardinalities": [130, 7, 401], "embedding_dim": [DIM] * 3})
+            )
             with self.assertRaisesRegex(ValueError, "537 keys, but the checkpoint has 538 rows"):
                 describe(folder / "checkpoint", folder / "deployed", folder / "dlrm")
             (folder / "deployed" / "dense" / "1" / "model.onnx").rename(folder / "model.plan")

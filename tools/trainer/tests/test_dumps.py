@@ -1,4 +1,5 @@
-"""Checks the taps of trainers that dump their own changes, against stand-ins with the recorded interfaces.
+"""Checks the taps of trainers that dump their own changes, against stand-ins
+with the recorded interfaces.
 
 Neither SOK nor dynamicemb runs without an NVIDIA GPU, so their own classes are not tested here.
 Run in tools/trainer: `python3 -m unittest discover tests`.
@@ -18,7 +19,8 @@ from hatchback_trainer.dumps import DynamicEmbTap, SokTap  # noqa: E402
 
 
 class Sok(unittest.TestCase):
-    """`sok.incremental_model_dump(variables, utc_time)` returns lists of keys and of values, one entry a variable."""
+    """`sok.incremental_model_dump(variables, utc_time)` returns lists of keys and of values,
+    one entry a variable."""
 
     def setUp(self):
         self.asked = []
@@ -46,7 +48,8 @@ class Sok(unittest.TestCase):
 
 
 class DynamicEmb(unittest.TestCase):
-    """`incremental_dump(model, threshold)` returns {collection: {table: (keys, rows)}} and {collection: {table: score}}."""
+    """`incremental_dump(model, threshold)` returns {collection: {table: (keys, rows)}}
+    and {collection: {table: score}}."""
 
     def setUp(self):
         self.step, self.rows = 10, {7: (4, 0.5), 8: (11, 1.5), 9: (12, 2.5)}  # key -> step, value
@@ -55,7 +58,9 @@ class DynamicEmb(unittest.TestCase):
         least = threshold if isinstance(threshold, int) else threshold["ebc"]["t"]
         keys = [key for key, (step, _) in self.rows.items() if step >= least]
         rows = torch.tensor([[self.rows[key][1]] * 2 for key in keys]).reshape(-1, 2)
-        return {"ebc": {"t": (torch.tensor(keys, dtype=torch.int64), rows)}}, {"ebc": {"t": self.step}}
+        return (
+            {"ebc": {"t": (torch.tensor(keys, dtype=torch.int64), rows)}}, {"ebc": {"t": self.step}}
+        )
 
     def test_a_window_has_the_rows_of_its_steps(self):
         tap = DynamicEmbTap(self.dump, None)
@@ -64,7 +69,9 @@ class DynamicEmb(unittest.TestCase):
         self.rows[7] = (14, 9.0)
         self.step = 14
         changes = tap.changes()["t"]
-        self.assertEqual((changes.keys.tolist(), changes.rows.tolist()), ([7, 9], [[9.0, 9.0], [2.5, 2.5]]))
+        self.assertEqual(
+            (changes.keys.tolist(), changes.rows.tolist()), ([7, 9], [[9.0, 9.0], [2.5, 2.5]])
+        )
 
     def test_a_score_that_falls_is_refused(self):
         tap = DynamicEmbTap(self.dump, None, {("ebc", "t"): "item"})

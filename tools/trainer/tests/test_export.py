@@ -1,7 +1,8 @@
-"""Checks what the exporter writes: the same bytes each time, the safetensors layout, model.toml, sample lines.
+"""Checks what the exporter writes: the same bytes each time, the safetensors
+layout, model.toml, sample lines.
 
-Standard library and torch only; whether the runtime gives the same scores is checked on the Rust side.
-Run in tools/trainer: `python3 -m unittest discover tests`.
+Standard library and torch only; whether the runtime gives the same scores is checked on the Rust
+side. Run in tools/trainer: `python3 -m unittest discover tests`.
 """
 
 import ctypes
@@ -20,9 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hatchback_trainer import families, safetensors  # noqa: E402
+from hatchback_trainer import safetensors  # noqa: E402
 from hatchback_trainer.embeddings import Embeddings, default_row, pool  # noqa: E402
-from hatchback_trainer.metrics import auc, logloss  # noqa: E402
+from hatchback_trainer.experiments import families  # noqa: E402
+from hatchback_trainer.experiments.metrics import auc, logloss  # noqa: E402
 from hatchback_trainer.model_files import export_model  # noqa: E402
 from hatchback_trainer.models import DotInteraction  # noqa: E402
 from hatchback_trainer.samples import Sample, shortest  # noqa: E402
@@ -34,11 +36,21 @@ SIZES = {"F32": 4, "I64": 8}
 
 
 def digests(folder):
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.*"))}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.*"))
+    }
 
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "probe.jsonl").read_text().splitlines()]
+
+
+class Package(unittest.TestCase):
+    def test_the_library_never_imports_an_experiment(self):
+        for path in sorted((ROOT / "tools/trainer/hatchback_trainer").glob("*.py")):
+            if path.name != "__main__.py":  # the command line runs the experiments
+                self.assertNotIn("experiments", path.read_text(encoding="utf-8"), path.name)
 
 
 class Exported(unittest.TestCase):
@@ -88,13 +100,18 @@ class Exported(unittest.TestCase):
                 self.assertEqual("keys" in source, table["keys"] == "sparse")
                 for name in ("keys", "counts"):
                     if name in source:
-                        self.assertEqual(header[source[name]], header[source[name]] | {"dtype": "I64", "shape": [rows]})
+                        self.assertEqual(
+                            header[source[name]],
+                            header[source[name]] | {"dtype": "I64", "shape": [rows]}
+                        )
 
     def test_every_feature_feeds_one_input(self):
         for _, model in self.models():
             fed = [name for one in model["network"]["input"] for name in one.get("features", [])]
             self.assertEqual(sorted(fed), sorted(feature["name"] for feature in model["feature"]))
-            self.assertLessEqual({f["table"] for f in model["feature"]}, {t["name"] for t in model["table"]})
+            self.assertLessEqual(
+                {f["table"] for f in model["feature"]}, {t["name"] for t in model["table"]}
+            )
 
     def test_samples_fit_the_schema(self):
         for folder, model in self.models():
@@ -103,7 +120,10 @@ class Exported(unittest.TestCase):
                 self.assertEqual(len(sample["dense"]), len(model["dense_features"]))
                 for name, bag in sample["sparse"].items():
                     self.assertLessEqual(len(bag), hotness[name])
-                scores = sample["score"] if isinstance(sample["score"], dict) else {"logit": sample["score"]}
+                scores = (
+                    sample["score"] if isinstance(sample["score"], dict)
+                    else {"logit": sample["score"]}
+                )
                 output = model["network"]["output"]
                 names = [one["name"] for one in output] if isinstance(output, list) else [output]
                 self.assertEqual(list(scores), names)
@@ -113,11 +133,15 @@ class Exported(unittest.TestCase):
         for folder, model in self.models():
             samples = lines(folder)
             bags = [bag for sample in samples for bag in sample["sparse"].values()]
-            self.assertEqual(samples[0]["score"], samples[1]["score"], "missing and empty bags must be the same")
+            self.assertEqual(
+                samples[0]["score"], samples[1]["score"], "missing and empty bags must be the same"
+            )
             self.assertTrue(any(len(set(bag)) < len(bag) for bag in bags), "a key twice in a bag")
             self.assertTrue(any(value < 0 for sample in samples for value in sample["dense"]))
             if any(table["keys"] == "sparse" for table in model["table"]):
-                self.assertTrue(any(key >= 1 << 63 for bag in bags for key in bag), "a key above i64")
+                self.assertTrue(
+                    any(key >= 1 << 63 for bag in bags for key in bag), "a key above i64"
+                )
 
 
 class WideDeepLike(torch.nn.Module):
@@ -133,7 +157,9 @@ class Parts(unittest.TestCase):
     def test_safetensors_bytes(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "t.safetensors"
-            safetensors.write(path, {"row": torch.tensor([[0.5, -2.0]]), "row.keys": torch.tensor([-1])})
+            safetensors.write(
+                path, {"row": torch.tensor([[0.5, -2.0]]), "row.keys": torch.tensor([-1])}
+            )
             raw = path.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
         self.assertEqual(length % 8, 0)
@@ -142,26 +168,44 @@ class Parts(unittest.TestCase):
 
     def test_pooling(self):
         weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-        rows, offsets = torch.tensor([1, 0, 0]), torch.tensor([0, 0, 3])  # an empty bag, then [1, 0, 0]
-        expected = {"sum": [5.0, 10.0], "mean": [5 / 3, 10 / 3], "none": [3.0, 6.0, 1.0, 2.0, 1.0, 2.0, 0.0, 0.0]}
+        # An empty bag, then [1, 0, 0].
+        rows, offsets = torch.tensor([1, 0, 0]), torch.tensor([0, 0, 3])
+        expected = {
+            "sum": [5.0, 10.0], "mean": [5 / 3, 10 / 3],
+            "none": [3.0, 6.0, 1.0, 2.0, 1.0, 2.0, 0.0, 0.0]
+        }
         expected |= {"sqrtn": [5 / 3**0.5, 10 / 3**0.5], "max": [3.0, 6.0]}
         for pooling, values in expected.items():
             out = pool(weight, rows, offsets, Feature("f", "t", pooling, 4))
             torch.testing.assert_close(out, torch.tensor([[0.0] * len(values), values]))
-        weighted = pool(weight, rows, offsets, Feature("f", "t", "sum", 4, True), torch.tensor([2.0, -1.0, 0.5]))
+        weighted = pool(
+            weight, rows, offsets, Feature("f", "t", "sum", 4, True), torch.tensor([2.0, -1.0, 0.5])
+        )
         torch.testing.assert_close(weighted, torch.tensor([[0.0, 0.0], [5.5, 11.0]]))
         for pooling, divisor in [("mean", 1.5), ("sqrtn", 5.25**0.5)]:
-            divided = pool(weight, rows, offsets, Feature("f", "t", pooling, 4, True), torch.tensor([2.0, -1.0, 0.5]))
+            divided = pool(
+                weight, rows, offsets, Feature("f", "t", pooling, 4, True),
+                torch.tensor([2.0, -1.0, 0.5])
+            )
             torch.testing.assert_close(divided, torch.tensor([[0.0, 0.0], [5.5, 11.0]]) / divisor)
             none = pool(weight, rows, offsets, Feature("f", "t", pooling, 4, True), torch.zeros(3))
             torch.testing.assert_close(none, torch.zeros(2, 2))
 
     def test_a_table_may_have_any_name(self):
-        """Names of methods, of tensors of other tables, of the format's own fields, and beyond ASCII."""
-        names = ["items", "keys", "values", "training", "x", "x.keys", "x.keys_", "x.counts", "__metadata__", "a.b", "größe", "🚗"]
-        tables = tuple(Table(name, 3, 2, keys=(5, 6, 7), codec="f32", counted=True) for name in names)
+        """Names of methods, of tensors of other tables, of the format's own
+        fields, and beyond ASCII."""
+        names = [
+            "items", "keys", "values", "training", "x", "x.keys", "x.keys_", "x.counts",
+            "__metadata__", "a.b", "größe", "🚗"
+        ]
+        tables = tuple(
+            Table(name, 3, 2, keys=(5, 6, 7), codec="f32", counted=True) for name in names
+        )
         features = tuple(Feature(f"of {name}", name) for name in names)
-        schema = Schema("names", ("speed",), (Input("dense"), Input("emb", tuple(f.name for f in features))), tables, features)
+        schema = Schema(
+            "names", ("speed",), (Input("dense"), Input("emb", tuple(f.name for f in features))),
+            tables, features
+        )
         embeddings = Embeddings(schema, std=1.0)
         self.assertEqual(list(embeddings.weights), names)
         self.assertEqual(len(list(embeddings.parameters())), len(names))
@@ -169,15 +213,26 @@ class Parts(unittest.TestCase):
         network = WideDeepLike(1 + 2 * len(names))
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
-            export_model(embeddings, network, samples, folder, {name: torch.ones(3, dtype=torch.int64) for name in names})
+            export_model(
+                embeddings, network, samples, folder,
+                {name: torch.ones(3, dtype=torch.int64) for name in names}
+            )
             model = tomllib.loads((folder / "model.toml").read_text(encoding="utf-8"))
             header, _ = safetensors.read_header(folder / "tables.safetensors")
             sources = [table["source"] for table in model["table"]]
-            tensors = [source[column] for source in sources for column in ("tensor", "keys", "counts")]
+            tensors = [
+                source[column] for source in sources for column in ("tensor", "keys", "counts")
+            ]
             self.assertEqual(len(set(tensors)), 3 * len(names))
             self.assertEqual(sorted(tensors), sorted(header))
             if PROGRAM.exists():
-                subprocess.run([PROGRAM, "pack", folder / "model.toml", "--out", folder / "m", "--probe-difference-max", "1"], check=True)
+                subprocess.run(
+                    [
+                        PROGRAM, "pack", folder / "model.toml", "--out", folder / "m",
+                        "--probe-difference-max", "1"
+                    ],
+                    check=True
+                )
 
     def test_default_row(self):
         weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
@@ -194,7 +249,8 @@ class Parts(unittest.TestCase):
         self.assertEqual(repr(shortest(ctypes.c_float(0.1).value)), "0.1")
 
     def test_metrics(self):
-        self.assertEqual(auc([0, 1, 0, 1], [0.1, 0.4, 0.4, 0.8]), 0.875)  # one pair of four is a tie
+        # One pair of four is a tie.
+        self.assertEqual(auc([0, 1, 0, 1], [0.1, 0.4, 0.4, 0.8]), 0.875)
         self.assertAlmostEqual(logloss([0, 1], [0.5, 0.5]), 0.6931471805599453)
 
 

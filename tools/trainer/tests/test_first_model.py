@@ -24,15 +24,24 @@ class FirstModel(unittest.TestCase):
         blocks = BLOCK.findall((ROOT / "docs/first_model.md").read_text(encoding="utf-8"))
         self.assertEqual([kind for kind, _ in blocks], "python python sh sh python sh".split())
 
-        # One Python process has all Python blocks, as a user's session would; it runs the shell blocks in between.
+        # One Python process has all Python blocks, as a user's session would; it runs the
+        # shell blocks in between.
         program = ["import subprocess"]
         for kind, text in blocks:
-            shell = f"print(subprocess.run({['sh', '-euc', text]!r}, check=True, capture_output=True, text=True).stdout)"
+            shell = (
+                f"print(subprocess.run({['sh', '-euc', text]!r}, check=True, "
+                "capture_output=True, text=True).stdout)"
+            )
             program.append(text if kind == "python" else shell)
         path = f"{PROGRAM.parent}:{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "tools/trainer"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {
+            "PATH": path, "PYTHONPATH": str(ROOT / "tools/trainer"), "PYTHONDONTWRITEBYTECODE": "1"
+        }
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([sys.executable, "-c", "\n".join(program)], cwd=folder, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, "-c", "\n".join(program)], cwd=folder, env=environment,
+                capture_output=True, text=True
+            )
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(done.stdout.count('"score":'), 4, done.stdout)
         self.assertIn("ranker@2", done.stdout)

@@ -1,7 +1,8 @@
 """Runs the Python blocks of docs/network.md with the frameworks that are installed.
 
-A block whose framework is missing is skipped, and the test says which one. tools/trainer/extras/test has TorchRec;
-`pip install tensorflow-cpu tf2onnx` brings what Keras needs.
+A block whose framework is missing is skipped, and the test says which one.
+tools/trainer/extras/test has TorchRec; `pip install tensorflow-cpu tf2onnx`
+brings what Keras needs.
 """
 
 import importlib.util
@@ -32,10 +33,15 @@ class NetworkPage(unittest.TestCase):
             reason = f"the block of {framework} is not run: {', '.join(missing)} is not installed"
             print(f"SKIPPED: {reason}")
             self.skipTest(reason)
-        (block,) = re.findall(r"```python\n(.*?)```", section(f"Export from {framework}"), re.DOTALL)
+        (block,) = re.findall(
+            r"```python\n(.*?)```", section(f"Export from {framework}"), re.DOTALL
+        )
         package = str(Path(__file__).resolve().parents[1])
         environment = os.environ | {"PYTHONPATH": package, "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run([sys.executable, "-c", block], cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=folder, env=environment, capture_output=True,
+            text=True
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_the_block_of_torchrec_exports_a_model(self):
@@ -44,7 +50,10 @@ class NetworkPage(unittest.TestCase):
             model = Path(folder) / "ranker" / "model.toml"
             self.assertIn('name = "bags.tags"', model.read_text(encoding="utf-8"))
             if PROGRAM.exists():
-                subprocess.run([PROGRAM, "pack", model, "--out", Path(folder) / "m", "--codec", "f32"], check=True, capture_output=True)
+                subprocess.run(
+                    [PROGRAM, "pack", model, "--out", Path(folder) / "m", "--codec", "f32"],
+                    check=True, capture_output=True
+                )
 
     def test_the_block_of_keras_exports_a_network(self):
         with tempfile.TemporaryDirectory() as folder:

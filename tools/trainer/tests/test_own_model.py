@@ -1,7 +1,7 @@
 """Exports models that were not written for Hatchback, and scores them with the `hatchback` program.
 
-Run in tools/trainer: `python3 -m unittest discover tests`. Without target/release/hatchback (or $HATCHBACK) the scores
-are not compared, and the test says so.
+Run in tools/trainer: `python3 -m unittest discover tests`. Without target/release/hatchback (or
+$HATCHBACK) the scores are not compared, and the test says so.
 """
 
 import json
@@ -93,18 +93,26 @@ def batches():
     torch.manual_seed(5)
     wide, tags = words(B), words(B)
     fields = torch.stack([torch.randint(0, n, (B,)) for n in (10, 50, 200, 1000)], dim=1)
-    towers = {"user_id": torch.randint(0, 500, (B,)), "item_id": torch.randint(0, 900, (B,)), "age": torch.randn(B, 3)}
+    towers = {
+        "user_id": torch.randint(0, 500, (B,)), "item_id": torch.randint(0, 900, (B,)),
+        "age": torch.randn(B, 3)
+    }
     return {
         "two towers": (TwoTowers(), towers, {}),
-        "wide and deep": (WideAndDeep(), (wide[0], wide[1][:-1], *tags, torch.randn(B)), {"output": "probability"}),
+        "wide and deep": (
+            WideAndDeep(), (wide[0], wide[1][:-1], *tags, torch.randn(B)), {"output": "probability"}
+        ),
         "history": (History(), (torch.randint(0, 300, (B, 6)), torch.randint(0, 300, (B,))), {}),
         "factorization machine": (FactorizationMachine(), fields, {}),
     }
 
 
 def evaluate(folder):
-    """Packs an exported model as f32 and returns the report of `hatchback eval` on its probe set."""
-    run = lambda *words: subprocess.run([PROGRAM, *words], check=True, capture_output=True, text=True).stdout
+    """Packs an exported model as f32 and returns the report of `hatchback eval`
+    on its probe set."""
+    run = lambda *words: subprocess.run(
+        [PROGRAM, *words], check=True, capture_output=True, text=True
+    ).stdout
     bundle = folder / "model.hatch"
     run("pack", folder / "model.toml", "--out", bundle, "--codec", "f32")
     return json.loads(run("eval", bundle, "--json", "-"))
@@ -122,8 +130,12 @@ class OwnModels(unittest.TestCase):
             with self.subTest(name):
                 folder = self.folder / name.replace(" ", "-")
                 before = {key: value.clone() for key, value in model.state_dict().items()}
-                hatchback_trainer.export(model, batch, folder, labels=torch.arange(B) % 2, **options)
-                self.assertTrue(all((value == before[key]).all() for key, value in model.state_dict().items()))
+                hatchback_trainer.export(
+                    model, batch, folder, labels=torch.arange(B) % 2, **options
+                )
+                self.assertTrue(
+                    all((value == before[key]).all() for key, value in model.state_dict().items())
+                )
                 self.assertFalse(any("forward" in module.__dict__ for module in model.modules()))
                 if not PROGRAM.exists():
                     self.skipTest(f"{PROGRAM} is not built; the scores are not compared")
@@ -143,11 +155,15 @@ class OwnModels(unittest.TestCase):
     def test_a_module_that_is_called_twice_makes_two_features_of_one_table(self):
         model, batch, _ = batches()["history"]
         schema = hatchback_trainer.export(model, batch, self.folder).schema
-        self.assertEqual([(f.name, f.table, f.pooling) for f in schema.features], [("item", "item", "none"), ("item_2", "item", "sum")])
+        self.assertEqual(
+            [(f.name, f.table, f.pooling) for f in schema.features],
+            [("item", "item", "none"), ("item_2", "item", "sum")]
+        )
         self.assertEqual([table.rows for table in schema.tables], [300])
 
     def test_a_collection_of_torchrec_is_found_by_its_interface(self):
-        """TorchRec's own classes are tested by tools/trainer/extras; here stand-ins of the recorded interface."""
+        """TorchRec's own classes are tested by tools/trainer/extras; here stand-ins
+        of the recorded interface."""
 
         class Jagged:
             def __init__(self, bags):
@@ -165,13 +181,19 @@ class OwnModels(unittest.TestCase):
                 self.embedding_bags = nn.ModuleDict({"t": nn.EmbeddingBag(50, 4, mode="sum")})
 
             def embedding_bag_configs(self):
-                return [SimpleNamespace(name="t", feature_names=["a", "b"], pooling=SimpleNamespace(name="SUM"))]
+                return [
+                    SimpleNamespace(
+                        name="t", feature_names=["a", "b"], pooling=SimpleNamespace(name="SUM")
+                    )
+                ]
 
             def forward(self, features):
                 from hatchback_trainer.own_model import Pooled
 
                 bag = self.embedding_bags["t"]
-                return Pooled({f: bag(features[f].values(), features[f].offsets()[:-1]) for f in "ab"})
+                return Pooled(
+                    {f: bag(features[f].values(), features[f].offsets()[:-1]) for f in "ab"}
+                )
 
         class Model(nn.Module):
             def __init__(self):
@@ -183,7 +205,9 @@ class OwnModels(unittest.TestCase):
 
         features = Jagged({"a": [[1, 2], [], [3]], "b": [[4], [4, 4], [49]]})
         found = hatchback_trainer.export(Model(), (torch.randn(3, 2), features), self.folder)
-        self.assertEqual([(f.name, f.table) for f in found.schema.features], [("a", "ebc.t"), ("b", "ebc.t")])
+        self.assertEqual(
+            [(f.name, f.table) for f in found.schema.features], [("a", "ebc.t"), ("b", "ebc.t")]
+        )
         if PROGRAM.exists():
             self.assertLess(evaluate(self.folder)["score_difference_max"], 2e-6)
 

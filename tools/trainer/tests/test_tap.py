@@ -35,7 +35,9 @@ def train(model, optimizers, steps, seed):
     for _ in range(steps):
         user = torch.randint(0, 60, (16,), generator=generator)
         items = torch.randint(100, 160, (16, 3), generator=generator)
-        loss = (model(user, items).squeeze(1) - torch.randn(16, generator=generator)).square().mean()
+        loss = (
+            model(user, items).squeeze(1) - torch.randn(16, generator=generator)
+        ).square().mean()
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -43,15 +45,25 @@ def train(model, optimizers, steps, seed):
             optimizer.step()
 
 
-OPTIMIZERS = {  # name -> (sparse gradients, optimizers of a model, tables that the tap must compare whole)
+# Name -> (sparse gradients, optimizers of a model, tables that the tap must compare whole).
+OPTIMIZERS = {
     "sgd dense": (False, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], 0),
     "sgd sparse": (True, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], 0),
     "adagrad dense": (False, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1)], 0),
     "adagrad sparse": (True, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1)], 0),
-    "sparse adam": (True, lambda m: [torch.optim.SparseAdam([m.user.weight, m.item.weight]), torch.optim.Adam(m.top.parameters())], 0),
+    "sparse adam": (
+        True,
+        lambda m: [
+            torch.optim.SparseAdam([m.user.weight, m.item.weight]),
+            torch.optim.Adam(m.top.parameters())
+        ],
+        0
+    ),
     "adam dense": (False, lambda m: [torch.optim.Adam(m.parameters(), lr=0.01)], 2),
     "momentum": (False, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)], 2),
-    "weight decay": (False, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1, weight_decay=0.01)], 2),
+    "weight decay": (
+        False, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1, weight_decay=0.01)], 2
+    ),
 }
 
 
@@ -78,10 +90,13 @@ class Taps(unittest.TestCase):
         self.folder = Path(temporary.name)
 
     def follow(self, sparse, make, windows=4):
-        """Trains with a tap and applies its windows to a copy of the tables. Returns warnings and rows a window."""
+        """Trains with a tap and applies its windows to a copy of the tables. Returns warnings
+        and rows a window."""
         model = Model(sparse)
         optimizers = make(model)
-        fleet = {"user": model.user.weight.detach().clone(), "item": model.item.weight.detach().clone()}
+        fleet = {
+            "user": model.user.weight.detach().clone(), "item": model.item.weight.detach().clone()
+        }
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             tap = Tap(model, self.folder, "m", optimizers)
@@ -90,7 +105,9 @@ class Taps(unittest.TestCase):
                 train(model, optimizers, 5, number)
                 found = window.read(tap.close(step=5 * (number + 1)))
                 for name, changes in found.tables.items():
-                    fleet[name][torch.from_numpy(changes.keys.view("int64"))] = torch.from_numpy(changes.rows)
+                    fleet[name][
+                        torch.from_numpy(changes.keys.view("int64"))
+                    ] = torch.from_numpy(changes.rows)
                 sizes.append(sum(len(one.keys) for one in found.tables.values()))
         torch.testing.assert_close(fleet["user"], model.user.weight.detach(), rtol=0, atol=0)
         torch.testing.assert_close(fleet["item"], model.item.weight.detach(), rtol=0, atol=0)
@@ -119,8 +136,12 @@ class Taps(unittest.TestCase):
         model.eval()
         model(torch.tensor([8]), items)
         found = window.read(tap.close(step=1)).tables
-        self.assertEqual((found["user"].keys.tolist(), found["user"].traffic.tolist()), ([7], [1.0]))
-        self.assertEqual((found["item"].keys.tolist(), found["item"].traffic.tolist()), ([5, 6], [2.0, 1.0]))
+        self.assertEqual(
+            (found["user"].keys.tolist(), found["user"].traffic.tolist()), ([7], [1.0])
+        )
+        self.assertEqual(
+            (found["item"].keys.tolist(), found["item"].traffic.tolist()), ([5, 6], [2.0, 1.0])
+        )
 
     def test_keys_grown_tables_and_deletes(self):
         model = Model(False)
@@ -172,8 +193,14 @@ class Taps(unittest.TestCase):
         self.assertLessEqual(len([line for line in example.splitlines() if line.strip()]), 10)
         model = Model(False)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        batches = [(torch.randint(0, 400, (16,)), torch.randint(0, 300, (16, 3)), torch.rand(16, 1)) for _ in range(20)]
-        names = {"model": model, "optimizer": optimizer, "batches": batches, "folder": self.folder, "torch": torch}
+        batches = [
+            (torch.randint(0, 400, (16,)), torch.randint(0, 300, (16, 3)), torch.rand(16, 1))
+            for _ in range(20)
+        ]
+        names = {
+            "model": model, "optimizer": optimizer, "batches": batches, "folder": self.folder,
+            "torch": torch
+        }
         exec(example, names)
         found = [window.read(path) for path in window.closed(self.folder)]
         self.assertEqual([one.head["step"] for one in found], [10, 20])

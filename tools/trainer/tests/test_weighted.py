@@ -1,4 +1,5 @@
-"""Weights with sum, mean and sqrtn pooling: the packed model scores as PyTorch does, cached and not, in any batch.
+"""Weights with sum, mean and sqrtn pooling: the packed model scores as PyTorch does, cached and
+not, in any batch.
 
 Run in tools/trainer: `python3 -m unittest discover tests`.
 """
@@ -23,7 +24,9 @@ from hatchback_trainer.model_files import export_model  # noqa: E402
 from hatchback_trainer.samples import Sample, to_line  # noqa: E402
 from hatchback_trainer.schema import Feature, Input, Schema, Table  # noqa: E402
 
-PROGRAM = Path(os.environ.get("HATCHBACK", Path(__file__).resolve().parents[3] / "target/release/hatchback"))
+PROGRAM = Path(
+    os.environ.get("HATCHBACK", Path(__file__).resolve().parents[3] / "target/release/hatchback")
+)
 POOLINGS = ("sum", "mean", "sqrtn")
 
 
@@ -37,7 +40,8 @@ class Network(nn.Module):
 
 
 def sample(rng):
-    """Bags of no, one and several keys; weights below zero, and one bag in eight whose weights are all zero."""
+    """Bags of no, one and several keys; weights below zero, and one bag in eight whose
+    weights are all zero."""
     bags = {pooling: [rng.randrange(60) for _ in range(rng.randrange(5))] for pooling in POOLINGS}
     weigh = lambda: 0.0 if rng.random() < 0.1 else rng.choice([0.25, 0.5, 1.5, 3.0])
     weights = {name: [weigh() for _ in bag] for name, bag in bags.items()}
@@ -56,7 +60,9 @@ class Weighted(unittest.TestCase):
         rng = random.Random(4)
         tables = (Table("t", 50, 7, codec="f32", placement="cached", default=(0.5,) * 7),)
         features = tuple(Feature(pooling, "t", pooling, 4, weighted=True) for pooling in POOLINGS)
-        schema = Schema("weighted", ("x",), (Input("dense"), Input("emb", POOLINGS)), tables, features)
+        schema = Schema(
+            "weighted", ("x",), (Input("dense"), Input("emb", POOLINGS)), tables, features
+        )
         embeddings, network = Embeddings(schema, 1.0), Network(3 * 7).eval()
         samples = [sample(rng) for _ in range(64)]
         for one, score in zip(samples, scores(embeddings, network, samples)):
@@ -65,13 +71,17 @@ class Weighted(unittest.TestCase):
             warnings.simplefilter("ignore")
             folder = Path(folder)
             export_model(embeddings, network, samples, folder / "model")
-            run = lambda *words, **more: subprocess.run([PROGRAM, *words], check=True, capture_output=True, text=True, **more).stdout
+            run = lambda *words, **more: subprocess.run(
+                [PROGRAM, *words], check=True, capture_output=True, text=True, **more
+            ).stdout
             run("pack", folder / "model" / "model.toml", "--out", folder / "m.hatch")
             for batch in ("1", "8"):
                 lines = "".join(map(to_line, samples))
                 answers = run("run", folder / "m.hatch", "--batch", batch, input=lines).splitlines()
                 found = torch.tensor([json.loads(line)["score"][0] for line in answers])
-                torch.testing.assert_close(found, torch.tensor([one.score for one in samples]), atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    found, torch.tensor([one.score for one in samples]), atol=1e-5, rtol=0
+                )
 
 
 if __name__ == "__main__":

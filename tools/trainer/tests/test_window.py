@@ -1,4 +1,5 @@
-"""Checks the windows that this package writes, against the golden one that the Rust side reads and writes too.
+"""Checks the windows that this package writes, against the golden one that the Rust side
+reads and writes too.
 
 Needs numpy only. Run in tools/trainer: `python3 -m unittest discover tests`.
 """
@@ -23,13 +24,19 @@ FILES = [window.HEAD, window.ROWS, window.DENSE, window.PROBE]
 def golden_changes():
     rows = np.arange(12, dtype=np.float32).reshape(3, 4) / 8 - 0.5
     user = window.Changes([7, -1, 1 << 40], rows, [3, 1, 0.5], [11, -2])
-    return {"user": user, "ünïcode.item": window.Changes(np.arange(5), np.full((5, 2), -0.25)), "gone": window.Changes(deleted=[4])}
+    return {
+        "user": user, "ünïcode.item": window.Changes(np.arange(5), np.full((5, 2), -0.25)),
+        "gone": window.Changes(deleted=[4])
+    }
 
 
 def write_golden(folder):
     writer = window.WindowWriter(folder, "golden")
     writer.write({}, step=10, closed_ms=1)
-    return writer.write(golden_changes(), step=20, dense=b"not a network", probe='{"dense":[]}\n', closed_ms=1_790_000_000_123)
+    return writer.write(
+        golden_changes(), step=20, dense=b"not a network", probe='{"dense":[]}\n',
+        closed_ms=1_790_000_000_123
+    )
 
 
 class Windows(unittest.TestCase):
@@ -41,7 +48,9 @@ class Windows(unittest.TestCase):
     def test_bytes_are_those_of_the_golden_window(self):
         written = write_golden(self.folder)
         for name in FILES:
-            self.assertEqual((written / name).read_bytes(), (GOLDEN / "000000000002" / name).read_bytes(), name)
+            self.assertEqual(
+                (written / name).read_bytes(), (GOLDEN / "000000000002" / name).read_bytes(), name
+            )
         self.assertEqual(sorted(path.name for path in written.iterdir()), sorted(FILES))
 
     def test_a_window_reads_back(self):
@@ -49,8 +58,12 @@ class Windows(unittest.TestCase):
         user = found.tables["user"]
         self.assertEqual(user.keys.tolist(), [7, (1 << 64) - 1, 1 << 40])
         self.assertEqual(user.rows.tolist(), golden_changes()["user"].rows.tolist())
-        self.assertEqual((user.traffic.tolist(), user.deleted.tolist()), ([3.0, 1.0, 0.5], [11, (1 << 64) - 2]))
-        self.assertEqual((found.dense, found.probe, found.head["step"]), (b"not a network", '{"dense":[]}\n', 20))
+        self.assertEqual(
+            (user.traffic.tolist(), user.deleted.tolist()), ([3.0, 1.0, 0.5], [11, (1 << 64) - 2])
+        )
+        self.assertEqual(
+            (found.dense, found.probe, found.head["step"]), (b"not a network", '{"dense":[]}\n', 20)
+        )
 
     def test_an_unclosed_window_is_written_again_under_its_number(self):
         writer = window.WindowWriter(self.folder, "m")
@@ -85,7 +98,9 @@ class Windows(unittest.TestCase):
     def test_the_head_is_one_line(self):
         text = (write_golden(self.folder) / window.HEAD).read_text()
         self.assertEqual(text.count("\n"), 1)
-        self.assertEqual(list(json.loads(text)), ["format", "lineage", "window", "step", "closed_ms", "files"])
+        self.assertEqual(
+            list(json.loads(text)), ["format", "lineage", "window", "step", "closed_ms", "files"]
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The dense network of a DLRM of Criteo's shape (13 dense features, 26 tables), with random seeded weights.
+"""The dense network of a DLRM of Criteo's shape (13 dense features, 26 tables),
+with random seeded weights.
 
-For timing and for demos with generated tables. The network is never trained and uses no Criteo data: its scores are
-meaningless.
+For timing and for demos with generated tables. The network is never trained and uses no Criteo
+data: its scores are meaningless.
 """
 
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from .model_files import export_dense
-from .models import DLRM, init_xavier
+from ..model_files import export_dense
+from ..models import DLRM, init_xavier
 
 DENSE, TABLES = 13, 26
 
@@ -34,7 +35,8 @@ def network(shape):
 
 
 def export(out, shape):
-    """Writes `dense.onnx` (dense `[B, 13]`, emb `[B, 26, dim]` -> logit `[B, 1]`) into the folder `out`."""
+    """Writes `dense.onnx` (dense `[B, 13]`, emb `[B, 26, dim]` -> logit `[B, 1]`)
+    into the folder `out`."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     dlrm = network(shape)

@@ -1,8 +1,10 @@
-"""Measures what a fleet gains from each byte of its deltas, on a stream in time order, with the real `hatchback` program.
+"""Measures what a fleet gains from each byte of its deltas, on a stream in time order, with
+the real `hatchback` program.
 
-A base is trained first. Then each window of the stream is scored by every fleet, and after that trained on. Its changes
-are sent to each fleet under the fleet's own policy, as deltas of `hatchback select`. The report has the mean AUC of each
-policy on windows that its fleet had not seen, and the bytes that the policy sent.
+A base is trained first. Then each window of the stream is scored by every fleet, and after that
+trained on. Its changes are sent to each fleet under the fleet's own policy, as deltas of
+`hatchback select`. The report has the mean AUC of each policy on windows that its fleet had not
+seen, and the bytes that the policy sent.
 """
 
 import json
@@ -15,10 +17,10 @@ from types import SimpleNamespace
 
 import torch
 
+from ..model_files import export_model
+from ..samples import write_lines
+from ..window import WindowWriter
 from .flights import OnlineDLRM
-from .model_files import export_model
-from .samples import write_lines
-from .window import WindowWriter
 
 EIGHTH = "an eighth of the bytes of all rows in f32"
 POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent at all
@@ -35,13 +37,18 @@ POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent
     "top 10 %": ("u8", 0.1, True),
     "top 5 %": ("u8", 0.05, True),
 }
-COMPARED = ("stale", "dense only", "all rows f32", "all rows u8")  # the other policies are measured against these
+# The other policies are measured against these.
+COMPARED = ("stale", "dense only", "all rows f32", "all rows u8")
 
 
 def export_base(model, probe, out):
     weights = {name: table.weight[: len(table.keys)] for name, table in model.tables.items()}
-    counts = {name: table.total[: len(table.keys)].to(torch.int64) for name, table in model.tables.items()}
-    export_model(SimpleNamespace(schema=model.schema(), weights=weights), model.network, probe, out, counts)
+    counts = {
+        name: table.total[: len(table.keys)].to(torch.int64) for name, table in model.tables.items()
+    }
+    export_model(
+        SimpleNamespace(schema=model.schema(), weights=weights), model.network, probe, out, counts
+    )
 
 
 class Fleet:
@@ -49,9 +56,14 @@ class Fleet:
 
     def __init__(self, name, program, folder, model_toml):
         self.codec, self.share, self.with_rows = POLICIES[name]
-        self.name, self.program, self.folder = name, program, folder / name.replace(" ", "-").replace("%", "percent").replace("/", "of")
+        self.name, self.program, self.folder = (
+            name, program,
+            folder / name.replace(" ", "-").replace("%", "percent").replace("/", "of")
+        )
         self.folder.mkdir()
-        self.base, self.published, self.bytes, self.auc, self.logloss = self.folder / "base.hatch", [], [], [], []
+        self.base, self.published, self.bytes, self.auc, self.logloss = (
+            self.folder / "base.hatch", [], [], [], []
+        )
         self.run("pack", model_toml, "--out", self.base, "--codec", self.codec)
         self.select(folder / "none", None)
 
@@ -65,7 +77,10 @@ class Fleet:
         """Makes a delta of new windows and publishes it to this fleet. Returns its bytes."""
         Path(windows).mkdir(exist_ok=True)
         out = self.folder / "next.hatch"
-        words = ["--windows", windows, "--state", self.folder / "state", "--out", out, "--base", self.base, "--json", "-"]
+        words = [
+            "--windows", windows, "--state", self.folder / "state", "--out", out, "--base",
+            self.base, "--json", "-"
+        ]
         words += [] if budget is None else ["--budget-mib", f"{budget / (1 << 20):.9f}"]
         words += [word for bundle in self.published for word in ("--published", bundle)]
         report = json.loads(self.run("select", *words))
@@ -77,7 +92,8 @@ class Fleet:
     def evaluate(self, samples):
         """Scores the samples of the next window with the generation that the cars hold."""
         held = self.folder / "state/fleet"
-        model = self.published[0] if self.published else held  # `eval` installs a delta into the folder first
+        # `eval` installs a delta into the folder first
+        model = self.published[0] if self.published else held
         words = ["--flash", held, "--samples", samples, "--batch", "64", "--json", "-"]
         report = json.loads(self.run("eval", model, *words))
         self.auc.append(report["auc"])
@@ -124,40 +140,66 @@ def report_of(fleets, seconds):
                 "auc_by_window": fleet.auc,
             }
         )
-    good = [point for point in points if point["auc_below_f32"] <= 0.0005 and point["share_of_f32_bytes"] <= 1 / 8]
+    good = [
+        point for point in points
+        if point["auc_below_f32"] <= 0.0005 and point["share_of_f32_bytes"] <= 1 / 8
+    ]
     return {"points": points, "bar_holds": bool(good), "train_seconds": seconds}
 
 
 def print_report(report):
-    print(f"{'policy':14} {'KiB/window':>11} {'of f32':>8} {'mean AUC':>9} {'logloss':>9} {'below f32':>10}")
+    print(
+        f"{'policy':14} {'KiB/window':>11} {'of f32':>8} {'mean AUC':>9} {'logloss':>9} "
+        f"{'below f32':>10}"
+    )
     for one in report["points"]:
         print(
-            f"{one['policy']:14} {one['kib_a_window']:11.1f} {one['share_of_f32_bytes']:8.3f} {one['auc']:9.5f} "
-            f"{one['logloss']:9.5f} {one['auc_below_f32']:10.5f}"
+            f"{one['policy']:14} {one['kib_a_window']:11.1f} {one['share_of_f32_bytes']:8.3f} "
+            f"{one['auc']:9.5f} {one['logloss']:9.5f} {one['auc_below_f32']:10.5f}"
         )
     verdict = "holds" if report["bar_holds"] else "does not hold"
-    print(f"AUC within 0.0005 of all rows in f32 at 1/8 of the bytes or less: {verdict}; training took {report['train_seconds']:.0f} s")
+    print(
+        f"AUC within 0.0005 of all rows in f32 at 1/8 of the bytes or less: {verdict}; "
+        f"training took {report['train_seconds']:.0f} s"
+    )
 
 
 def svg(report, name):
     """Returns a picture of mean AUC against bytes, on a logarithmic axis."""
     points = [one for one in report["points"] if one["kib_a_window"] > 0]
-    low, high = math.log10(min(p["kib_a_window"] for p in points)) - 0.1, math.log10(max(p["kib_a_window"] for p in points)) + 0.1
+    low, high = (
+        math.log10(min(p["kib_a_window"] for p in points)) - 0.1,
+        math.log10(max(p["kib_a_window"] for p in points)) + 0.1
+    )
     aucs = [one["auc"] for one in report["points"]]
     bottom, top = min(aucs) - 0.002, max(aucs) + 0.002
     x = lambda kib: 80 + 560 * (math.log10(kib) - low) / (high - low)
     y = lambda auc: 340 - 300 * (auc - bottom) / (top - bottom)
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="sans-serif" font-size="13">']
-    parts.append('<rect width="720" height="400" fill="white"/><path d="M80 40V340H660" stroke="#888" fill="none"/>')
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" '
+        'font-family="sans-serif" font-size="13">'
+    ]
+    parts.append(
+        '<rect width="720" height="400" fill="white"/>'
+        '<path d="M80 40V340H660" stroke="#888" fill="none"/>'
+    )
     stale = next(one for one in report["points"] if one["kib_a_window"] == 0)
     parts.append(f'<path d="M80 {y(stale["auc"]):.1f}H660" stroke="#bbb" stroke-dasharray="4"/>')
-    parts.append(f'<text x="90" y="{y(stale["auc"]) - 6:.1f}" fill="#666">stale, {stale["auc"]:.4f}</text>')
+    parts.append(
+        f'<text x="90" y="{y(stale["auc"]) - 6:.1f}" fill="#666">stale, {stale["auc"]:.4f}</text>'
+    )
     for number, one in enumerate(sorted(points, key=lambda one: one["kib_a_window"]), 1):
         cx, cy = x(one["kib_a_window"]), y(one["auc"])
         parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="4" fill="#2266aa"/>')
         # Neighbours that nearly coincide get their numbers above and below.
-        parts.append(f'<text x="{cx:.1f}" y="{cy - 9 if number % 2 else cy + 19:.1f}" text-anchor="middle">{number}</text>')
-        parts.append(f'<text x="470" y="{116 + 16 * number}">{number}  {one["policy"]}, {one["kib_a_window"]:.0f} KiB</text>')
+        parts.append(
+            f'<text x="{cx:.1f}" y="{cy - 9 if number % 2 else cy + 19:.1f}" '
+            f'text-anchor="middle">{number}</text>'
+        )
+        parts.append(
+            f'<text x="470" y="{116 + 16 * number}">{number}  {one["policy"]}, '
+            f'{one["kib_a_window"]:.0f} KiB</text>'
+        )
     for kib in (10, 20, 50, 100, 200, 500, 1000):
         if low <= math.log10(kib) <= high:
             parts.append(f'<text x="{x(kib):.1f}" y="358" text-anchor="middle">{kib}</text>')
@@ -184,7 +226,10 @@ def run(stream, out, program, windows_max=None, policies=tuple(POLICIES)):
         export_base(model, [], scratch / "base")
         names = [name for name in POLICIES if name in COMPARED or name in policies]
         fleets = [Fleet(name, program, scratch, scratch / "base/model.toml") for name in names]
-        rows, dense = WindowWriter(scratch / "windows", stream.name), WindowWriter(scratch / "dense", stream.name)
+        rows, dense = (
+            WindowWriter(scratch / "windows", stream.name),
+            WindowWriter(scratch / "dense", stream.name)
+        )
         for samples in stream.windows[:windows_max]:
             write_lines(scratch / "next.jsonl", samples)
             for fleet in fleets:

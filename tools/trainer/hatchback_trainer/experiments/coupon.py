@@ -1,6 +1,8 @@
-"""Trains a DLRM on the in-vehicle coupon data (seconds on one core) and exports it with its held-out samples.
+"""Trains a DLRM on the in-vehicle coupon data (seconds on one core) and exports it
+with its held-out samples.
 
-The model, its scores and its split depend only on the CSV and the seed. Training never uses a held-out row.
+The model, its scores and its split depend only on the CSV and the seed. Training never
+uses a held-out row.
 """
 
 import json
@@ -10,12 +12,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from ..embeddings import Embeddings, make_batch, scores
+from ..model_files import export_model
+from ..models import DLRM
+from ..samples import write_lines
 from . import coupon_data as data
-from .embeddings import Embeddings, make_batch, scores
-from .model_files import export_model
 from .metrics import auc, logloss
-from .models import DLRM
-from .samples import write_lines
 
 SEED = 7
 EPOCHS = 5  # this and the decay were chosen on a part of the training rows
@@ -25,17 +27,22 @@ EMBEDDING_DECAY = 3.0
 PROBES = 64
 
 ATTRIBUTION = """\
-The tables and the dense network in this folder were trained on, and the sample files were derived from, the data set
+The tables and the dense network in this folder were trained on, and the sample files were \
+derived from, the data set
 
-    In-Vehicle Coupon Recommendation. UCI Machine Learning Repository, data set 603. doi 10.24432/C5GS4P.
-    Wang, Rudin, Doshi-Velez, Liu, Klampfl, MacNeille: A Bayesian Framework for Learning Rule Sets for
+    In-Vehicle Coupon Recommendation. UCI Machine Learning Repository, data set 603. \
+doi 10.24432/C5GS4P.
+    Wang, Rudin, Doshi-Velez, Liu, Klampfl, MacNeille: A Bayesian Framework for Learning \
+Rule Sets for
     Interpretable Classification. Journal of Machine Learning Research 18 (2017).
 
 Licence of the data set: Creative Commons Attribution 4.0 International (CC BY 4.0),
 https://creativecommons.org/licenses/by/4.0/
 
-Changes: values were mapped to integer keys (vocabulary.json has the values) and numbers, columns were combined into
-hashed keys, the rows were split into a training and a held-out part, and a model's score was added to each row.
+Changes: values were mapped to integer keys (vocabulary.json has the values) and numbers, \
+columns were combined into
+hashed keys, the rows were split into a training and a held-out part, and a model's score \
+was added to each row.
 """
 
 
@@ -68,7 +75,9 @@ def train_epoch(embeddings, network, optimizer, samples, scale):
 def train(schema, samples):
     torch.manual_seed(SEED)
     embeddings = Embeddings(schema, std=0.1)
-    network = DLRM(len(schema.dense_features), len(schema.features), data.DIM, bottom=[32], top=[64, 32])
+    network = DLRM(
+        len(schema.dense_features), len(schema.features), data.DIM, bottom=[32], top=[64, 32]
+    )
     optimizer = torch.optim.AdamW(
         [
             {"params": embeddings.parameters(), "weight_decay": EMBEDDING_DECAY},
@@ -90,7 +99,9 @@ def key_counts(schema, samples):
     counts = {table.name: torch.zeros(table.rows, dtype=torch.int64) for table in schema.tables}
     for feature in schema.features:
         keys = [key for sample in samples for key in sample.sparse.get(feature.name, ())]
-        counts[feature.table] += torch.bincount(torch.tensor(keys), minlength=len(counts[feature.table]))
+        counts[feature.table] += torch.bincount(
+            torch.tensor(keys), minlength=len(counts[feature.table])
+        )
     return counts
 
 
@@ -101,7 +112,10 @@ def add_scores(embeddings, network, samples):
 
 def report(name, samples):
     labels, values = [sample.label for sample in samples], [sample.score for sample in samples]
-    print(f"{name}: {len(samples)} samples, AUC {auc(labels, values):.4f}, log loss {logloss(labels, values):.4f}")
+    print(
+        f"{name}: {len(samples)} samples, AUC {auc(labels, values):.4f}, "
+        f"log loss {logloss(labels, values):.4f}"
+    )
 
 
 def train_and_export(csv_path, out):

@@ -1,8 +1,9 @@
-"""The flights that left New York in 2013 as a stream of samples in time order, and a DLRM that trains on streams online.
+"""The flights that left New York in 2013 as a stream of samples in time order, and a DLRM that
+trains on streams online.
 
-The label is an arrival more than 15 minutes late; the features are values of the flight schedule only. Keys are hashes of words, so
-new tail numbers and routes are new keys. The training touches only the rows of each batch (row-wise Adagrad by hand). It
-never writes a file.
+The label is an arrival more than 15 minutes late; the features are values of the flight schedule
+only. Keys are hashes of words, so new tail numbers and routes are new keys. The training touches
+only the rows of each batch (row-wise Adagrad by hand). It never writes a file.
 """
 
 import csv
@@ -17,11 +18,11 @@ from functools import lru_cache
 import torch
 from torch.nn import functional as F
 
-from .models import DLRM
-from .samples import Sample
-from .schema import Feature, Input, Schema, Table
-from .tap import onnx_bytes
-from .window import Changes
+from ..models import DLRM
+from ..samples import Sample
+from ..schema import Feature, Input, Schema, Table
+from ..tap import onnx_bytes
+from ..window import Changes
 
 DIM = 16
 BATCH = 128
@@ -43,7 +44,8 @@ FEATURES = {  # feature and table -> the columns whose words make its keys
 
 @dataclass
 class Stream:
-    """Samples in time order: those of the base, and those of each later window. Each feature has one key and one table."""
+    """Samples in time order: those of the base, and those of each later window. Each feature has
+    one key and one table."""
 
     name: str
     features: tuple
@@ -54,7 +56,8 @@ class Stream:
 
 @lru_cache(maxsize=None)
 def key_of(*words):
-    """Returns a u64 key: the first 8 bytes of SHA-256 over the words joined by newlines, little-endian."""
+    """Returns a u64 key: the first 8 bytes of SHA-256 over the words
+    joined by newlines, little-endian."""
     return int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:8], "little")
 
 
@@ -66,16 +69,26 @@ def sample_of(row):
     """Returns the sample of a row of the data set."""
     weekday = day_of(row).weekday()
     words = row | {"weekday": str(weekday)}
-    sparse = {name: [key_of(name, *(words[column] for column in columns))] for name, columns in FEATURES.items()}
+    sparse = {
+        name: [key_of(name, *(words[column] for column in columns))]
+        for name, columns in FEATURES.items()
+    }
     angle = 2 * math.pi * int(row["hour"]) / 24
-    dense = [round(math.sin(angle), 4), round(math.cos(angle), 4), round(float(row["distance"]) / 2000, 4), float(weekday > 4)]
+    dense = [
+        round(math.sin(angle), 4), round(math.cos(angle), 4),
+        round(float(row["distance"]) / 2000, 4), float(weekday > 4)
+    ]
     return Sample(dense, sparse, int(float(row["arr_delay"]) > LATE_MINUTES))
 
 
 def read_flights(path):
-    """Yields (day, sample) for every flight that arrived, in the order of the scheduled departures."""
+    """Yields (day, sample) for every flight that arrived, in the order
+    of the scheduled departures."""
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as file:
-        rows = [row for row in csv.DictReader(io.TextIOWrapper(file, "ascii")) if row["arr_delay"] not in ("", "NA")]
+        rows = [
+            row for row in csv.DictReader(io.TextIOWrapper(file, "ascii"))
+            if row["arr_delay"] not in ("", "NA")
+        ]
     rows.sort(key=lambda row: (int(row["month"]), int(row["day"]), int(row["sched_dep_time"])))
     for row in rows:
         yield day_of(row), sample_of(row)
@@ -93,7 +106,8 @@ def flight_stream(path):
 
 
 class GrowingTable:
-    """An embedding table that gets a row when a new key occurs, with the sums of row-wise Adagrad."""
+    """An embedding table that gets a row when a new key occurs, with the
+    sums of row-wise Adagrad."""
 
     def __init__(self):
         self.row_of, self.keys = {}, []
@@ -146,7 +160,9 @@ class OnlineDLRM:
             table.total[unique] += counts
             touched.append((table, unique, weight))
             vectors.append(weight[inverse])
-        loss = F.binary_cross_entropy_with_logits(self.network(dense, torch.stack(vectors, dim=1)), label)
+        loss = F.binary_cross_entropy_with_logits(
+            self.network(dense, torch.stack(vectors, dim=1)), label
+        )
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -165,14 +181,19 @@ class OnlineDLRM:
         return changes
 
     def schema(self):
-        tables = tuple(Table(name, len(t.keys), DIM, tuple(t.keys), placement="cached", counted=True) for name, t in self.tables.items())
+        tables = tuple(
+            Table(name, len(t.keys), DIM, tuple(t.keys), placement="cached", counted=True)
+            for name, t in self.tables.items()
+        )
         features = tuple(Feature(name, name) for name in self.stream.features)
         inputs = (Input("dense"), Input("emb", self.stream.features, stacked=True))
         return Schema(self.stream.name, self.stream.dense, inputs, tables, features)
 
     def onnx(self):
         """Returns the dense network as the bytes of an ONNX file."""
-        example = torch.zeros(2, len(self.stream.dense)), torch.zeros(2, len(self.stream.features), DIM)
+        example = (
+            torch.zeros(2, len(self.stream.dense)), torch.zeros(2, len(self.stream.features), DIM)
+        )
         return onnx_bytes(self.network, example, ["dense", "emb"])
 
 

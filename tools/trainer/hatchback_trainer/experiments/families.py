@@ -1,7 +1,9 @@
-"""Tiny models of all nine families, with random seeded weights, for tests of the importer and of the request path.
+"""Tiny models of all nine families, with random seeded weights, for tests of the importer and
+of the request path.
 
-Between them they have sum, mean and no pooling, hotness up to 4, a table that two features share, sparse u64 keys with
-each kind of default row, and dims that are no power of two. They are never trained: their labels are drawn from their scores.
+Between them they have sum, mean and no pooling, hotness up to 4, and a table that two features
+share. They also have sparse u64 keys with each kind of default row, and dims that are no power of
+two. They are never trained: their labels are drawn from their scores.
 """
 
 import random
@@ -9,19 +11,20 @@ from pathlib import Path
 
 import torch
 
-from .embeddings import Embeddings, scores
-from .model_files import export_model
-from .models import DLRM, DCNv2, DeepFM, WideDeep, init_xavier
-from .samples import Sample
-from .schema import Feature, Input, Schema, Table
-from .sequence_models import BST, DIEN, DIN, HSTU, MMoE
+from ..embeddings import Embeddings, scores
+from ..model_files import export_model
+from ..models import DLRM, DCNv2, DeepFM, WideDeep, init_xavier
+from ..samples import Sample
+from ..schema import Feature, Input, Schema, Table
+from ..sequence_models import BST, DIEN, DIN, HSTU, MMoE
 
 DENSE = ("speed", "temperature", "fuel")
 PROBES = 32
 
 
 def sparse_keys(rows, seed):
-    """Returns distinct u64 keys in random order: small ones, large ones, and one above 2^63 (negative as i64)."""
+    """Returns distinct u64 keys in random order: small ones, large ones, and one above
+    2^63 (negative as i64)."""
     rng = random.Random(seed)
     small = [7 * row for row in range(rows // 2)]
     big = rng.sample(range(1 << 40, 1 << 62), rows - len(small) - 1)
@@ -37,7 +40,10 @@ def dlrm():
         Table("city", 40, 8, codec="f32", counted=True),
         Table("road", 3, 8, codec="f32", placement="resident", counted=True),
         Table("genre", 20, 8, codec="f32", counted=True),
-        Table("song", 120, 8, keys=sparse_keys(120, 1), default=default, codec="f32", placement="cached", counted=True),
+        Table(
+            "song", 120, 8, keys=sparse_keys(120, 1), default=default, codec="f32",
+            placement="cached", counted=True
+        ),
         Table("hour", 24, 8, codec="f32", counted=True),
         Table("artist", 61, 8, codec="f32", placement="cached", counted=True),
     )
@@ -55,7 +61,8 @@ def dlrm():
 
 
 def dcnv2():
-    """Dim 4; the table `place` is shared by two features with different pooling, not in the tables' order."""
+    """Dim 4; the table `place` is shared by two features with different pooling, not
+    in the tables' order."""
     tables = (
         Table("place", 150, 4, codec="f32", placement="cached"),
         Table("driver", 90, 4, codec="f32", placement="cached"),
@@ -79,8 +86,12 @@ def dcnv2():
 
 
 def deepfm():
-    """Each feature twice: `<name>_first` into a dim-1 table, `<name>` into a dim-5 table; a sample has the keys at both."""
-    kinds = (("city", 40, "sum", 1), ("genre", 20, "mean", 3), ("song", 100, "sum", 2), ("hour", 24, "sum", 1))
+    """Each feature twice: `<name>_first` into a dim-1 table, `<name>` into a dim-5 table; a sample
+    has the keys at both."""
+    kinds = (
+        ("city", 40, "sum", 1), ("genre", 20, "mean", 3), ("song", 100, "sum", 2),
+        ("hour", 24, "sum", 1)
+    )
     tables, features = [], []
     for name, rows, pooling, hotness_max in kinds:
         for table, dim in ((f"{name}_first", 1), (name, 5)):
@@ -93,12 +104,16 @@ def deepfm():
 
 
 def wide_deep():
-    """Mixed dims; `last_songs` is not pooled: 3 rows of dim 6 side by side; sparse keys whose default row is the mean."""
+    """Mixed dims; `last_songs` is not pooled: 3 rows of dim 6 side by side; sparse keys whose
+    default row is the mean."""
     tables = (
         Table("city_weight", 40, 1, codec="f32"),
         Table("hour_weight", 24, 1, codec="f32", placement="resident"),
         Table("city", 40, 4, codec="f32", default=(0.5, -0.5, 0.25, -0.25)),
-        Table("song", 110, 6, keys=sparse_keys(110, 2), default="mean", codec="f32", placement="cached"),
+        Table(
+            "song", 110, 6, keys=sparse_keys(110, 2), default="mean", codec="f32",
+            placement="cached"
+        ),
         Table("genre", 20, 8, codec="f32"),
         Table("tag", 64, 5, codec="f32", placement="cached"),
     )
@@ -118,20 +133,28 @@ def wide_deep():
 
 
 def mmoe():
-    """Mixed dims, one after the other; two outputs, and only a click tells whether it led to a conversion."""
+    """Mixed dims, one after the other; two outputs, and only a click tells whether it
+    led to a conversion."""
     tables = (
         Table("city", 40, 4, codec="f32"),
-        Table("song", 110, 6, keys=sparse_keys(110, 3), default="mean", codec="f32", placement="cached"),
+        Table(
+            "song", 110, 6, keys=sparse_keys(110, 3), default="mean", codec="f32",
+            placement="cached"
+        ),
         Table("tag", 64, 5, codec="f32", placement="cached"),
     )
-    features = (Feature("city", "city"), Feature("song", "song", "mean", 3), Feature("tags", "tag", "sum", 4))
+    features = (
+        Feature("city", "city"), Feature("song", "song", "mean", 3),
+        Feature("tags", "tag", "sum", 4)
+    )
     inputs = (Input("dense"), Input("emb", tuple(f.name for f in features)))
     schema = Schema("tiny-mmoe", DENSE, inputs, tables, features, outputs=("ctr", "cvr"))
     return schema, MMoE(len(DENSE), 15, experts=3, expert=[12, 8], tower=[6])
 
 
 def with_history(family, network, length, dim):
-    """A target and a history of the same table, which is not pooled; an absent song has the zero row."""
+    """A target and a history of the same table, which is not pooled; an absent song
+    has the zero row."""
     tables = (Table("song", 130, dim, keys=sparse_keys(130, 4), codec="f32", placement="cached"),)
     features = (Feature("song", "song"), Feature("last_songs", "song", "none", length))
     inputs = (Input("dense"), Input("target", ("song",)), Input("history", ("last_songs",)))
@@ -168,7 +191,8 @@ FAMILIES = {
 
 
 def random_bag(rng, table, hotness_max):
-    """Keys of one feature: empty in one of five; with hotness, a key twice in one of three; sparse keys may be unknown."""
+    """Keys of one feature: empty in one of five; with hotness, a key twice in one of three; sparse
+    keys may be unknown."""
     if rng.random() < 0.2:
         return []
     keys = table.keys or range(table.rows)
@@ -181,17 +205,21 @@ def random_bag(rng, table, hotness_max):
 
 
 def random_samples(schema, seed, count=PROBES):
-    """Makes edge cases. Sample 1 has no keys; sample 2 has an empty list for each feature, which must give the same
-    score; sample 3 has the highest key of each table."""
+    """Makes edge cases. Sample 1 has no keys. Sample 2 has an empty list for each feature, which
+    must give the same score. Sample 3 has the highest key of each table."""
     rng = random.Random(seed)
     samples = [Sample([0.0] * len(schema.dense_features)) for _ in range(count)]
     samples[1].sparse = {feature.name: [] for feature in schema.features}
     for sample in samples[2:]:
         sample.dense = [round(rng.gauss(0, 1), 3) for _ in schema.dense_features]
-        bags = {f.name: random_bag(rng, schema.table(f.table), f.hotness_max) for f in schema.features}
+        bags = {
+            f.name: random_bag(rng, schema.table(f.table), f.hotness_max) for f in schema.features
+        }
         sample.sparse = {name: bag for name, bag in bags.items() if bag}
     tables = {f.name: schema.table(f.table) for f in schema.features}
-    samples[2].sparse = {name: [max(table.keys or [table.rows - 1])] for name, table in tables.items()}
+    samples[2].sparse = {
+        name: [max(table.keys or [table.rows - 1])] for name, table in tables.items()
+    }
     return samples
 
 

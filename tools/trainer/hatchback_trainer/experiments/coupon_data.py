@@ -1,17 +1,20 @@
-"""Turns the in-vehicle coupon data into samples: defines the features, keys and dense values of each column.
+"""Turns the in-vehicle coupon data into samples: defines the features, keys and dense
+values of each column.
 
-Reads the CSV (12,684 rows: a driver gets the offer of a coupon; Y = 1: the driver accepted). Never trains.
+Reads the CSV (12,684 rows: a driver gets the offer of a coupon; Y = 1: the
+driver accepted). Never trains.
 """
 
 import csv
 import hashlib
 
-from .samples import Sample
-from .schema import Feature, Input, Schema, Table
+from ..samples import Sample
+from ..schema import Feature, Input, Schema, Table
 
 DIM = 16
 
-# Each column has one table and one feature. A key is the position of the value among the sorted values ("" is one).
+# Each column has one table and one feature. A key is the position of the value among the sorted
+# values ("" is one).
 COLUMNS = (
     "destination",
     "passanger",  # [sic]: the names are the data set's
@@ -32,15 +35,25 @@ CROSSES = {
     "coupon_x_occupation": (256, ("coupon", "occupation")),
     "coupon_x_passanger_x_time": (256, ("coupon", "passanger", "time")),
     "coupon_x_income_x_age": (1024, ("coupon", "income", "age")),
-    "driver": (2048, ("gender", "age", "maritalStatus", "has_children", "education", "occupation", "income", "car")),
+    "driver": (
+        2048,
+        (
+            "gender", "age", "maritalStatus", "has_children", "education", "occupation", "income",
+            "car"
+        )
+    ),
 }
 
-# How often the driver visits each kind of place. All these columns have the same five answers, or are empty.
+# How often the driver visits each kind of place. All these columns have the same five
+# answers, or are empty.
 PLACES = ("Bar", "CoffeeHouse", "CarryAway", "RestaurantLessThan20", "Restaurant20To50")
 FREQUENCIES = ("", "never", "less1", "1~3", "4~8", "gt8")
 OFTEN = ("1~3", "4~8", "gt8")  # at least once a month
 
-DENSE = ("temperature", "age_years", "expiration_hours", "has_children", "to_coupon_15min", "to_coupon_25min", "same_direction")
+DENSE = (
+    "temperature", "age_years", "expiration_hours", "has_children", "to_coupon_15min",
+    "to_coupon_25min", "same_direction"
+)
 AGES = {"below21": 18, "50plus": 55}
 HOURS = {"2h": 2, "1d": 24}
 
@@ -56,7 +69,8 @@ def vocabulary(rows):
 
 
 def hashed(values, rows):
-    """Returns a key below `rows`: the first 8 bytes of SHA-256 over the values joined by newlines, little-endian, modulo `rows`."""
+    """Returns a key below `rows`: the first 8 bytes of SHA-256 over the values joined by
+    newlines, little-endian, modulo `rows`."""
     digest = hashlib.sha256("\n".join(values).encode()).digest()
     return int.from_bytes(digest[:8], "little") % rows
 
@@ -69,14 +83,23 @@ def visits(row):
 def coupon_visits(row, coupon):
     """Returns 5 keys, one for each place: (coupon, place, frequency)."""
     levels = [FREQUENCIES.index(row[place]) for place in PLACES]
-    return [(coupon * len(PLACES) + place) * len(FREQUENCIES) + level for place, level in enumerate(levels)]
+    return [
+        (coupon * len(PLACES) + place) * len(FREQUENCIES) + level
+        for place, level in enumerate(levels)
+    ]
 
 
 def dense_values(row):
-    """Returns raw values: degrees Fahrenheit, years, hours, flags. The network contains their scaling."""
+    """Returns raw values: degrees Fahrenheit, years, hours, flags. The
+    network contains their scaling."""
     age = AGES[row["age"]] if row["age"] in AGES else int(row["age"])
     flags = ("has_children", "toCoupon_GEQ15min", "toCoupon_GEQ25min", "direction_same")
-    return [float(value) for value in (row["temperature"], age, HOURS[row["expiration"]], *(row[flag] for flag in flags))]
+    return [
+        float(value)
+        for value in (
+            row["temperature"], age, HOURS[row["expiration"]], *(row[flag] for flag in flags)
+        )
+    ]
 
 
 def to_sample(row, words):
