@@ -1,6 +1,6 @@
 """Tests interoperation with python-tuf, the reference implementation of The Update Framework.
 
-python-tuf reads what `hatchback publish` signed, and `hatchback tuf` reads what python-tuf signs.
+python-tuf reads what `hatchback publish` signed. Hatchback's client reads what python-tuf signs.
 Prints SKIPPED if python-tuf is missing and cannot be installed.
 
 Usage: python3 tests/python_tuf.py HATCHBACK, with the path of the program.
@@ -114,7 +114,8 @@ def we_read_the_repository_of_python_tuf(hatchback: str, work: pathlib.Path) -> 
             metadata.to_file(str(repository / "metadata" / name))
 
     def ours(*command) -> int:
-        tuf = [hatchback, "tuf", "--metadata-dir", work / "car", *command]
+        client = pathlib.Path(hatchback).with_name("tuf_client")
+        tuf = [client, "--metadata-dir", work / "car", *command]
         return subprocess.run(tuf, capture_output=True).returncode
 
     publish(2)
@@ -133,7 +134,7 @@ def we_read_the_repository_of_python_tuf(hatchback: str, work: pathlib.Path) -> 
     signers["timestamp"] = CryptoSigner.generate_ed25519()
     publish(3)
     assert ours("--metadata-url", f"{address}/metadata", "refresh") != 0, "another key was accepted"
-    print("`hatchback tuf` reads what python-tuf signs, refuses a rollback and a key of no role")
+    print("Hatchback reads what python-tuf signs, refuses a rollback and a key of no role")
 
 
 def main() -> None:

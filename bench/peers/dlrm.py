@@ -1,11 +1,13 @@
-"""Runs a whole DLRM in ONNX Runtime and in PyTorch on one core, for `hatchback-bench request --peers`.
+"""Runs a whole DLRM on one core in two libraries, for `hatchback-bench request --peers`.
 
-ONNX Runtime runs it twice: in f32, and with the weights of its layers quantized to int8 by its own tool. With int8
-it quantizes the activations in each call (dynamic quantization) and multiplies in int8.
+The libraries are ONNX Runtime and PyTorch. ONNX Runtime runs the model in f32 and in int8. For
+int8 its own tool quantizes the weights of the layers. With int8 it quantizes the activations in
+each call (dynamic quantization) and multiplies in int8.
 
 The bench writes the model and its requests into a folder:
 
-    whole.onnx               the model: keys and dense features in, score out; the tables are external data
+    whole.onnx               the model: keys and dense features in, score out
+                             (the tables are external data)
     tables.f32               the rows of all tables
     dense.f32                the weights and biases of the dense layers
     keys.i64, dense_in.f32   the samples
@@ -58,7 +60,8 @@ class Net(torch.nn.Module):
 def write_int8(folder):
     """Writes `whole.int8.onnx`: the model with the weights of its layers quantized to int8.
 
-    The quantizer gets the model without its tables, which would take gigabytes of memory and stay as they are.
+    The quantizer gets the model without its tables. They would take gigabytes of memory and
+    stay as they are.
     """
     model = onnx.load(folder / "whole.onnx", load_external_data=False)
     (tables,) = (t for t in model.graph.initializer if t.name == "tables")
@@ -67,7 +70,9 @@ def write_int8(folder):
     model.graph.input.append(bare)
     onnx.save(model, folder / "bare.onnx")
 
-    quantize_dynamic(folder / "bare.onnx", folder / "bare.int8.onnx", op_types_to_quantize=["Gemm", "MatMul"])
+    quantize_dynamic(
+        folder / "bare.onnx", folder / "bare.int8.onnx", op_types_to_quantize=["Gemm", "MatMul"]
+    )
     model = onnx.load(folder / "bare.int8.onnx")
     model.graph.input.remove(bare)
     model.graph.initializer.append(tables)
@@ -85,7 +90,8 @@ class Requests:
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        # ONNX Runtime reads the rows from torch's memory, which has huge pages. From the file it would map small pages.
+        # ONNX Runtime reads the rows from torch's memory, which has huge pages. From the file it
+        # would map small pages.
         value = ort.OrtValue.ortvalue_from_numpy(embeddings.numpy())
         options.add_external_initializers(["tables"], [value])
         write_int8(folder)
@@ -97,7 +103,9 @@ class Requests:
         weights = torch.from_numpy(np.fromfile(folder / "dense.f32", np.float32))
         layers = []
         for n, k in zip([*bottom[1:], *top[1:]], [*bottom[:-1], *top[:-1]]):
-            matrix, bias, weights = weights[: n * k].view(n, k), weights[n * k :][:n], weights[n * k + n :]
+            matrix, bias, weights = (
+                weights[: n * k].view(n, k), weights[n * k :][:n], weights[n * k + n :]
+            )
             layers.append((matrix.clone(), bias.clone()))
         assert len(weights) == 0
         split = len(bottom) - 1
@@ -105,8 +113,12 @@ class Requests:
         keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.dense)
         self.kept = embeddings, value
         self.engines = {
-            "ONNX Runtime": lambda s: session.run(None, {"keys": self.keys[s], "dense": self.dense[s]})[0],
-            "ONNX Runtime, int8": lambda s: session_int8.run(None, {"keys": self.keys[s], "dense": self.dense[s]})[0],
+            "ONNX Runtime": lambda s: session.run(
+                None, {"keys": self.keys[s], "dense": self.dense[s]}
+            )[0],
+            "ONNX Runtime, int8": lambda s: session_int8.run(
+                None, {"keys": self.keys[s], "dense": self.dense[s]}
+            )[0],
             "torch, eager": lambda s: net(values[s], keys[s]),
         }
         about = f"onnxruntime {ort.__version__}, torch {torch.__version__}"

@@ -4,16 +4,17 @@
     hatchback-bench gpu shapes --batch 64,8192,65536 --keys KEYS --json REPORT
     bench/peers/gpu.py REPORT KEYS [--json FILE] [--device cpu]
 
-The peers are torch's EmbeddingBag, cuEmbed, the gpu_cache of HugeCTR and NVE. All rows are in GPU memory, as in the
-report. cuEmbed and gpu_cache are compiled from their sources, whose folders the environment names:
+The peers are torch's EmbeddingBag, cuEmbed, the gpu_cache of HugeCTR and NVE. All rows are in GPU
+memory, as in the report. cuEmbed and gpu_cache are compiled from their sources, whose folders the
+environment names:
 
     CUEMBED=.../cuEmbed  GPU_CACHE=.../HugeCTR/gpu_cache  NVCC=nvcc
 
-NVE is the Python package pynve. A peer that cannot run here prints SKIPPED and the reason. Each peer must first give
-torch's rows or sums. Only then is it timed, with events on the stream. The key sets of a point rotate as they do in
-the report, so that no loop measures the second-level cache. `share` is the peer's time divided by Hatchback's: 2
-means that Hatchback is twice as fast. With --device cpu only torch runs, to try the script.
-Exit status 77: no peer can run here.
+NVE is the Python package pynve. A peer that cannot run here prints SKIPPED and the reason. Each
+peer must first give torch's rows or sums. Only then is it timed, with events on the stream. The
+key sets of a point rotate as they do in the report, so that no loop measures the second-level
+cache. `share` is the peer's time divided by Hatchback's: 2 means that Hatchback is twice as fast.
+With --device cpu only torch runs, to try the script. Exit status 77: no peer can run here.
 """
 
 import argparse
@@ -51,11 +52,16 @@ class Shape:
         a_set = TABLES * self.batch * self.hotness
         expected = point["sets"] * a_set
         if keys.numel() != expected or keys.min() < 0 or keys.max() >= self.rows:
-            raise SystemExit(f"{path}: {keys.numel()} keys up to {keys.max()}, {expected} below {self.rows} expected")
+            raise SystemExit(
+                f"{path}: {keys.numel()} keys up to {keys.max()},"
+                f" {expected} below {self.rows} expected"
+            )
         first = torch.arange(TABLES).repeat_interleave(self.batch * self.hotness) * self.rows
         self.sets = [(keys + first).to(device) for keys in keys.split(a_set)]
         torch.manual_seed(1)
-        self.table = torch.rand(TABLES * self.rows, self.dim, dtype=torch.float32).to(self.dtype).to(device)
+        self.table = (
+            torch.rand(TABLES * self.rows, self.dim, dtype=torch.float32).to(self.dtype).to(device)
+        )
         self.bags = [places.view(-1, self.hotness) for places in self.sets]
 
 
@@ -76,8 +82,13 @@ def compiled(name, define, includes, sources=()):
     if not nvcc:
         raise Skipped("no nvcc: name it in NVCC")
     library = os.path.join(tempfile.mkdtemp(), f"lib{name}.so")
-    command = [nvcc, "-O3", "-std=c++17", "-arch=native", "-shared", "-Xcompiler", "-fPIC", f"-D{define}", "-o", library]
-    command += [f"-I{folder}" for folder in includes] + [os.path.join(HERE, "gpu_peers.cu"), *sources]
+    command = [
+        nvcc, "-O3", "-std=c++17", "-arch=native", "-shared", "-Xcompiler", "-fPIC",
+        f"-D{define}", "-o", library,
+    ]
+    command += [f"-I{folder}" for folder in includes] + [
+        os.path.join(HERE, "gpu_peers.cu"), *sources
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Skipped(f"nvcc: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
@@ -114,7 +125,10 @@ class CuEmbed:
 
         def lookup(number):
             stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
-            run(pointer(shape.table), pointer(sets[number]), *map(ctypes.c_int, sizes), pointer(out), stream)
+            run(
+                pointer(shape.table), pointer(sets[number]), *map(ctypes.c_int, sizes),
+                pointer(out), stream,
+            )
             return out
 
         return lookup
@@ -127,7 +141,9 @@ class GpuCache:
         folder = folder_of("GPU_CACHE", "src/nv_gpu_cache.cu")
         source = os.path.join(folder, "src/nv_gpu_cache.cu")
         include = os.path.join(folder, "include")
-        self.torch, self.library = torch, compiled("gpu_cache", "WITH_GPU_CACHE", [include], [source])
+        self.torch, self.library = (
+            torch, compiled("gpu_cache", "WITH_GPU_CACHE", [include], [source])
+        )
         self.library.peer_gpu_cache_new.restype = ctypes.c_void_p
         self.cache = None
 
@@ -139,19 +155,29 @@ class GpuCache:
             self.library.peer_gpu_cache_delete(ctypes.c_void_p(self.cache))
         # With more rows a set of 64 could overflow, and the cache would lack some.
         slots = 2 * len(shape.table)
-        self.cache = self.library.peer_gpu_cache_new(ctypes.c_size_t(slots), ctypes.c_size_t(shape.dim))
+        self.cache = self.library.peer_gpu_cache_new(
+            ctypes.c_size_t(slots), ctypes.c_size_t(shape.dim)
+        )
         keys = torch.arange(len(shape.table), dtype=torch.int64, device="cuda")
         out = torch.zeros(count, shape.dim, device="cuda")
         missing = torch.empty(count, dtype=torch.int64, device="cuda")
-        missing_keys, missed = torch.empty_like(missing), torch.zeros(1, dtype=torch.int64, device="cuda")
-        cache, stream = ctypes.c_void_p(self.cache), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        missing_keys, missed = (
+            torch.empty_like(missing), torch.zeros(1, dtype=torch.int64, device="cuda")
+        )
+        cache, stream = (
+            ctypes.c_void_p(self.cache), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        )
         length, dim = ctypes.c_size_t(len(keys)), ctypes.c_size_t(shape.dim)
-        self.library.peer_gpu_cache_fill(cache, pointer(keys), length, pointer(shape.table), dim, stream)
+        self.library.peer_gpu_cache_fill(
+            cache, pointer(keys), length, pointer(shape.table), dim, stream
+        )
 
         def lookup(number):
             left = [pointer(missing), pointer(missing_keys), pointer(missed)]
             self.library.peer_gpu_cache_query(
-                cache, pointer(shape.sets[number]), ctypes.c_size_t(count), pointer(out), *left, stream)
+                cache, pointer(shape.sets[number]), ctypes.c_size_t(count), pointer(out), *left,
+                stream,
+            )
             return out
 
         return lookup
@@ -175,14 +201,19 @@ class Nve:
         rows, dim = shape.table.shape
         layer = self.layers.NVEmbedding(
             rows, dim, shape.dtype, self.kinds.LinearUVM, optimize_for_training=False,
-            gpu_cache_size=int(rows * SLOTS_PER_ROW) * dim * shape.table.element_size(), weight_init=shape.table)
+            gpu_cache_size=int(rows * SLOTS_PER_ROW) * dim * shape.table.element_size(),
+            weight_init=shape.table,
+        )
         keys = self.torch.arange(rows, dtype=self.torch.int64, device="cuda")
         layer.insert(keys, shape.table, 0)
         return lambda number: layer(shape.sets[number])
 
 
 def time_us(torch, device, call, sets):
-    """Returns the median time of `call` in us: on the GPU between two events. Each call takes the next key set."""
+    """Returns the median time of `call` in us: on the GPU between two events.
+
+    Each call takes the next key set.
+    """
     numbers = itertools.cycle(range(sets))
     if device == "cpu":
         start = time.perf_counter()
@@ -231,13 +262,21 @@ def measure(torch, device, peers, points, folder):
     for point in points:
         shape = Shape(torch, point, folder, device)
         for peer in peers:
-            line = {k: point[k] for k in ("codec", "dim", "hotness", "keys", "batch")} | {"peer": peer.name}
+            line = {k: point[k] for k in ("codec", "dim", "hotness", "keys", "batch")} | {
+                "peer": peer.name
+            }
             try:
                 call = peer.call(shape)
                 check(torch, shape, call(0))
                 us = time_us(torch, device, call, len(shape.sets))
-                line |= {"us": us, "hatchback_us": point["gpu_us_p50"], "share": us / point["gpu_us_p50"]}
-                figures = f"{us:10.1f} us, Hatchback {point['gpu_us_p50']:10.1f} us, share {line['share']:.2f}"
+                line |= {
+                    "us": us, "hatchback_us": point["gpu_us_p50"],
+                    "share": us / point["gpu_us_p50"],
+                }
+                figures = (
+                    f"{us:10.1f} us, Hatchback {point['gpu_us_p50']:10.1f} us,"
+                    f" share {line['share']:.2f}"
+                )
             except Skipped as e:
                 figures = f"SKIPPED: {e}"
             except Exception as e:
@@ -268,7 +307,10 @@ def main():
         return nothing_runs("torch finds no GPU")
     points = [p for p in json.load(open(options.report))["points"] if p["keys_file"]]
     if not points:
-        sys.exit(f"{options.report}: no point has keys; run `hatchback-bench gpu shapes --keys FOLDER`")
+        sys.exit(
+            f"{options.report}: no point has keys;"
+            " run `hatchback-bench gpu shapes --keys FOLDER`"
+        )
     peers = start_peers(torch, options.device)
     lines, failed = measure(torch, options.device, peers, points, options.keys)
     if options.json:

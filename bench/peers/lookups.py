@@ -1,7 +1,8 @@
-"""Runs the sum-pooled embedding bags of PyTorch and FBGEMM on one core, for `hatchback-bench lookup`.
+"""Runs the sum-pooled embedding bags of PyTorch and FBGEMM on one core.
 
-Every engine has `tables` tables of shape `[rows, dim]`, filled with arbitrary values of its format. The engines for
-fp32 share their tables. Every call has new keys, which the program draws before the clock of the call starts.
+`hatchback-bench lookup` starts this program. Every engine has `tables` tables of shape
+`[rows, dim]`, filled with arbitrary values of its format. The engines for fp32 share their tables.
+Every call has new keys, which the program draws before the clock of the call starts.
 """
 
 import ctypes
@@ -16,32 +17,41 @@ import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen,
+)
 
 
 def check_fbgemm():
-    """Returns the vector instructions that FBGEMM detects. Raises if it does not detect those that torch uses.
+    """Returns the vector instructions that FBGEMM detects.
 
-    Without libc10.so preloaded, FBGEMM reads an empty copy of the processor's description. It then runs its scalar
-    reference code, which is 20 times slower.
+    Raises if it does not detect those that torch uses. Without libc10.so preloaded, FBGEMM reads
+    an empty copy of the processor's description. It then runs its scalar reference code, which is
+    20 times slower.
     """
     library = ctypes.CDLL(os.path.join(os.path.dirname(fbgemm_gpu.__file__), "fbgemm.so"))
     library._ZN6fbgemm18fbgemmSupportedCPUEv()
     detected = {}
-    for name, symbol in [("AVX2", "20fbgemmHasAvx2Support"), ("AVX512", "22fbgemmHasAvx512Support")]:
+    for name, symbol in [
+        ("AVX2", "20fbgemmHasAvx2Support"), ("AVX512", "22fbgemmHasAvx512Support")
+    ]:
         has = getattr(library, f"_ZN6fbgemm{symbol}Ev")
         has.restype = ctypes.c_bool
         detected[name] = has()
     capability = torch.backends.cpu.get_cpu_capability()
     if capability in detected and not detected[capability]:
-        raise RuntimeError(f"fbgemm does not detect {capability}: it would run its scalar reference code")
+        raise RuntimeError(
+            f"fbgemm does not detect {capability}: it would run its scalar reference code"
+        )
     return ", ".join(name for name in detected if detected[name]) or "no vector instructions"
 
 
 def fbgemm(tables, rows, dim, kind):
     """Returns a table-batched embedding bag, and a view of the rows of each table."""
     specs = [(f"t{t}", rows, dim, kind, EmbeddingLocation.HOST) for t in range(tables)]
-    bags = IntNBitTableBatchedEmbeddingBagsCodegen(specs, device="cpu", output_dtype=SparseType.FP32)
+    bags = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs, device="cpu", output_dtype=SparseType.FP32
+    )
     bags.initialize_weights()
     return bags, [weights for weights, _ in bags.split_embedding_weights()]
 
@@ -67,8 +77,12 @@ class Lookups:
         bag4 = torch.ops.quantized.embedding_bag_4bit_rowwise_offsets
         self.calls = {
             "torch EmbeddingBag, fp32": lambda k: [bag(k.bags[t]) for t, bag in enumerate(eager)],
-            "torch quantized, byte": lambda k: [bag8(w, k.flat[t], k.starts) for t, w in enumerate(torch8)],
-            "torch quantized, 4 bit": lambda k: [bag4(w, k.flat[t], k.starts) for t, w in enumerate(torch4)],
+            "torch quantized, byte": lambda k: [
+                bag8(w, k.flat[t], k.starts) for t, w in enumerate(torch8)
+            ],
+            "torch quantized, 4 bit": lambda k: [
+                bag4(w, k.flat[t], k.starts) for t, w in enumerate(torch4)
+            ],
             "FBGEMM, fp32": lambda k: single(k.all, k.offsets),
             "FBGEMM, fp16": lambda k: half(k.all, k.offsets),
             "FBGEMM, int8": lambda k: byte(k.all, k.offsets),
@@ -80,14 +94,20 @@ class Lookups:
 
     def round(self, engine, rows, keys, hotness, batch, calls, seed):
         random = np.random.default_rng(seed)
-        drawn = [Keys(self.draw(random, rows, keys, batch * hotness), batch, hotness) for _ in range(calls + 1)]
+        drawn = [
+            Keys(self.draw(random, rows, keys, batch * hotness), batch, hotness)
+            for _ in range(calls + 1)
+        ]
         call = self.calls[engine]
         with torch.inference_mode():
             return {"times_us": peer.times_us(lambda i: call(drawn[i]), calls, warm_up=calls)}
 
     def draw(self, random, rows, keys, n):
-        """Returns keys of shape `[tables, n]` of the `rows` most popular rows: uniform, or else Zipf. The popular rows
-        are scattered over the table."""
+        """Returns keys of shape `[tables, n]` of the `rows` most popular rows.
+
+        Their distribution is uniform, or else Zipf. With Zipf the popular rows are scattered over
+        the table.
+        """
         if keys == "uniform":
             return random.integers(0, rows, (self.tables, n))
         cumulative = self.cumulative_zipf[:rows]

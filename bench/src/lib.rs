@@ -18,6 +18,7 @@ mod gpu;
 pub mod hits;
 mod load;
 mod lookup;
+pub mod page;
 mod peer;
 mod peer_figures;
 mod publish;
@@ -33,7 +34,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use flash::peers::Store;
 use hatchback_tools::report::{self, OutputClosed, output::CLOSED_PIPE_STATUS};
-use hits::policies::Policy;
+use hits::policies::PeerCache;
 use std::process::ExitCode;
 
 pub use concurrency::ConcurrencyArgs;
@@ -47,16 +48,13 @@ pub use lookup::LookupArgs;
 pub use publish::PublishBenchArgs;
 pub use request::RequestArgs;
 
-/// Makes a cache of as many slots.
-pub type MakeCache = fn(usize) -> Box<dyn Policy>;
-
 /// Peers in Rust, which a program of its own links: `bench/stores`.
 #[derive(Default)]
 pub struct Peers {
     /// Row stores of `flash`.
     pub stores: Vec<Store>,
-    /// Caches of `hits`, each with its name.
-    pub caches: Vec<(&'static str, MakeCache)>,
+    /// Caches of `hits`.
+    pub caches: Vec<PeerCache>,
 }
 
 /// Hatchback's benches
@@ -91,6 +89,8 @@ pub enum BenchCommand {
     Publish(PublishBenchArgs),
     /// Measures whole requests over key distributions, cache sizes and batch sizes
     Request(RequestArgs),
+    /// Writes the page of measured figures from stored reports
+    Page(page::PageArgs),
 }
 
 /// Runs the measurement of the command line beside `peers`.
@@ -112,11 +112,12 @@ fn run(cli: &Cli, peers: &Peers) -> Result<()> {
         BenchCommand::Daemon(args) => daemon::run(args),
         BenchCommand::Deadline(args) => deadline::run(args),
         BenchCommand::Delta(args) => delta::run(args),
-        BenchCommand::Flash(args) => flash::run(args, peers),
+        BenchCommand::Flash(args) => flash::run(args, &peers.stores),
         BenchCommand::Gpu(args) => gpu::run(args),
-        BenchCommand::Hits(args) => hits::run(args, peers),
+        BenchCommand::Hits(args) => hits::run(args, &peers.caches),
         BenchCommand::Lookup(args) => lookup::run(args),
         BenchCommand::Publish(args) => publish::run(args),
         BenchCommand::Request(args) => request::run(args),
+        BenchCommand::Page(args) => page::run(args),
     }
 }

@@ -1,4 +1,4 @@
-//! The command line of the benches: a short run of one, its report, and the page that explains each.
+//! The command line of the benches: a short run of one, its report, and the pages about them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -22,6 +22,14 @@ fn a_bench_writes_its_report_and_its_chart() {
     let report: Value = serde_json::from_slice(&run.stdout).unwrap();
     assert_eq!(report["points"].as_array().unwrap().len(), 4);
     assert!(report["bars"].is_array() && plot.exists());
+}
+
+#[test]
+fn the_page_of_figures_is_that_of_the_stored_reports() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let page = hatchback_bench::page::page(&docs.join("measured")).unwrap();
+    let stored = std::fs::read_to_string(docs.join("measured.md")).unwrap();
+    assert!(page == stored, "docs/measured.md is not what `hatchback-bench page` writes");
 }
 
 #[test]

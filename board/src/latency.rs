@@ -24,6 +24,7 @@ impl Latencies {
         let mut models = self.models();
         match models.get_mut(model) {
             Some((of, latencies)) if of == generation => latencies.saturating_record(us),
+            // A new generation must be judged by its own requests.
             _ => {
                 // The bounds are constants that the library accepts.
                 let Ok(mut latencies) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else {

@@ -75,12 +75,14 @@ impl MaintenanceThread {
             let catalog = Catalog::path_in(&directory);
             let (mut steps, mut pause) = (None, Duration::ZERO);
             while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                // After `IDLE` no work was due, and that time must not earn a share.
                 if pause < IDLE {
                     background.paused()
                 } else {
                     background.resume()
                 }
                 if steps.is_none() {
+                    // Nothing is live yet, or it is damaged. The next round looks again.
                     let flash = Flash::open(&disk::system(), &directory).ok();
                     let updater = updater.clone();
                     steps = flash.map(|flash| {

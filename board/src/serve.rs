@@ -37,10 +37,13 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
 
     let stop = Arc::new(Stop::default());
     let on_early_stop = updaters.clone();
+    // Before the models are loaded, which takes seconds: a stop in that time must not count as a
+    // crash.
     stop.on_signal(move || on_early_stop.iter().for_each(record_end))?;
 
     let beside = front_bytes(&car.target.server);
     let serving = models::new_serving(car.target, car.target_path, car.device, &beside)?;
+    // Before the models are opened, so that a crash in `open` counts against a release on trial.
     updates.iter().for_each(|update| update.begin(now()));
     let served = load_models(car, &updates, &serving).and_then(|()| {
         models::log_memory(&serving);
@@ -83,6 +86,7 @@ fn serve_until_stopped(
     args: &ServeArgs,
     stop: &Stop,
 ) -> Result<()> {
+    // After the models are loaded: a caller that can connect finds them.
     let socket = Socket::listen(&args.socket)?;
     let token = Token::beside(&args.socket)?;
     let listeners: Vec<Arc<Listener>> =

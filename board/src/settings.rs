@@ -80,6 +80,7 @@ fn raise_open_files() -> Result<String, String> {
 /// Returns whether the limits let the daemon lock `bytes`.
 fn can_lock(bytes: u64) -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Memlock).current;
+    // The kernel does not apply the limit to root.
     match limit.filter(|&limit| limit < bytes && !is_root()) {
         Some(limit) => {
             Err(format!("{limit} bytes may be locked and {bytes} are needed; {MEMLOCK_HINT}"))

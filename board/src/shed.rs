@@ -119,6 +119,8 @@ impl Shed {
                     self.read_sensors(root, limits);
                 }
             });
+            // Dropped when `work` ends, also by a panic. Otherwise the scope would wait for the
+            // thread for ever.
             let _done = done;
             work()
         })
@@ -128,6 +130,7 @@ impl Shed {
 /// Returns the level for these readings, where the level was `before`.
 fn next_level(limits: &Limits, before: Level, celsius: Option<f64>, watts: Option<f64>) -> Level {
     let is_above = |value: Option<f64>, max: Option<u32>, level: Level| {
+        // Without this gap the level would change with every reading near a limit.
         let percent = if before >= level { RETURN_PERCENT } else { 100.0 };
         value.zip(max).is_some_and(|(value, max)| value * 100.0 > f64::from(max) * percent)
     };

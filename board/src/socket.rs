@@ -33,7 +33,11 @@ impl Stop {
             if signals.forever().next().is_none() {
                 return;
             }
+            // The lock is held until the exit. Otherwise `end` could add listeners that nobody
+            // shuts down.
             let listeners = stop.listeners();
+            // Before the listeners are shut down: an accepting thread that wakes must find the
+            // request.
             stop.stopping.request();
             if listeners.is_empty() {
                 log::info!("stopping before the socket is open");
@@ -122,6 +126,8 @@ fn remove_stale(path: &Path) -> Result<()> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let caller = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     match rustix::net::connect(&caller, &SocketAddrUnix::new(path)?) {
+        // Another daemon may have replaced the file after the refusal. The path must still be the
+        // file that refused.
         Err(Errno::CONNREFUSED) if socket_at(path)? == file => {
             log::info!("socket {}: no process answers on it; it is replaced", path.display());
             Ok(std::fs::remove_file(path)?)

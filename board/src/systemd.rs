@@ -33,6 +33,8 @@ pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> T) -> T {
                 }
             });
         }
+        // Dropped when `work` ends, also by a panic. Otherwise the scope would wait for the thread
+        // for ever.
         let _done = done;
         work()
     });
@@ -60,12 +62,14 @@ fn score_sample(serving: &Serving, name: &str) -> Result<(), RequestError> {
 
     let requests = || serving.stats(name).map_or(0, |stats| stats.requests);
     let before = requests();
+    // No deadline: if the workers hang, this thread must hang too, so that the watchdog is not fed.
     match serving.submit(name, &batch, None) {
         Ok(ticket) => ticket.wait().map(drop),
         Err(RequestError::Busy(slots)) => {
             std::thread::sleep(Duration::from_millis(100));
             if requests() > before { Ok(()) } else { Err(RequestError::Busy(slots)) }
         }
+        // The model was unloaded since `names`.
         Err(RequestError::NotServed) => Ok(()),
         Err(e) => Err(e),
     }

@@ -78,6 +78,7 @@ impl UpdateThread {
                     break;
                 }
             }
+            // Otherwise the end of this process would count as a crash of a release on trial.
             record_end(steps.updater());
         };
         let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;

@@ -451,7 +451,7 @@ extern "C" fn hatchback_get_memory(
     answer(|| {
         let plans = process(handle)?.shared().serving.memory();
         let all = plans.iter().flat_map(|(name, plan)| {
-            plan.lines().iter().map(move |(part, bytes)| (name, *part, *bytes))
+            plan.lines().into_iter().map(move |(part, bytes)| (name, part, bytes))
         });
         let found = all.clone().count();
         write("count", count, found as u32)?;

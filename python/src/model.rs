@@ -280,7 +280,7 @@ impl Model {
         let open = self.opened()?;
         let plans = open.process.shared().serving.memory();
         let lines = plans.iter().flat_map(|(_, plan)| plan.lines());
-        Ok(lines.map(|(part, bytes)| ((*part).to_owned(), *bytes)).collect())
+        Ok(lines.map(|(part, bytes)| (part.to_owned(), bytes)).collect())
     }
 
     /// Closes the model, after the requests in progress have ended.

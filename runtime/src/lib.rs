@@ -68,7 +68,8 @@ pub use clock::{Clock, SystemClock};
 pub use flash::{Flash, FlashError};
 pub use hatchback_kernels::cuda::Device;
 pub use io::disk::{Disk, system as system_disk};
-pub use model::budget::{Budget, MemoryPlan};
+pub use model::budget::Budget;
+pub use model::memory_plan::MemoryPlan;
 pub use model::{CacheUse, Model, OpenError};
 
 // Submit: requests to one model (`Pipeline`) or to several by name (`Serving`).

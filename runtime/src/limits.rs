@@ -110,7 +110,7 @@ pub const MAINTENANCE_PAGES_MAX: u64 = 256;
 /// Pages that a check of a segment reads at a time: a mebibyte, for the device's sequential rate.
 pub const VERIFY_PAGES: usize = 256;
 /// Longest time between two steps that counts as elapsed time for the wear budget.
-pub const WEAR_STEP_MAX: Duration = Duration::from_secs(60 * 60);
+pub const CLOCK_STEP_MAX: Duration = Duration::from_secs(60 * 60);
 
 // Updates.
 

@@ -47,6 +47,7 @@ impl Alarm {
             let left = due.at.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let waker = waiting.requests.remove(&due);
+                // A waker is code of the executor and must not run under the lock.
                 drop(waiting);
                 waker.into_iter().for_each(Waker::wake);
                 waiting = self.waiting();
@@ -89,11 +90,13 @@ impl Future for Sleep<'_> {
             waiting.numbers += 1;
             Due { at: self.at, number: waiting.numbers }
         });
+        // At each poll, because the future may have a new waker.
         waiting.requests.insert(due, context.waker().clone());
         let is_first = waiting.requests.first_key_value().is_some_and(|(first, _)| *first == due);
         drop(waiting);
 
         let is_new = self.due.replace(due).is_none();
+        // The thread sleeps until the first time of all. Only an earlier one must wake it.
         if is_first && is_new {
             self.alarm.changed.notify_one();
         }

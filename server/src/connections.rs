@@ -46,6 +46,8 @@ pub struct Work<'a>(&'a Connection);
 
 impl Drop for Work<'_> {
     fn drop(&mut self) {
+        // Before the count falls: a connection without requests must not look silent since before
+        // this one.
         self.0.note_activity();
         self.0.state.fetch_sub(1, Ordering::AcqRel);
     }
@@ -80,6 +82,7 @@ impl Connection {
     /// Counts a request as in progress until the result is dropped. Returns `None` if the
     /// connection is closing.
     pub fn begin_work(&self) -> Option<Work<'_>> {
+        // `CLOSING` is the largest number, so a closing connection begins no work.
         let more = |works: u32| works.checked_add(1).filter(|works| *works != CLOSING);
         let begun = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
         begun.ok().map(|_| Work(self))
@@ -103,6 +106,7 @@ impl Connection {
             let problem = Problem::new(Code::TooOften, message);
             return Err(Problem { retry_after: Some(wait), ..problem });
         }
+        // Only if admitted: a caller that repeats too early does not push its next request back.
         *next = after;
         Ok(())
     }
@@ -179,6 +183,7 @@ impl Connections {
     pub fn admit(self: &Arc<Self>, peer: Peer) -> Option<Place> {
         let mut open = self.open();
         while open.len() >= self.connections_max {
+            // A connection that closes already makes room. Closing one more would be one too many.
             if !open.iter().any(|connection| connection.state() == CLOSING)
                 && !self.close_longest_silent(&open)
             {

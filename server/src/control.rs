@@ -38,6 +38,7 @@ pub fn check_right(call: &Call<'_>, headers: &HeaderMap) -> Result<(), Problem> 
 /// Compares `given` with `token` in a time that does not depend on where they differ.
 fn is_token(given: &[u8], token: &[u8]) -> bool {
     let differs = given.iter().zip(token).fold(0, |sum, (a, b)| sum | (a ^ b));
+    // Without a token no caller has the right: an empty text would equal an empty header.
     !token.is_empty() && given.len() == token.len() && differs == 0
 }
 
@@ -51,6 +52,7 @@ pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), P
     let (front, name) = (Arc::clone(call.front), name.to_owned());
     blocking(move || {
         let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
+        // The turn belongs to this closure, which goes on even if its caller hangs up.
         let _turn = front.begin_change().ok_or_else(busy)?;
         match change {
             Change::Load => repository::load(&front, &name),

@@ -139,6 +139,7 @@ pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Pro
     let batch_max = front.serving.budget(&name).map_or(1, |budget| budget.batch_max);
     let dims = |tensor: &TensorMetadata| match tensor.shape.as_slice() {
         [_, rest @ ..] if !rest.is_empty() => rest.to_vec(),
+        // The output `generation` has no batch dimension, so nothing is left out.
         all => all.to_vec(),
     };
     let input = |tensor: &TensorMetadata| ModelInput {

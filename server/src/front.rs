@@ -165,6 +165,7 @@ impl Front {
     pub(crate) fn layout(&self, name: &str, schema: &Arc<Schema>) -> Arc<Layout> {
         let mut layouts = lock(&self.layouts);
         match layouts.get(name) {
+            // A swap brings another schema, and perhaps other tensors.
             Some(layout) if Arc::ptr_eq(&layout.schema, schema) => Arc::clone(layout),
             _ => {
                 let layout = Arc::new(Layout::new(Arc::clone(schema)));

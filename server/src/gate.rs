@@ -32,6 +32,8 @@ impl Gate {
     /// Returns the right to serve a request now; `None` while the gate is limited and another
     /// request is being served.
     pub fn turn(&self) -> Option<Turn<'_>> {
+        // Such a request does not count as the one in progress, even if the limit comes while it is
+        // served.
         if !self.is_limited.load(Ordering::Relaxed) {
             return Some(Turn(None));
         }

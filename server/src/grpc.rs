@@ -61,6 +61,7 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Problem> {
     let Some(value) = headers.get("grpc-timeout") else { return Ok(None) };
     let wrong = || Problem::invalid(format!("grpc-timeout: {value:?}"));
     let Some((unit, digits)) = value.as_bytes().split_last() else { return Err(wrong()) };
+    // Eight digits are the protocol's limit. Even as hours they fit into 64 bits.
     if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {
         return Err(wrong());
     }
@@ -86,6 +87,7 @@ pub fn open_frame(bytes: usize) -> Vec<u8> {
 /// Writes the length of the message into its prefix.
 pub fn close_frame(mut frame: Vec<u8>) -> Vec<u8> {
     let length = (frame.len() - PREFIX_BYTES) as u32;
+    // The first byte stays 0: the message is not compressed.
     frame[1..PREFIX_BYTES].copy_from_slice(&length.to_be_bytes());
     frame
 }
@@ -126,8 +128,10 @@ pub fn refusal(problem: &Problem) -> Answered {
     let mut response = Response::new(AnswerBody::default());
     let headers = response.headers_mut();
     add_headers(headers);
+    // The status of HTTP stays 200: a client of gRPC reads this one.
     headers.insert(STATUS, HeaderValue::from(problem.code.grpc()));
     let text = utf8_percent_encode(&problem.message, ESCAPED).to_string();
+    // Percent-encoding leaves visible ASCII only, so this succeeds.
     if let Ok(text) = HeaderValue::from_str(&text) {
         headers.insert(MESSAGE, text);
     }

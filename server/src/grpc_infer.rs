@@ -45,6 +45,7 @@ pub async fn infer(
     };
 
     let scored = submitted.wait().await;
+    // The answer has a reservation of its own, which lives until the caller has taken the bytes.
     let mut memory = call.front.bytes.reserve(0)?;
     scored.encode(call, request.id, |shown| {
         let bytes = response(&request, shown, &mut memory)?;

@@ -128,6 +128,7 @@ impl<'a> Request<'a> {
             let message = format!("{} tensors are too many", counts.tensors());
             return Err(Problem::new(Code::TooLarge, message));
         }
+        // Before any vector is allocated.
         memory.grow(ITEM_BYTES * counts.tensors() + counts.typed)?;
 
         let mut request = Self {
@@ -197,6 +198,7 @@ fn field_of(message: &[u8], number: u64) -> Result<Option<Value<'_>>, Problem> {
     let mut found = None;
     for field in Fields(message) {
         let field = field?;
+        // Of a single field that is repeated, the last one counts in Protocol Buffers.
         if field.number == number {
             found = Some(field.value);
         }
@@ -228,6 +230,7 @@ fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
                 }
             }
             (CONTENTS, Value::Bytes(contents)) => {
+                // `read` has charged the decoded values before.
                 let decoded = InferTensorContents::decode(contents);
                 let decoded = decoded.map_err(|e| Problem::invalid(e.to_string()))?;
                 input.contents = Some(Box::new(decoded));

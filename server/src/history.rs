@@ -49,11 +49,7 @@ impl History {
             let counters = serving.stats(&name).map(|stats| stats.counters);
             let counters = counters.unwrap_or_default();
             let past = models.entry(name.clone()).or_default();
-            // A swap resets the counters of the runtime.
-            let is_anew = counters.lookups < past.counters.lookups;
-            let before = if is_anew { Counters::default() } else { past.counters };
-            let since =
-                if counters.pages < before.pages { counters } else { counters.since(&before) };
+            let since = counters.since(&past.counters);
             past.counters = counters;
 
             let second = metrics.model(&name).take_recent(|recent| Second {

@@ -108,6 +108,7 @@ pub async fn read_body(
     memory: &mut Reservation,
     bytes_max: usize,
 ) -> Result<Bytes, Problem> {
+    // A body that announces too many bytes is refused before the first is kept.
     if body.size_hint().lower() > bytes_max as u64 {
         return Err(too_large(bytes_max));
     }
@@ -137,6 +138,7 @@ async fn read_frames(
             return Err(too_large(bytes_max));
         }
 
+        // Most bodies arrive as one frame, which is kept without a copy.
         if received == 0 {
             memory.grow(data.len())?;
             first = data;

@@ -301,6 +301,7 @@ fn parse<'a>(
         let bytes = body.len();
         return Err(Problem::invalid(format!("{HEAD_LENGTH}: {length} of {bytes} bytes")));
     };
+    // Before the JSON is parsed, because the parser allocates.
     memory.grow(GROWTH * json.len())?;
     let head = serde_json::from_slice(json).map_err(|e| Problem::invalid(e.to_string()))?;
     Ok((head, binary))

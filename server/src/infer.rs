@@ -114,6 +114,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     if front.serving.schema(order.model).is_none() {
         return Err(not_served(order.model));
     }
+    // Only now: metrics are kept by this name, so it must be that of a served model.
     order.model.clone_into(&mut call.model);
     if !order.version.is_empty() {
         describe::version(front, order.model, order.version)?;
@@ -139,6 +140,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         Ok::<(), Problem>(())
     });
     let queued = queued.map_err(|e| match e {
+        // No slot is free. A refusal by the byte budget has a time to wait already.
         Problem { code: Code::Busy, retry_after: None, message } => busy(message),
         e => e,
     })?;
@@ -148,6 +150,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     Ok(Submitted {
         front,
         queued,
+        // Never missing: `queue_with` succeeded, so the closure has run.
         view: view.ok_or_else(gone)?,
         deadline: left.map(|left| call.received + received + left),
         at,
@@ -163,6 +166,7 @@ impl Submitted<'_> {
     /// request is scored on this thread, in one batch with those that other connections of the
     /// thread have sent by now. Dropping the future abandons the request.
     pub async fn wait(self) -> Scored {
+        // `_turn` and `_work` stay in `self`, and so until the request is answered.
         let Self { front, queued, view, deadline, at, at_clock, model, .. } = self;
         // The thread reads what its other connections have sent, so that one batch has all of it.
         yield_now().await;
@@ -238,6 +242,7 @@ impl Scored {
         let (samples, late) = (answer.scores().statuses.len(), count_late(&answer));
         let queued = answer.taken_at().saturating_sub(self.submitted_clock);
         let waited = self.done - self.submitted;
+        // The two clocks are read at different moments, and `waited - queued` must not underflow.
         let queued = queued.min(waited);
         let trace = Trace {
             total: call.received.elapsed(),

@@ -108,6 +108,7 @@ pub fn serve(
         ended_early: &ended_early,
     };
 
+    // Before the first caller, who would find an empty status for a second.
     status::tick(front);
     let done = watch::Sender::new(false);
     std::thread::scope(|scope| {
@@ -182,6 +183,7 @@ impl<'a> Acceptor<'a> {
         if left > 0 {
             log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
         }
+        // This ends the status thread, for which the scope waits.
         drop(ending);
         Ok(())
     }
@@ -226,6 +228,7 @@ impl<'a> Acceptor<'a> {
         F: Future<Output = io::Result<S>> + Send,
     {
         let Some(place) = self.front.connections.admit(peer) else {
+            // `open` is dropped with its stream, which closes the connection.
             self.front.metrics.refuse_connection();
             return;
         };
@@ -249,6 +252,7 @@ impl<'a> Acceptor<'a> {
 /// Returns an accepted stream, ready for an event queue.
 fn prepared(stream: std::net::TcpStream) -> io::Result<std::net::TcpStream> {
     stream.set_nonblocking(true)?;
+    // Otherwise the end of an answer would wait until the caller has acknowledged its start.
     stream.set_nodelay(true)?;
     Ok(stream)
 }
@@ -261,6 +265,7 @@ async fn opened<S>(
     let mut open = pin!(tokio::time::timeout(HANDSHAKE_TIME_MAX, open));
     let mut closed = pin!(connection.closed());
     poll_fn(|context| {
+        // A connection in its handshake is silent too, and makes room like the others.
         if closed.as_mut().poll(context).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
@@ -298,6 +303,7 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
             return Poll::Ready(Ok(()));
         }
         if !is_stopping && stopped.as_mut().poll(context).is_ready() {
+            // A future that is complete must not be polled again.
             is_stopping = true;
             served.as_mut().graceful_shutdown();
         }

@@ -49,6 +49,7 @@ impl Reservation {
     pub fn grow(&mut self, more: usize) -> Result<(), Problem> {
         let ByteBudget { bytes_max, used } = &*self.budget;
         let grown = |used: usize| used.checked_add(more).filter(|sum| sum <= bytes_max);
+        // Relaxed, because no other memory depends on the number.
         match used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grown) {
             Ok(_) => {
                 self.bytes += more;

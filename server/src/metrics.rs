@@ -117,6 +117,7 @@ impl Metrics {
     /// Returns the metrics of the model `name`. It must be the name of a served model: otherwise
     /// callers' texts would make the metrics grow.
     pub fn model(&self, name: &str) -> Arc<ModelMetrics> {
+        // Nearly every call finds the model, and readers do not wait for each other.
         let read = self.models.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(model) = read.get(name) {
             return Arc::clone(model);

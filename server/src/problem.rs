@@ -135,6 +135,8 @@ impl From<RequestError> for Problem {
             RequestError::Busy(_) => Code::Busy,
             RequestError::NotServed => Code::NotFound,
             RequestError::DeadlineExceeded => Code::Late,
+            // The network gives other requests finite scores, so the values of this one are the
+            // cause.
             RequestError::NotFinite(_) => Code::Invalid,
             RequestError::Score(_) | RequestError::Panicked => Code::Internal,
         };

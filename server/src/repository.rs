@@ -58,6 +58,8 @@ pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
     let live = flash.record().live.manifest;
     let result = match front.serving.manifest(name) {
         None => front.serving.load(name, &flash, front.budget),
+        // Compared by the manifest: a snapshot that replaced a damaged generation has the same
+        // number.
         Some(served) if served == live => Ok(()),
         Some(_) => front.serving.swap(name, &flash, front.budget, &|_| {}).map(drop),
     };

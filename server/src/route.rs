@@ -50,6 +50,7 @@ pub async fn answer(
     };
     let answered = match admit(front, connection, &parts) {
         Err(problem) => {
+            // The request is not read yet, so its model is unknown.
             refuse("", &problem);
             Err(problem)
         }
@@ -179,6 +180,7 @@ async fn answer_http(
     check_host(call.connection, parts)?;
     let path = parts.uri.path().trim_matches('/');
     let path: Vec<String> = path
+        // Split before the parts are decoded: an encoded slash belongs to a name.
         .split('/')
         .map(|part| percent_decode_str(part).decode_utf8().map(String::from))
         .collect::<Result<_, _>>()
@@ -202,6 +204,7 @@ async fn answer_http(
         (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server_json())),
         (&Method::GET, ["v2", "health", "live"]) => Ok(json_reply(&json!({"live": true}))),
         (&Method::GET, ["v2", "health", "ready"]) => ready_reply(is_ready(call.front)),
+        // Before the paths of one model, which would take `stats` for a name.
         (&Method::GET, ["v2", "models", "stats"]) => {
             let statistics = describe::statistics(call.front, "", "")?;
             Ok(json_reply(&describe::statistics_json(&statistics)))
@@ -298,6 +301,7 @@ async fn change_http(
     name: &str,
     change: Change,
 ) -> Result<Answered, Problem> {
+    // Before the body is read: a caller without the right takes no memory.
     check_right(call, &parts.headers)?;
     let body = read_body(body, &mut call.memory, CONTROL_BYTES_MAX).await?;
     let parameters: serde_json::Value = match body.is_empty() {
@@ -320,7 +324,9 @@ fn check_host(connection: &Connection, parts: &Parts) -> Result<(), Problem> {
         return Ok(());
     }
     let host = parts.headers.get(HOST).and_then(|value: &HeaderValue| value.to_str().ok());
+    // HTTP/2 has the host in the request's address.
     let host = host.or(parts.uri.authority().map(|authority| authority.as_str())).unwrap_or("");
+    // The last colon of `[::1]` belongs to the address.
     let name = host.rsplit_once(':').map_or(host, |(name, port)| {
         if port.bytes().all(|digit| digit.is_ascii_digit()) { name } else { host }
     });

@@ -164,15 +164,15 @@ impl Scrape {
     fn memory(&self, to: &mut Families<'_>) -> Result<(), Error> {
         let plans = self.serving.memory();
         let models = plans.iter().flat_map(|(name, plan)| {
-            let line = |(line, bytes): &(&str, u64)| Value {
+            let line = |(line, bytes): (&str, u64)| Value {
                 labels: with(model(name), "line", line),
-                value: *bytes as f64,
+                value: bytes as f64,
             };
-            plan.lines().iter().map(line).collect::<Vec<_>>()
+            plan.lines().into_iter().map(line).collect::<Vec<_>>()
         });
-        let beside = self.serving.memory_beside().lines().iter().map(|(line, bytes)| Value {
+        let beside = self.serving.memory_beside().lines().into_iter().map(|(line, bytes)| Value {
             labels: with(model(""), "line", line),
-            value: *bytes as f64,
+            value: bytes as f64,
         });
         to.gauges(
             "memory_bytes",

@@ -92,6 +92,7 @@ impl Slowest {
         if kept.len() < SLOWEST_MAX {
             kept.push(request);
         } else if let Some(fastest) = kept.iter_mut().min_by_key(|kept| kept.total_us)
+            // Checked again under the lock: the threshold may have risen since `note` read it.
             && fastest.total_us < request.total_us
         {
             *fastest = request;

@@ -20,7 +20,7 @@ fn status(front: &Front) -> Value {
     let facts = front.facts();
     let models = front.serving.names();
     let models: Value = models.iter().map(|name| model(front, &facts, name)).collect();
-    let beside: Value = lines(front.serving.memory_beside().lines());
+    let beside: Value = lines(&front.serving.memory_beside().lines());
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uptime_s": front.started.elapsed().as_secs(),
@@ -80,7 +80,7 @@ fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
         "pages_damaged": stats.counters.pages_damaged,
         "cache_rows": cache.rows,
         "cache_rows_max": cache.rows_max,
-        "memory": lines(memory.iter().flat_map(|(_, plan)| plan.lines()).copied()
+        "memory": lines(memory.iter().flat_map(|(_, plan)| plan.lines())
             .collect::<Vec<_>>().as_slice()),
         "tables": tables(front, name),
         "seconds": front.history.of(name),

@@ -114,6 +114,7 @@ impl<'a> Bags<'a> {
         match self.offsets {
             None => sample * self.width..(sample + 1) * self.width,
             Some(offsets) => {
+                // Every offset exists: `check_offsets` has read them all.
                 offsets.offset(sample).unwrap_or(0)..offsets.offset(sample + 1).unwrap_or(0)
             }
         }
@@ -195,6 +196,7 @@ impl<'a> Columns<'a> {
             }
             Part::Offsets(f) => {
                 let (offsets, count) = (Integers::of(tensor)?, tensor.vector()?);
+                // Padded keys need no offsets. With both it would be unclear which bags are meant.
                 let is_padded = self.bags[f].width > 0;
                 if is_padded || self.bags[f].offsets.replace(offsets).is_some() {
                     return Err(twice());

@@ -54,6 +54,7 @@ impl Tensor<'_> {
     pub fn elements(&self) -> Result<usize, Problem> {
         let shape = self.shape;
         let product = |sum: usize, side: &i64| sum.checked_mul(usize::try_from(*side).ok()?);
+        // With this limit the bytes of the elements, up to eight each, do not overflow.
         let elements = shape.iter().try_fold(1, product).filter(|n| *n <= isize::MAX as usize / 8);
         match elements {
             Some(elements) if (1..=DIMENSIONS_MAX).contains(&shape.len()) => Ok(elements),
@@ -63,6 +64,7 @@ impl Tensor<'_> {
 
     /// Returns rows and columns; a vector has one column.
     pub fn matrix(&self) -> Result<[usize; 2], Problem> {
+        // `elements` has refused a negative side before.
         let side = |side: i64| usize::try_from(side).unwrap_or(0);
         match *self.shape {
             [rows] => Ok([side(rows), 1]),
@@ -278,6 +280,7 @@ fn texts<'a>(
             values.iter().map(text).collect()
         }
         Values::Bytes(mut bytes) => {
+            // Each text takes at least its prefix, so there cannot be more.
             reserve(bytes.len() / TEXT_PREFIX_BYTES)?;
             let mut texts = Vec::new();
             while !bytes.is_empty() {

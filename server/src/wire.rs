@@ -82,6 +82,7 @@ impl<'a> Fields<'a> {
                 Value::Bytes(self.take(bytes)?)
             }
             5 => Value::Bytes(self.take(4)?),
+            // The other types are groups, which no message of the protocol has.
             _ => return None,
         };
         Some(Field { number: key >> 3, value })
@@ -120,6 +121,7 @@ pub fn write_head(to: &mut Vec<u8>, number: u64, length: usize) {
 
 /// Appends a field with `bytes`.
 pub fn write_bytes(to: &mut Vec<u8>, number: u64, bytes: &[u8]) {
+    // Protocol Buffers leave an empty field out.
     if !bytes.is_empty() {
         write_head(to, number, bytes.len());
         to.extend_from_slice(bytes);

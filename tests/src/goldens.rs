@@ -2,11 +2,12 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
+use hatchback::Weights;
 use hatchback::bundle::manifest::{Generation, Manifest, sha256};
 use hatchback::flash::live::{self, HotList, LiveRecord, SegmentRef, TableState};
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
-use hatchback::maintenance::wear::Wear;
+use hatchback::io::daily_bytes::DailyBytes;
 use hatchback::mix;
 use hatchback::schema::key_function::{KeyFunction, Side, Unknown};
 use hatchback::schema::sample::Sample;
@@ -19,6 +20,7 @@ use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::{UpdateEvent, UpdateState};
 use hatchback::{Activation, Pooling};
+use hatchback_kernels::dense::narrow_all;
 use hatchback_server::proto::{
     InferInputTensor, InferParameter, InferRequestedOutputTensor, InferTensorContents,
     ModelInferRequest, ParameterValue,
@@ -216,7 +218,7 @@ fn fetch_status() -> FetchStatus {
         cohort: 42,
         revoked: Some(sha256(b"revoked")),
         newest: Some(1),
-        received: Wear::unknown(),
+        received: DailyBytes::unknown(),
         history: golden_history(),
         ..FetchStatus::default()
     }
@@ -316,7 +318,11 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
         "onnx" => {
             let ours = crate::onnx::concat(&[("dense".to_owned(), 2), ("a".to_owned(), 34)], "out");
             let network = |f| file(&format!("tests/data/families/{f}/dense.onnx"));
-            families.into_iter().map(network).chain([ours]).collect()
+            let narrow = [Weights::F16, Weights::Int8]
+                .into_iter()
+                .zip(["dlrm", "dien"])
+                .map(|(weights, family)| narrow_all(&network(family), weights).unwrap());
+            families.into_iter().map(network).chain([ours]).chain(narrow).collect()
         }
         "target" => ["base", "cpu", "drive-orin", "x86-cuda"]
             .map(|t| file(&format!("targets/{t}.toml")))

@@ -442,7 +442,7 @@ pub fn install_spec(
     Installed { flash, schema: packed.schema, _folder: folder }
 }
 
-/// Installs the model of `tests/data/families/FAMILY` without its probe set, so that nothing chooses
+/// Installs the model of `tests/data/families/FAMILY` without its probe set. Nothing then chooses
 /// its weights: the network stays f32, and a GPU's scores are the CPU's to the bit.
 pub fn install_unprobed(
     family: &str,

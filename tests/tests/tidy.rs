@@ -14,6 +14,25 @@ const COLUMNS_MAX: usize = 100;
 /// Words of a sentence in README and ARCHITECTURE: median, 90th percentile, and longest.
 const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 
+/// What the tree may have at most. A feature pays with what it removes; only a record in
+/// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
+const LINES_MAX: [(&str, usize); 10] = [
+    ("kernels", 17_200),
+    ("runtime", 16_700),
+    ("link", 500),
+    ("server", 5_150),
+    ("board", 1_850),
+    ("capi", 760),
+    ("python", 380),
+    ("tools", 13_000),
+    ("bench", 11_100),
+    ("tests", 5_700),
+];
+const WORDS_MAX: usize = 42_000;
+const TARGET_KEYS_MAX: usize = 60;
+const TEST_PROGRAMS_MAX: usize = 14;
+const CRATES_MAX: usize = 435;
+
 /// A crate of the product and the order of its parts: an import goes to the same group or to a
 /// later one.
 struct Layers {
@@ -61,10 +80,7 @@ const CRATES: [Layers; 9] = [
             &["cli"],
             &["demo"],
             &["live"],
-            &[
-                "consume", "eval", "gate", "image", "inspect", "plan", "run", "select", "sync",
-                "tuf",
-            ],
+            &["consume", "eval", "gate", "image", "inspect", "plan", "run", "select", "sync"],
             &["repository", "serve", "workload"],
             &["pack"],
             &["hps_kafka", "import", "window"],
@@ -600,7 +616,7 @@ fn unsafe_code_is_only_in_the_files_that_contributing_lists() {
 #[test]
 fn no_line_is_wider_than_a_hundred_columns() {
     let mut found = Vec::new();
-    for path in files_below(&root(), &[".md", ".rs", ".cu", ".cuh"]) {
+    for path in files_below(&root(), &[".md", ".rs", ".cu", ".cuh", ".py"]) {
         let prose = path.extension().is_some_and(|e| e == "md");
         let mut printed = false;
         for (number, line) in fs::read_to_string(&path).unwrap().lines().enumerate() {
@@ -615,6 +631,53 @@ fn no_line_is_wider_than_a_hundred_columns() {
         }
     }
     assert_none("lines over 100 columns", &found);
+}
+
+/// Returns the lines of code: without empty lines and comments, which no cap should make scarce.
+fn lines(path: &Path) -> usize {
+    let text = fs::read_to_string(path).unwrap();
+    let is_code = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("//");
+    text.lines().filter(is_code).count()
+}
+
+/// Returns the test programs of the crates: files and folders of their `tests`.
+fn test_programs() -> Vec<String> {
+    let folders = CRATES.iter().map(|layers| layers.folder).chain(["tests"]);
+    let entries = folders.filter_map(|folder| fs::read_dir(root().join(folder).join("tests")).ok());
+    let paths = entries.flatten().map(|entry| entry.unwrap().path());
+    let programs = paths.filter(|path| {
+        path.extension().is_some_and(|e| e == "rs") || path.join("main.rs").is_file()
+    });
+    programs.map(|path| shown(&path)).collect()
+}
+
+#[test]
+fn the_tree_stays_within_its_caps() {
+    let mut counts: Vec<(String, usize, usize)> = Vec::new();
+    for (folder, most) in LINES_MAX {
+        let files = files_below(&root().join(folder).join("src"), &[".rs"]);
+        let count = files.iter().map(|path| lines(path)).sum();
+        counts.push((format!("lines of code of {folder}/src"), count, most));
+    }
+    let pages = files_below(&root(), &[".md"]);
+    let words = |page: &PathBuf| fs::read_to_string(page).unwrap().split_whitespace().count();
+    counts.push(("words of the pages".into(), pages.iter().map(words).sum(), WORDS_MAX));
+    let target = fs::read_to_string(root().join("targets/base.toml")).unwrap();
+    let keys = target.lines().filter(|line| !line.starts_with('#') && line.contains(" = ")).count();
+    counts.push(("keys of a target".into(), keys, TARGET_KEYS_MAX));
+    let programs = test_programs();
+    counts.push((format!("test programs {programs:?}"), programs.len(), TEST_PROGRAMS_MAX));
+    let lock = fs::read_to_string(root().join("Cargo.lock")).unwrap();
+    let crates = lock.lines().filter(|line| *line == "[[package]]").count();
+    counts.push(("crates in the lock".into(), crates, CRATES_MAX));
+
+    for (what, count, most) in &counts {
+        println!("{what}: {count}, at most {most}");
+    }
+    let over = counts.iter().filter(|(_, count, most)| count > most);
+    let over: Vec<String> =
+        over.map(|(what, count, most)| format!("{what}: {count}, over {most}")).collect();
+    assert_none("counts over their caps", &over);
 }
 
 /// The sentences of a Markdown page: code, tables, drawings and headings are left out.

@@ -5,11 +5,11 @@
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::merge::merge_shares;
-use crate::pack::share::{Part, Share, pack_part};
+use crate::pack::share::pack_tables;
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, Proof, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::{demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync, tuf};
+use crate::{demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
@@ -47,8 +47,6 @@ enum Command {
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
     Sync(sync::SyncArgs),
-    #[command(hide = true)]
-    Tuf(tuf::TufArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
     Plan(plan::PlanArgs),
@@ -82,15 +80,12 @@ struct PackArgs {
     /// `update.probe_difference_max`
     #[arg(long, value_name = "DIFFERENCE", default_value_t = PROBE_DIFFERENCE_MAX)]
     probe_difference_max: f32,
-    /// Packs only some tables, such as `2/5`: the second of five shares, into the folder --out
-    #[arg(long, value_name = "NUMBER/SHARES", conflicts_with = "parent")]
-    share: Option<Share>,
     /// Packs only this table into the folder --out, and opens the source of no other; once for each
     /// table
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["parent", "share"])]
+    #[arg(long, value_name = "NAME", conflicts_with = "parent")]
     table: Vec<String>,
     /// Makes the bundle of the shares in this folder; once for each folder
-    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "share", "table"])]
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "table"])]
     merge: Vec<PathBuf>,
 }
 
@@ -122,7 +117,6 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),
         Command::Sync(args) => sync::run(&args),
-        Command::Tuf(args) => tuf::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Plan(args) => plan::run(&args),
@@ -142,15 +136,10 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         bar.set_length(total);
         bar.inc(rows);
     };
-    let part = match (args.share, args.table.as_slice()) {
-        (Some(share), _) => Some(Part::Share(share)),
-        (None, []) => None,
-        (None, names) => Some(Part::Tables(names)),
-    };
-    if let Some(part) = part {
-        let tables = pack_part(&args.model, part, &args.out, overrides, progress)?.len();
+    if !args.table.is_empty() {
+        pack_tables(&args.model, &args.table, &args.out, overrides, progress)?;
         bar.finish_and_clear();
-        return say!("{}: {tables} tables of the share", args.out.display());
+        return say!("{}: {} tables of the model", args.out.display(), args.table.len());
     }
     let packed = match args.merge.is_empty() {
         true => pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, progress),

@@ -26,6 +26,5 @@ pub mod run;
 pub mod select;
 pub mod serve;
 pub mod sync;
-pub mod tuf;
 pub mod window;
 pub mod workload;

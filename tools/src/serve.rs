@@ -160,7 +160,7 @@ pub fn progress_bar(total: u64, what: &str, unit: &str) -> ProgressBar {
 pub fn memory_table(model: &Model) -> comfy_table::Table {
     let mut table = report::table(&["memory", "bytes", ""]);
     for (what, bytes) in model.memory().lines() {
-        table.add_row([(*what).to_owned(), report::count(*bytes), report::bytes(*bytes)]);
+        table.add_row([what.to_owned(), report::count(bytes), report::bytes(bytes)]);
     }
     let total = model.memory().total();
     table.add_row(["total".to_owned(), report::count(total), report::bytes(total)]);

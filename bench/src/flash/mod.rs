@@ -12,9 +12,9 @@ mod steady;
 pub mod store;
 mod table;
 
+use self::peers::Store;
 use super::bars::Bar;
 use super::results::{BenchReport, HostMachine, prints_tables};
-use crate::Peers;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use data::Data;
@@ -52,7 +52,7 @@ pub struct FlashArgs {
 ///
 /// # Errors
 /// A file cannot be written or read, or Hatchback returns a wrong row.
-pub fn run(args: &FlashArgs, peers: &Peers) -> Result<()> {
+pub fn run(args: &FlashArgs, stores: &[Store]) -> Result<()> {
     ensure!(args.row_bytes.is_multiple_of(2), "--row-bytes: {} is odd", args.row_bytes);
     let rows = args.rows.unwrap_or(if args.quick { 300_000 } else { 10_000_000 });
     let data = Data { rows, row_bytes: args.row_bytes as usize };
@@ -72,7 +72,7 @@ pub fn run(args: &FlashArgs, peers: &Peers) -> Result<()> {
     steady::measure(&data, &steady, &mut figures)?;
     std::fs::remove_dir_all(&steady)?;
     bar.inc(1);
-    peers::measure(&peers.stores, &data, &plan, folder.path(), &mut figures, || bar.inc(1));
+    peers::measure(stores, &data, &plan, folder.path(), &mut figures, || bar.inc(1));
     bar.finish_and_clear();
 
     args.publish(&data, figures)
@@ -172,9 +172,7 @@ mod tests {
     fn arguments_are_checked() {
         Line::command().debug_assert();
         assert!(parse("flash --rows 10").is_err() && parse("flash --row-bytes 4").is_err());
-        let odd = run(&parse("flash --row-bytes 33").unwrap(), &Peers::default())
-            .unwrap_err()
-            .to_string();
+        let odd = run(&parse("flash --row-bytes 33").unwrap(), &[]).unwrap_err().to_string();
         assert!(odd.contains("--row-bytes"), "{odd}");
     }
 

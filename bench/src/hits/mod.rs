@@ -5,9 +5,9 @@
 pub mod policies;
 mod traces;
 
+use self::policies::PeerCache;
 use super::bars::{Bar, bars_table};
 use super::results::{BenchReport, HostMachine, PeerNotRun, prints_tables};
-use crate::Peers;
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback_kernels::cache::Cache;
@@ -91,14 +91,14 @@ pub enum HitsEntry {
 ///
 /// # Errors
 /// A file cannot be read or written.
-pub fn run(args: &HitsArgs, peers: &Peers) -> Result<()> {
+pub fn run(args: &HitsArgs, peers: &[PeerCache]) -> Result<()> {
     let mut points = rates(&synthetic(args.quick), peers)?;
     if let Some(path) = &args.csv {
         points.extend(rates(&[|| traces::csv(path, &args.columns)], peers)?);
     }
     let mut points: Vec<HitsEntry> = points.into_iter().map(HitsEntry::Rates).collect();
     points.extend(densities()?.into_iter().map(HitsEntry::Density));
-    if peers.caches.is_empty() {
+    if peers.is_empty() {
         let (reason, command) = ("not linked".to_owned(), STORES);
         points.push(HitsEntry::NotRun(PeerNotRun::new(policies::CRATE, reason, command)));
     }
@@ -136,7 +136,7 @@ fn synthetic(quick: bool) -> Vec<MakeTrace> {
 }
 
 /// Returns the hit rates over `streams` at all sizes.
-fn rates(streams: &[impl Fn() -> Result<Trace>], peers: &Peers) -> Result<Vec<HitRates>> {
+fn rates(streams: &[impl Fn() -> Result<Trace>], peers: &[PeerCache]) -> Result<Vec<HitRates>> {
     let bar =
         serve::progress_bar((streams.len() * SIZES.len()) as u64, "counting", "{pos}/{len} sizes");
     let mut rates = Vec::new();
@@ -151,7 +151,7 @@ fn rates(streams: &[impl Fn() -> Result<Trace>], peers: &Peers) -> Result<Vec<Hi
     Ok(rates)
 }
 
-fn rates_at(trace: &Trace, size_percent: f64, peers: &Peers) -> Result<HitRates> {
+fn rates_at(trace: &Trace, size_percent: f64, peers: &[PeerCache]) -> Result<HitRates> {
     let slots = (trace.rows() as f64 * size_percent / 100.0) as usize;
     let slots = slots.div_ceil(SET).max(1) * SET;
     let mut hit_percent = Vec::new();
@@ -318,7 +318,7 @@ mod tests {
         for (make, size) in
             [(traces::zipf(1.05), 1.0), (traces::sessions(), 0.1), (traces::drifting(), 10.0)]
         {
-            let rates = rates_at(&make, size, &Peers::default()).unwrap();
+            let rates = rates_at(&make, size, &[]).unwrap();
             let mut cells: Vec<String> = rates.cells().into_iter().skip(3).take(5).collect();
             cells.reverse();
             assert_eq!(

@@ -3,7 +3,6 @@
 //! measures.
 
 use super::traces::Trace;
-use crate::Peers;
 use anyhow::{Context, Result};
 use hatchback::{RowKey, mix};
 use hatchback_kernels::cache::Cache;
@@ -14,6 +13,9 @@ pub trait Policy {
     /// Looks row `row` up, and inserts it if it is not cached. Returns whether it was cached.
     fn look_up(&mut self, row: u32) -> bool;
 }
+
+/// A cache of another crate: its name, and the function that makes one of as many slots.
+pub type PeerCache = (&'static str, fn(usize) -> Box<dyn Policy>);
 
 /// Names of the policies, in the order of [`all`].
 pub const NAMES: [&str; 5] = ["Hatchback", "LRU", "64-way LRU", "CLOCK", "FIFO"];
@@ -27,7 +29,7 @@ pub const CRATE: &str = "quick_cache";
 pub fn all(
     trace: &Trace,
     slots: usize,
-    peers: &Peers,
+    peers: &[PeerCache],
 ) -> Result<Vec<(&'static str, Box<dyn Policy>)>> {
     let rows = trace.rows();
     let policies: [Box<dyn Policy>; 5] = [
@@ -37,7 +39,7 @@ pub fn all(
         Box::new(SlotRing::new(rows, slots, Reuse::SecondChance)),
         Box::new(SlotRing::new(rows, slots, Reuse::Fifo)),
     ];
-    let caches = peers.caches.iter().map(|(name, make)| (*name, make(slots)));
+    let caches = peers.iter().map(|(name, make)| (*name, make(slots)));
     Ok(NAMES.into_iter().zip(policies).chain(caches).collect())
 }
 

@@ -221,6 +221,7 @@ impl AddressMap {
     pub fn fingerprint(&self, tag: u64) -> u16 {
         let hash = match &self.tables {
             Tables::Indexed { .. } | Tables::Numbered { .. } => tag,
+            // The low bits are the table's number, which many rows of a set have in common.
             Tables::Hashed { table_bits } => tag >> table_bits,
         };
         (hash as u16).max(1)
@@ -231,6 +232,7 @@ impl AddressMap {
     pub fn table_hasher(&self, table: u16) -> TableHasher {
         let numbers = |bases: &[u32]| match bases.get(usize::from(table)..usize::from(table) + 2) {
             Some(&[base, next]) => (base, u64::from(next - base)),
+            // A table that the cache does not know has no keys, so each of its keys is absent.
             _ => (0, 0),
         };
         match &self.tables {

@@ -176,6 +176,8 @@ impl RowFormat {
         let bias = self.to_f16(0, if row.is_empty() { 0.0 } else { low })?;
         let mut scale =
             self.to_f16(0, if row.is_empty() { 0.0 } else { (high - bias.to_f32()) / code_max })?;
+        // All values are equal, or their range vanishes in f16. With 1 every code is 0, and nothing
+        // is divided by zero.
         if scale.to_f32() <= 0.0 {
             scale = f16::ONE;
         }
@@ -186,6 +188,8 @@ impl RowFormat {
 
         let code = |v: f32| {
             let steps = (v / self.unit - bias.to_f32()) / scale.to_f32();
+            // Scale and bias were rounded, so the lowest and the highest value may be outside of
+            // the codes.
             steps.round_ties_even().clamp(0.0, code_max) as u8
         };
         match self.codec {
@@ -217,6 +221,7 @@ impl RowFormat {
     #[inline(always)]
     pub(crate) fn accumulate<S: Simd>(&self, row: &[u8], out: &mut [f32], first: bool) {
         if first {
+            // Not `value` alone: sums start from 0.0, and 0.0 + -0.0 is 0.0.
             self.each_value::<S>(row, out, |o, value| *o = 0.0 + value);
         } else {
             self.each_value::<S>(row, out, |o, value| *o += value);
@@ -311,6 +316,8 @@ impl RowFormat {
             }
             Codec::U8 | Codec::U4 => {
                 let (scale, bias) = self.parameters::<Plain>(row);
+                // The codes need no check: 255 times the largest f16, times the largest unit, is
+                // far below the largest f32.
                 [(self.dim, scale), (self.dim + 1, bias)].into_iter().find(|(_, v)| !v.is_finite())
             }
         };

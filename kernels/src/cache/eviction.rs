@@ -72,6 +72,8 @@ impl Ways {
                 let way = next(&mut self.probation_hand, self.probation);
                 if self.uses_of(way) >= USES_TO_STAY {
                     self.probation &= !(1 << way);
+                    // The uses on probation have earned the row its place. In the main part it must
+                    // be used again to stay.
                     self.set_uses(way, 0);
                     continue;
                 }
@@ -97,6 +99,7 @@ impl Ways {
 /// Returns the next way of `part` from `hand` on, and moves the hand past that way.
 fn next(hand: &mut u8, part: u16) -> usize {
     let from = usize::from(*hand);
+    // `part` has a way: `evict` chooses a part that is not empty.
     let way = (from..from + WAYS).map(|w| w % WAYS).find(|w| part >> w & 1 == 1).unwrap_or(from);
     *hand = ((way + 1) % WAYS) as u8;
     way

@@ -301,6 +301,8 @@ impl Cache {
                     return true;
                 }
             } else if probe.way == WAYS as u32 {
+                // A miss needs no validation: at worst a row that is just inserted is read from
+                // flash once more.
                 return false;
             }
             spin();
@@ -342,6 +344,7 @@ impl Cache {
         let address = self.addresses.address_of(row);
         let header = self.set_header(address.set);
         let sequence = loop {
+            // The exchange fails while the number is odd, and so waits for the set's other writer.
             let stable = header[SEQUENCE].load(Ordering::Relaxed) & !1;
             let taken = header[SEQUENCE].compare_exchange_weak(
                 stable,
@@ -359,6 +362,8 @@ impl Cache {
         // `write`.
         self.writes.start_write();
         let result = write(address);
+        // The number is even again before `end_write`: a lookup that samples the counter after this
+        // write finds no odd set.
         header[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);
         self.writes.end_write();
         result
@@ -367,6 +372,8 @@ impl Cache {
     /// Stores a tag and a row. Only `write_set` calls this.
     fn store_row(&self, address: SetTag, way: u32, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.row_bytes);
+        // The tag may come before the bytes: readers reject all that they read of the set until
+        // `write_set` ends.
         self.set_tag(address.set, way, address.tag);
         let row = self.row(address.set * WAYS as u32 + way);
         let (words, rest) = bytes.as_chunks();
@@ -390,6 +397,8 @@ impl Cache {
             }
 
             let way = match self.headers().probe::<Plain>(address).way {
+                // Another worker may have inserted the row since the miss. Two ways must never have
+                // one tag.
                 way if way < WAYS as u32 => way,
                 _ => self.assign_way(address),
             };
@@ -433,6 +442,8 @@ impl Cache {
             // A thread that reads the new epoch also sees the writer's earlier stores.
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
 
+            // The epoch has changed even if the row is not cached: an insert of its old bytes may
+            // be on the way.
             let way = self.headers().probe::<Plain>(address).way;
             let cached = way < WAYS as u32;
             if cached {

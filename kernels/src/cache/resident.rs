@@ -37,6 +37,7 @@ struct Index {
 impl Index {
     fn new(hashes: Box<[u64]>) -> Self {
         let buckets = hashes.len() / BUCKET_ROWS + 1;
+        // The lowest hash of each bucket: rounded up, because `bucket` rounds down.
         let start = |b: usize| ((b as u128) << 64).div_ceil(buckets as u128);
         let position = |b| hashes.partition_point(|&h| u128::from(h) < start(b)) as u32;
         let buckets = (0..=buckets).map(position).collect();

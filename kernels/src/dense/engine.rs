@@ -4,14 +4,14 @@
 
 use crate::dense::error::DenseError;
 use crate::dense::fallback::Fallback;
-use crate::dense::forms::widen_model;
-use crate::dense::interface::match_interface;
-use crate::dense::layout::Layout;
-use crate::dense::math;
-use crate::dense::microkernel;
-use crate::dense::onnx;
-use crate::dense::onnx_graph::{Graph, Stop};
-use crate::dense::plan::{Plan, PlanScratch};
+use crate::dense::graph::forms::widen_model;
+use crate::dense::graph::interface::match_interface;
+use crate::dense::graph::onnx;
+use crate::dense::graph::onnx_graph::{Graph, Stop};
+use crate::dense::matrix::math;
+use crate::dense::matrix::microkernel;
+use crate::dense::run::layout::Layout;
+use crate::dense::run::plan::{Plan, PlanScratch};
 use crate::dense::weights::{Activation, DenseLayer, Weights};
 use crate::simd::isa::Isa;
 

@@ -2,7 +2,7 @@
 //! fallback loads only files that were read and checked before. It allocates in every run.
 
 use crate::dense::error::DenseError;
-use crate::dense::onnx::ModelProto;
+use crate::dense::graph::onnx::ModelProto;
 use prost::Message;
 use rten::{Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 use crate::dense::engine::DenseEngine;
 use crate::dense::error::DenseError;
 use crate::dense::fallback::Fallback;
-use crate::dense::onnx::*;
+use crate::dense::graph::onnx::*;
 use crate::dense::weights::Activation;
 use prost::Message;
 

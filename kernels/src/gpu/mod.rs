@@ -1,5 +1,6 @@
 //! The GPU code for tables and networks: the twins of `lookup` and `dense`. Their results equal the
-//! CPU's to the bit, unless cuBLAS or TensorRT computes the products.
+//! CPU's to the bit, unless cuBLAS or TensorRT computes the products. Narrow weights are widened to
+//! f32 here, so int8 weights are the other exception.
 //!
 //! * `launch`, `dense_kernels`: one typed function for each kernel; `numbers`: the numbers that
 //!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and

@@ -2,7 +2,7 @@
 //! A test below reads the sources and compares every name and number. Never launches anything.
 
 use crate::cache::codec::Codec;
-use crate::dense::functions::{Map, Zip};
+use crate::dense::graph::functions::{Map, Zip};
 use crate::lookup::Pooling;
 
 /// `Codec` of `lookup.cuh`.

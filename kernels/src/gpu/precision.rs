@@ -9,7 +9,7 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// As the CPU, to the bit: on Hatchback's kernels alone.
+    /// As the CPU with f32 weights, to the bit: on Hatchback's kernels alone.
     #[default]
     Exact,
     /// In f32, with sums in any order.

@@ -143,6 +143,7 @@ impl FeatureView<'_> {
     pub(super) fn add_default(&self, place: Place, out: &mut [f32]) {
         let (out, first) = self.row_columns(place.position, out);
         for (o, &value) in out.iter_mut().zip(self.default_row) {
+            // From zero, as `accumulate` does: with a default of -0.0 the sum is 0.0.
             let before = if first { 0.0 } else { *o };
             *o = match (self.pooling, place.weight) {
                 (Pooling::Max, _) if first || value > *o => value,

@@ -48,6 +48,7 @@ impl FeaturePrefetch {
         at: usize,
         feature: impl Fn(usize) -> (FeatureView<'a>, Bags<'a>),
     ) {
+        // The first call fills the distance. Each later call adds one feature.
         let next = |ahead: usize| if at == 0 { 0..=ahead } else { at + ahead..=at + ahead };
         let those =
             |range: RangeInclusive<usize>| range.take_while(|f| *f < self.features).map(&feature);

@@ -140,6 +140,7 @@ impl MissList {
 
     /// Removes all misses and bags. Keeps the memory.
     pub fn clear(&mut self) {
+        // The table may be large, and without a miss nothing was written to it.
         if !self.list.is_empty() {
             self.positions.fill(NO_MISS);
         }

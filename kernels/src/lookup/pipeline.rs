@@ -113,6 +113,7 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
     fn match_group<V: Simd>(&mut self) {
         while self.hashed < self.keys.len().min(self.matched + HASH_DISTANCE + GROUP_KEYS) {
             let keys = self.group(self.hashed);
+            // This may point past the last key. A prefetch reads nothing and cannot fault.
             let ahead = self.keys.as_ptr().wrapping_add(keys.start + KEY_DISTANCE);
             prefetch(ahead);
             prefetch(ahead.wrapping_add(GROUP_KEYS / 2));
@@ -134,6 +135,7 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
     pub fn hits_from<V: Simd>(&mut self, from: usize) -> usize {
         let end = self.keys.len().min(from + VALIDATE_KEYS);
         self.probe_until::<V>(end);
+        // Before the look at the rows: a write after the sample makes `validate` fail.
         let sampled = self.source.write_count();
         let missing = match self.source.missing_now(self.ring, from..end) {
             Some(missing) => {

@@ -131,6 +131,8 @@ impl PoolJob<'_> {
         for (bag, bounds) in offsets.windows(2).enumerate() {
             let out = &mut self.out[bag * stride..][from * VECTOR_VALUES..end];
             let whole = out.len() == N * VECTOR_VALUES;
+            // A whole vector would reach past the output, so the sums so far are loaded from a
+            // copy.
             if !whole && !from_zero {
                 edge.as_flattened_mut()[..out.len()].copy_from_slice(out);
             }

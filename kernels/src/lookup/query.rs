@@ -91,6 +91,7 @@ impl Query<'_, '_> {
         let Scratch { mut row, mut ring } = self.misses.take_scratch();
         let stream = 4 * samples * self.input.stride > STREAM_BYTES_MIN;
         let keys = &self.bags.keys[start..end];
+        // The ring is there, unless an earlier query panicked and did not give it back.
         let ring_of_query = ring.get_or_insert_default();
         let combine = feature.combine(self.bags.weights, start, end);
         let mut pipeline = LookupPipeline::new(source, keys, ring_of_query, combine, stream);
@@ -98,6 +99,7 @@ impl Query<'_, '_> {
 
         while end - start <= UNPIPELINED_KEYS_MAX && done < samples {
             let bag = offsets[done] as usize..offsets[done + 1] as usize;
+            // Room for every key of the bag, because a bag is recorded whole or not at all.
             if !self.misses.has_room(bag.len()) {
                 break;
             }
@@ -154,6 +156,7 @@ impl Query<'_, '_> {
         for (sample, bounds) in samples.zip(bounds) {
             let keys = bounds[1] - bounds[0];
             self.statuses[sample].fresh += keys;
+            // An empty bag must become zeros. For `Max` the pooling left negative infinity.
             if stays_a_sum && keys > 0 {
                 continue;
             }
@@ -205,6 +208,8 @@ impl Query<'_, '_> {
         for &key in &keys[position..] {
             match source.read_row::<S>(key, buffer) {
                 ReadResult::Row(bytes) => {
+                    // A copy: rows are added in key order, and the cache may evict this row while
+                    // the missing one is read.
                     self.misses.stage_hit(&bytes[..feature.format.row_bytes()]);
                 }
                 ReadResult::Absent => self.misses.add_absent(),

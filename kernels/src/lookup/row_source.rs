@@ -240,6 +240,8 @@ impl RowSource for CachedRows<'_> {
         } else if address.tag == 0 {
             ReadResult::Absent
         } else {
+            // The epoch is taken before the row is read from flash. A change after that refuses the
+            // insert.
             ReadResult::Miss(self.cache.epoch_at(address))
         }
     }
@@ -300,6 +302,8 @@ impl RowSource for &Resident {
                     }
                     *to = slot;
                 }
+                // The slot of an earlier key stays. Pooling stops before this key, and a prefetch
+                // of any slot is harmless.
                 None => missing |= 1 << n,
             }
         }

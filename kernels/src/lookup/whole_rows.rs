@@ -75,6 +75,8 @@ impl RowSource for WholeRows<'_> {
         if first {
             self.prefetch_rows(keys);
         }
+        // The bits are read later, by `missing_now`: they must be read after the sample of the
+        // write counter.
         GroupProbe { missing: 0, untouched: 0 }
     }
 
@@ -107,6 +109,8 @@ impl RowSource for WholeRows<'_> {
                 return ReadResult::Row(buffer);
             }
         }
+        // Some row of the cache was written meanwhile. The set's own sequence number shows whether
+        // it was this one.
         self.cached.read_row::<S>(key, buffer)
     }
 

@@ -4,7 +4,7 @@
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::{Flash, FlashError};
-use crate::io::disk::Disk;
+use crate::io::disk::{Disk, Lock};
 use crate::limits::REFUSED_LOOKS;
 use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
@@ -71,30 +71,64 @@ impl Follower {
         yield_now: &dyn Fn(Urgency),
     ) -> Result<Option<(Generation, Swapped)>, FollowError> {
         let Some(served) = serving.manifest(&self.name) else { return Ok(None) };
-        let flash = Flash::open(&self.disk, &self.directory)?;
-        let live = flash.record().live.manifest;
-        if live == served {
-            self.refused = None;
-            return Ok(None);
-        }
-        if let Some((refused, looks)) = &mut self.refused
-            && *refused == live
-            && *looks < REFUSED_LOOKS
-        {
-            *looks += 1;
-            return Ok(None);
-        }
-
-        // The lock keeps a merge from removing segments that are being opened. A process without
-        // the right to take the lock opens without it, and tries again after a failure.
-        let _lock = match flash.lock() {
-            Ok(lock) => Some(lock),
-            Err(FlashError::Busy { .. }) => return Ok(None),
-            Err(_) => None,
+        let refused = &mut self.refused;
+        let is_refused = |live: Hash| match refused {
+            Some((refused, looks)) if *refused == live && *looks < REFUSED_LOOKS => {
+                *looks += 1;
+                true
+            }
+            _ => false,
         };
-        let flash = Flash::open(&self.disk, &self.directory)?;
+        let changed = open_changed(&self.disk, &self.directory, Some(served), is_refused)?;
+        let (flash, lock) = match changed {
+            Changed::Served => {
+                self.refused = None;
+                return Ok(None);
+            }
+            Changed::Refused => return Ok(None),
+            Changed::Open(flash, lock) => (flash, lock),
+        };
+        // A process without the right to take the lock opens without it, and tries again after a
+        // failure: a merge may then have removed a segment that was being opened.
+        let _lock = match lock {
+            Err(FlashError::Busy { .. }) => return Ok(None),
+            lock => lock.ok(),
+        };
         let swapped = serving.swap(&self.name, &flash, self.budget, yield_now);
         self.refused = swapped.is_err().then_some((flash.record().live.manifest, 0));
         Ok(Some((flash.manifest().generation.clone(), swapped?)))
     }
+}
+
+/// What the live record of a flash directory says to a process that serves the directory.
+pub(crate) enum Changed {
+    /// The live generation is the one that is served.
+    Served,
+    /// It was refused before.
+    Refused,
+    /// It is another one: the open directory, with its lock or the reason for none.
+    Open(Box<Flash>, Result<Lock, FlashError>),
+}
+
+/// Opens the live generation of `directory` unless it is `served`, the hash of the served
+/// generation's manifest, or `is_refused`. The lock keeps a merge from removing segments that are
+/// being opened.
+pub(crate) fn open_changed(
+    disk: &Arc<dyn Disk>,
+    directory: &Path,
+    served: Option<Hash>,
+    is_refused: impl FnOnce(Hash) -> bool,
+) -> Result<Changed, FlashError> {
+    let flash = Flash::open(disk, directory)?;
+    let live = flash.record().live.manifest;
+    if served == Some(live) {
+        return Ok(Changed::Served);
+    }
+    if is_refused(live) {
+        return Ok(Changed::Refused);
+    }
+
+    let lock = flash.lock();
+    // A merge may have ended before the lock was taken.
+    Ok(Changed::Open(Box::new(Flash::open(disk, directory)?), lock))
 }

@@ -3,6 +3,7 @@
 //! process made it live. Never opens a link.
 
 use crate::bundle::manifest::{Generation, Hash};
+use crate::car::follower::{Changed, open_changed};
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Lock;
 use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
@@ -280,24 +281,20 @@ impl UpdateSteps {
     /// already or was rejected.
     fn open_changed(&mut self) -> Result<Option<(Flash, Lock)>, FlashError> {
         let ModelUpdates { name, updater, .. } = &self.update;
-        let flash = Flash::open(&updater.disk, &updater.flash)?;
         let served = if name.is_empty() { None } else { self.serving.manifest(name) };
-        let live = flash.record().live.manifest;
-        if served == Some(live) {
-            // An earlier failure of this generation no longer counts: a snapshot has replaced the
-            // damaged files, and this process still has the old ones open.
-            self.failure = None;
-            return Ok(None);
-        }
+        let failure = self.failure.as_ref();
         let is_rejected =
-            |failure: &Failure| failure.manifest == live && failure.cause == Cause::Release;
-        if self.failure.as_ref().is_some_and(is_rejected) {
-            return Ok(None);
+            |live: Hash| failure.is_some_and(|f| f.manifest == live && f.cause == Cause::Release);
+        match open_changed(&updater.disk, &updater.flash, served, is_rejected)? {
+            Changed::Served => {
+                // An earlier failure of this generation no longer counts: a snapshot has replaced
+                // the damaged files, and this process still has the old ones open.
+                self.failure = None;
+                Ok(None)
+            }
+            Changed::Refused => Ok(None),
+            Changed::Open(flash, lock) => Ok(Some((*flash, lock?))),
         }
-
-        let lock = flash.lock()?;
-        // A merge may have ended before the lock was taken.
-        Ok(Some((Flash::open(&updater.disk, &updater.flash)?, lock)))
     }
 
     /// Records that the generation with `manifest` cannot be served.

@@ -104,11 +104,14 @@ impl Flash {
     /// written.
     pub(crate) fn restore_live_record(disk: &dyn Disk, directory: &Path) -> Result<(), FlashError> {
         match read_live(disk, directory)? {
+            // This first look needs no lock. Nearly every start finds both copies, perhaps while
+            // another process has the lock.
             Some(Stored { is_in_both: false, .. }) => {}
             _ => return Ok(()),
         }
         let _lock = lock(disk, directory)?;
         match read_live(disk, directory)? {
+            // Read again under the lock: another process may have replaced the record meanwhile.
             Some(Stored { value, writes, is_in_both: false }) => {
                 log::warn!("{}: a copy of the live record is restored", directory.display());
                 write_live(disk, directory, writes + 1, &value)
@@ -148,16 +151,19 @@ impl Flash {
     /// process changes the directory, [`FlashError::Io`] if the record cannot be written.
     pub fn rollback(mut self) -> Result<Self, FlashError> {
         let _lock = self.lock()?;
+        // The record may have been replaced between the open and the lock.
         self.refresh()?;
         let Some(previous) = self.record.previous.clone() else {
             let problem = "no previous generation is kept for a rollback";
             return Err(FlashError::field(&self.directory, "previous", problem));
         };
 
+        // The generation that failed is not kept: the next `reclaim` frees its files.
         let record = LiveRecord { live: previous, previous: None };
         write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
 
         let flash = Self::open(&self.disk, &self.directory)?;
+        // Only after the open: if the previous generation does not open, no file has been removed.
         flash.reclaim();
         Ok(flash)
     }
@@ -348,6 +354,7 @@ impl Flash {
     pub fn refresh(&mut self) -> Result<bool, FlashError> {
         let stored = read_live(self.disk.as_ref(), &self.directory)?;
         if let Some(stored) = stored.filter(|stored| stored.value == self.record) {
+            // A restored copy counts as a write and leaves the value as it was.
             self.writes = stored.writes;
             return Ok(false);
         }
@@ -376,6 +383,7 @@ impl Flash {
 
         let record = LiveRecord { live, previous: self.record.previous.clone() };
         write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
+        // After a failed write `self` has the old record, and `refresh` finds what the disk has.
         (self.record, self.writes) = (record, self.writes + 1);
         self.reclaim();
         Ok(())
@@ -462,6 +470,7 @@ pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, live: Option<&Flash>) {
     let folders = disk.list(directory).unwrap_or_default();
 
     for folder in folders.iter().filter(|path| is_generation_folder(path)) {
+        // A folder that cannot be listed now is listed by the next `reclaim`.
         let files = disk.list(folder).unwrap_or_default();
         let (keep, drop): (Vec<_>, Vec<_>) = files.into_iter().partition(|f| used.contains(f));
         let removed = drop.iter().try_for_each(|f| disk.remove_file(f));
@@ -491,6 +500,8 @@ fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveReco
 
 /// Returns the number of writes of the live record, even if its generation is damaged.
 pub(super) fn writes_of(disk: &dyn Disk, directory: &Path) -> u64 {
+    // The caller has excluded an error of the device. If both copies are damaged, no copy with a
+    // higher count can return.
     read_live(disk, directory).ok().flatten().map_or(0, |stored| stored.writes)
 }
 

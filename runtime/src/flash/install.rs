@@ -70,6 +70,8 @@ impl Flash {
         progress: impl FnMut(u64),
     ) -> Result<Prepared, FlashError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
+        // Before the look at the live generation, which must be the same when this one is
+        // committed.
         let lock = lock(disk.as_ref(), directory)?;
         let hash = sha256(bundle.manifest_bytes());
         let live = match base_of(disk, directory, bundle)? {
@@ -92,6 +94,7 @@ impl Flash {
         let incoming =
             Incoming { disk: disk.as_ref(), folder: &folder, base, progress, unsynced: Vec::new() };
         let counts = incoming.write(bundle)?;
+        // The new folder must survive a power cut before the live record names it.
         disk.sync_dir(directory).map_err(io_error(directory))?;
 
         let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
@@ -128,8 +131,11 @@ impl Prepared {
             write_live(disk.as_ref(), directory, *writes, record)?;
         }
 
+        // Opened from the disk, not taken from memory: what the next start will read is what is
+        // served.
         let flash = Flash::open(disk, directory)?;
         if !self.is_live {
+            // After the open: until the new generation has opened, the older files stay.
             flash.reclaim();
         }
         Ok(flash)
@@ -160,6 +166,7 @@ fn base_of(
                 return if is_snapshot && is_newer { Ok(Some(*live)) } else { Err(e) };
             }
             Err(damage) => {
+                // Damage of the flash must not let an older release in.
                 check_sequence(directory, bundle, &live)?;
                 damage
             }
@@ -348,6 +355,8 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
 
         let onnx = bundle.blob(manifest.dense)?;
         let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
+        // A network that does not load must end the install here. After the commit it would keep
+        // the model from being served.
         manifest.schema.load_dense(onnx).map_err(refused)?;
         self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
 
@@ -412,6 +421,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         bundle.read_blob(blob, |chunk| {
             for piece in chunk.chunks(INSTALL_PIECE_BYTES) {
                 check(piece)?;
+                // The caller may pause here, so that requests run between two pieces.
                 (self.progress)(piece.len() as u64);
                 file.write_all(piece).map_err(io_error(&path))?;
             }
@@ -427,6 +437,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
     /// them. The device then pauses the reads of requests less often.
     fn sync_written(&mut self) -> Result<(), FlashError> {
         for Written { path, mut file } in self.unsynced.drain(..) {
+            // No content, only a pause: each sync may delay the reads of requests.
             (self.progress)(0);
             file.sync().map_err(io_error(&path))?;
         }

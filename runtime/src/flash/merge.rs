@@ -127,12 +127,14 @@ impl Merge {
                 None => 0,
                 Some(Newest::Delta(delta, _)) => delta + 1,
                 Some(Newest::Deleted) => {
+                    // All cursors skip the key, because older segments may have rows of it too.
                     self.skip(order);
                     continue;
                 }
             };
 
             let (cursor, segment) = (&self.cursors[number], &self.rows.segments()[number]);
+            // Without this check the row of another key would be merged as the row of this key.
             if cursor.orders.get(cursor.at) != Some(&order) {
                 let problem = format!("key order {order:#018x} is in the index and on no page");
                 return Err(SegmentError::field(segment.path(), "keys", problem));

@@ -72,6 +72,7 @@ impl Overlay {
     #[inline]
     fn slot(&self, order: u64) -> usize {
         let mut slot = self.first_slot(order);
+        // The loop ends, because a fifth of the slots is always empty.
         while self.locations[slot] != EMPTY && self.orders[slot] != order {
             slot = if slot + 1 == self.orders.len() { 0 } else { slot + 1 };
         }
@@ -100,6 +101,7 @@ impl Overlay {
     /// location from `newer`.
     pub fn with(&self, newer: &Self) -> Self {
         let mut both = Self::with_capacity((self.count + newer.count) as u64);
+        // The newer one comes second, so its locations win.
         for overlay in [self, newer] {
             for (order, location) in overlay.orders.iter().zip(&overlay.locations) {
                 if let Some(newest) = unpack(*location) {

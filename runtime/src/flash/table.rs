@@ -86,6 +86,7 @@ impl TableRows {
             }
             delta.each_key(|order, page| {
                 let newest = page.map_or(Newest::Deleted, |page| Newest::Delta(number, page));
+                // A key that several deltas change counts once.
                 let before = overlay.set(order, newest).or_else(|| self.newest(order));
                 self.changed += usize::from(before.is_none());
             })?;
@@ -127,6 +128,8 @@ impl TableRows {
                 keys.iter().for_each(|key| overlay.prefetch(order(*key)));
             }
             let mut pages = [None; LOCATE_KEYS];
+            // Also for keys that an overlay has: while this search runs, the prefetched slots
+            // arrive.
             base.locate(keys, &mut pages);
 
             for ((key, location), page) in keys.iter().zip(locations).zip(pages) {

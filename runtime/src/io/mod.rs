@@ -2,6 +2,7 @@
 //! models, bundles or generations.
 
 pub mod atomic_write;
+pub mod daily_bytes;
 pub mod disk;
 pub mod field_error;
 pub mod in_order;

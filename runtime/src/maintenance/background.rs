@@ -47,6 +47,8 @@ impl BusyClock {
     /// Returns the time for which the thread was ready and did not run.
     fn waited(&self) -> Option<Duration> {
         let mut text = [0; ACCOUNT_BYTES];
+        // A read from the start returns new numbers, so the file stays open. The clock is read
+        // after each piece of work.
         let read = self.account.as_ref()?.read_at(&mut text, 0).ok()?;
         let text = std::str::from_utf8(text.get(..read)?).ok()?;
         text.split_ascii_whitespace().nth(1)?.parse().ok().map(Duration::from_nanos)

@@ -116,6 +116,8 @@ impl Catalog {
 
         let (entries, found) = match Self::read(directory) {
             Err(error) => {
+                // The bytes written today are unknown. Assuming none would allow a second budget
+                // after each loss.
                 (CatalogEntries::lost(), CatalogState::Damaged { error: error.to_string() })
             }
             Ok((catalog, mut entries))
@@ -190,6 +192,7 @@ impl Catalog {
         // sled's flush ends in sync_file_range, which leaves the data in the device's cache.
         // Without this sync a power cut loses an acknowledged batch.
         self.file.sync_all().map_err(io_error(&self.directory))?;
+        // Only now: after an error the next batch contains these differences again.
         self.entries = entries;
         Ok(())
     }
@@ -205,6 +208,7 @@ impl Catalog {
         let mut catalog = Self::open_sled(directory)?;
         catalog.write(&entries)?;
 
+        // The sync of a file does not make its name durable.
         for path in [directory, parent_of(directory)] {
             File::open(path).and_then(|d| d.sync_all()).map_err(io_error(path))?;
         }
@@ -213,6 +217,8 @@ impl Catalog {
 
     fn open_sled(directory: &Path) -> Result<Self, CatalogError> {
         let config =
+            // No flushes by a thread of sled: `write` makes each commit durable, and its caller
+            // counts the wear.
             sled::Config::new().path(directory).cache_capacity(CACHE_BYTES).flush_every_ms(None);
         let db = guarded(directory, || config.open())?;
         let path = directory.join("db");

@@ -5,9 +5,9 @@
 use crate::flash::Flash;
 use crate::flash::live::SegmentRef;
 use crate::flash::segment::{Counts, Part};
+use crate::io::daily_bytes::DailyBytes;
 use crate::maintenance::scrub::Scrub;
-use crate::maintenance::wear::Wear;
-use crc_fast::{CrcAlgorithm, Digest};
+use crc_fast::crc32_iscsi as crc32c;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ pub struct CatalogEntries {
     /// The counts of each live segment.
     pub segments: BTreeMap<SegmentKey, Counts>,
     /// The bytes written to flash.
-    pub wear: Wear,
+    pub wear: DailyBytes,
     /// The current scrub, or the last one if none is running.
     pub scrub: Scrub,
     /// The time at which the last scrub ended; `None` while a scrub is running.
@@ -53,7 +53,7 @@ struct Head {
 impl CatalogEntries {
     /// Returns the entries after a loss: the wear budget of the day counts as spent.
     pub fn lost() -> Self {
-        Self { wear: Wear::unknown(), ..Self::default() }
+        Self { wear: DailyBytes::unknown(), ..Self::default() }
     }
 
     /// Returns only the entries that are valid for any live generation.
@@ -67,6 +67,7 @@ impl CatalogEntries {
         let live = &flash.record().live;
         self.sequence = live.generation.sequence;
 
+        // Counts of a segment never change, so only new segments are opened.
         let mut known = std::mem::take(&mut self.segments);
         for (number, table) in live.tables.iter().enumerate() {
             for (segment, part) in table.segments() {
@@ -187,15 +188,15 @@ fn parse<T: DeserializeOwned>(key: &[u8], value: &[u8]) -> Result<T, String> {
 
 /// Returns the CRC-32C of the sequence and of all entries but the head.
 fn seal(sequence: u64, entries: &EncodedEntries) -> u32 {
-    let mut seal = Digest::new(CrcAlgorithm::Crc32Iscsi);
-    seal.update(&sequence.to_le_bytes());
+    let mut sealed = sequence.to_le_bytes().to_vec();
     for (key, value) in entries {
-        seal.update(&(key.len() as u32).to_le_bytes());
-        seal.update(&(value.len() as u32).to_le_bytes());
-        seal.update(key);
-        seal.update(value);
+        // With the lengths, bytes that move from a key to its value change the seal.
+        sealed.extend((key.len() as u32).to_le_bytes());
+        sealed.extend((value.len() as u32).to_le_bytes());
+        sealed.extend(key);
+        sealed.extend(value);
     }
-    seal.finalize() as u32
+    crc32c(&sealed)
 }
 
 #[cfg(test)]

@@ -131,6 +131,7 @@ impl Compaction {
     /// # Errors
     /// [`FlashError::Segment`] if a page is damaged or cannot be read.
     pub fn next_bytes(&mut self) -> Result<u64, FlashError> {
+        // Until the writer is open, a step only checks the pages of an earlier attempt.
         let Some(writer) = &self.writer else { return Ok(0) };
         if self.merge.current()?.is_some() {
             return Ok(PAGE_BYTES as u64);
@@ -177,6 +178,8 @@ impl Compaction {
                 .filter(|(_, n)| number < *n)
                 .map(|(file, _)| file.read_page(number, &mut page));
             let is_valid =
+                // A page that cannot be read counts as not written. It and those after it are
+                // merged again.
                 matches!(read, Some(Ok(()))) && self.written.take(&self.base.kind, &page.0).is_ok();
             if !is_valid {
                 return self.open_writer(flash).map(Some);
@@ -212,6 +215,7 @@ impl Compaction {
         let out = out.map_err(io_error(&self.part))?;
 
         let folder = self.part.parent().unwrap_or(flash.directory());
+        // Syncs of the content would be lost with the name of the file.
         flash.disk().sync_dir(folder).map_err(io_error(folder))?;
         self.earlier = None;
         Ok(SegmentWriter::resume(out, self.base.kind.clone(), std::mem::take(&mut self.written)))
@@ -272,6 +276,7 @@ impl Compaction {
         flash: &mut Flash,
         _lock: Lock,
     ) -> Result<Compacted, FlashError> {
+        // Under the lock, which no install or rollback can take until the record is replaced.
         flash.refresh()?;
         if !self.fits(flash) {
             return Err(refused(&self.base.path, "another state became live since the start"));
@@ -284,6 +289,8 @@ impl Compaction {
         }
 
         let (mut out, counts) = writer.finish().map_err(write_error(&self.part))?;
+        // The content before the rename: a power cut must not leave the final name with missing
+        // pages.
         out.sync().map_err(io_error(&self.part))?;
         drop(out);
 

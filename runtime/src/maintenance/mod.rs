@@ -11,17 +11,16 @@ pub mod repair;
 pub mod scrub;
 pub mod share;
 pub mod step_size;
-pub mod wear;
 
 use crate::flash::live::LiveState;
 use crate::flash::{Flash, FlashError};
+use crate::io::daily_bytes::{DailyBudget, DailyBytes};
 use crate::limits::PAGE_BYTES;
 use crate::maintenance::catalog::Catalog;
 use crate::maintenance::catalog_entries::CatalogEntries;
 use crate::maintenance::compact::{Compacted, Compaction};
 use crate::maintenance::scrub::{Damage, Scrub};
 use crate::maintenance::share::BusyBounds;
-use crate::maintenance::wear::{Wear, WearBudget};
 use crate::schema::KeySpace;
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
@@ -51,7 +50,7 @@ pub struct MaintenanceRules {
     /// Bytes a day that maintenance may write. A longer merge continues on the next day; only its
     /// index must fit in one day.
     #[serde(rename = "wear_bytes_per_day_max", deserialize_with = "bytes_per_day")]
-    pub wear: WearBudget,
+    pub wear: DailyBudget,
     /// Share of the time that maintenance gets while work is due, per cent.
     pub busy_percent_min: u64,
     /// Share of the time that maintenance may work, per cent.
@@ -62,7 +61,7 @@ impl Default for MaintenanceRules {
     /// Returns 16 deltas or 16 % changed rows, a scrub a week, 64 GiB a day, and 1 to 10 % of the
     /// time. With deltas of 1 % the write amplification is 7.5.
     fn default() -> Self {
-        let wear = WearBudget { bytes_per_day_max: 64 << 30 };
+        let wear = DailyBudget { bytes_per_day_max: 64 << 30 };
         let scrub_every = Duration::from_secs(7 * 24 * HOUR);
         Self {
             deltas_max: 16,
@@ -81,8 +80,8 @@ fn hours<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
     Ok(Duration::from_secs(u64::from(u32::deserialize(from)?) * HOUR))
 }
 
-fn bytes_per_day<'de, D: Deserializer<'de>>(from: D) -> Result<WearBudget, D::Error> {
-    Ok(WearBudget { bytes_per_day_max: u64::deserialize(from)? })
+fn bytes_per_day<'de, D: Deserializer<'de>>(from: D) -> Result<DailyBudget, D::Error> {
+    Ok(DailyBudget { bytes_per_day_max: u64::deserialize(from)? })
 }
 
 impl MaintenanceRules {
@@ -201,7 +200,7 @@ impl Maintenance {
     }
 
     /// Returns the bytes written to flash.
-    pub fn wear(&self) -> &Wear {
+    pub fn wear(&self) -> &DailyBytes {
         &self.entries.wear
     }
 
@@ -247,6 +246,8 @@ impl Maintenance {
         let table = compaction.table();
         let bytes = compaction.next_bytes();
         if bytes.is_err() {
+            // A damaged page would stop this merge each time. Without its load the table waits for
+            // a repair.
             self.loads.remove(&table);
         }
         let bytes = bytes?;
@@ -254,6 +255,8 @@ impl Maintenance {
             return self.merge(compaction, flash, now, pages);
         }
 
+        // The merge may wait until tomorrow. A crash before then must not waste what was paid for
+        // its pages.
         if self.unsynced > 0 {
             self.unsynced = 0;
             compaction.sync()?;
@@ -296,6 +299,7 @@ impl Maintenance {
         let Some((&table, _)) = due.max_by_key(|(_, load)| load.urgency()) else { return Ok(None) };
         let started = Compaction::begin(flash, table);
         if !matches!(started, Ok(Some(_))) {
+            // Otherwise each step would choose this table again.
             self.loads.remove(&table);
         }
         started
@@ -307,6 +311,7 @@ impl Maintenance {
         let commit = if self.catalog.is_some() { COMMIT_BYTES } else { 0 };
         let left = self.entries.wear.left(self.rules.wear, now).saturating_sub(commit);
         if self.paid_day != self.entries.wear.day {
+            // Bytes that were paid on an earlier day are gone: a new day has a budget of its own.
             (self.paid, self.paid_day) = (0, self.entries.wear.day);
         }
 
@@ -314,6 +319,7 @@ impl Maintenance {
         if missing == 0 || missing > left {
             return missing == 0;
         }
+        // A large charge at once saves commits of the catalog, which cost wear too.
         let more = PAID_BYTES.max(missing).min(left);
         self.entries.wear.spend(now, more);
         self.paid = self.paid.saturating_add(more);
@@ -369,6 +375,7 @@ impl Maintenance {
                     }
                     Err(e) => Err(e),
                     Ok(lock) => {
+                        // Only with the lock: a merge that waits for an update keeps what it paid.
                         self.paid -= bytes;
                         compaction.finish_under(flash, lock)
                     }
@@ -377,6 +384,7 @@ impl Maintenance {
             Err(e) => Err(e),
         };
 
+        // Also after an error. `follow` makes the loads anew when the live state changes.
         self.loads.remove(&table);
         self.unsynced = 0;
         self.refund();

@@ -28,6 +28,8 @@ impl Flash {
         let mut found = AlignedPage::zeroed();
         let is_read = segment.read_page(damage.page, &mut found).is_ok();
         let has_its_checksum = is_read && found.0[..4] == page[..4];
+        // If the live generation changed the table, the old rows may differ. Then only the damaged
+        // page's own checksum proves the rebuilt one.
         if !has_its_checksum && !self.manifest().leaves_alone(damage.table) {
             return Ok(false);
         }
@@ -78,6 +80,8 @@ fn rebuild(
         };
 
         rows += 1;
+        // More rows than a page has, or rows that a segment cannot have: the previous generation
+        // has other rows.
         if rows > kind.rows_per_page() || writer.push(order, row).is_err() {
             return Ok(None);
         }

@@ -87,6 +87,7 @@ impl Scrub {
 
     fn found(&mut self, segment: SegmentRef, part: Part, loss: PageLoss) {
         let (PageLoss { page, keys, fault }, table) = (loss, self.table);
+        // The catalog stores the list, so it has a limit. The next pass lists the rest.
         if self.damage.len() < DAMAGE_MAX {
             self.damage.push(Damage { table, segment, part, page, keys, fault });
         }

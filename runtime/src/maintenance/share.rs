@@ -134,6 +134,7 @@ impl Share {
             Urgency::Awaited => self.awaited,
             Urgency::Unawaited => self.awaited.min(BusyBounds::UNAWAITED),
         };
+        // The debt belongs to the share under which it was counted.
         if bounds != self.bounds {
             (self.bounds, self.debt) = (bounds, 0);
             if urgency == Urgency::Unawaited && self.can_leave_idle {
@@ -145,6 +146,7 @@ impl Share {
     /// Forgets the time until `at`, in which the thread had no work.
     pub fn resume(&mut self, at: ThreadTime) {
         self.counted = at;
+        // The time without work was a pause as well.
         (self.unpaused, self.owed_pause) = (Duration::ZERO, Duration::ZERO);
     }
 
@@ -195,6 +197,8 @@ impl Share {
             }
             Class::Ordinary if self.can_leave_idle => {
                 let tried = now.saturating_sub(self.ordinary_since);
+                // A few pieces pay the debt. Without the waiting time the thread would go back at
+                // once, and starve again.
                 if self.debt <= 0 && tried >= RETRY_AFTER {
                     self.class = Class::Idle;
                 }

@@ -1,8 +1,6 @@
-//! The memory budget, which limits a model's use of memory, and the memory plan, which sums the
-//! model's actual use.
+//! The memory budget, which limits a model's use of memory. `memory_plan.rs` sums the actual use.
 
 use serde::Deserialize;
-use std::fmt;
 
 /// The limits of a model's memory and work. Every field is a maximum. The memory is allocated when
 /// the model is opened and does not grow afterwards.
@@ -60,72 +58,6 @@ impl Default for Budget {
             misses_max: 16 << 10,
             reads_max: 64,
             dense_engine: EngineRule::Any,
-        }
-    }
-}
-
-/// The memory that a model uses, one line for each part of it.
-#[derive(Clone, Debug, Default)]
-pub struct MemoryPlan {
-    lines: Vec<(&'static str, u64)>,
-    opening_bytes: u64,
-}
-
-impl MemoryPlan {
-    /// Adds a line.
-    pub(crate) fn add(&mut self, part: &'static str, bytes: u64) {
-        self.lines.push((part, bytes));
-    }
-
-    /// Replaces the line of a part, or adds it.
-    pub(crate) fn set(&mut self, part: &'static str, bytes: u64) {
-        match self.lines.iter_mut().find(|(line, _)| *line == part) {
-            Some((_, before)) => *before = bytes,
-            None => self.add(part, bytes),
-        }
-    }
-
-    /// Removes the line of a part whose memory was freed.
-    pub(crate) fn remove(&mut self, part: &str) {
-        self.lines.retain(|(line, _)| *line != part);
-    }
-
-    /// Records memory that opening took temporarily beside the total. The largest record counts.
-    pub(crate) fn record_peak(&mut self, bytes: u64) {
-        self.opening_bytes = self.opening_bytes.max(bytes);
-    }
-
-    /// Returns each part of the model that takes memory, with its bytes.
-    pub fn lines(&self) -> &[(&'static str, u64)] {
-        &self.lines
-    }
-
-    /// Returns the sum of all lines in bytes.
-    pub fn total(&self) -> u64 {
-        self.lines.iter().map(|(_, bytes)| bytes).sum()
-    }
-
-    /// Returns the bytes that opening the model took beside the total and freed again. During a
-    /// copy to a GPU the data is in memory twice, and a swap holds the new parts beside the old
-    /// ones.
-    pub fn opening_bytes(&self) -> u64 {
-        self.opening_bytes
-    }
-}
-
-impl fmt::Display for MemoryPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (part, bytes) in &self.lines {
-            writeln!(f, "{bytes:>14}  {part}")?;
-        }
-        write!(f, "{:>14}  total", self.total())?;
-
-        match self.opening_bytes {
-            0 => Ok(()),
-            bytes => write!(
-                f,
-                "\n{bytes:>14}  more while opening, beside what is served or in transit to the GPU"
-            ),
         }
     }
 }

@@ -4,8 +4,9 @@
 
 use crate::limits::{BATCH_MAX, SLOTS_MAX};
 use crate::model::backend::ModelBackend;
-use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::budget::Budget;
 use crate::model::error::OpenError;
+use crate::model::memory_plan::MemoryPlan;
 use crate::schema::{KeySpace, Placement, Schema, Table};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
@@ -64,6 +65,7 @@ pub(crate) fn check_total(
     let excess = total - max;
     let lower = match cache_bytes.checked_sub(excess) {
         Some(fits) if fits > 0 => format!("lower cache_bytes_max to {fits}"),
+        // Even a model without a cache would be too large.
         _ => "lower resident_bytes_max, slots, workers, batch_max or misses_max".to_owned(),
     };
     let problem = format!("the model takes {total} bytes, {excess} too many; {lower}:\n{plan}");
@@ -85,6 +87,7 @@ pub(crate) fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bo
     let mut resident: Vec<bool> =
         schema.tables.iter().map(|t| t.placement == Placement::Resident).collect();
     let declared = (0..resident.len()).filter(|&i| resident[i]);
+    // The sizes come from a manifest. A sum that overflows must not look small.
     let mut used = declared.map(bytes).fold(0, u64::saturating_add);
     if used > max {
         let problem = format!("the tables with placement `resident` take {used} bytes");
@@ -94,9 +97,12 @@ pub(crate) fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bo
     let mut automatic: Vec<usize> = (0..schema.tables.len())
         .filter(|&i| schema.tables[i].placement == Placement::Auto)
         .collect();
+    // The number decides between tables of one size, so every car with this budget makes the same
+    // choice.
     automatic.sort_by_key(|&i| (bytes(i), i));
     for i in automatic {
         let fits = used.checked_add(bytes(i)).is_some_and(|sum| sum <= max);
+        // No later table fits either, since they are in ascending order.
         if !fits || bytes(i) > max / AUTOMATIC_SHARE {
             break;
         }
@@ -155,6 +161,7 @@ fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
         };
         // With room for growth, later generations with more rows can use the same cache.
         let (roomy, tight) = (ends(rows_with_growth), ends(|table| table.rows));
+        // Room for growth is not worth wider tags, which take 4.6 more bytes a slot.
         if tight.is_narrow() && !roomy.is_narrow() { tight } else { roomy }
     };
     widths

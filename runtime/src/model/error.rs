@@ -40,7 +40,8 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// Returns true if the release is at fault: no car can serve it. The other errors depend on the car: its flash, its memory, its device and its engine.
+    /// Returns true if the release is at fault: no car can serve it. The other errors depend on the
+    /// car: its flash, its memory, its device and its engine.
     pub fn is_fault_of_release(&self) -> bool {
         matches!(self, Self::Dense(_) | Self::Probe { .. })
     }

@@ -30,6 +30,7 @@ impl GenerationChange {
     pub fn between(old: &Model, new: &Model) -> Result<Self, SegmentError> {
         let (before, after) = (old.generation(), new.generation());
         let is_same = old.manifest() == new.manifest();
+        // One number with two manifests: a snapshot has replaced the damaged generation.
         let is_unrelated = before.lineage != after.lineage || before.sequence == after.sequence;
 
         let both = old.tables().iter().zip(new.tables());
@@ -37,6 +38,8 @@ impl GenerationChange {
             _ if is_same => Ok(TableChange::Keys(Vec::new())),
             _ if is_unrelated => Ok(TableChange::All),
             true => changed_since(before.sequence, new),
+            // After a rollback the live generation is the older one. What the newer one changed
+            // differs in both directions.
             false => changed_since(after.sequence, old),
         });
         Ok(Self { tables: tables.collect::<Result<_, _>>()? })
@@ -87,6 +90,7 @@ fn newest_keys(
         let space = delta.kind().keys();
         delta.each_key(|order, _| keys.push(space.key_of(order)))?;
     }
+    // The orders of sparse keys are hashes, and several deltas may have the same key.
     keys.sort_unstable();
     keys.dedup();
     Ok(keys)

@@ -6,6 +6,7 @@ pub mod budget;
 pub mod capacity;
 pub mod error;
 pub(crate) mod generation_change;
+pub(crate) mod memory_plan;
 pub mod opened;
 pub mod preload;
 mod read_ahead;

@@ -6,7 +6,8 @@ use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::limits::BACKGROUND_READS_MAX;
 use crate::model::backend::ModelBackend;
-use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::budget::Budget;
+use crate::model::memory_plan::MemoryPlan;
 use crate::model::served_tables::{ServedTable, Storage};
 use crate::schema::batch::Batch;
 use crate::schema::{InputSource, MissPolicy, NetworkInput, Schema};
@@ -325,5 +326,6 @@ fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>) {
             column += width;
         }
     }
+    // No default is used: the schema's check refuses a feature that feeds no input.
     (columns.into_iter().map(Option::unwrap_or_default).collect(), copies)
 }

@@ -27,6 +27,7 @@ pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&
             inserts.add(RowKey { table: number as u16, key }, bytes);
         });
         inserts.make();
+        // A start goes on: every row that is not cached is read when a request needs it.
         read.unwrap_or_else(|e| log::error!("table {number} starts with a colder cache: {e}"));
     }
 }
@@ -60,6 +61,8 @@ impl<'a> Inserts<'a> {
     fn make(&mut self) {
         let bytes = self.bytes.chunks_exact(self.cache.row_bytes());
         for (row, bytes) in self.rows.drain(..).zip(bytes) {
+            // No other thread uses these caches yet, so the set has the epoch that it had at the
+            // read.
             self.cache.insert(row, bytes, self.cache.epoch(row));
         }
         self.bytes.clear();
@@ -159,6 +162,7 @@ impl<'a> Preloader<'a> {
             let found = locations.into_iter().zip(keys);
             located.extend(found.filter_map(|(location, &key)| Some((location?, key))));
         }
+        // Keys of one page become neighbours, so each page is read once.
         located.sort_unstable_by_key(|(location, _)| location.pack());
         let pages: Vec<WantedPage<'_>> = located.chunk_by(|a, b| a.0 == b.0).collect();
 
@@ -192,6 +196,7 @@ impl<'a> Preloader<'a> {
         let places: Vec<Run> = runs.iter().map(place).collect();
         read_ahead(rows, &places, |number, read| {
             let run = runs[number];
+            // One bad page fails the whole run. Read one by one, only its own rows are lost.
             let Some(read) = read else { return after.scattered.extend_from_slice(run) };
             for (wanted, page) in run.iter().zip(read) {
                 let taken = take_rows(rows, wanted, Ok(&page.0), take);

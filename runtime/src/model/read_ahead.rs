@@ -27,6 +27,8 @@ struct RunBuffer {
 impl RunBuffer {
     /// Reads `run` of `rows` on the caller's thread.
     fn read(&mut self, rows: &TableRows, run: Run) {
+        // The buffer only grows: runs have different lengths, and each buffer is used for many of
+        // them.
         if self.pages.len() < run.pages {
             self.pages.resize_with(run.pages, AlignedPage::zeroed);
         }

@@ -102,6 +102,8 @@ impl<'a> RowWriter<'a> {
         match self {
             Self::Cpu(model) => {
                 if let Some(cache) = model.cpu_cache(row.table) {
+                    // No other thread changes the row, so its set has the epoch that it had at the
+                    // read.
                     cache.insert(row, bytes, cache.epoch(row));
                 }
                 Ok(())
@@ -143,6 +145,8 @@ impl GpuWriter {
         }
         let mut epochs = vec![Epoch::default(); rows.len()];
         rows.iter().for_each(|&row| changes.add(row, 0, Epoch::default()));
+        // An insert needs the epoch of its set, and the sets are on the GPU. One probe reads those
+        // of all rows.
         changes.probe(|number, _, epoch| epochs[number] = epoch)?;
         for (slot, (row, epoch)) in rows.drain(..).zip(epochs).enumerate() {
             changes.add(row, slot as u32, epoch);

@@ -70,6 +70,7 @@ pub(crate) fn open_tables(
             Storage::Resident(opened.residents.len() - 1)
         } else {
             let cache = caches.iter().position(|c| c.row_bytes() == format.row_bytes());
+            // Always found: `make_caches` makes a cache for each row width of these tables.
             Storage::Cached(cache.unwrap_or_default())
         };
         let segments = flash.record().live.tables[number].clone();
@@ -91,6 +92,7 @@ pub(crate) fn load_resident(
         |order, row| {
             bytes.extend_from_slice(row);
             if !is_indexed {
+                // The order of a sparse key is its `mix` already.
                 hashes.push(if table.keys == KeySpace::Index { mix(order) } else { order });
             }
         },

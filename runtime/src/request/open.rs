@@ -1,23 +1,20 @@
-//! Opens a model for serving. This file knows the workers and the request queue, so it can sum all
-//! memory of a model. A model beyond its budget is refused before it serves.
+//! Opens a model for serving: on the CPU first, then on a device if there is one. A model beyond
+//! its budget is refused before it serves.
 
 use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
 use crate::io::disk::Disk;
-use crate::io::reader::{DeviceDepth, PageReader};
+use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
-use crate::model::budget::{Budget, EngineRule, MemoryPlan};
+use crate::model::budget::{Budget, EngineRule};
+use crate::model::memory_plan::Part;
 use crate::model::opened::ModelParts;
-use crate::model::row_writer::RowWriter;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
-use crate::request::changed_rows::list_bytes_max;
-use crate::request::negative_cache::NegativeCache;
+use crate::request::memory::{check_total, sum_memory};
 use crate::request::precision_check;
-use crate::request::queue::RequestQueue;
-use crate::request::worker::{TableCounters, lookup_limits};
-use crate::schema::batch::Batch;
+use crate::request::worker::lookup_limits;
 use crate::schema::{Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
@@ -28,21 +25,8 @@ use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
 };
-use hatchback_kernels::lookup::LookupStatus;
-use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::path::Path;
 use std::sync::Arc;
-
-/// Lines of the memory plan that are removed or added when the dense network moves to a GPU.
-const DENSE_WEIGHTS: &str = "dense network weights";
-const DENSE_RESULTS: &str = "dense network results between layers, all workers";
-const GPU_WEIGHTS: &str = "dense network on the GPU, weights";
-const GPU_DENSE: &str = "dense network on the GPU, all workers";
-/// Lines of the memory plan that are computed anew for a later generation.
-const INPUTS: &str = "dense network inputs, all workers";
-const INDEXES: &str = "indexes of the segments and overlays of their deltas";
-const RESIDENTS: &str = "resident tables";
-const VOCABULARIES: &str = "vocabularies of the key functions";
 
 /// Most misses of a model that scores one sample at a time, unless a bag is longer.
 const MISSES_OF_ONE_SAMPLE: u32 = 1024;
@@ -171,18 +155,6 @@ impl Model {
         }))
     }
 
-    /// Returns the bytes that an update takes beside this model, at most: a next generation with
-    /// tables and a network of the same sizes. It is a snapshot, or a tenth of the rows changed.
-    pub fn update_bytes(&self) -> u64 {
-        let rows = self.schema().tables.iter().map(|table| table.rows).sum::<u64>();
-        let changed_keys = rows / 10 * size_of::<u64>() as u64;
-        bytes_of_lines(self, &NOT_SHARED)
-            + bytes_of_lines(self, &[RESIDENTS, INDEXES])
-            + list_bytes_max(self)
-            + RowWriter::bytes(self)
-            + changed_keys
-    }
-
     /// Moves the caches, with their rows, and the resident tables to `device`. Does nothing if
     /// `device` is the CPU or the tables are on a GPU already.
     ///
@@ -205,7 +177,7 @@ impl Model {
         };
         let bytes = GpuLookup::bytes(room, lookup_limits(&self, gpu));
         let bytes = u64::from(self.budget().workers) * bytes as u64;
-        self.memory_mut().add("keys, rings and changes that the GPU shares, all workers", bytes);
+        self.memory_mut().set(Part::GpuShared, bytes);
         check_total(&self)?;
 
         let storages = self.tables().iter().map(device_storage).collect();
@@ -295,10 +267,10 @@ impl Model {
         let per_worker = Step::bytes(&engine, self.input_widths().iter().sum(), batch_max);
         self.record_peak(freed_bytes);
         let memory = self.memory_mut();
-        memory.remove(DENSE_WEIGHTS);
-        memory.remove(DENSE_RESULTS);
-        memory.add(GPU_WEIGHTS, engine.bytes());
-        memory.add(GPU_DENSE, u64::from(workers) * per_worker);
+        memory.remove(Part::DenseWeights);
+        memory.remove(Part::DenseResults);
+        memory.set(Part::GpuWeights, engine.bytes());
+        memory.set(Part::GpuDense, u64::from(workers) * per_worker);
         check_total(&self)?;
 
         self.map_backend(|backend| match backend {
@@ -353,133 +325,4 @@ fn peak_of_move(backend: &ModelBackend) -> u64 {
     let Some(CpuTables { caches, residents }) = backend.cpu_tables() else { return 0 };
     let residents = residents.iter().map(|rows| rows.bytes() as u64).sum::<u64>();
     residents + caches.iter().map(|cache| cache.bytes() as u64).max().unwrap_or(0)
-}
-
-fn cache_bytes(model: &Model) -> u64 {
-    model.backend().cpu_caches().iter().map(|cache| cache.bytes() as u64).sum()
-}
-
-fn check_total(model: &Model) -> Result<(), OpenError> {
-    capacity::check_total(model.budget(), model.memory(), cache_bytes(model))
-}
-
-/// Returns the bytes of all resident tables of `backend`.
-fn resident_bytes(backend: &ModelBackend) -> u64 {
-    let in_memory = |tables: &CpuTables| tables.residents.iter().map(|rows| rows.bytes()).sum();
-    let on_gpu = || backend.device_tables().map_or(0, |tables| tables.resident_bytes());
-    backend.cpu_tables().map_or_else(on_gpu, in_memory) as u64
-}
-
-fn index_bytes(model: &Model) -> u64 {
-    model.tables().iter().map(|table| table.rows.index_bytes() as u64).sum()
-}
-
-/// Sets the line of the vocabularies, which only a model with vocabularies has.
-fn set_vocabularies(plan: &mut MemoryPlan, model: &Model) {
-    match model.schema().features.iter().map(|f| f.key.bytes() as u64).sum() {
-        0 => plan.remove(VOCABULARIES),
-        bytes => plan.set(VOCABULARIES, bytes),
-    }
-}
-
-/// Sets the lines that another generation of the same model changes. The dense network of `model`
-/// is in host memory.
-fn set_generation(plan: &mut MemoryPlan, model: &Model) {
-    let (workers, dense) = (u64::from(model.budget().workers), cpu_dense_bytes(model));
-    let batch = u64::from(model.budget().batch_max);
-    let inputs = 4 * batch * model.input_widths().iter().sum::<usize>() as u64;
-    plan.set(RESIDENTS, resident_bytes(model.backend()));
-    plan.set(INDEXES, index_bytes(model));
-    set_vocabularies(plan, model);
-    plan.set(DENSE_WEIGHTS, dense.weights);
-    plan.set(INPUTS, workers * inputs);
-    plan.set(DENSE_RESULTS, workers * dense.scratch as u64);
-}
-
-/// Returns the memory plan of `model`, whose dense network is in host memory. The caches and
-/// workers are those of an earlier generation, whose plan is `before`.
-pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
-    let mut plan = before.clone();
-    plan.remove(GPU_WEIGHTS);
-    plan.remove(GPU_DENSE);
-    set_generation(&mut plan, model);
-    plan
-}
-
-/// Returns the bytes of `model` that it does not share with `before`, the previous generation.
-pub(crate) fn own_bytes(model: &Model, before: &Model) -> u64 {
-    let tables = model.tables().iter().zip(before.tables());
-    let indexes: usize = tables.map(|(new, old)| new.rows.own_index_bytes(&old.rows)).sum();
-    indexes as u64 + bytes_of_lines(model, &NOT_SHARED)
-}
-
-/// The lines that two generations never share.
-const NOT_SHARED: [&str; 6] =
-    [VOCABULARIES, INPUTS, DENSE_WEIGHTS, DENSE_RESULTS, GPU_WEIGHTS, GPU_DENSE];
-
-fn bytes_of_lines(model: &Model, names: &[&str]) -> u64 {
-    let lines = model.memory().lines().iter().filter(|(line, _)| names.contains(line));
-    lines.map(|(_, bytes)| bytes).sum()
-}
-
-/// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.
-fn sum_memory(model: &Model) -> MemoryPlan {
-    let mut plan = MemoryPlan::default();
-    plan.set("embedding caches", cache_bytes(model));
-    set_generation(&mut plan, model);
-    add_workers(&mut plan, model);
-    add_queue(&mut plan, model);
-    plan
-}
-
-/// Adds the memory of one worker that every generation takes, times the workers.
-fn add_workers(plan: &mut MemoryPlan, model: &Model) {
-    let budget = model.budget();
-    let (workers, batch) = (u64::from(budget.workers), budget.batch_max as usize);
-    let misses_max = budget.misses_max as usize;
-    let misses = MissList::bytes(misses_max, model.staging_row_bytes())
-        + misses_max * size_of::<Miss>()
-        + TableCounters::bytes(model.schema().tables.len())
-        + NegativeCache::bytes();
-    let mut add = |part, bytes: usize| plan.add(part, workers * bytes as u64);
-
-    add("miss lists, staging rows and negative caches, all workers", misses);
-    add("page buffers, all workers", PageReader::bytes(budget.reads_max as usize));
-    add("scores and statuses, all workers", batch * sample_bytes(model));
-    add("batches, all workers", Batch::bytes(model.schema(), batch));
-}
-
-/// Adds the request slots and the queue.
-fn add_queue(plan: &mut MemoryPlan, model: &Model) {
-    let budget = model.budget();
-    let batch = budget.batch_max as usize;
-    let slot = Batch::bytes(model.schema(), batch) + batch * sample_bytes(model);
-    plan.add("request slots: batches, scores and statuses", u64::from(budget.slots) * slot as u64);
-    plan.add(
-        "queues of requests and of keys to prefetch",
-        RequestQueue::queue_bytes(budget.workers as usize) as u64,
-    );
-}
-
-/// Bytes of the scores and the status of one sample.
-fn sample_bytes(model: &Model) -> usize {
-    size_of::<LookupStatus>() + 4 * model.outputs()
-}
-
-/// Bytes of a dense network in host memory.
-#[derive(Default)]
-struct DenseBytes {
-    weights: u64,
-    /// Of one worker.
-    scratch: usize,
-}
-
-fn cpu_dense_bytes(model: &Model) -> DenseBytes {
-    match model.backend() {
-        ModelBackend::Cpu { dense, .. } | ModelBackend::GpuTables { dense, .. } => DenseBytes {
-            weights: dense.bytes() as u64,
-            scratch: dense.scratch_bytes(model.budget().batch_max as usize),
-        },
-        ModelBackend::Gpu { .. } => DenseBytes::default(),
-    }
 }

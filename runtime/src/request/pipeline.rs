@@ -67,6 +67,7 @@ impl Pipeline {
         for number in 0..pipeline.model().budget().workers as usize {
             let (workers, name) = (Arc::clone(&pipeline.workers), format!("worker {number}"));
             let run = move || workers.run(number);
+            // On an error `pipeline` is dropped, which ends the threads that have started.
             pipeline.threads.push(std::thread::Builder::new().name(name).spawn(run)?);
         }
         Ok(pipeline)
@@ -115,6 +116,7 @@ impl Pipeline {
     pub(crate) fn wait_until_left(&self, users: &Arc<()>, yield_now: &dyn Fn()) {
         self.workers.queue.wake();
         while Arc::strong_count(users) > 1 {
+            // A pipeline without threads leaves the old model only if somebody takes its steps.
             if !self.step() {
                 std::thread::sleep(LEAVE_POLL);
                 yield_now();
@@ -173,6 +175,8 @@ impl Pipeline {
         fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
     ) -> Result<Queued, E> {
         let model = self.live.model();
+        // A swap may replace `model` before the request is scored. A batch that fits the old model
+        // fits the new one (`check_shape`).
         let slot = self.workers.queue.submit(deadline, |batch| fill(&model, batch))?;
         Ok(Queued(Ticket { workers: Arc::clone(&self.workers), slot, deadline }))
     }
@@ -208,6 +212,7 @@ fn worker_of(queue: &RequestQueue) -> io::Result<Worker> {
 impl Drop for Pipeline {
     fn drop(&mut self) {
         self.workers.queue.close();
+        // Without threads nobody else would answer the requests that wait.
         while self.step() {}
         for thread in self.threads.drain(..) {
             // The requests of a worker that panicked were answered with an error.

@@ -148,6 +148,8 @@ impl RequestQueue {
         fill: impl FnOnce(&mut Batch) -> Result<(), E>,
     ) -> Result<u16, E> {
         let taken = self.take_slot().ok_or(RequestError::Busy(self.slots.len()))?;
+        // `fill` may decode a whole message, so it runs without the lock of the queue. Other
+        // callers and the workers go on meanwhile.
         let samples = self.slots[usize::from(taken.slot)].begin(fill)?;
         let slot = taken.keep();
 
@@ -173,6 +175,8 @@ impl RequestQueue {
 
     /// Notifies a worker that there may be work.
     pub fn notify(&self) {
+        // A worker that found nothing has released the lock and may not sleep yet. It misses the
+        // notification, but not the count.
         lock(&self.queue).changes += 1;
         self.work.notify_one();
     }
@@ -211,6 +215,8 @@ impl RequestQueue {
 
     /// Wakes the workers that wait for requests, so that they see the current version of the model.
     pub fn wake(&self) {
+        // Every worker counts as a user of the version that it saw last, and only the worker itself
+        // can leave it.
         lock(&self.queue).changes += 1;
         self.work.notify_all();
     }
@@ -282,6 +288,8 @@ impl RequestQueue {
     /// slot later; otherwise the slot is free now.
     pub fn release(&self, slot: u16) {
         let is_over =
+            // A worker may take or finish the request between these calls. `abandon` comes last:
+            // under the slot's lock it decides which side frees the slot.
             self.is_done(slot) || self.withdraw(slot) || self.slots[usize::from(slot)].abandon();
         if is_over {
             self.free(slot);
@@ -296,6 +304,8 @@ impl RequestQueue {
             return false;
         };
         let mut withdrawn = None;
+        // `Deque` has no removal that keeps the order, and the requests behind this one must keep
+        // theirs.
         for number in 0..queue.waiting.len() {
             let Some(request) = queue.waiting.pop_front() else { break };
             if number == at {
@@ -307,8 +317,12 @@ impl RequestQueue {
         }
         if let Some(request) = withdrawn {
             queue.samples -= request.samples as usize;
+            // A caller that leaves before its deadline, such as one that hung up, was not too late.
             queue.stats.expired += u64::from(self.has_expired(&request));
         }
+        drop(queue);
+        // The slot may stay free for long, and must not keep the task of its caller alive.
+        self.slots[usize::from(slot)].abandon();
         true
     }
 
@@ -347,6 +361,8 @@ impl RequestQueue {
     fn can_batch(&self, earliest: Option<Duration>, latest: Option<Duration>) -> bool {
         match (earliest, latest) {
             (Some(earliest), Some(latest)) => latest - earliest <= self.batch_delay,
+            // A batch has one deadline or none. In a mixed batch the reads would ignore the
+            // deadline, because `None` is the smallest.
             (earliest, latest) => earliest == latest,
         }
     }
@@ -372,9 +388,13 @@ impl RequestQueue {
             }
             return Next::Work;
         }
+        // Requests come first, since their callers wait. Deferred rows and keys to prefetch end
+        // with the pipeline.
         if queue.is_closing {
             return Next::Closed;
         }
+        // A worker without requests must leave an old model too: a swap waits until every worker
+        // has.
         if worker.deferred_len() > 0 || !worker.is_current() {
             return Next::Work;
         }
@@ -403,6 +423,7 @@ impl RequestQueue {
     pub fn take_short(&self, state: &mut WorkerState) -> bool {
         let mut queue = lock(&self.queue);
         let sample_ns = self.sample_ns.load(Ordering::Relaxed);
+        // Before the first measurement no request counts as short.
         let samples_max = (CALLER_SCORE_US_MAX * 1000).checked_div(sample_ns).unwrap_or(0);
         if queue.is_left || queue.waiting.iter().any(|request| request.needs_thread) {
             return false;
@@ -414,6 +435,7 @@ impl RequestQueue {
     /// Leaves the waiting requests, if there are any, to a worker and notifies it.
     pub fn leave(&self) {
         let mut queue = lock(&self.queue);
+        // The worker that was notified before takes these requests too.
         if queue.waiting.is_empty() || queue.is_left {
             return;
         }
@@ -426,8 +448,11 @@ impl RequestQueue {
     /// Puts requests that a caller's thread cannot score back to the front of the queue.
     pub fn give_back(&self, in_flight: &mut InFlight) {
         let mut queue = lock(&self.queue);
-        queue.stats.batches -= 1;
-        queue.stats.requests -= in_flight.requests.len() as u64;
+        // `take` has counted these requests, and will count them again for the worker. A swap may
+        // have reset the counts in between, and then there is nothing to take back.
+        let stats = &mut queue.stats;
+        stats.batches = stats.batches.saturating_sub(1);
+        stats.requests = stats.requests.saturating_sub(in_flight.requests.len() as u64);
         while let Some(request) = in_flight.requests.pop() {
             queue.samples += request.samples as usize;
             let waiting = queue.waiting.push_front(Waiting { needs_thread: true, ..request });
@@ -461,6 +486,8 @@ impl RequestQueue {
     /// Records that `samples` samples whose rows were all in memory took `time`.
     pub fn note_time(&self, samples: usize, time: Duration) {
         let ns = time.as_nanos() as u64 / samples.max(1) as u64;
+        // Load and store are not one step. A lost measurement only changes which thread scores a
+        // request.
         let before = self.sample_ns.load(Ordering::Relaxed);
         // The average forgets a single delay quickly, such as a thread that lost its CPU.
         let mean = if before == 0 { ns } else { (3 * before + ns) / 4 };
@@ -491,6 +518,7 @@ impl Queue {
     ) -> Option<Duration> {
         let first = *self.waiting.front()?;
         let may_wait = first.ready_at > Duration::ZERO && self.samples < shared.batch_max;
+        // A closing pipeline receives no further requests that could fill the batch.
         if may_wait && !self.is_closing {
             let left = first.ready_at.saturating_sub(shared.clock.now());
             if left > Duration::ZERO {
@@ -504,6 +532,8 @@ impl Queue {
             samples += next.samples as usize;
             let earliest = in_flight.deadline.min(next.deadline);
             let last = latest.max(next.deadline);
+            // A worker always takes the first request: a slot's batch has room for `batch_max`
+            // samples only.
             if samples > samples_max.min(shared.batch_max) || !shared.can_batch(earliest, last) {
                 break;
             }

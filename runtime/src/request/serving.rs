@@ -7,7 +7,8 @@ use crate::clock::Clock;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
 use crate::maintenance::share::Urgency;
-use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::budget::Budget;
+use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::preload::preload_hot_keys;
 use crate::model::{CacheUse, Model, OpenError};
 use crate::request::pipeline::{Pipeline, PipelineStarter, Queued, RequestError, Stats, Ticket};
@@ -116,7 +117,7 @@ impl Serving {
     /// Counts `bytes` that the process takes beside the models. The rest of the memory is for the
     /// models.
     pub fn beside(mut self, part: &'static str, bytes: u64) -> Self {
-        self.beside.add(part, bytes);
+        self.beside.set(Part::Beside(part), bytes);
         self
     }
 
@@ -142,6 +143,7 @@ impl Serving {
             return Err(ServingError::Loaded(name.to_owned()));
         }
 
+        // Opening takes seconds, so the list of models is not locked. `change` keeps the name free.
         let pipeline = self.open(name, flash, budget, None)?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
@@ -185,6 +187,8 @@ impl Serving {
         drop(old);
 
         let run = |pipeline: &Pipeline| transition::run(pipeline, opened, &*self.clock, yield_now);
+        // The list stays locked for reading until the swap has ended. No writer waits for it,
+        // because `change` admits one change at a time.
         let swapped = self.with(name, run);
         let swapped = swapped.ok_or_else(|| ServingError::NotLoaded(name.to_owned()))?;
         swapped.map_err(|e| self.refusal(name, OpenError::Cuda(e), taken))
@@ -208,6 +212,8 @@ impl Serving {
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             if let Some(served) = models.iter_mut().find(|m| m.name == name) {
+                // Nothing is dropped under the lock: the drop of the old pipeline waits for its
+                // requests.
                 std::mem::swap(&mut served.pipeline, &mut pipeline);
             }
         }
@@ -238,10 +244,13 @@ impl Serving {
             let at = models.iter().position(|m| m.name == name);
             let removed = at.map(|at| models.remove(at));
             if removed.is_some() {
+                // Under the lock of the list: whoever no longer finds the model finds this record.
                 self.unloaded().insert(name.to_owned());
             }
             removed
         };
+        // The drop waits for the model's last requests, and must not keep requests to other models
+        // waiting.
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
 
@@ -286,6 +295,8 @@ impl Serving {
 
     /// Checks that every worker can have a read in flight if `workers` more are started.
     fn check_reads(&self, name: &str, workers: u32) -> Result<(), ServingError> {
+        // A generation that replaces another counts beside it: until the exchange both have
+        // workers.
         let served = self.models().iter().map(|m| m.pipeline.model().budget().workers).sum::<u32>();
         let (workers, max) = ((served + workers) as usize, self.read_depth.max());
         if workers > max {
@@ -302,6 +313,7 @@ impl Serving {
     ) -> Result<Model, OpenError> {
         let (depth, rest) = (Arc::clone(&self.read_depth), yield_now.unwrap_or(&|| {}));
         let model = Model::open_cold(flash, budget, depth, rest)?;
+        // Before the move, because preloading fills caches in host memory only.
         preload_hot_keys(&model, flash, yield_now);
         let model = model.move_to_device(&self.lookups)?;
         model.move_dense_to_gpu(flash, &self.dense)

@@ -102,6 +102,8 @@ impl Slot {
                 _ => {}
             }
             request = match left() {
+                // Only after the look at the stage: scores that have arrived are returned although
+                // the deadline passed.
                 Some(Duration::ZERO) => return Err(RequestError::DeadlineExceeded),
                 Some(left) => {
                     let waited = self.done.wait_timeout(request, left);
@@ -145,6 +147,7 @@ impl Slot {
                 write(&mut request);
                 request.stage = Stage::Done(result);
             }
+            // The waker runs code of the caller, so it is woken after the lock is released.
             (is_wanted, request.waker.take())
         };
         match waker {

@@ -12,7 +12,7 @@ use crate::model::row_writer::{ResidentPatch, RowWriter, resident_slots};
 use crate::model::served_tables::{ServedTable, Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
 use crate::request::changed_rows::list_bytes;
-use crate::request::open::{own_bytes, plan_after};
+use crate::request::memory::{own_bytes, plan_after};
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::gpu::GpuDense;
 use std::sync::Arc;

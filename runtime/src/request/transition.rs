@@ -59,12 +59,16 @@ pub(crate) fn run(
     let Opened { model, change, patches } = opened;
     let (model, change) = (Arc::new(model), Arc::new(change));
     let workers = model.budget().workers;
+    // All memory is taken before the first change, so that a lack of memory leaves the old model as
+    // it is.
     let backends: Vec<_> =
         (0..workers).map(|_| WorkerBackend::new(&model)).collect::<Result<_, _>>()?;
     let mut writer = RowWriter::on(&model)?;
 
     let live = pipeline.live();
     live.bar(Arc::clone(&change));
+    // A thread of the idle class could lose its CPU while it has the lock, and every lookup would
+    // wait.
     let (users, first_pause) = outside_idle_class(|| live.renew(clock));
     pipeline.wait_until_left(&users, yield_awaited);
     let removed = remove_changed(&mut writer, &model, &change, yield_awaited);

@@ -43,6 +43,8 @@ impl Workers {
     pub fn run(&self, number: usize) {
         loop {
             let seat = &self.seats[number];
+            // The lock ends with this statement. While the thread sleeps, a caller's thread may use
+            // the worker.
             let next = self.step(&mut seat.lock().unwrap_or_else(PoisonError::into_inner));
             match next {
                 Next::Work => {}
@@ -56,6 +58,8 @@ impl Workers {
     /// caller is inside this function, or if threads do the work.
     pub fn step_one(&self) -> bool {
         let seat = self.seats.first().filter(|_| self.threads == Threads::Stepped);
+        // A simulation may call this function again from inside a step. The thread would wait for
+        // itself.
         let seat = seat.and_then(|seat| seat.try_lock().ok());
         seat.is_some_and(|mut seat| self.step(&mut seat) == Next::Work)
     }
@@ -70,12 +74,14 @@ impl Workers {
             }
             next
         })
+        // The panic has used up a notification, and other requests may still wait.
         .unwrap_or(Next::Work)
     }
 
     /// Scores the first waiting requests on the calling thread. They must be short, their rows must
     /// all be in memory, and a worker must be free. Other requests are left to a worker.
     pub fn start(&self) {
+        // A locked worker may read flash for milliseconds, and this thread has other callers.
         let free = || self.seats.iter().find_map(|seat| seat.try_lock().ok());
         let seat = if self.threads == Threads::Own { free() } else { None };
         if let Some(mut seat) = seat {
@@ -92,6 +98,8 @@ impl Workers {
     /// the worker, and returns `None`.
     fn guard<T>(&self, seat: &mut Seat, work: impl FnOnce(&mut WorkerState) -> T) -> Option<T> {
         let state = seat.get_or_insert_with(|| WorkerState::new(self.queue.new_worker()));
+        // The assertion holds: after a panic the worker's state is dropped, and only the record of
+        // its requests is still read.
         let done = catch_unwind(AssertUnwindSafe(|| work(state)));
         if done.is_err() {
             let InFlight { requests, answered, is_prefetching, .. } = &state.in_flight;
@@ -112,6 +120,7 @@ impl Workers {
     /// Does the work that the queue handed over: scores the requests, enqueues the keys to
     /// prefetch, and fetches some deferred rows.
     fn work(&self, state: &mut WorkerState) {
+        // `score` follows the model too, but not without a request.
         state.worker.follow();
         self.score(state);
 
@@ -151,6 +160,7 @@ impl Workers {
     /// false.
     fn score_in_memory(&self, state: &mut WorkerState) -> bool {
         if !self.gather(state) {
+            // Every caller has left or is too late, so no request is left to give back.
             return true;
         }
         let WorkerState { worker, batch, in_flight, .. } = state;

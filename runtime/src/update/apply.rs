@@ -135,6 +135,24 @@ enum Verdict {
     Abandon { reason: String, repair: Repair },
 }
 
+/// Why a step ends before its end: a verdict on the release, or an error that ends only this run.
+enum Ended {
+    Verdict(Verdict),
+    Run(UpdateError),
+}
+
+impl From<Verdict> for Ended {
+    fn from(verdict: Verdict) -> Self {
+        Self::Verdict(verdict)
+    }
+}
+
+impl From<UpdateError> for Ended {
+    fn from(error: UpdateError) -> Self {
+        Self::Run(error)
+    }
+}
+
 fn abandon(reason: impl Into<String>) -> Verdict {
     Verdict::Abandon { reason: reason.into(), repair: Repair::None }
 }
@@ -313,7 +331,10 @@ impl Updater {
             _ if self.is_revoked(&release, fetch, host) => {
                 Ok(Verdict::Withdraw("the publisher revoked the release".to_owned()))
             }
-            InstallState::Applying => self.apply(status, &release, host),
+            InstallState::Applying => match self.apply(status, &release, host) {
+                Ok(verdict) | Err(Ended::Verdict(verdict)) => Ok(verdict),
+                Err(Ended::Run(e)) => Err(e),
+            },
             _ => self.watch(status, &release, host),
         }
     }
@@ -385,19 +406,14 @@ impl Updater {
         status: &mut InstallStatus,
         release: &Release,
         host: &Host<'_>,
-    ) -> Result<Verdict, UpdateError> {
+    ) -> Result<Verdict, Ended> {
         if self.is_live(release)? {
             return Ok(Verdict::Advance(InstallState::Probation));
         }
-        if let Err(reason) = self.check_release(status, release, host)? {
-            return Ok(abandon(reason));
-        }
+        self.check_release(status, release, host)?;
+        let prepared = self.prepare(release, host)?;
 
-        let prepared = match self.prepare(release, host)? {
-            Ok(prepared) => prepared,
-            Err(verdict) => return Ok(verdict),
-        };
-
+        // The trial is counted before the probe: a crash of the probe must count too.
         if let Some(reason) = status.count_trial(host.boot) {
             return Ok(Verdict::Reject(reason));
         }
@@ -405,28 +421,7 @@ impl Updater {
         let probed = probe(prepared.flash(), host.budget, host.yield_now);
         status.end_trial();
 
-        let is_delta = release.parent.is_some();
-        match probed {
-            Err(ProbeFault::Release(problem)) => return Ok(Verdict::Reject(problem)),
-            Err(ProbeFault::Car { problem, is_damage }) => {
-                let is_base = is_damage && is_delta;
-                let repair = if is_base { Repair::NewerSnapshot } else { Repair::None };
-                return Ok(Verdict::Abandon { reason: problem, repair });
-            }
-            Ok(probed) if probed.damaged > 0 && is_delta && status.repair == Repair::None => {
-                let damaged = probed.damaged;
-                let reason = format!(
-                    "{damaged} probe samples use damaged rows of the generation before; a \
-                     snapshot is taken instead if there is one"
-                );
-                return Ok(Verdict::Abandon { reason, repair: Repair::NewerSnapshot });
-            }
-            Ok(probed) => {
-                if let Some(reason) = judge_probe(probed, &host.policy) {
-                    return Ok(Verdict::Reject(reason));
-                }
-            }
-        }
+        judge_trial(probed, release, status.repair, &host.policy)?;
 
         // In the idle class the commit would wait until no request needs the CPU.
         match outside_idle_class(|| prepared.commit()) {
@@ -437,23 +432,20 @@ impl Updater {
     }
 
     /// Checks that `release` is signed and not older than the generation that this car has
-    /// committed. The inner error has the reason if not.
+    /// committed.
     fn check_release(
         &self,
         status: &InstallStatus,
         release: &Release,
         host: &Host<'_>,
-    ) -> Result<Result<(), String>, UpdateError> {
+    ) -> Result<(), Ended> {
         let listed = self.verify_targets(host.root).and_then(|targets| releases(&targets));
-        let listed = match listed {
-            Ok(listed) => listed,
-            Err(e) => return Ok(Err(e.to_string())),
-        };
+        let listed = listed.map_err(|e| abandon(e.to_string()))?;
         let is_signed = listed
             .iter()
             .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation));
         if !is_signed {
-            return Ok(Err("the release is not listed in the signed targets".to_owned()));
+            return Err(abandon("the release is not listed in the signed targets").into());
         }
 
         let is_older = |newest: &&Generation| {
@@ -462,19 +454,14 @@ impl Updater {
         };
         match status.committed.as_ref().filter(is_older) {
             Some(newest) if self.live()?.is_none() => {
-                Ok(Err(format!("it is older than {newest}, which was live here")))
+                Err(abandon(format!("it is older than {newest}, which was live here")).into())
             }
-            _ => Ok(Ok(())),
+            _ => Ok(()),
         }
     }
 
-    /// Writes the staged bundle of `release` to flash. The inner error is the verdict if that
-    /// fails.
-    fn prepare(
-        &self,
-        release: &Release,
-        host: &Host<'_>,
-    ) -> Result<Result<Prepared, Verdict>, UpdateError> {
+    /// Writes the staged bundle of `release` to flash.
+    fn prepare(&self, release: &Release, host: &Host<'_>) -> Result<Prepared, Ended> {
         let directory = self.directory.join("staged");
         let path = Staging::bundle_in(&directory, release);
         let lost = |problem: &dyn std::fmt::Display| {
@@ -482,28 +469,27 @@ impl Updater {
             abandon(format!("staged bundle {path}: {problem}; it will be fetched again"))
         };
 
-        let mut bundle = match BundleReader::open_on(self.disk.as_ref(), &path) {
-            Ok(bundle) => bundle,
-            Err(e) => return Ok(Err(lost(&e))),
-        };
+        let bundle = BundleReader::open_on(self.disk.as_ref(), &path);
+        let mut bundle = bundle.map_err(|e| lost(&e))?;
         if sha256(bundle.manifest_bytes()) != release.manifest {
-            return Ok(Err(lost(&"its manifest is not the signed one")));
+            return Err(lost(&"its manifest is not the signed one").into());
         }
 
         let progress = |_| (host.yield_now)();
-        match Flash::prepare(&self.disk, &self.flash, &mut bundle, progress) {
-            Ok(prepared) => Ok(Ok(prepared)),
-            Err(e @ FlashError::Busy { .. }) => Err(e.into()),
-            Err(FlashError::Bundle(e @ (BundleError::Io { .. } | BundleError::Hash { .. }))) => {
-                Ok(Err(lost(&e)))
+        let prepared = Flash::prepare(&self.disk, &self.flash, &mut bundle, progress);
+        prepared.map_err(|error| match error {
+            // Another process has the lock. The next run tries again, and nothing is decided.
+            e @ FlashError::Busy { .. } => Ended::Run(e.into()),
+            FlashError::Bundle(e @ (BundleError::Io { .. } | BundleError::Hash { .. })) => {
+                lost(&e).into()
             }
-            Err(e @ FlashError::Base(_)) => {
+            e @ FlashError::Base(_) => {
                 let reason = e.to_string();
-                Ok(Err(Verdict::Abandon { reason, repair: Repair::AnySnapshot }))
+                Verdict::Abandon { reason, repair: Repair::AnySnapshot }.into()
             }
-            Err(e) if blames_bundle(&e) => Ok(Err(Verdict::Reject(e.to_string()))),
-            Err(e) => Ok(Err(abandon(e.to_string()))),
-        }
+            e if blames_bundle(&e) => Verdict::Reject(e.to_string()).into(),
+            e => abandon(e.to_string()).into(),
+        })
     }
 
     /// Judges the live release by its requests, and at the end by its probe set.
@@ -578,6 +564,36 @@ impl Updater {
         flash.rollback()?;
         Ok(abandon(reason))
     }
+}
+
+/// Judges the probe of a release that is not live yet; `repair` is what the car needs already.
+fn judge_trial(
+    probed: Result<Probed, ProbeFault>,
+    release: &Release,
+    repair: Repair,
+    policy: &Policy,
+) -> Result<(), Verdict> {
+    let is_delta = release.parent.is_some();
+    let probed = probed.map_err(|fault| match fault {
+        ProbeFault::Release(problem) => Verdict::Reject(problem),
+        ProbeFault::Car { problem: reason, is_damage } => {
+            let is_base = is_damage && is_delta;
+            let repair = if is_base { Repair::NewerSnapshot } else { Repair::None };
+            Verdict::Abandon { reason, repair }
+        }
+    })?;
+
+    // A delta keeps the damaged rows of its base, and a snapshot replaces them. So a delta gives
+    // way to a snapshot, but only once: without a newer snapshot the car would never update again.
+    if probed.damaged > 0 && is_delta && repair == Repair::None {
+        let damaged = probed.damaged;
+        let reason = format!(
+            "{damaged} probe samples use damaged rows of the generation before; a snapshot is \
+             taken instead if there is one"
+        );
+        return Err(Verdict::Abandon { reason, repair: Repair::NewerSnapshot });
+    }
+    judge_probe(probed, policy).map_or(Ok(()), |reason| Err(Verdict::Reject(reason)))
 }
 
 /// Takes the offer in `fetch` if it is new, or drops a release that waits for consent and is no

@@ -113,7 +113,10 @@ impl Updater {
             let install = self.install_status().unwrap_or_default();
             run.enter(FetchState::Failed, &install, Some(e.to_string()));
         }
+        // The charge must be right on disk also after an error, or the next run would receive too
+        // little.
         let saved = run.save();
+        // The cause comes before a failure to record it.
         ran?;
         saved?;
         self.status()
@@ -186,11 +189,14 @@ impl Updater {
         }
 
         let is_open = |offer: &&Offer| {
+            // An offer is taken once the serving process has recorded its number. One that waits
+            // for consent may still be replaced.
             offer.number != install.offer || install.state == InstallState::AwaitConsent
         };
         let waiting = run.status.offer.as_ref().filter(is_open).map(|offer| offer.release.clone());
         let waiting = waiting.filter(|release| listing.has(release));
         let next = self.next_release(&listing, &install);
+        // Before `next?`: without a path, files of withdrawn releases must go too.
         staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting));
 
         let next = next?;
@@ -260,8 +266,10 @@ impl Updater {
                 usable.retain(|r| r.generation.sequence >= committed);
                 path(None, false, &usable)
             }
+            // One less, so that a snapshot of the damaged generation's own number counts as newer.
             (Some(live), Repair::AnySnapshot) => path(live.checked_sub(1), false, &usable),
             (live, Repair::NewerSnapshot) => match path(live, false, &usable) {
+                // No newer snapshot is listed yet. Until then deltas keep the model up to date.
                 Err(UpdateError::NoPath { .. }) => path(live, !listing.is_full, &usable),
                 path => path,
             },

@@ -3,10 +3,10 @@
 //! come from an attacker.
 
 use crate::bundle::manifest::Hash;
+use crate::io::daily_bytes::DailyBytes;
 use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::STATUS_BYTES_MAX;
-use crate::maintenance::wear::Wear;
 use crate::update::error::UpdateError;
 use crate::update::history::{UpdateEvent, UpdateState, append, last_order};
 use crate::update::release::Release;
@@ -94,7 +94,7 @@ pub struct FetchStatus {
     /// Bytes that the last run received.
     pub bytes_received: u64,
     /// Bytes received, by day.
-    pub received: Wear,
+    pub received: DailyBytes,
     /// The last steps, oldest first.
     pub history: Vec<UpdateEvent>,
     /// Number of writes of the record.

@@ -157,17 +157,22 @@ impl<'a> Fetcher<'a> {
         let (mut content, mut longest, mut stalls) = (Vec::new(), 0, 0);
 
         for _ in 0..BREAKS_MAX {
-            match self.get_rest(path, bytes_max, start, &mut content)? {
+            let link_error = match self.get_rest(path, bytes_max, start, &mut content) {
                 Ok(()) => return Ok(content),
-                Err(LinkError::NotFound) => {
+                Err(Interrupted::Run(error)) => return Err(error),
+                Err(Interrupted::Link(error)) => error,
+            };
+            match link_error {
+                LinkError::NotFound => {
                     return Err(UpdateError::NotFound { path: self.address(path) });
                 }
-                Err(LinkError::NoRanges) => content.clear(),
-                Err(LinkError::Broken(_)) if content.len() > longest => {
+                LinkError::NoRanges => content.clear(),
+                // A transfer that gets further than any before is not stalled.
+                LinkError::Broken(_) if content.len() > longest => {
                     (longest, stalls) = (content.len(), 0)
                 }
-                Err(LinkError::Broken(_)) if stalls < STALLS_MAX => stalls += 1,
-                Err(LinkError::Broken(problem)) => {
+                LinkError::Broken(_) if stalls < STALLS_MAX => stalls += 1,
+                LinkError::Broken(problem) => {
                     return Err(UpdateError::LinkBroken { path: self.address(path), problem });
                 }
             }
@@ -177,15 +182,14 @@ impl<'a> Fetcher<'a> {
         Err(UpdateError::LinkBroken { path: self.address(path), problem })
     }
 
-    /// Requests the part of the object after `content`, once. The outer error ends the run; the
-    /// inner error is the link's.
+    /// Requests the part of the object after `content`, once.
     fn get_rest(
         &mut self,
         path: &str,
         bytes_max: u64,
         start: Start,
         content: &mut Vec<u8>,
-    ) -> Result<Result<(), LinkError>, UpdateError> {
+    ) -> Result<(), Interrupted> {
         let (limits, clock, bytes) = (self.limits, self.clock, &mut self.bytes);
         let from = content.len() as u64;
         let mut stop = None;
@@ -210,12 +214,14 @@ impl<'a> Fetcher<'a> {
         let done = self.link.get(path, from, &mut take);
 
         match stop {
-            None => Ok(done),
+            None => done.map_err(Interrupted::Link),
             Some(Stop::Endless) => {
-                Err(UpdateError::EndlessData { path: self.address(path), bytes_max })
+                let path = self.address(path);
+                Err(Interrupted::Run(UpdateError::EndlessData { path, bytes_max }))
             }
             Some(Stop::Slow { bytes, seconds }) => {
-                Err(UpdateError::SlowRetrieval { path: self.address(path), bytes, seconds })
+                let path = self.address(path);
+                Err(Interrupted::Run(UpdateError::SlowRetrieval { path, bytes, seconds }))
             }
         }
     }
@@ -225,6 +231,12 @@ impl<'a> Fetcher<'a> {
 enum Stop {
     Endless,
     Slow { bytes: u64, seconds: u64 },
+}
+
+/// Why a transfer is not whole: the link broke it off, or the run ends.
+enum Interrupted {
+    Link(LinkError),
+    Run(UpdateError),
 }
 
 #[cfg(test)]

@@ -96,6 +96,7 @@ pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
         && !lineage.starts_with('.')
         && lineage.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
         && parent.is_none_or(|parent| parent < generation.sequence)
+        // One spelling only: `7` and `000000000007` are the same number.
         && target_name(&generation, parent) == name;
 
     is_release.then_some((generation, parent))
@@ -117,6 +118,7 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
         let number = |field: &str| {
             target.custom.as_ref().and_then(|c| c.get(field)).and_then(serde_json::Value::as_u64)
         };
+        // A release of unknown size is the last choice.
         let bytes = number(BYTES).unwrap_or(u64::MAX);
         let share = number(SHARE).map_or(100, |share| share.min(100) as u8);
         releases.push(Release {
@@ -197,6 +199,7 @@ pub fn cheapest_path(
 
         let bytes = before.saturating_add(step.bytes).saturating_add(step.manifest_bytes);
         let sequence = step.generation.sequence;
+        // On a tie the first one stays: a snapshot, which is sorted before the deltas.
         if reached.get(&sequence).is_none_or(|r| bytes < r.bytes) {
             reached.insert(sequence, Reached { bytes, last: Some(step) });
         }

@@ -114,6 +114,8 @@ impl<'a> Staging<'a> {
         if self.is_sound(release) {
             return Ok(path);
         }
+        // A bundle that is not sound was damaged after it was complete. Its space is needed for the
+        // new one.
         self.drop_bundle(release)?;
 
         let (manifest_bytes, manifest) = self.manifest(release, fetcher)?;
@@ -136,6 +138,7 @@ impl<'a> Staging<'a> {
                 .and_then(|()| progress(at, received))
                 .and_then(|()| fetch_chunk(chunk, fetcher));
             let Ok(content) = fetched else {
+                // The chunks that arrived must survive: the next run continues after them.
                 out.sync().map_err(io_error(&part))?;
                 return fetched.map(|_| path);
             };
@@ -156,6 +159,8 @@ impl<'a> Staging<'a> {
     /// Opens the part file to append after the `stored` chunks, or creates it with its header.
     fn open_part(&self, part: &Path, stored: Stored) -> io::Result<Box<dyn Output>> {
         if stored.chunks > 0 {
+            // This cuts off the rest of a chunk that arrived in part: only a whole chunk has a
+            // hash.
             return self.disk.append(part, stored.bytes);
         }
         let mut out = self.disk.create(part)?;
@@ -214,6 +219,7 @@ impl<'a> Staging<'a> {
         }
 
         let from = manifest_path(name, &release.manifest);
+        // The signed length may be larger than what this car can decode.
         let bytes = fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
         if sha256(&bytes) != release.manifest {
             return Err(UpdateError::ArbitrarySoftware { path: fetcher.address(&from) });
@@ -234,6 +240,8 @@ impl<'a> Staging<'a> {
         let mut content = Vec::with_capacity(CHUNK_BYTES);
         for chunk in chunks {
             content.resize(chunk.stored as usize, 0);
+            // The file is continued at its end only, so the chunks after a damaged one are fetched
+            // again.
             if part.read_exact(&mut content).is_err() || sha256(&content) != chunk.sha256 {
                 break;
             }
@@ -256,6 +264,8 @@ impl<'a> Staging<'a> {
 fn fetch_chunk(chunk: &Chunk, fetcher: &mut Fetcher<'_>) -> Result<Vec<u8>, UpdateError> {
     let path = chunk_path(&chunk.sha256);
     let stored = fetcher.get(&path, u64::from(chunk.stored))?;
+    // The length is not redundant: a manifest may list a wrong one beside a right hash, and offsets
+    // follow the length.
     if stored.len() != chunk.stored as usize || sha256(&stored) != chunk.sha256 {
         return Err(UpdateError::ArbitrarySoftware { path: fetcher.address(&path) });
     }

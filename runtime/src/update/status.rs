@@ -2,8 +2,8 @@
 //! its own (`fetch_status.rs`, `install_status.rs`) and only reads the other's. Neither record
 //! decides which generation is live: only the live record on flash does.
 
+use crate::io::daily_bytes::DailyBytes;
 use crate::limits::HISTORY_MAX;
-use crate::maintenance::wear::Wear;
 use crate::update::fetch_status::{FetchState, FetchStatus};
 use crate::update::history::last_order;
 use crate::update::install_status::{InstallState, InstallStatus};
@@ -32,7 +32,7 @@ pub struct UpdateStatus {
     /// Bytes that the last run received.
     pub bytes_received: u64,
     /// Bytes received, by day.
-    pub received: Wear,
+    pub received: DailyBytes,
     /// Trials of this release in a row that a crash of the process ended.
     pub trials: u32,
     /// Hashes of the manifests of the releases that this car rejected, in hexadecimal digits.

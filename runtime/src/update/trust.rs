@@ -156,6 +156,7 @@ impl Trust {
         }
 
         let advanced = self.advance(fetcher, now);
+        // Also after an error, so that the floor covers every file that was verified.
         self.save()?;
         advanced?;
 
@@ -165,9 +166,11 @@ impl Trust {
 
     fn advance(&mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<(), UpdateError> {
         let now = Now::new(now)?;
+        // New roots come first: they may revoke the keys that signed the cached files.
         self.update_root(fetcher, now)?;
         self.restore_roots(fetcher)?;
         let path = fetcher.address("metadata/root.json");
+        // Only the newest root must be valid today. The roots on the way to it may have expired.
         self.set.check_root_expired(now.time).map_err(|e| from_tuf(e, &path, now.seconds))?;
 
         if !self.is_rotated {
@@ -179,10 +182,14 @@ impl Trust {
     }
 
     fn update_root(&mut self, fetcher: &mut Fetcher<'_>, now: Now) -> Result<(), UpdateError> {
+        // With stolen keys a repository could list roots for ever. The next refresh follows further
+        // ones.
         for _ in 0..ROTATIONS_MAX {
             let Some(version) = self.set.root().version.checked_add(1) else { break };
             let path = format!("metadata/{version}.root.json");
             let bytes = match fetcher.get(&path, ROOT_BYTES_MAX) {
+                // The repository has no later root. Any other error could hide one, so it ends the
+                // refresh.
                 Err(UpdateError::NotFound { .. }) => break,
                 fetched => fetched?,
             };
@@ -278,6 +285,7 @@ impl Trust {
             Err(TufError::EqualVersion { .. }) => false,
             updated => updated.map(|()| true).map_err(|e| from_tuf(e, &path, now.seconds))?,
         };
+        // Also for an equal version: a repository that is frozen must be noticed.
         self.set.check_timestamp_expired(now.time).map_err(|e| from_tuf(e, &path, now.seconds))?;
 
         let Some(timestamp) = self.set.timestamp() else {
@@ -305,6 +313,8 @@ impl Trust {
         let (path, length) = pinned(pin, "snapshot", SNAPSHOT_BYTES_MAX)?;
 
         let cached = self.cached("snapshot.json", SNAPSHOT_BYTES_MAX);
+        // The set compares the cached file with the timestamp's pin. An error only means that it is
+        // not the current one.
         if self.set.update_snapshot(&cached, now.time).is_err() {
             let bytes = fetcher.get(&path, length)?;
             let path = fetcher.address(&path);
@@ -325,6 +335,7 @@ impl Trust {
         let (path, length) = pinned(pin, "targets", TARGETS_BYTES_MAX)?;
 
         let cached = self.cached("targets.json", TARGETS_BYTES_MAX);
+        // As above: the pin in the snapshot decides.
         if self.set.update_targets(&cached, now.time).is_err() {
             let bytes = fetcher.get(&path, length)?;
             let path = fetcher.address(&path);

@@ -37,6 +37,7 @@ impl Updater {
     /// # Errors
     /// `UpdateError::Io` if the device cannot read the serving process's record.
     pub fn status(&self) -> Result<UpdateStatus, UpdateError> {
+        // The status must be readable although the flash is not.
         let live = self.live().ok().flatten().map(|flash| flash.manifest().generation.to_string());
         Ok(UpdateStatus::merge(self.fetch_status(), self.install_status()?, live))
     }

@@ -3,11 +3,11 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
+use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
-use hatchback::maintenance::wear::WearBudget;
 use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::random::Random;
@@ -25,7 +25,7 @@ fn at(hour: u64) -> Duration {
 }
 
 fn rules(bytes_per_day_max: u64) -> MaintenanceRules {
-    let wear = WearBudget { bytes_per_day_max };
+    let wear = DailyBudget { bytes_per_day_max };
     MaintenanceRules {
         deltas_max: 1,
         changed_percent_max: 100,
@@ -403,9 +403,9 @@ fn life(versions: &Versions, seed: u64) {
 }
 
 /// A lost wear state counts as spent, which this test does not compare with the budget.
-fn cleared(entries: &CatalogEntries) -> hatchback::maintenance::wear::Wear {
+fn cleared(entries: &CatalogEntries) -> hatchback::io::daily_bytes::DailyBytes {
     if entries.wear.bytes == u64::MAX {
-        hatchback::maintenance::wear::Wear::default()
+        hatchback::io::daily_bytes::DailyBytes::default()
     } else {
         entries.wear
     }

@@ -9,7 +9,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
-use hatchback_kernels::dense::onnx::{FLOAT16, INT8, ModelProto};
+use hatchback_kernels::dense::graph::onnx::{FLOAT16, INT8, ModelProto};
 use hatchback_kernels::dense::{forms, narrow_all, widen};
 use hatchback_tests::models::{
     Installed, install_spec, install_unprobed, open_with_least_cache, repository, score_all,
@@ -171,7 +171,7 @@ fn the_weights_of_each_matrix_are_as_narrow_as_the_probe_set_bears() {
         let chosen = serve(family, &installed(family, CodecChoice::F16, None));
         let off = furthest(&chosen.scores, &trained.scores);
         println!(
-            "{family}: {} of {} bytes in memory, {} of {} in the bundle; a score moves by {off:.1e}",
+            "{family}: {} of {} bytes in memory, {} of {} in the bundle; scores move by {off:.1e}",
             chosen.bytes,
             trained.bytes,
             chosen.onnx.len(),

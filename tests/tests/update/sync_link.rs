@@ -2,8 +2,8 @@
 //! resumes where it broke, and every received byte is counted.
 
 use hatchback::bundle::BundleReader;
+use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
-use hatchback::maintenance::wear::WearBudget;
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::staging::Staging;
@@ -185,7 +185,7 @@ fn bytes_of_a_run_without_an_end_are_charged() {
     let fleet = Fleet::new();
     let now = std::time::Duration::from_secs(T0 + 1);
     let received = |car: &Car| {
-        let budget = WearBudget { bytes_per_day_max: u64::MAX };
+        let budget = DailyBudget { bytes_per_day_max: u64::MAX };
         u64::MAX - car.sync.status().unwrap().received.left(budget, now)
     };
     let whole = Car::new(&fleet);

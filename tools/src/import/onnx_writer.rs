@@ -1,7 +1,7 @@
 //! Writes small dense networks as ONNX files, for benchmarks and tests. It fills the protobuf
 //! messages that `hatchback_kernels` reads. Never reads a network and never checks one.
 
-use hatchback_kernels::dense::onnx::{
+use hatchback_kernels::dense::graph::onnx::{
     Dimension, FLOAT, GraphProto, INT64, ModelProto, NodeProto, OperatorSetIdProto,
     StringStringEntryProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto,
     ValueInfoProto,
@@ -9,7 +9,7 @@ use hatchback_kernels::dense::onnx::{
 use prost::Message;
 
 /// An attribute of a node.
-pub use hatchback_kernels::dense::onnx::AttributeProto as Attribute;
+pub use hatchback_kernels::dense::graph::onnx::AttributeProto as Attribute;
 
 /// The version of the ONNX intermediate representation.
 const IR_VERSION: i64 = 7;

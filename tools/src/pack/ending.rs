@@ -146,8 +146,9 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    /// Installs the bundle at `draft` into a temporary folder beside it, and scores `samples`. Returns
-    /// the network with narrow weights, if that was chosen, with which the samples were scored.
+    /// Installs the bundle at `draft` into a temporary folder beside it, and scores `samples`.
+    /// Returns the network with narrow weights, if that was chosen, with which the samples were
+    /// scored.
     fn run(&self, draft: &Path, samples: &[Sample]) -> Result<(Option<Vec<u8>>, Proof)> {
         let mut reader = BundleReader::open(draft)?;
         let beside = draft.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -115,8 +115,8 @@ struct OpenedSource {
     left_out: Option<u64>,
 }
 
-/// Opens the files of table `number`. With `min_count` leaves out the rare rows of a sparse table that has counts. `at` returns the place
-/// of a field, for an error.
+/// Opens the files of table `number`. With `min_count` leaves out the rare rows of a sparse table
+/// that has counts. `at` returns the place of a field, for an error.
 fn open_source(
     spec: &ModelSpec,
     number: usize,

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::limits::DENSE_BYTES_MAX;
-use hatchback_kernels::dense::onnx::{GraphProto, ModelProto, TensorProto};
+use hatchback_kernels::dense::graph::onnx::{GraphProto, ModelProto, TensorProto};
 use prost::Message;
 use std::collections::HashMap;
 use std::path::{Component, Path};
@@ -110,7 +110,7 @@ fn read_file(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::workload::onnx::{Graph, Type};
-    use hatchback_kernels::dense::onnx::StringStringEntryProto;
+    use hatchback_kernels::dense::graph::onnx::StringStringEntryProto;
 
     /// Writes a network with weights in `w.data`, and changes the tensor's entries.
     fn network(entries: &[(&str, &str)]) -> (tempfile::TempDir, std::path::PathBuf) {

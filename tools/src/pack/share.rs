@@ -1,6 +1,5 @@
-//! Packs a snapshot by shares: each worker packs some of the tables. `merge.rs` makes the bundle.
-//! A worker that packs tables by name opens only their sources. A packed table has two files: its
-//! compressed blobs, and a head, which is renamed into place last. A worker that is killed leaves
+//! Packs some tables of a snapshot, a share of it. `merge.rs` makes the bundle. A worker opens only
+//! the sources of its tables. A packed table has two files: its compressed blobs, and a head, which is renamed into place last. A worker that is killed leaves
 //! no head of the table that it was packing, and a second run packs that table again.
 
 use super::open_source;
@@ -17,49 +16,10 @@ use hatchback::io::disk::SystemDisk;
 use hatchback::schema::Table;
 use hatchback::schema::key_function::KeyFunction;
 use serde::{Deserialize, Serialize};
-use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 /// The format of the head of a table in a share.
 const HEAD_FORMAT: u32 = 1;
-/// Shares of a model at most.
-const SHARES_MAX: usize = 4096;
-
-/// One of several shares of a model: `2/5` is the second of five.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Share {
-    /// From 1.
-    pub(super) number: usize,
-    pub(super) of: usize,
-}
-
-impl Display for Share {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.number, self.of)
-    }
-}
-
-impl FromStr for Share {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let (number, of) = text.split_once('/').context("is not NUMBER/SHARES, such as 2/5")?;
-        let (number, of) = (number.parse()?, of.parse()?);
-        ensure!((1..=SHARES_MAX).contains(&of), "is not one of 1 to {SHARES_MAX} shares");
-        ensure!((1..=of).contains(&number), "is not a number from 1 to {of}");
-        Ok(Self { number, of })
-    }
-}
-
-/// The tables that a worker packs.
-#[derive(Clone, Copy, Debug)]
-pub enum Part<'a> {
-    /// The tables that fall to one of several shares. The worker opens the sources of all tables.
-    Share(Share),
-    /// The tables of these names. The worker opens the sources of these only.
-    Tables(&'a [String]),
-}
 
 /// A packed table of a share.
 #[derive(Serialize, Deserialize)]
@@ -120,46 +80,13 @@ impl ReadModel {
         number.with_context(|| format!("{}: has no table `{name}`", self.path.display()))
     }
 
-    /// Returns the sources of the tables of `part`, each with the table's number, in the order of
-    /// work.
-    fn open_part(&self, part: Part<'_>) -> Result<Vec<(usize, OpenedSource)>> {
-        match part {
-            Part::Tables(names) => {
-                let mut ours = Vec::new();
-                for name in names {
-                    let number = self.number_of(name)?;
-                    ours.push((number, self.open(number)?));
-                }
-                Ok(ours)
-            }
-            Part::Share(share) => {
-                let all = (0..self.spec.tables.len()).map(|number| self.open(number));
-                let all: Vec<OpenedSource> = all.collect::<Result<_>>()?;
-                let ours = self.tables_of(share, &all);
-                let all = all.into_iter().enumerate();
-                Ok(all.filter(|(number, _)| ours.contains(number)).collect())
-            }
-        }
-    }
-
-    /// Returns the numbers of the tables of `share`. The largest table comes first, and each goes
-    /// to the share that has the fewest values.
-    fn tables_of(&self, share: Share, sources: &[OpenedSource]) -> Vec<usize> {
-        let values = |number: &usize| {
-            sources[*number].rows.rows().saturating_mul(self.spec.tables[*number].dim as u64)
+    /// Returns the sources of the tables of these names, each with the table's number.
+    fn open_tables(&self, names: &[String]) -> Result<Vec<(usize, OpenedSource)>> {
+        let open = |name: &String| {
+            let number = self.number_of(name)?;
+            Ok((number, self.open(number)?))
         };
-        let mut sorted: Vec<usize> = (0..sources.len()).collect();
-        sorted.sort_by_key(|number| (std::cmp::Reverse(values(number)), *number));
-        let mut loads = vec![0u64; share.of];
-        let mut ours = Vec::new();
-        for number in sorted {
-            let least = (0..share.of).min_by_key(|at| (loads[*at], *at)).unwrap_or_default();
-            loads[least] = loads[least].saturating_add(values(&number));
-            if least + 1 == share.number {
-                ours.push(number);
-            }
-        }
-        ours
+        names.iter().map(open).collect()
     }
 
     /// Returns the tables of the schema, as far as they are known without a source. Their number of
@@ -179,21 +106,21 @@ pub(super) fn head_path(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("t{number:04}.head"))
 }
 
-/// Packs the tables of `part` of the model.toml at `path` into `folder`, which may hold other
-/// tables too. Returns the numbers of the tables. A table that `folder` has already is not packed
+/// Packs the tables of these `names` of the model.toml at `path` into `folder`, which may hold other
+/// tables too. Opens the sources of no other table. A table that `folder` has already is not packed
 /// again.
 ///
 /// # Errors
 /// The model.toml or a source is refused, or a file cannot be written.
-pub fn pack_part(
+pub fn pack_tables(
     path: &Path,
-    part: Part<'_>,
+    names: &[String],
     folder: &Path,
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Vec<usize>> {
+) -> Result<()> {
     let model = ReadModel::read(path, overrides)?;
-    let ours = model.open_part(part)?;
+    let ours = model.open_tables(names)?;
     let mut tables = model.draft_tables()?;
     for (number, source) in &ours {
         let spec = &model.spec.tables[*number];
@@ -214,7 +141,7 @@ pub fn pack_part(
         let mut work = Work { model: &model, tables: &mut tables, folder };
         work.pack_table(*number, source, &mut advance).with_context(place)?;
     }
-    Ok(ours.into_iter().map(|(number, _)| number).collect())
+    Ok(())
 }
 
 /// Says that the work on a table or a range was done before. The program cannot know whether its

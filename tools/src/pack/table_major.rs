@@ -7,7 +7,7 @@
 use crate::import::onnx_writer::ints;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::schema::{InputSource, NetworkInput, Schema};
-use hatchback_kernels::dense::onnx::{
+use hatchback_kernels::dense::graph::onnx::{
     Dimension, FLOAT, GraphProto, INT64, ModelProto, NodeProto, TensorProto, TensorShapeProto,
     TensorTypeProto, TypeProto, ValueInfoProto,
 };

@@ -8,7 +8,7 @@ use hatchback::limits::SCORE_DIFFERENCE_MAX;
 use hatchback::request::probe_inputs::ProbeInputs;
 use hatchback::schema::Schema;
 use hatchback::{Flash, Weights};
-use hatchback_kernels::dense::onnx::ModelProto;
+use hatchback_kernels::dense::graph::onnx::ModelProto;
 use hatchback_kernels::dense::{Forms, forms, narrow, widen};
 use prost::Message;
 use std::collections::HashMap;

@@ -1,6 +1,8 @@
 //! `hatchback pack` refuses early and proves its bundle: on the coupon model with one file changed.
 
-use hatchback_kernels::dense::onnx::{ModelProto, StringStringEntryProto};
+use hatchback::Weights;
+use hatchback_kernels::dense::graph::onnx::{ModelProto, StringStringEntryProto};
+use hatchback_kernels::dense::{Forms, forms};
 use prost::Message;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -105,6 +107,43 @@ fn a_bundle_whose_probe_scores_differ_is_not_kept() {
     desk.printed(&["--probe-difference-max", "1"]);
 }
 
+/// Returns the form of each weight matrix in a bundle.
+fn forms_of(bundle: &Path) -> Forms {
+    let mut reader = hatchback::BundleReader::open(bundle).unwrap();
+    let dense = reader.manifest().dense;
+    forms(&reader.blob(dense).unwrap()).unwrap()
+}
+
+/// The snapshot's weights are chosen on the probe set, and a delta takes its parent's forms. With
+/// tables of f32, or without a probe set, the network is packed as it is.
+#[test]
+fn a_delta_stores_its_network_as_its_parent_does() {
+    let desk = Desk::new();
+    let path = |file: &str| desk.folder.path().join(file);
+    let text = |file: &str| path(file).display().to_string();
+    desk.printed(&[]);
+    let chosen = forms_of(&path("coupon.hatch"));
+    assert!(chosen.values().any(|form| *form != Weights::F32), "{chosen:?}");
+    let own = std::fs::read(path("dense.onnx")).unwrap();
+    let all: Vec<String> = forms(&own).unwrap().into_keys().collect();
+    assert!(all.iter().eq(chosen.keys()), "{chosen:?}");
+
+    std::fs::rename(path("coupon.hatch"), path("parent.hatch")).unwrap();
+    desk.replace("model.toml", "sequence = 1", "sequence = 2");
+    desk.printed(&["--parent", &text("parent.hatch")]);
+    assert_eq!(forms_of(&path("coupon.hatch")), chosen);
+
+    desk.printed(&["--codec", "f32"]);
+    let wide = forms_of(&path("coupon.hatch"));
+    assert!(wide.values().all(|form| *form == Weights::F32), "{wide:?}");
+    desk.change("model.toml", |bytes| {
+        let text = String::from_utf8(bytes).unwrap();
+        text.split_once("[probe]").unwrap().0.to_owned().into_bytes()
+    });
+    desk.printed(&[]);
+    assert_eq!(forms_of(&path("coupon.hatch")), wide);
+}
+
 #[test]
 fn weights_beside_the_onnx_file_are_packed() {
     let desk = Desk::new();
@@ -194,6 +233,13 @@ fn shares_merge_into_the_bundle_of_one_pack() {
         assert!(success, "{words:?}: {said}");
         said
     };
+    let model = std::fs::read_to_string(path("model.toml")).unwrap();
+    let model: toml::Table = toml::from_str(&model).unwrap();
+    let names: Vec<&str> =
+        model["table"].as_array().unwrap().iter().map(|t| t["name"].as_str().unwrap()).collect();
+    let shares: Vec<Vec<&str>> =
+        names.chunks(6).map(|share| share.iter().flat_map(|n| ["--table", n]).collect()).collect();
+    assert_eq!(shares.len(), 3);
     for codec in ["u8", "f32"] {
         done(&["--codec", codec], "one.hatch");
         let threads = ["1", "3"].map(|n| {
@@ -201,10 +247,11 @@ fn shares_merge_into_the_bundle_of_one_pack() {
             std::fs::read(path("threads.hatch")).unwrap()
         });
         assert!(threads.iter().all(|bytes| *bytes == std::fs::read(path("one.hatch")).unwrap()));
-        for share in ["1/3", "2/3", "3/3"] {
-            let folder = if share == "2/3" { "b" } else { "a" };
-            let said = done(&["--codec", codec, "--share", share], folder);
-            assert!(!said.contains(" 0 tables"), "{said}");
+        for (number, share) in shares.iter().enumerate() {
+            let folder = if number == 1 { "b" } else { "a" };
+            let words: Vec<&str> = ["--codec", codec].iter().chain(share).copied().collect();
+            let said = done(&words, folder);
+            assert!(said.contains(&format!("{} tables", share.len() / 2)), "{said}");
         }
         let (a, b) = (path("a"), path("b"));
         let said = done(&["--codec", codec, "--merge", &a, "--merge", &b], "merged.hatch");
@@ -228,8 +275,9 @@ fn shares_merge_into_the_bundle_of_one_pack() {
     std::fs::remove_file(any(".head")).unwrap();
     let words = ["--codec", "f32", "--merge", &path("a"), "--merge", &path("b")];
     assert!(!run(&words, "x.hatch").0);
-    for share in ["1/3", "3/3"] {
-        done(&["--codec", "f32", "--share", share], "a");
+    for share in [&shares[0], &shares[2]] {
+        let words: Vec<&str> = ["--codec", "f32"].iter().chain(share).copied().collect();
+        done(&words, "a");
     }
     done(&words, "again.hatch");
 
@@ -240,5 +288,4 @@ fn shares_merge_into_the_bundle_of_one_pack() {
     std::fs::write(&damaged, bytes).unwrap();
     let (success, said) = run(&words, "x.hatch");
     assert!(!success && said.contains("content does not match its hash"), "{said}");
-    assert!(["4/3", "0/3", "1", "x/2"].iter().all(|share| !run(&["--share", share], "y").0));
 }

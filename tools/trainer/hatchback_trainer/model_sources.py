@@ -1,7 +1,8 @@
-"""Finds the files that a model.toml needs from a store, table by table, and copies them. Needs fsspec, never torch.
+"""Finds the files that a model.toml needs from a store, table by table, and copies them.
 
-A worker of `cluster.py` fetches what one table needs and no more. Of a safetensors file it fetches the header and the
-tensors of that table; the rest of its copy is a hole.
+Needs fsspec, never torch. A worker of `cluster.py` fetches what one table needs and no more. Of a
+safetensors file it fetches the header and the tensors of that table. The rest of its copy is a
+hole.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, "_"))  # as SOK na
 
 @dataclass(frozen=True)
 class Need:
-    """A file that a table needs: all of it, or the `ranges` (begin, end) of a file of `size` bytes."""
+    """A file that a table needs, of `size` bytes: all of it, or the `ranges` (begin, end)."""
 
     path: str  # relative to the folder of model.toml
     size: int
@@ -59,12 +60,19 @@ class ModelSources:
             return [self.whole(one) for one in [path, *filter(None, parts)]]
         if kind == "embedding_collection":
             table = source["table"]
-            return [self.whole(f"{path}/{name}") for name in (f"key{table}", f"weight{table}", "meta_data")]
-        found = [one["name"] for one in self.fs.ls(self.at(path), detail=True) if one["type"] == "file"]
+            return [
+                self.whole(f"{path}/{name}")
+                for name in (f"key{table}", f"weight{table}", "meta_data")
+            ]
+        found = [
+            one["name"] for one in self.fs.ls(self.at(path), detail=True) if one["type"] == "file"
+        ]
         names = sorted(posixpath.basename(name) for name in found)
         if kind == "sok":
             stem = source["table"].strip().translate(PUNCTUATION)
-            names = [name for name in names if name in (f"{stem}-key", f"{stem}-weight", "meta_info")]
+            names = [
+                name for name in names if name in (f"{stem}-key", f"{stem}-weight", "meta_info")
+            ]
         return [self.whole(f"{path}/{name}") for name in names]
 
     def common_needs(self):
@@ -74,9 +82,10 @@ class ModelSources:
         return [self.whole(path) for path in dict.fromkeys(paths)]
 
     def merge_needs(self):
-        """Returns the files that the merge needs besides the packed tables: the network and the probe set.
+        """Returns the files that the merge needs besides the packed tables.
 
-        Weights beside an ONNX file are found by its name: `dense.onnx` and every `dense.onnx*`.
+        These are the network and the probe set. Weights beside an ONNX file are found by its name:
+        `dense.onnx` and every `dense.onnx*`.
         """
         network = self.model.get("network", {})
         hugectr = network.get("hugectr") or {}
@@ -97,7 +106,10 @@ class ModelSources:
         one = self.whole(path)
         if path not in self.headers:
             (length,) = struct.unpack("<Q", self.fs.cat_file(self.at(path), start=0, end=8))
-            self.headers[path] = (8 + length, json.loads(self.fs.cat_file(self.at(path), start=8, end=8 + length)))
+            self.headers[path] = (
+                8 + length,
+                json.loads(self.fs.cat_file(self.at(path), start=8, end=8 + length)),
+            )
         data, header = self.headers[path]
         held = [header[name] for name in names if name in header]  # `pack` reports a missing one
         ranges = [tuple(data + at for at in tensor["data_offsets"]) for tensor in held]
@@ -105,8 +117,13 @@ class ModelSources:
 
 
 def state(info):
-    """Returns a text that changes with the file: its size with the store's tag or the time of the last change."""
-    version = next((info[key] for key in ("ETag", "etag", "md5", "mtime", "LastModified") if info.get(key)), "")
+    """Returns a text that changes with the file.
+
+    It is the file's size with the store's tag or the time of the last change.
+    """
+    version = next(
+        (info[key] for key in ("ETag", "etag", "md5", "mtime", "LastModified") if info.get(key)), ""
+    )
     return f"{info['size']} {version}"
 
 
@@ -118,9 +135,10 @@ def identity(sources, needs, options):
 
 
 def fetch(sources_fs, base, needs, folder):
-    """Copies the needs into `folder`, under the paths that model.toml gives them. Returns the bytes moved.
+    """Copies the needs into `folder`, under the paths that model.toml gives them.
 
-    Raises `ChangedSource` if a file has changed since the needs were listed.
+    Returns the bytes moved. Raises `ChangedSource` if a file has changed since the needs were
+    listed.
     """
     moved = 0
     for need in needs:
@@ -131,7 +149,9 @@ def fetch(sources_fs, base, needs, folder):
             for begin, end in need.ranges or [(0, need.size)]:
                 file.seek(begin)
                 for at in range(begin, end, PIECE_BYTES):
-                    file.write(sources_fs.cat_file(remote, start=at, end=min(at + PIECE_BYTES, end)))
+                    file.write(
+                        sources_fs.cat_file(remote, start=at, end=min(at + PIECE_BYTES, end))
+                    )
         sources_fs.invalidate_cache()
         if state(sources_fs.info(remote)) != need.state:
             raise ChangedSource(f"{remote}: changed while it was packed")

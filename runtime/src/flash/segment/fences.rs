@@ -83,6 +83,7 @@ impl Fences {
         // ends the overlap.
         let mut at = [0; LOCATE_KEYS];
         for (at, prefix) in at.iter_mut().zip(prefixes) {
+            // In 64 bits: with one entry in the directory the shift is 32.
             *at = (u64::from(*prefix) >> shift) as usize;
             prefetch(&directory[*at]);
         }

@@ -16,6 +16,7 @@ pub(super) const STEPS_PER_PAGE_MIN: usize = 1 + STEPS_BITS / 64;
 /// Fills `payload` with the first of `orders`, which ascend strictly, as many as fit. Returns their
 /// number.
 pub(super) fn pack(orders: &[u64], payload: &mut [u8]) -> usize {
+    // A page with one key has no step, but a reader accepts 1 to 64 bits only.
     let mut bits = 1;
     let count = 1 + orders
         .windows(2)
@@ -32,6 +33,7 @@ pub(super) fn pack(orders: &[u64], payload: &mut [u8]) -> usize {
     payload[8] = bits as u8;
     let words = payload[HEAD_BYTES..].chunks_exact_mut(8);
     let mut steps = orders[..count].windows(2).map(|pair| pair[1] - pair[0]);
+    // 128 bits, because a step may begin in one word and end in the next.
     let (mut word, mut used) = (0u128, 0);
     for bytes in words {
         while used < 64 {
@@ -74,6 +76,8 @@ pub(super) fn unpack(payload: &[u8], count: usize) -> impl Iterator<Item = u64> 
 
     let first = u64_at(payload, 0);
     (0..count).scan(first, move |order, number| {
+        // Wrapping, because a page may hold any steps. The install compares each order with that of
+        // its row.
         *order = if number == 0 { first } else { order.wrapping_add(step(number - 1)) };
         Some(*order)
     })

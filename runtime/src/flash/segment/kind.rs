@@ -67,6 +67,7 @@ impl SegmentKind {
     pub(crate) fn page_kind(&self) -> PageKind {
         match (self.part, self.keys) {
             (Part::Base, KeySpace::Index) => PageKind::Index,
+            // A delta of an index table has some of the keys only, so its pages list them.
             _ => PageKind::Hashed,
         }
     }

@@ -57,6 +57,7 @@ impl Segment {
     ) -> Result<Self, SegmentError> {
         let io = |source| SegmentError::Io { path: path.to_owned(), source };
         let bytes = file.bytes().map_err(io)?;
+        // A file with too many pages fails the check below, as an empty one does.
         let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
 
         let (counts, fences) = (Counts::default(), Fences::default());
@@ -79,6 +80,8 @@ impl Segment {
             .map_err(|e| self.page_error(last, e))?;
 
         self.counts = Counts::read(&page.0);
+        // The counts are checked first, because they size memory. Then every byte is compared with
+        // the trailer that they make.
         if !self.counts_fit(last) || page.0 != self.kind.trailer(self.counts) {
             return self.field("trailer", "is not the segment that the manifest describes");
         }
@@ -159,6 +162,7 @@ impl Segment {
     ) -> Result<(PageKind, Page<'a>), SegmentError> {
         let kind = match claimed_kind(page) {
             Some(kind @ (PageKind::Fences | PageKind::Deletes)) => kind,
+            // A page of no index kind fails the check below.
             _ => PageKind::KeySteps,
         };
         let entries_max = index_entries_max(kind, page);

@@ -91,6 +91,7 @@ impl SegmentVerifier {
                 Some(PageKind::Fences) => self.take_fences(page)?,
                 Some(PageKind::KeySteps) => self.take_keys(page)?,
                 Some(PageKind::Deletes) => self.take_deletes(page)?,
+                // A page of no known kind fails there.
                 _ => self.take_rows(page)?,
             }
         }
@@ -133,6 +134,8 @@ impl SegmentVerifier {
 
         if self.kind.has_fences() {
             let prefix = page.order(0) >> 32;
+            // A lookup reads the last page whose fence is not above the prefix. Rows on the page
+            // before would never be found.
             if self.last_row.is_some_and(|last| last >> 32 == prefix) {
                 return self.field("fences", format!("hash prefix {prefix:#010x} is on two pages"));
             }
@@ -214,6 +217,7 @@ impl SegmentVerifier {
         checked.check_order(self.last_delete).map_err(|e| self.page_error(e))?;
 
         for order in (0..checked.count()).map(|i| checked.order(i)) {
+            // The rows of a delta ascend (`take_orders`), so the list is sorted.
             if self.expected.binary_search(&order).is_ok() {
                 return self.field(
                     "deletes",
@@ -230,10 +234,12 @@ impl SegmentVerifier {
 
     fn take_trailer(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         self.page(page, PageKind::Trailer, 1)?;
+        // The whole page is compared, so the bytes between the fields cannot differ either.
         if page != &self.kind.trailer(self.counts) {
             return self
                 .field("trailer", "does not describe the pages before it as the manifest does");
         }
+        // The trailer counts pages, so it alone does not prove that the index is complete.
         if self.repeated != self.expected.len() {
             return self
                 .field("index", format!("{} entries for {}", self.repeated, self.expected.len()));

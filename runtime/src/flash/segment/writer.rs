@@ -147,6 +147,7 @@ impl<W: Write> SegmentWriter<W> {
             return Err(WriteError::Hole { expected: self.counts.rows, found: order });
         }
         if self.orders.len() == self.kind.rows_per_page() {
+            // Only now is the next row known, which decides how many rows the full page keeps.
             self.end_page(order)?;
         }
 
@@ -228,6 +229,7 @@ impl<W: Write> SegmentWriter<W> {
         count: usize,
     ) -> Result<(), WriteError> {
         let number = self.counts.data_pages.checked_add(self.counts.index_pages);
+        // One number is left for the trailer, so that the pages still count in 32 bits.
         let number = number.filter(|n| *n < u32::MAX - 1).ok_or(WriteError::TooLarge)?;
         seal(&mut page, self.kind.id, number, kind, count);
         Ok(self.out.write_all(&page)?)
@@ -269,6 +271,7 @@ impl<W: Write> SegmentWriter<W> {
     /// [`WriteError::Io`] if the destination refused the bytes, [`WriteError::TooLarge`] if the
     /// segment has too many pages.
     pub fn finish(mut self) -> Result<(W, Counts), WriteError> {
+        // At most one page is left, because `push` ends a full one.
         while !self.orders.is_empty() {
             self.write_page(self.orders.len())?;
         }

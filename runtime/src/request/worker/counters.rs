@@ -34,15 +34,20 @@ impl Counters {
         self.pages_damaged += other.pages_damaged;
     }
 
-    /// Returns the difference to `earlier` totals of the same worker.
+    /// Returns the difference to `earlier` totals of the same worker, or all of them if they began
+    /// anew since.
     pub fn since(&self, earlier: &Self) -> Self {
-        Self {
-            lookups: self.lookups - earlier.lookups,
-            cached_lookups: self.cached_lookups - earlier.cached_lookups,
-            missed_lookups: self.missed_lookups - earlier.missed_lookups,
-            misses: self.misses - earlier.misses,
-            pages: self.pages - earlier.pages,
-            pages_damaged: self.pages_damaged - earlier.pages_damaged,
-        }
+        let counts = || {
+            Some(Self {
+                lookups: self.lookups.checked_sub(earlier.lookups)?,
+                cached_lookups: self.cached_lookups.checked_sub(earlier.cached_lookups)?,
+                missed_lookups: self.missed_lookups.checked_sub(earlier.missed_lookups)?,
+                misses: self.misses.checked_sub(earlier.misses)?,
+                pages: self.pages.checked_sub(earlier.pages)?,
+                pages_damaged: self.pages_damaged.checked_sub(earlier.pages_damaged)?,
+            })
+        };
+        // A swap resets the counters. One that is lower than before shows it.
+        counts().unwrap_or(*self)
     }
 }

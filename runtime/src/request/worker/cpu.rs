@@ -165,6 +165,7 @@ impl CpuBackend {
 
         while self.next.feature < features {
             let f = self.next.feature;
+            // A lookup that continues inside a feature has prefetched for this feature before.
             if self.next.sample == 0 {
                 prefetch.prefetch(self.isa, f, |f| {
                     (feature_view(model, &self.tables, f), batch.bags(f))
@@ -221,6 +222,7 @@ fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut 
             let mask = &mut data[sample * stride + first..][..places];
             let (keys, rest) = mask.split_at_mut((bounds[1] - bounds[0]) as usize);
             keys.fill(1.0);
+            // The buffer still has the masks of the batch before.
             rest.fill(0.0);
         }
         first += places;

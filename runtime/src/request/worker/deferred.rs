@@ -45,6 +45,7 @@ impl RowFetcher {
     /// Returns false if there was no room for it.
     pub fn enqueue_prefetch(&mut self, model: &Model, row: RowKey) -> bool {
         let Prefetched::Missing(miss) = self.find(model, row) else { return true };
+        // A full list would grow, and after warm-up nothing may be allocated.
         let has_room = self.deferred.len() < self.deferred.capacity();
         if has_room {
             self.deferred.push(miss);
@@ -66,6 +67,8 @@ impl RowFetcher {
             let (slot, epoch) = (NOT_PROBED, Epoch::default());
             return Prefetched::Missing(Miss { row, slot, place, epoch });
         };
+        // The epoch is taken before the query: if the row changes after that, its insert is
+        // refused.
         let epoch = cache.epoch(row);
         if cache.query(row, &mut [0; ROW_BYTES_MAX][..cache.row_bytes()]) {
             return Prefetched::Known;
@@ -84,6 +87,8 @@ impl RowFetcher {
     ) -> usize {
         self.probe_gpu(backend);
         if backend.failure().is_some() {
+            // Rows that stay here count as work (`RequestQueue::next`), and the worker would never
+            // sleep.
             self.deferred.clear();
         }
         if self.deferred.is_empty() {
@@ -107,6 +112,8 @@ impl RowFetcher {
         match probed {
             Ok(()) => self.deferred.retain(|m| m.slot != NOT_WANTED),
             Err(e) => {
+                // These rows are given up. Tried again, they would keep the worker busy while the
+                // GPU fails.
                 self.deferred.truncate(known);
                 recover(backend, "probing the GPU for prefetched rows failed", &e);
             }
@@ -134,6 +141,8 @@ impl RowFetcher {
                 started += 1;
                 waiting += 1;
             }
+            // Reads of earlier rounds may fill the reader. Then rows are left to read although none
+            // of this round is in flight.
             if waiting == 0 && (next == self.deferred.len() || started == pages_max) {
                 return DeferredReads { inserted, read: next, done: next };
             }
@@ -144,6 +153,7 @@ impl RowFetcher {
                 waiting -= 1;
                 let rows = start..start + page_len(&deferred[start..]);
                 let rows = &mut deferred[rows];
+                // A transition may have begun while the page was read.
                 rows.iter_mut().for_each(|miss| refuse_barred(live, miss));
                 let page = check_page(model, rows[0], page, counters);
                 inserted += insert(model, rows, start, page.as_ref(), misses, negative_cache);

@@ -77,6 +77,7 @@ impl RowFetcher {
 
     /// Clears the miss list.
     pub fn start_request(&mut self) {
+        // A request that ended with an error left its misses.
         self.misses.clear();
         self.is_overdue = false;
     }
@@ -122,6 +123,7 @@ impl RowFetcher {
 
             let wait = deadline.map(|deadline| deadline.saturating_sub(self.clock.now()));
             if !self.finish_read(model, live, wait, &mut reads) {
+                // Without a deadline only a reader that failed returns no page.
                 let unread = if deadline.is_some() { RowState::Late } else { RowState::Damaged };
                 return self.give_up_reads(model, unread, reads.next);
             }
@@ -137,6 +139,8 @@ impl RowFetcher {
             model.rows(group[0].row.table).locate_all(&keys[..group.len()], &mut locations);
 
             for (miss, location) in group.iter_mut().zip(locations) {
+                // A base says only on which page a key would be. The negative cache has the keys
+                // that were not there.
                 let location = location.filter(|_| !self.negative_cache.contains(miss.row));
                 miss.place = location.map_or(NOWHERE, RowLocation::pack);
             }
@@ -151,7 +155,11 @@ impl RowFetcher {
             let is_late = || deadline.is_some_and(|deadline| self.clock.now() >= deadline);
             reads.next = range.end;
             match model.miss_policy(row.table) {
+                // First, because an absent row needs no read: neither policy nor deadline changes
+                // its state.
                 _ if place == NOWHERE => self.set_states(range, RowState::Absent),
+                // Before the look at the clock: a row that nobody would wait for does not make an
+                // answer late.
                 MissPolicy::Default => self.defer(range, RowState::Pending),
                 policy if is_late() => self.defer_late(range, policy),
                 MissPolicy::Wait | MissPolicy::Deadline => {
@@ -174,6 +182,7 @@ impl RowFetcher {
     ) -> bool {
         let Self { reader, misses, negative_cache, counters, round, .. } = self;
         reader.next(wait, |token, page| {
+            // An earlier round gave this page up, and its misses are gone from the list.
             let Some(start) = index_in(token, *round) else { return };
             let range = start..start + page_len(&misses.list()[start..]);
             let first = misses.list()[start];
@@ -181,6 +190,8 @@ impl RowFetcher {
             reads.outstanding -= 1;
 
             let page = check_page(model, first, page, counters);
+            // Only the cache refuses a barred row. This request uses it, since it is of the
+            // request's own generation.
             misses.list_mut()[range.clone()].iter_mut().for_each(|miss| refuse_barred(live, miss));
             stage(model, misses, range, page.as_ref(), negative_cache);
         })
@@ -197,6 +208,7 @@ impl RowFetcher {
             match model.miss_policy(miss.row.table) {
                 _ if miss.place == NOWHERE => self.set_states(i..i + 1, RowState::Absent),
                 MissPolicy::Default if i >= next => self.defer(i..i + 1, RowState::Pending),
+                // `start_reads` has deferred it already.
                 MissPolicy::Default => {}
                 policy if unread == RowState::Late => self.defer_late(i..i + 1, policy),
                 MissPolicy::Wait | MissPolicy::Deadline => self.defer(i..i + 1, unread),
@@ -219,6 +231,7 @@ impl RowFetcher {
     fn defer(&mut self, range: Range<usize>, state: RowState) {
         self.set_states(range.clone(), state);
         let room = self.deferred.capacity() - self.deferred.len();
+        // A row without room waits for the next request that misses it.
         self.deferred.extend(self.misses.list()[range].iter().take(room));
     }
 }

@@ -118,6 +118,7 @@ impl LiveModel {
     /// continues its counters.
     pub fn new_table_counters(&self) -> Arc<TableCounters> {
         let mut counters = lock(&self.table_counters);
+        // Without this reuse the list would grow with every panic.
         if let Some(left) = counters.iter().find(|counters| Arc::strong_count(counters) == 1) {
             return Arc::clone(left);
         }
@@ -142,6 +143,7 @@ impl LiveModel {
 
     /// Refuses inserts of the rows of `change` from now on.
     pub fn bar(&self, change: Arc<GenerationChange>) {
+        // Before the flag: a worker that sees the flag must find the change.
         *lock(&self.change) = Some(change);
         self.is_changing.store(true, Ordering::Release);
     }
@@ -160,6 +162,7 @@ impl LiveModel {
         let (mut current, start) = self.write(clock);
         current.version += 1;
         self.version.store(current.version, Ordering::Release);
+        // Workers that see the new version clone a new count, so the old one can only fall.
         let users = std::mem::take(&mut current.users);
         drop(current);
         (users, clock.now().saturating_sub(start))
@@ -177,6 +180,7 @@ impl LiveModel {
         patch: impl FnOnce() -> Result<(), CudaError>,
     ) -> Result<(Arc<()>, Duration), CudaError> {
         let (mut current, start) = self.write(clock);
+        // The only step that may fail comes first, and leaves the old model in place.
         patch()?;
         *lock(&self.model) = Arc::clone(&to.model);
         current.model = to.model;

@@ -185,6 +185,8 @@ impl Worker {
         let Self { live, state } = self;
         let current = live.read();
         state.follow(&current);
+        // Not redundant: `Worker::score` takes batches that nobody has checked, and the model may
+        // be newer than the batch.
         check_batch(&state.model, batch)?;
         if let Some(e) = state.backend.failure() {
             return Err(Arc::clone(e).into());
@@ -211,6 +213,8 @@ impl Worker {
         batch: &Batch,
     ) -> Option<Result<BatchScores<'_>, ScoreError>> {
         let Self { live, state } = self;
+        // This thread does not follow a new model: that may allocate a backend and free the old
+        // model, and its other callers wait.
         let current = live.try_read().filter(|current| current.version == state.version)?;
         if !matches!(state.backend, WorkerBackend::Cpu(_)) {
             return None;
@@ -228,6 +232,8 @@ impl Worker {
             Ok(_) => return None,
             Err(e) => return Some(Err(e)),
         }
+        // The guard ends before the network runs: only lookups read resident tables, so a swap need
+        // not wait for it.
         drop(current);
         state.fetcher.count_lookups(&state.model, batch);
         Some(state.run_dense(samples))
@@ -264,6 +270,7 @@ impl ModelState {
             Ok(memory) => memory,
             Err(e) => {
                 log::error!("a worker cannot use the GPU, its requests will fail: {e}");
+                // The smallest list is enough: every request fails before its lookup.
                 (WorkerBackend::Failed(Arc::new(e)), MissList::new(1, 1))
             }
         };
@@ -293,6 +300,7 @@ impl ModelState {
             return;
         }
         (self.version, self.users) = (current.version, Arc::clone(&current.users));
+        // `LiveModel::renew` starts a new version of the same model.
         if Arc::ptr_eq(&self.model, &current.model) {
             return;
         }
@@ -336,6 +344,8 @@ impl ModelState {
         while is_open {
             is_open = progress == Progress::MissListFull;
             if !is_open {
+                // No lookup follows. A swap need not wait for the reads below, which may take
+                // milliseconds.
                 looking_up = None;
             }
             fetcher.fetch(model, live, deadline);

@@ -1,4 +1,7 @@
-"""The driver on a real Dask cluster of this machine, with an S3 server, killed workers, a killed driver and wrong files."""
+"""The driver on a real Dask cluster of this machine, with an S3 server.
+
+Workers are killed, a driver ends early, and files are wrong.
+"""
 
 import logging
 import os
@@ -40,10 +43,16 @@ class OnACluster(unittest.TestCase):
         cls.server = ThreadedMotoServer(port=0, verbose=False)
         cls.server.start()
         host, port = cls.server.get_host_and_port()
-        os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
         cls.storage = {"endpoint_url": f"http://{host}:{port}"}
         cls.work = Path(tempfile.mkdtemp())
-        cls.dask = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, local_directory=cls.work / "dask")
+        cls.dask = LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None,
+            local_directory=cls.work / "dask",
+        )
         cls.client = Client(cls.dask)
 
     @classmethod
@@ -63,10 +72,13 @@ class OnACluster(unittest.TestCase):
         self.log.touch()
 
     def program(self, pause_s=0.0):
-        """Returns a program that notes each table that it packs, pauses, and then is `hatchback`."""
+        """Returns a program that notes each table it packs, pauses, and then is `hatchback`."""
         path = self.folder / "hatchback"
         note = f'for word; do [ "$last" = --table ] && echo "$word" >> {self.log}; last=$word; done'
-        path.write_text(f'#!/bin/bash\n{note}\n[ "$1" = --version ] || sleep {pause_s}\nexec {HATCHBACK} "$@"\n')
+        path.write_text(
+            f'#!/bin/bash\n{note}\n[ "$1" = --version ] || sleep {pause_s}\n'
+            f'exec {HATCHBACK} "$@"\n'
+        )
         path.chmod(0o755)
         return str(path)
 
@@ -84,11 +96,17 @@ class OnACluster(unittest.TestCase):
     def one_machine(self, folder):
         """Returns the bytes of the bundle that one `pack` makes."""
         out = self.folder / "one.hatch"
-        subprocess.run([HATCHBACK, "pack", folder / "model.toml", "--out", out], check=True, capture_output=True)
+        subprocess.run(
+            [HATCHBACK, "pack", folder / "model.toml", "--out", out],
+            check=True, capture_output=True,
+        )
         return out.read_bytes()
 
     def pack(self, program, **options):
-        urls = [f"{self.bucket}/{path}" for path in ("model/model.toml", "out/bundle.hatch", "shares")]
+        urls = [
+            f"{self.bucket}/{path}"
+            for path in ("model/model.toml", "out/bundle.hatch", "shares")
+        ]
         return cluster.pack(self.client, *urls, hatchback=program, storage=self.storage, **options)
 
     def bundle(self):
@@ -114,7 +132,9 @@ class OnACluster(unittest.TestCase):
         file = (COUPON / "tables.safetensors").stat().st_size
         header = 8 + int.from_bytes((COUPON / "tables.safetensors").read_bytes()[:8], "little")
         moved = sum(done.bytes_in for done in tables)
-        self.assertLess(moved, file + len(tables) * (header + (COUPON / "probe.jsonl").stat().st_size))
+        self.assertLess(
+            moved, file + len(tables) * (header + (COUPON / "probe.jsonl").stat().st_size)
+        )
         self.assertGreater(moved, file - header)
 
     def test_killed_workers_cost_their_table_and_no_other(self):
@@ -144,7 +164,10 @@ class OnACluster(unittest.TestCase):
         self.assertEqual(set(runs), {f"cat_{n}" for n in range(synthetic.TABLES)})
         self.assertLessEqual(len(runs), synthetic.TABLES + len(kills))
         self.assertGreaterEqual(len(kills), 1)
-        print(f"{len(kills)} workers killed, {len(runs)} runs for {synthetic.TABLES} tables", file=sys.stderr)
+        print(
+            f"{len(kills)} workers killed, {len(runs)} runs for {synthetic.TABLES} tables",
+            file=sys.stderr,
+        )
 
     def test_a_second_driver_goes_on_where_a_first_one_ended(self):
         folder, program = self.model(), self.program()
@@ -155,7 +178,9 @@ class OnACluster(unittest.TestCase):
         finally:
             cluster.merge = merge
         self.assertEqual(len(self.runs()), synthetic.TABLES)
-        heads = [path for path in self.store.find(f"{self.bucket}/shares") if path.endswith(".head")]
+        heads = [
+            path for path in self.store.find(f"{self.bucket}/shares") if path.endswith(".head")
+        ]
         self.store.rm(heads[:3])
         results = self.pack(program)
         self.assertEqual(sum(done.packed for name, done in results.items() if name != "merge"), 3)

@@ -1,0 +1,93 @@
+//! Translates `Cast`, `CastLike` and `DequantizeLinear`. A computed value stays a f32, rounded as
+//! its type demands, so an integer or a truth value is exact.
+
+use crate::dense::graph::forms::dequantize;
+use crate::dense::graph::functions::Map;
+use crate::dense::graph::onnx::{NodeProto, kind_of};
+use crate::dense::graph::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
+use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
+use crate::dense::weights::Weights;
+use half::f16;
+
+impl Builder<'_> {
+    /// Translates `Cast` and `CastLike`.
+    pub fn cast(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let x = self.input(node, 0)?;
+        let to = match node.op_type() {
+            "CastLike" => Some(self.input(node, 1)?.kind),
+            _ => kind_of(node.int("to", 0)),
+        };
+        let Some(to) = to else {
+            return Err(unsupported(node, &format!("to type {}", node.int("to", 0))));
+        };
+        let from = x.kind;
+        let relabelled = Ok(Tensor { kind: to, ..x.clone() });
+        let stop = || Err(unsupported(node, &format!("from {from:?} to {to:?}")));
+        match (from, to) {
+            _ if from == to => Ok(x),
+            // The products by these values can have them as f16: the bits of the result are equal.
+            (Kind::Half, Kind::Float) => Ok(Tensor { weights: Weights::F16, ..relabelled? }),
+            (Kind::Double, Kind::Float) => relabelled,
+            (Kind::Half | Kind::Double, _) => stop(),
+            (_, Kind::Half | Kind::Double) => match x.known_values().and_then(|v| v.floats()) {
+                Some(values) => {
+                    let round = |x: f32| if to == Kind::Half { f16::from_f32(x).into() } else { x };
+                    let values = Values::Floats(values.into_iter().map(round).collect());
+                    Ok(folded(to, x.shape, x.batch, values))
+                }
+                None if (from, to) == (Kind::Float, Kind::Half) => {
+                    Ok(Tensor { kind: to, ..self.map(&x, Map::Half)? })
+                }
+                None => stop(),
+            },
+            (Kind::Int64, Kind::Int32) if x.known_values().is_none() => stop(),
+            (Kind::Bool | Kind::Int32, Kind::Int64 | Kind::Int32) => relabelled,
+            (Kind::Int64, Kind::Int32) => relabelled,
+            (_, Kind::Float) => self.cast_to_float(node, &x),
+            (_, Kind::Bool) => Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::NotZero)? }),
+            (_, Kind::Int64 | Kind::Int32) => {
+                Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::Trunc)? })
+            }
+        }
+    }
+
+    fn cast_to_float(&mut self, node: &NodeProto, x: &Tensor) -> Result<Tensor, Stop> {
+        let Some(values) = x.known_values() else {
+            return Ok(Tensor { kind: Kind::Float, ..x.clone() });
+        };
+        let Values::Ints(values) = &**values else { return Err(malformed("Cast of no integers")) };
+        let float = |s: &Size| s.constant().map(|n| n as f32);
+        match values.iter().map(float).collect::<Option<Vec<_>>>() {
+            Some(all) => Ok(folded(Kind::Float, x.shape.clone(), x.batch, Values::Floats(all))),
+            None => Err(unsupported(node, "of the batch")),
+        }
+    }
+
+    /// Adds `map`, whose results are integers, to `x`.
+    fn map_to_int(&mut self, x: &Tensor, map: Map) -> Result<Tensor, Stop> {
+        let result = self.map(x, map)?;
+        let Some(values) = result.known_values() else { return Ok(result) };
+        let values = match &**values {
+            Values::Floats(v) => v.iter().map(|&x| Size::fixed(x as i64)).collect(),
+            Values::Ints(v) => v.clone(),
+        };
+        Ok(folded(Kind::Int64, result.shape, result.batch, Values::Ints(values)))
+    }
+
+    /// Translates `DequantizeLinear` of stored int8 weights without a zero point. The products by
+    /// them are computed in int8.
+    pub fn dequantize(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let stored = |i: usize| self.stored.get(node.input.get(i)?.as_str()).copied();
+        let known = match node.input.len() {
+            2 => stored(0).zip(stored(1)),
+            _ => None,
+        };
+        let values = known.and_then(|(tensor, scale)| {
+            let values = dequantize(tensor, scale, node.int("axis", 1))?;
+            Some(Tensor::known(Kind::Float, tensor.sizes(), Values::Floats(values)))
+        });
+        let tensor = values.filter(|t| t.shape.len() <= RANK_MAX);
+        let tensor = tensor.ok_or_else(|| unsupported(node, "of such operands"))?;
+        Ok(Tensor { weights: Weights::Int8, ..tensor })
+    }
+}

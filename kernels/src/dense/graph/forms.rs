@@ -1,0 +1,310 @@
+//! How a network's ONNX file stores its weights. A matrix of f32 weights can be stored narrower: as
+//! FLOAT16 before a `Cast`, or as INT8 before a `DequantizeLinear` with one scale for each output.
+//! Both are ONNX's own operators, so every engine reads such a file. `stored.rs` tells the kernels
+//! which matrix was narrow. Never changes what is not the weights of a product.
+
+use crate::dense::error::DenseError;
+use crate::dense::graph::onnx::{
+    AttributeProto, FLOAT, FLOAT16, GraphProto, INT8, ModelProto, NodeProto, TensorProto, read,
+};
+use crate::dense::graph::tensor::Values;
+use crate::dense::weights::Weights;
+use half::f16;
+use prost::Message;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// The form of each weight matrix of a network, by the name of its values in the graph.
+pub type Forms = BTreeMap<String, Weights>;
+
+/// `AttributeProto.AttributeType` of an integer.
+const INT: i32 = 2;
+/// The first version of ONNX whose `DequantizeLinear` has a scale for each output.
+const OPSET_OF_AXES: i64 = 13;
+/// Least number of weights of a matrix that is worth an operator of its own.
+const WEIGHTS_MIN: usize = 64;
+/// The greatest int8 weight. -128 is left out, so that every weight has a negative.
+const WEIGHT_MAX: f32 = 127.0;
+
+/// Returns the form of each weight matrix of `onnx`: those that are narrow, and those of f32 that
+/// [`narrow`] can store narrower.
+///
+/// # Errors
+/// [`DenseError::Load`] if the file is malformed.
+pub fn forms(onnx: &[u8]) -> Result<Forms, DenseError> {
+    let mut model = read(onnx.to_vec().into())?;
+    let graph = model.graph.get_or_insert_default();
+    let narrow = narrow_weights(graph).into_iter().map(|n| (n.name, n.form));
+    let mut forms: Forms = narrow.collect();
+    forms.extend(axes_of_outputs(graph).into_keys().map(|name| (name, Weights::F32)));
+    Ok(forms)
+}
+
+/// Returns `onnx`, whose weights are f32, with the matrices of `forms` stored in their forms. Names
+/// that `onnx` does not have, and forms that a matrix cannot have, are left out: a weight beyond
+/// f16's range stays f32, and so does int8 before opset 13.
+///
+/// # Errors
+/// [`DenseError::Load`] if the file is malformed.
+pub fn narrow(onnx: &[u8], forms: &Forms) -> Result<Vec<u8>, DenseError> {
+    let mut model = read(onnx.to_vec().into())?;
+    let opset = model.opset();
+    let graph = model.graph.get_or_insert_default();
+    let axes = axes_of_outputs(graph);
+    let mut nodes = Vec::new();
+    let mut initializers = Vec::new();
+    for tensor in std::mem::take(&mut graph.initializer) {
+        let form = forms.get(tensor.name()).copied().unwrap_or_default();
+        let stored = match (axes.get(tensor.name()), form) {
+            (Some(_), Weights::F16) => to_f16(&tensor),
+            (Some(axis), Weights::Int8) if opset >= OPSET_OF_AXES => to_int8(&tensor, *axis),
+            _ => None,
+        };
+        match stored {
+            Some((node, tensors)) => {
+                nodes.push(node);
+                initializers.extend(tensors);
+            }
+            None => initializers.push(tensor),
+        }
+    }
+
+    graph.initializer = initializers;
+    graph.node.splice(0..0, nodes);
+    Ok(model.encode_to_vec())
+}
+
+/// Returns `onnx`, whose weights are f32, with every matrix stored as `weights`, as [`narrow`]
+/// does.
+///
+/// # Errors
+/// [`DenseError::Load`] if the file is malformed.
+pub fn narrow_all(onnx: &[u8], weights: Weights) -> Result<Vec<u8>, DenseError> {
+    let all = forms(onnx)?.into_keys().map(|name| (name, weights)).collect();
+    narrow(onnx, &all)
+}
+
+/// Returns `onnx` with all its weights as f32. A network without narrow weights is returned as it
+/// is, byte for byte.
+///
+/// # Errors
+/// [`DenseError::Load`] if the file is malformed.
+pub fn widen(onnx: Vec<u8>) -> Result<Vec<u8>, DenseError> {
+    let mut model = read(onnx.clone().into())?;
+    Ok(if widen_model(&mut model) { model.encode_to_vec() } else { onnx })
+}
+
+/// Stores all weights of `model` as f32. Returns false if they are so already.
+pub(crate) fn widen_model(model: &mut ModelProto) -> bool {
+    let graph = model.graph.get_or_insert_default();
+    let found = narrow_weights(graph);
+    let operators: HashSet<usize> = found.iter().map(|n| n.node).collect();
+    let unused: HashSet<String> = found.iter().flat_map(|n| n.stored.clone()).collect();
+    let mut number = 0..;
+    graph.node.retain(|_| number.next().is_none_or(|n| !operators.contains(&n)));
+    let read: HashSet<&String> = graph.node.iter().flat_map(|node| &node.input).collect();
+    graph.initializer.retain(|t| !unused.contains(t.name()) || read.contains(&t.name().to_owned()));
+    graph.initializer.extend(found.iter().map(|n| float_tensor(&n.name, &n.dims, &n.values)));
+    !found.is_empty()
+}
+
+/// Weights that are stored narrow.
+struct NarrowWeights {
+    /// The name of the f32 values.
+    name: String,
+    /// The position of the operator that makes them.
+    node: usize,
+    /// The initializers that the operator reads.
+    stored: Vec<String>,
+    dims: Vec<i64>,
+    values: Vec<f32>,
+    form: Weights,
+}
+
+fn narrow_weights(graph: &GraphProto) -> Vec<NarrowWeights> {
+    let stored: HashMap<&str, &TensorProto> =
+        graph.initializer.iter().map(|t| (t.name(), t)).collect();
+    let of_node = |(number, node): (usize, &NodeProto)| {
+        let [name] = node.output.as_slice() else { return None };
+        let input = |i: usize| stored.get(node.input.get(i)?.as_str()).copied();
+        let tensor = input(0)?;
+        let (values, form) = match node.op_type() {
+            "Cast" if node.int("to", 0) == i64::from(FLOAT) => (halves(tensor)?, Weights::F16),
+            "DequantizeLinear" if node.input.len() == 2 => {
+                (dequantize(tensor, input(1)?, node.int("axis", 1))?, Weights::Int8)
+            }
+            _ => return None,
+        };
+        let (name, dims) = (name.clone(), tensor.dims.clone());
+        Some(NarrowWeights { name, node: number, stored: node.input.clone(), dims, values, form })
+    };
+    graph.node.iter().enumerate().filter_map(of_node).collect()
+}
+
+fn floats(tensor: &TensorProto) -> Option<Vec<f32>> {
+    match tensor.values()? {
+        Values::Floats(values) => Some(values),
+        Values::Ints(_) => None,
+    }
+}
+
+fn halves(tensor: &TensorProto) -> Option<Vec<f32>> {
+    floats(tensor).filter(|_| tensor.data_type() == FLOAT16)
+}
+
+/// Returns the values of `tensor`, which is int8, times their `scale`: one for all, or one for each
+/// position on `axis`. Returns `None` for other operands.
+pub(crate) fn dequantize(tensor: &TensorProto, scale: &TensorProto, axis: i64) -> Option<Vec<f32>> {
+    let quantized = tensor.int8_values()?;
+    let sizes = tensor.sizes();
+    let scales = floats(scale).filter(|_| scale.data_type() == FLOAT)?;
+    if scale.dims.is_empty() && scales.len() == 1 {
+        return Some(quantized.iter().map(|&q| f32::from(q) * scales[0]).collect());
+    }
+    let axis = usize::try_from(if axis < 0 { axis + sizes.len() as i64 } else { axis }).ok()?;
+    let outputs = *sizes.get(axis)?;
+    if scale.dims.len() != 1 || scales.len() != outputs || outputs == 0 {
+        return None;
+    }
+    let inner: usize = sizes[axis + 1..].iter().product();
+    let value = |(i, &q): (usize, &i8)| f32::from(q) * scales[i / inner % outputs];
+    Some(quantized.iter().enumerate().map(value).collect())
+}
+
+/// Returns the f32 initializers that are the weights of products and nothing else, each with the
+/// axis of the product's outputs.
+fn axes_of_outputs(graph: &GraphProto) -> HashMap<String, usize> {
+    let mut readers: HashMap<&str, Vec<(&NodeProto, usize)>> = HashMap::new();
+    for node in &graph.node {
+        for (i, name) in node.input.iter().enumerate() {
+            readers.entry(name).or_default().push((node, i));
+        }
+    }
+    let taken: HashSet<&str> = graph
+        .node
+        .iter()
+        .flat_map(|n| n.output.iter().chain(&n.input))
+        .map(String::as_str)
+        .chain(graph.initializer.iter().map(|t| t.name()))
+        .chain(graph.output.iter().map(|v| v.name()))
+        .collect();
+    let is_output = |name: &str| graph.output.iter().any(|v| v.name() == name);
+
+    let axis = |tensor: &TensorProto| {
+        let (name, rank) = (tensor.name(), tensor.dims.len());
+        let weights = tensor.sizes().iter().product::<usize>();
+        let is_free = !taken.contains(stored_name(name).as_str())
+            && !taken.contains(scale_name(name).as_str());
+        if tensor.data_type() != FLOAT || weights < WEIGHTS_MIN || !is_free || is_output(name) {
+            return None;
+        }
+        let mut axes = readers.get(name)?.iter().map(|&(node, input)| match node.op_type() {
+            // The exporters of some frameworks leave the transposition of weights in the graph.
+            "Transpose" => {
+                let [turned] = node.output.as_slice() else { return None };
+                let [(reader, input)] = readers.get(turned.as_str())?.as_slice() else {
+                    return None;
+                };
+                let perm = node.ints("perm").map_or_else(
+                    || (0..rank).rev().collect(),
+                    |perm| perm.iter().map(|&a| a as usize).collect::<Vec<_>>(),
+                );
+                perm.get(axis_of_output(reader, *input, rank)?).copied()
+            }
+            _ => axis_of_output(node, input, rank),
+        });
+        let first = axes.next()??;
+        (first < rank && axes.all(|other| other == Some(first))).then_some(first)
+    };
+    let all = graph.initializer.iter();
+    all.filter_map(|t| Some((t.name().to_owned(), axis(t)?))).collect()
+}
+
+/// Returns the axis of the outputs in operand `input` of `node`, if that operand, of `rank` axes,
+/// is the weights of a product.
+fn axis_of_output(node: &NodeProto, input: usize, rank: usize) -> Option<usize> {
+    match (node.op_type(), input) {
+        ("MatMul", 1) if rank >= 2 => Some(rank - 1),
+        ("MatMul", 0) if rank >= 2 => Some(rank - 2),
+        ("Gemm", 1) if rank == 2 => Some(usize::from(node.int("transB", 0) == 0)),
+        ("GRU", 1 | 2) if rank == 3 => Some(1),
+        ("Conv", 1) if rank >= 2 => Some(0),
+        _ => None,
+    }
+}
+
+fn stored_name(name: &str) -> String {
+    format!("{name}.narrow")
+}
+
+fn scale_name(name: &str) -> String {
+    format!("{name}.scale")
+}
+
+/// Returns the operator that makes the f32 values of `tensor`, and what it reads.
+type Narrowed = (NodeProto, Vec<TensorProto>);
+
+fn to_f16(tensor: &TensorProto) -> Option<Narrowed> {
+    let halves: Vec<f16> = floats(tensor)?.into_iter().map(f16::from_f32).collect();
+    if !halves.iter().all(|value| value.is_finite()) {
+        return None;
+    }
+    let bytes = halves.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let name = stored_name(tensor.name());
+    let node = operator("Cast", vec![name.clone()], tensor.name(), "to", i64::from(FLOAT));
+    Some((node, vec![raw_tensor(name, FLOAT16, tensor.dims.clone(), bytes)]))
+}
+
+fn to_int8(tensor: &TensorProto, axis: usize) -> Option<Narrowed> {
+    let (values, sizes) = (floats(tensor)?, tensor.sizes());
+    let (outputs, inner) = (sizes[axis], sizes[axis + 1..].iter().product::<usize>());
+    let output = |i: usize| i / inner % outputs;
+    let mut most = vec![0.0f32; outputs];
+    for (i, value) in values.iter().enumerate() {
+        most[output(i)] = most[output(i)].max(value.abs());
+    }
+    let scale =
+        |most: f32| if most >= WEIGHT_MAX * f32::MIN_POSITIVE { most / WEIGHT_MAX } else { 1.0 };
+    let scales: Vec<f32> = most.into_iter().map(scale).collect();
+    if !values.iter().chain(&scales).all(|value| value.is_finite()) {
+        return None;
+    }
+
+    let quantize = |(i, value): (usize, &f32)| (value / scales[output(i)]).round() as i8 as u8;
+    let bytes = values.iter().enumerate().map(quantize).collect();
+    let (name, scale) = (stored_name(tensor.name()), scale_name(tensor.name()));
+    let inputs = vec![name.clone(), scale.clone()];
+    let node = operator("DequantizeLinear", inputs, tensor.name(), "axis", axis as i64);
+    let quantized = raw_tensor(name, INT8, tensor.dims.clone(), bytes);
+    Some((node, vec![quantized, float_tensor(&scale, &[outputs as i64], &scales)]))
+}
+
+fn raw_tensor(name: String, data_type: i32, dims: Vec<i64>, bytes: Vec<u8>) -> TensorProto {
+    TensorProto {
+        dims,
+        data_type: Some(data_type),
+        name: Some(name),
+        raw_data: Some(bytes.into()),
+        ..TensorProto::default()
+    }
+}
+
+fn float_tensor(name: &str, dims: &[i64], values: &[f32]) -> TensorProto {
+    let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    raw_tensor(name.to_owned(), FLOAT, dims.to_vec(), bytes)
+}
+
+fn operator(op: &str, input: Vec<String>, output: &str, attribute: &str, value: i64) -> NodeProto {
+    NodeProto {
+        input,
+        output: vec![output.to_owned()],
+        name: Some(format!("{output}.wide")),
+        op_type: Some(op.to_owned()),
+        attribute: vec![AttributeProto {
+            name: Some(attribute.to_owned()),
+            i: Some(value),
+            r#type: Some(INT),
+            ..AttributeProto::default()
+        }],
+        domain: None,
+    }
+}

@@ -1,0 +1,45 @@
+//! The check that an ONNX file has the inputs and the output that the schema names.
+
+use crate::dense::error::DenseError;
+use crate::dense::graph::onnx::{FLOAT, ModelProto};
+
+/// Returns the shape of one sample of each input, in the order of `inputs`.
+///
+/// # Errors
+/// [`DenseError`] unless `inputs` feed every input of the file at its width and `output` is one of
+/// its outputs.
+pub(crate) fn match_interface(
+    model: &ModelProto,
+    inputs: &[(&str, usize)],
+    output: &str,
+) -> Result<Vec<Vec<usize>>, DenseError> {
+    let graph = model.graph.as_ref().ok_or_else(|| DenseError::Load("no graph".to_owned()))?;
+
+    // Older files list their initializers among the inputs.
+    let stored = |name: &str| graph.initializer.iter().any(|t| t.name() == name);
+    let fed = |name: &str| inputs.iter().any(|(n, _)| *n == name);
+    if let Some(value) = graph.input.iter().find(|v| !fed(v.name()) && !stored(v.name())) {
+        return Err(DenseError::NotFed(value.name().to_owned()));
+    }
+    if !graph.output.iter().any(|v| v.name() == output) {
+        return Err(DenseError::NoOutput(output.to_owned()));
+    }
+
+    let shape = |(name, width): &(&str, usize)| {
+        let value = graph.input.iter().find(|v| v.name() == *name);
+        let value = value.ok_or_else(|| DenseError::NoInput((*name).to_owned()))?;
+        if let Some(number) = value.element_type().filter(|&number| number != FLOAT) {
+            return Err(DenseError::InputType { name: (*name).to_owned(), number });
+        }
+        // An input without fixed sizes takes `[batch, width]`.
+        let shape = value.sizes().unwrap_or_else(|| vec![*width]);
+        match shape.iter().try_fold(1usize, |product, s| product.checked_mul(*s)) {
+            Some(network) if network == *width => Ok(shape),
+            network => {
+                let network = network.unwrap_or(usize::MAX);
+                Err(DenseError::Width { name: (*name).to_owned(), network, schema: *width })
+            }
+        }
+    };
+    inputs.iter().map(shape).collect()
+}

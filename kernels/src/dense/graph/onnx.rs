@@ -1,0 +1,363 @@
+//! ONNX files, as far as the dense network needs them: the protobuf messages, and the checks that
+//! make a file safe to use. In a file that passes, every tensor has the bytes that its shape
+//! declares. Lists are packed or unpacked as in ONNX's own schema, because rten reads them in that
+//! form only.
+
+use crate::dense::error::DenseError;
+use crate::dense::graph::tensor::{Kind, Size, Values};
+use half::f16;
+use prost::Message;
+use prost::bytes::Bytes;
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ModelProto {
+    #[prost(int64, optional, tag = "1")]
+    pub ir_version: Option<i64>,
+    #[prost(string, optional, tag = "2")]
+    pub producer_name: Option<String>,
+    #[prost(message, optional, tag = "7")]
+    pub graph: Option<GraphProto>,
+    #[prost(message, repeated, tag = "8")]
+    pub opset_import: Vec<OperatorSetIdProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct OperatorSetIdProto {
+    #[prost(string, optional, tag = "1")]
+    pub domain: Option<String>,
+    #[prost(int64, optional, tag = "2")]
+    pub version: Option<i64>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct GraphProto {
+    #[prost(message, repeated, tag = "1")]
+    pub node: Vec<NodeProto>,
+    #[prost(string, optional, tag = "2")]
+    pub name: Option<String>,
+    #[prost(message, repeated, tag = "5")]
+    pub initializer: Vec<TensorProto>,
+    #[prost(message, repeated, tag = "11")]
+    pub input: Vec<ValueInfoProto>,
+    #[prost(message, repeated, tag = "12")]
+    pub output: Vec<ValueInfoProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct NodeProto {
+    #[prost(string, repeated, tag = "1")]
+    pub input: Vec<String>,
+    #[prost(string, repeated, tag = "2")]
+    pub output: Vec<String>,
+    #[prost(string, optional, tag = "3")]
+    pub name: Option<String>,
+    #[prost(string, optional, tag = "4")]
+    pub op_type: Option<String>,
+    #[prost(message, repeated, tag = "5")]
+    pub attribute: Vec<AttributeProto>,
+    #[prost(string, optional, tag = "7")]
+    pub domain: Option<String>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct AttributeProto {
+    #[prost(string, optional, tag = "1")]
+    pub name: Option<String>,
+    #[prost(float, optional, tag = "2")]
+    pub f: Option<f32>,
+    #[prost(int64, optional, tag = "3")]
+    pub i: Option<i64>,
+    #[prost(bytes = "bytes", optional, tag = "4")]
+    pub s: Option<Bytes>,
+    #[prost(message, optional, tag = "5")]
+    pub t: Option<TensorProto>,
+    #[prost(message, optional, boxed, tag = "6")]
+    pub g: Option<Box<GraphProto>>,
+    #[prost(float, repeated, packed = "false", tag = "7")]
+    pub floats: Vec<f32>,
+    #[prost(int64, repeated, packed = "false", tag = "8")]
+    pub ints: Vec<i64>,
+    #[prost(bytes = "bytes", repeated, tag = "9")]
+    pub strings: Vec<Bytes>,
+    #[prost(int32, optional, tag = "20")]
+    pub r#type: Option<i32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct TensorProto {
+    #[prost(int64, repeated, packed = "false", tag = "1")]
+    pub dims: Vec<i64>,
+    #[prost(int32, optional, tag = "2")]
+    pub data_type: Option<i32>,
+    #[prost(float, repeated, tag = "4")]
+    pub float_data: Vec<f32>,
+    #[prost(int32, repeated, tag = "5")]
+    pub int32_data: Vec<i32>,
+    #[prost(int64, repeated, tag = "7")]
+    pub int64_data: Vec<i64>,
+    #[prost(string, optional, tag = "8")]
+    pub name: Option<String>,
+    #[prost(bytes = "bytes", optional, tag = "9")]
+    pub raw_data: Option<Bytes>,
+    #[prost(double, repeated, tag = "10")]
+    pub double_data: Vec<f64>,
+    #[prost(message, repeated, tag = "13")]
+    pub external_data: Vec<StringStringEntryProto>,
+    /// 1 if the data is stored in another file.
+    #[prost(int32, optional, tag = "14")]
+    pub data_location: Option<i32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct StringStringEntryProto {
+    #[prost(string, optional, tag = "1")]
+    pub key: Option<String>,
+    #[prost(string, optional, tag = "2")]
+    pub value: Option<String>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ValueInfoProto {
+    #[prost(string, optional, tag = "1")]
+    pub name: Option<String>,
+    #[prost(message, optional, tag = "2")]
+    pub r#type: Option<TypeProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct TypeProto {
+    #[prost(message, optional, tag = "1")]
+    pub tensor_type: Option<TensorTypeProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct TensorTypeProto {
+    #[prost(int32, optional, tag = "1")]
+    pub elem_type: Option<i32>,
+    #[prost(message, optional, tag = "2")]
+    pub shape: Option<TensorShapeProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct TensorShapeProto {
+    #[prost(message, repeated, tag = "1")]
+    pub dim: Vec<Dimension>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct Dimension {
+    #[prost(int64, optional, tag = "1")]
+    pub dim_value: Option<i64>,
+    #[prost(string, optional, tag = "2")]
+    pub dim_param: Option<String>,
+}
+
+/// `TensorProto.DataType`.
+pub const FLOAT: i32 = 1;
+pub const INT8: i32 = 3;
+pub const INT32: i32 = 6;
+pub const INT64: i32 = 7;
+pub const BOOL: i32 = 9;
+pub const FLOAT16: i32 = 10;
+pub const DOUBLE: i32 = 11;
+
+/// Nodes of a graph, at most. Recommendation models have tens.
+const NODES_MAX: usize = 1 << 14;
+
+/// Parses a file and checks all its tensors.
+///
+/// # Errors
+/// [`DenseError::Load`] if the bytes are not an ONNX file, or if a tensor's data does not have the
+/// size of its shape.
+pub(crate) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
+    let model = ModelProto::decode(bytes)
+        .map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
+    let graph = model
+        .graph
+        .as_ref()
+        .ok_or_else(|| DenseError::Load("not an ONNX file: no graph".into()))?;
+    check_graph(graph)?;
+    Ok(model)
+}
+
+fn check_graph(graph: &GraphProto) -> Result<(), DenseError> {
+    if graph.node.len() > NODES_MAX {
+        return Err(DenseError::Load(format!("{} nodes, over {NODES_MAX}", graph.node.len())));
+    }
+    graph.initializer.iter().try_for_each(check_tensor)?;
+    for attribute in graph.node.iter().flat_map(|n| &n.attribute) {
+        attribute.t.iter().try_for_each(check_tensor)?;
+        attribute.g.iter().try_for_each(|g| check_graph(g))?;
+    }
+    Ok(())
+}
+
+fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
+    let refuse =
+        |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
+    if tensor.data_location.unwrap_or(0) != 0 {
+        return refuse("its data is stored in another file, which `pack` reads".to_owned());
+    }
+
+    let mut sizes = tensor.dims.iter().map(|&d| usize::try_from(d).ok());
+    let values = sizes.try_fold(1usize, |product, d| product.checked_mul(d?));
+    let Some(values) = values else { return refuse(format!("shape {:?}", tensor.dims)) };
+
+    let (bytes, typed) = match tensor.data_type() {
+        FLOAT => (4, tensor.float_data.len()),
+        INT64 => (8, tensor.int64_data.len()),
+        2 | INT8 | BOOL => (1, tensor.int32_data.len()),
+        INT32 => (4, tensor.int32_data.len()),
+        FLOAT16 => (2, tensor.int32_data.len()),
+        DOUBLE => (8, tensor.double_data.len()),
+        other => return refuse(format!("element type {other}")),
+    };
+    let whole = match &tensor.raw_data {
+        Some(raw) => values.checked_mul(bytes) == Some(raw.len()),
+        None => values == typed,
+    };
+    if whole { Ok(()) } else { refuse(format!("its data is not of shape {:?}", tensor.dims)) }
+}
+
+impl TensorProto {
+    /// Returns the size of each axis.
+    pub fn sizes(&self) -> Vec<usize> {
+        self.dims.iter().map(|&d| d as usize).collect()
+    }
+
+    /// Returns the values of a tensor of int8; `None` for another type.
+    pub(crate) fn int8_values(&self) -> Option<Vec<i8>> {
+        let values = match &self.raw_data {
+            Some(raw) => raw.iter().map(|&b| b as i8).collect(),
+            None => self.int32_data.iter().map(|&n| n as i8).collect(),
+        };
+        (self.data_type() == INT8).then_some(values)
+    }
+
+    /// Returns the type of the values; `None` for a type that no graph has.
+    pub(crate) fn kind(&self) -> Option<Kind> {
+        kind_of(i64::from(self.data_type()))
+    }
+
+    /// Returns the values; `None` for a type that no graph has.
+    pub(crate) fn values(&self) -> Option<Values> {
+        fn each<const N: usize, T>(raw: &[u8], value: impl Fn([u8; N]) -> T) -> Vec<T> {
+            raw.as_chunks().0.iter().map(|b| value(*b)).collect()
+        }
+        let raw = self.raw_data.as_deref();
+        let ints = |values: Vec<i64>| Values::Ints(values.into_iter().map(Size::fixed).collect());
+        let narrow = || self.int32_data.iter().map(|&n| i64::from(n)).collect();
+        Some(match (self.kind()?, raw) {
+            (Kind::Float, None) => Values::Floats(self.float_data.clone()),
+            (Kind::Float, Some(raw)) => Values::Floats(each(raw, f32::from_le_bytes)),
+            (Kind::Half, None) => {
+                let half = |n: &i32| f16::from_bits(*n as u16).to_f32();
+                Values::Floats(self.int32_data.iter().map(half).collect())
+            }
+            (Kind::Half, Some(raw)) => {
+                Values::Floats(each(raw, |b| f16::from_le_bytes(b).to_f32()))
+            }
+            (Kind::Double, None) => {
+                Values::Floats(self.double_data.iter().map(|&n| n as f32).collect())
+            }
+            (Kind::Double, Some(raw)) => {
+                Values::Floats(each(raw, |b| f64::from_le_bytes(b) as f32))
+            }
+            (Kind::Int64, None) => ints(self.int64_data.clone()),
+            (Kind::Int64, Some(raw)) => ints(each(raw, i64::from_le_bytes)),
+            (Kind::Int32 | Kind::Bool, None) => ints(narrow()),
+            (Kind::Int32, Some(raw)) => ints(each(raw, |b| i64::from(i32::from_le_bytes(b)))),
+            (Kind::Bool, Some(raw)) => ints(each(raw, |[b]| i64::from(b != 0))),
+        })
+    }
+}
+
+/// Returns the kind of an element type of ONNX; `None` for a type that no graph has.
+pub(crate) fn kind_of(data_type: i64) -> Option<Kind> {
+    let kinds = [
+        (FLOAT, Kind::Float),
+        (FLOAT16, Kind::Half),
+        (DOUBLE, Kind::Double),
+        (INT64, Kind::Int64),
+        (INT32, Kind::Int32),
+        (BOOL, Kind::Bool),
+    ];
+    kinds.iter().find(|(number, _)| i64::from(*number) == data_type).map(|(_, kind)| *kind)
+}
+
+impl ModelProto {
+    /// Returns the version of ONNX's operators; 0 if the file names none.
+    pub fn opset(&self) -> i64 {
+        let own = |o: &&OperatorSetIdProto| matches!(o.domain(), "" | "ai.onnx");
+        self.opset_import.iter().find(own).map_or(0, OperatorSetIdProto::version)
+    }
+}
+
+impl NodeProto {
+    fn attribute(&self, name: &str) -> Option<&AttributeProto> {
+        self.attribute.iter().find(|a| a.name() == name)
+    }
+
+    /// Returns an integer attribute, or `default` if the node does not have the attribute.
+    pub fn int(&self, name: &str, default: i64) -> i64 {
+        self.attribute(name).and_then(|a| a.i).unwrap_or(default)
+    }
+
+    /// Returns a float attribute, or `default` if the node does not have the attribute.
+    pub fn float(&self, name: &str, default: f32) -> f32 {
+        self.attribute(name).and_then(|a| a.f).unwrap_or(default)
+    }
+
+    /// Returns an integer attribute.
+    pub fn maybe_int(&self, name: &str) -> Option<i64> {
+        self.attribute(name).and_then(|a| a.i)
+    }
+
+    /// Returns a float attribute.
+    pub fn maybe_float(&self, name: &str) -> Option<f32> {
+        self.attribute(name).and_then(|a| a.f)
+    }
+
+    /// Returns a text attribute; empty if the node does not have it.
+    pub fn text(&self, name: &str) -> &str {
+        let text = self.attribute(name).and_then(|a| a.s.as_deref());
+        text.and_then(|s| std::str::from_utf8(s).ok()).unwrap_or_default()
+    }
+
+    /// Returns an attribute that is a list of texts; a text that is no UTF-8 is empty.
+    pub fn strings(&self, name: &str) -> Option<Vec<&str>> {
+        let text = |s| std::str::from_utf8(s).unwrap_or_default();
+        self.attribute(name).map(|a| a.strings.iter().map(|s| text(s)).collect())
+    }
+
+    /// Returns an attribute that is a list of floats.
+    pub fn floats(&self, name: &str) -> Option<&[f32]> {
+        self.attribute(name).map(|a| a.floats.as_slice())
+    }
+
+    /// Returns an attribute that is a list of integers.
+    pub fn ints(&self, name: &str) -> Option<&[i64]> {
+        self.attribute(name).map(|a| a.ints.as_slice())
+    }
+
+    /// Returns an attribute that is a tensor.
+    pub fn tensor(&self, name: &str) -> Option<&TensorProto> {
+        self.attribute(name).and_then(|a| a.t.as_ref())
+    }
+}
+
+impl ValueInfoProto {
+    /// Returns the type of the values; `None` if the file does not say it.
+    pub fn element_type(&self) -> Option<i32> {
+        self.r#type.as_ref()?.tensor_type.as_ref()?.elem_type
+    }
+
+    /// Returns the size of each axis after the batch; `None` if a size is not fixed.
+    pub fn sizes(&self) -> Option<Vec<usize>> {
+        let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
+        if shape.dim.is_empty() {
+            return None;
+        }
+        shape.dim.iter().skip(1).map(|d| usize::try_from(d.dim_value?).ok()).collect()
+    }
+}

@@ -1,0 +1,366 @@
+//! Turns an ONNX graph into typed nodes. Every computed value belongs to one sample, and its shape
+//! is known. What does not depend on the inputs is folded. A view (`Flatten`, `Reshape`, ...)
+//! becomes another name of the same values. `operators.rs` translates each operator. This file runs
+//! nothing.
+
+use crate::dense::graph::functions::{Map, Zip};
+use crate::dense::graph::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
+use crate::dense::graph::stored::stored;
+use crate::dense::graph::tensor::{
+    Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product,
+};
+use crate::dense::matrix::gemm::Matrix;
+use crate::dense::matrix::tiling::padded;
+use crate::dense::weights::Weights;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+pub(crate) use crate::dense::graph::stop::{Stop, malformed, unsupported};
+
+/// Floats of one sample in all results together, and entries of all index tables, at most.
+const VALUES_MAX: usize = 1 << 24;
+/// Weights in all packed matrices together, padding counted, at most. Also known values.
+const WEIGHTS_MAX: usize = 1 << 28;
+/// The versions of ONNX's operators that `operators.rs` knows.
+const OPSETS: std::ops::RangeInclusive<i64> = 7..=23;
+
+/// A node: its operands, its operation and its result.
+pub(crate) struct Node {
+    pub inputs: Vec<Id>,
+    pub op: Op,
+    pub output: Id,
+}
+
+/// The operation of a node on each sample.
+pub(crate) enum Op {
+    /// A product `[rows, k] x [k, n]` with weights.
+    Matrix { rows: usize, matrix: Box<Matrix> },
+    /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
+    Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
+    /// Some products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`:
+    /// those at the positions `picks`. Only the CPU's layout has this.
+    Pairs { rows: Vec<usize>, k: usize, picks: Vec<u32> },
+    /// A function of each value.
+    Map(Map),
+    /// A function of each pair of values.
+    Zip { zip: Zip, left: Operand, right: Operand },
+    /// The second operand where the first is not 0, else the third.
+    Select(Box<[Operand; 3]>),
+    /// Sums over the middle axis of `[outer, n, inner]`, in order, divided by `divisor`.
+    Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
+    /// A function of the values along the middle axis of `[outer, n, inner]`.
+    Fold { fold: Fold, n: usize, inner: usize },
+    /// `e^x` divided by the sum of these along the middle axis of `[outer, n, inner]`.
+    Softmax { n: usize, inner: usize },
+    /// A GRU over `steps` inputs `[3 * hidden]`, which are multiplied by their weights already. The
+    /// matrix multiplies the state. A second operand is the first state.
+    Gru { steps: usize, hidden: usize, matrix: Box<Matrix> },
+    /// The operands side by side, `outer` times. Operand `i` gives `parts[i]` values each time.
+    Concat { outer: usize, parts: Vec<usize> },
+    /// Value `i` of the result is value `picks[i]` of the operand.
+    Pick(Vec<u32>),
+}
+
+/// A function of several values, in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fold {
+    Max,
+    Min,
+    Product,
+}
+
+/// One side of a `Zip`.
+pub(crate) enum Operand {
+    /// Operand number `input`: its values in order, or value `picks[i]` for result `i`.
+    Value { input: usize, picks: Option<Vec<u32>> },
+    /// Equal for every sample, as wide as the result.
+    Constant(Vec<f32>),
+}
+
+/// The nodes of a network in the order of execution. The first values are its inputs, in the
+/// caller's order.
+pub(crate) struct Graph {
+    /// The number of floats in one sample of each value.
+    pub widths: Vec<usize>,
+    pub nodes: Vec<Node>,
+    pub output: Id,
+}
+
+/// The value whose last two axes were swapped, and their sizes after that.
+pub(crate) struct Transposed {
+    pub from: Id,
+    pub shape: [usize; 2],
+}
+
+/// Builds a graph, node by node.
+pub(crate) struct Builder<'a> {
+    /// The version of ONNX's operators in the file.
+    pub opset: i64,
+    pub stored: HashMap<&'a str, &'a TensorProto>,
+    tensors: HashMap<String, Tensor>,
+    widths: Vec<usize>,
+    nodes: Vec<Node>,
+    /// Values that equal another value with its last two axes swapped.
+    pub transposed: HashMap<Id, Transposed>,
+    values: usize,
+    packed: usize,
+}
+
+impl Graph {
+    /// Builds the graph of `model`. `inputs` are the names and shapes of one sample of each input,
+    /// in the caller's order.
+    pub fn build(
+        model: &ModelProto,
+        inputs: &[(&str, Vec<usize>)],
+        output: &str,
+    ) -> Result<Self, Stop> {
+        let Some(graph) = &model.graph else { return Err(malformed("no graph")) };
+        let opset = model.opset();
+        if !OPSETS.contains(&opset) {
+            return Err(Stop::Unsupported(format!("opset {opset}")));
+        }
+
+        let mut builder = Builder {
+            opset,
+            stored: graph.initializer.iter().map(|t| (t.name(), t)).collect(),
+            tensors: HashMap::new(),
+            widths: Vec::new(),
+            nodes: Vec::new(),
+            transposed: HashMap::new(),
+            values: 0,
+            packed: 0,
+        };
+        for (name, shape) in inputs {
+            builder.stored.remove(name);
+            let shape: Vec<usize> = std::iter::once(1).chain(shape.iter().copied()).collect();
+            let id = builder.value(&shape)?;
+            let batch = Some(Batch { axis: 0, outer: 1 });
+            let data = Data::Computed(id);
+            let weights = Weights::F32;
+            let tensor = Tensor { kind: Kind::Float, shape, batch, data, weights };
+            builder.tensors.insert((*name).to_owned(), tensor);
+        }
+
+        builder.translate(graph)?;
+        builder.finish(output)
+    }
+}
+
+impl<'a> Builder<'a> {
+    fn translate(&mut self, graph: &'a GraphProto) -> Result<(), Stop> {
+        for node in &graph.node {
+            let results = self.operator(node).map_err(|stop| match stop {
+                Stop::Unsupported(form) => Stop::Unsupported(at_node(node, &form)),
+                refused => refused,
+            })?;
+            let named = node.output.iter().filter(|name| !name.is_empty()).count();
+            if named > results.len() {
+                let form = format!("{} with {named} outputs", node.op_type());
+                return Err(Stop::Unsupported(at_node(node, &form)));
+            }
+            for (name, result) in node.output.iter().zip(results) {
+                if !name.is_empty() {
+                    self.tensors.insert(name.clone(), result);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the graph, whose result is the tensor `output`.
+    fn finish(mut self, output: &str) -> Result<Graph, Stop> {
+        let constant = || malformed(&format!("output `{output}` does not depend on the inputs"));
+        let tensor = self.named(output)?.ok_or_else(constant)?;
+        let batch = tensor.batch.ok_or_else(constant)?;
+        if tensor.kind != Kind::Float {
+            return Err(Stop::Unsupported(format!("output `{output}` of another type than float")));
+        }
+        // The samples must follow each other in the output.
+        if batch.outer * tensor.shape[..batch.axis].iter().product::<usize>() != 1 {
+            return Err(Stop::Unsupported(format!(
+                "output `{output}`, which has its samples on axis {}",
+                batch.axis
+            )));
+        }
+        let Data::Computed(output) = tensor.data else { return Err(constant()) };
+        Ok(Graph { output, widths: self.widths, nodes: self.nodes })
+    }
+
+    /// Adds a value of this shape.
+    fn value(&mut self, shape: &[usize]) -> Result<Id, Stop> {
+        let width = product(shape).filter(|w| (1..VALUES_MAX).contains(w));
+        let width = width.filter(|_| shape.len() <= RANK_MAX);
+        let Some(width) = width else {
+            return Err(malformed(&format!("a result of shape {shape:?}")));
+        };
+        self.spend(width)?;
+        self.widths.push(width);
+        Ok(self.widths.len() - 1)
+    }
+
+    /// Counts floats and index entries, of which a small file could request any number.
+    pub fn spend(&mut self, values: usize) -> Result<(), Stop> {
+        self.values = self.values.saturating_add(values);
+        let problem = || malformed(&format!("over {VALUES_MAX} values a sample"));
+        if self.values <= VALUES_MAX { Ok(()) } else { Err(problem()) }
+    }
+
+    /// Counts packed weights and known values, of which a small file could request any number.
+    pub fn pack(&mut self, weights: usize) -> Result<(), Stop> {
+        self.packed = self.packed.saturating_add(weights);
+        let problem = || malformed(&format!("over {WEIGHTS_MAX} weights"));
+        if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
+    }
+
+    /// Counts `width` values that are made of `tensor`. Known values that do not become more are as
+    /// many as the file has.
+    pub fn count(&mut self, tensor: &Tensor, width: usize) -> Result<(), Stop> {
+        match &tensor.data {
+            Data::Known(values) if width <= values.len() => self.pack(width),
+            _ => self.spend(width),
+        }
+    }
+
+    /// Adds a node whose result are floats of this shape, with the batch on this axis.
+    pub fn node(
+        &mut self,
+        inputs: Vec<Id>,
+        op: Op,
+        shape: Vec<usize>,
+        batch: Option<Batch>,
+    ) -> Result<Tensor, Stop> {
+        let output = self.value(&shape)?;
+        self.nodes.push(Node { inputs, op, output });
+        let (data, weights) = (Data::Computed(output), Weights::F32);
+        Ok(Tensor { kind: Kind::Float, shape, batch, data, weights })
+    }
+
+    /// Returns the matrix `w` `[k, n]` with `bias(column)`, packed as `weights`.
+    pub fn matrix(
+        &mut self,
+        weights: Weights,
+        [k, n]: [usize; 2],
+        w: &dyn Fn(usize, usize) -> f32,
+        bias: impl Fn(usize) -> f32,
+    ) -> Result<Box<Matrix>, Stop> {
+        if k == 0 || n == 0 {
+            return Err(malformed(&format!("weights [{k}, {n}]")));
+        }
+        self.pack(k.saturating_mul(padded(n)))?;
+        let matrix = Box::new(Matrix::pack(k, n, w, weights, bias));
+        if !matrix.is_finite() {
+            return Err(malformed("a weight is not finite, or too large for its format"));
+        }
+        Ok(matrix)
+    }
+
+    /// Returns the values of `tensor` at the positions of `layout`, with the shape of `layout`.
+    pub fn pick(&mut self, tensor: &Tensor, layout: &Layout) -> Result<Tensor, Stop> {
+        let width = product(&layout.shape).unwrap_or(usize::MAX);
+        self.count(tensor, width)?;
+        self.pick_all(tensor, &layout.shape, layout.batch, layout.picks())
+    }
+
+    /// Returns the values of `tensor` at `picks`, which were counted.
+    pub fn pick_all(
+        &mut self,
+        tensor: &Tensor,
+        shape: &[usize],
+        batch: Option<Batch>,
+        picks: Vec<u32>,
+    ) -> Result<Tensor, Stop> {
+        if shape.len() > RANK_MAX {
+            return Err(malformed(&format!("a result of shape {shape:?}")));
+        }
+        let data = match &tensor.data {
+            Data::Known(values) => Data::Known(Rc::new(values.pick(&picks))),
+            Data::Computed(id) => {
+                let is_whole = picks.len() == self.widths[*id];
+                if is_whole && picks.iter().enumerate().all(|(i, &p)| i == p as usize) {
+                    Data::Computed(*id)
+                } else {
+                    self.picked(*id, picks, shape)?
+                }
+            }
+        };
+        let (kind, weights) = (tensor.kind, tensor.weights);
+        Ok(Tensor { kind, shape: shape.to_vec(), batch, data, weights })
+    }
+
+    /// Adds the node that picks values of `id`. A selection of a selection is one node.
+    fn picked(&mut self, id: Id, picks: Vec<u32>, shape: &[usize]) -> Result<Data, Stop> {
+        // The numbers of results ascend with their nodes.
+        let at = self.nodes.binary_search_by_key(&id, |n| n.output);
+        let before = at.ok().map(|at| &self.nodes[at]);
+        let (from, picks) = match before {
+            Some(Node { inputs, op: Op::Pick(first), .. }) => {
+                (inputs[0], picks.iter().map(|&i| first[i as usize]).collect())
+            }
+            _ => (id, picks),
+        };
+        Ok(self.node(vec![from], Op::Pick(picks), shape.to_vec(), None)?.data)
+    }
+
+    /// Returns the number of the value of `tensor`; a known tensor becomes a node.
+    pub fn computed(&mut self, tensor: &Tensor) -> Result<Id, Stop> {
+        let values = match &tensor.data {
+            Data::Computed(id) => return Ok(*id),
+            Data::Known(values) => values.floats(),
+        };
+        let Some(values) = values else {
+            return Err(Stop::Unsupported("a constant that is not exact as f32".to_owned()));
+        };
+        // `x + -0` is `x` for every `x`.
+        let zeros = Operand::Constant(vec![-0.0; values.len()]);
+        let op = Op::Zip { zip: Zip::Add, left: Operand::Constant(values), right: zeros };
+        self.spend(tensor.width())?;
+        match self.node(Vec::new(), op, tensor.shape.clone(), tensor.batch)?.data {
+            Data::Computed(id) => Ok(id),
+            Data::Known(_) => Err(malformed("a node without a value")),
+        }
+    }
+
+    /// Returns the tensor of this name; `None` if there is none.
+    fn named(&mut self, name: &str) -> Result<Option<Tensor>, Stop> {
+        if let Some(tensor) = self.tensors.get(name) {
+            return Ok(Some(tensor.clone()));
+        }
+        let Some(proto) = self.stored.get(name) else { return Ok(None) };
+        let tensor = stored(proto)?;
+        self.tensors.insert(name.to_owned(), tensor.clone());
+        Ok(Some(tensor))
+    }
+
+    /// Returns input `i` of `node`; `None` if the node does not have that input.
+    pub fn maybe(&mut self, node: &NodeProto, i: usize) -> Result<Option<Tensor>, Stop> {
+        match node.input.get(i).filter(|name| !name.is_empty()) {
+            None => Ok(None),
+            Some(name) => match self.named(name)? {
+                Some(tensor) => Ok(Some(tensor)),
+                None => Err(malformed(&format!(
+                    "{} reads `{name}`, which nothing writes",
+                    node.op_type()
+                ))),
+            },
+        }
+    }
+
+    /// Returns input `i` of `node`, which the operator must have.
+    pub fn input(&mut self, node: &NodeProto, i: usize) -> Result<Tensor, Stop> {
+        self.maybe(node, i)?
+            .ok_or_else(|| malformed(&format!("{} has no input {i}", node.op_type())))
+    }
+}
+
+/// Returns the reason with the node that it is about.
+fn at_node(node: &NodeProto, form: &str) -> String {
+    match node.name() {
+        "" => form.to_owned(),
+        name => format!("{form}, node `{name}`"),
+    }
+}
+
+/// Returns known values of a tensor that was folded.
+pub(crate) fn folded(kind: Kind, shape: Vec<usize>, batch: Option<Batch>, v: Values) -> Tensor {
+    Tensor { kind, shape, batch, data: Data::Known(Rc::new(v)), weights: Weights::F32 }
+}

@@ -1,0 +1,286 @@
+//! Translates sums and other functions of several values, and what is made of them: softmax,
+//! normalisations and attention. All sums are in the order of their values.
+
+use crate::dense::graph::functions::{Map, Zip};
+use crate::dense::graph::onnx::NodeProto;
+use crate::dense::graph::onnx_graph::{Builder, Fold, Op, Stop, malformed, unsupported};
+use crate::dense::graph::products::{in_operator, swapped};
+use crate::dense::graph::shape_operators::{axis_of, squeezed};
+use crate::dense::graph::tensor::{Kind, Tensor, Values};
+
+/// A function of the values along axes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reduction {
+    Sum,
+    Mean,
+    Fold(Fold),
+}
+
+impl Builder<'_> {
+    /// Translates `ReduceSum` and its relatives.
+    pub fn reduce(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let x = self.input(node, 0)?;
+        let axes = self.integers(node, 1, "axes")?.filter(|a| !a.is_empty());
+        let keep = node.int("keepdims", 1) != 0;
+        let mut axes = match axes {
+            Some(axes) => axes
+                .iter()
+                .map(|&a| axis_of(node, a, x.shape.len()))
+                .collect::<Result<Vec<_>, _>>()?,
+            None if node.int("noop_with_empty_axes", 0) != 0 => {
+                return Err(unsupported(node, "over no axes"));
+            }
+            None => (0..x.shape.len()).collect(),
+        };
+        axes.sort_unstable();
+        axes.dedup();
+
+        let result = self.reduce_as(node.op_type(), &x, &axes);
+        let result = result.map_err(|stop| in_operator(node, stop))?;
+        Ok(if keep { result } else { squeezed(result, &axes) })
+    }
+
+    fn reduce_as(&mut self, operator: &str, x: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        let absent = || Err(Stop::Unsupported(String::new()));
+        let x = &match operator {
+            "ReduceL1" => self.float_map(x, Map::Abs)?,
+            "ReduceL2" | "ReduceSumSquare" => self.float_map(x, Map::Pow(2.0))?,
+            "ReduceLogSumExp" => return self.log_sum_exp(x, axes),
+            _ => x.clone(),
+        };
+        let reduction = match operator {
+            "ReduceMean" => Reduction::Mean,
+            "ReduceMax" => Reduction::Fold(Fold::Max),
+            "ReduceMin" => Reduction::Fold(Fold::Min),
+            "ReduceProd" => Reduction::Fold(Fold::Product),
+            "ReduceSum" | "ReduceL1" | "ReduceL2" | "ReduceSumSquare" | "ReduceLogSum" => {
+                Reduction::Sum
+            }
+            _ => return absent(),
+        };
+        let result = self.reduce_axes(x, axes, reduction)?;
+        match operator {
+            "ReduceL2" => self.map(&result, Map::Sqrt),
+            "ReduceLogSum" => self.float_map(&result, Map::Ln),
+            _ => Ok(result),
+        }
+    }
+
+    fn float_map(&mut self, x: &Tensor, map: Map) -> Result<Tensor, Stop> {
+        if x.kind == Kind::Float { self.map(x, map) } else { Err(of_type(x)) }
+    }
+
+    /// Returns `ln(sum(e^x))`, computed without overflow.
+    fn log_sum_exp(&mut self, x: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        if x.kind != Kind::Float {
+            return Err(of_type(x));
+        }
+        let most = self.reduce_axes(x, axes, Reduction::Fold(Fold::Max))?;
+        let below = self.zip(Zip::Sub, [x, &most])?;
+        let exponentials = self.map(&below, Map::Exp)?;
+        let sum = self.reduce_axes(&exponentials, axes, Reduction::Sum)?;
+        let logarithm = self.map(&sum, Map::Ln)?;
+        self.zip(Zip::Add, [&logarithm, &most])
+    }
+
+    /// Returns the sum over `axes`, which are dropped.
+    pub fn sum_over(&mut self, x: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        let sum = self.reduce_axes(x, axes, Reduction::Sum)?;
+        Ok(squeezed(sum, axes))
+    }
+
+    /// Reduces `x` over `axes`, which ascend. The result keeps them with one value each.
+    pub fn reduce_axes(
+        &mut self,
+        x: &Tensor,
+        axes: &[usize],
+        reduction: Reduction,
+    ) -> Result<Tensor, Stop> {
+        if axes.iter().any(|&a| x.is_batch(a)) {
+            return Err(Stop::Unsupported("over the batch".to_owned()));
+        }
+        let mut shape = x.shape.clone();
+        axes.iter().for_each(|&a| shape[a] = 1);
+        let n: usize = axes.iter().map(|&a| x.shape[a]).product();
+        if n == 0 {
+            return Err(malformed("a reduction of no values"));
+        }
+        let (Some(&first), Some(&last)) = (axes.first(), axes.last()) else {
+            return Ok(x.clone());
+        };
+        if x.known_values().is_some() {
+            return self.fold_known(x, axes, reduction);
+        }
+        if x.kind != Kind::Float && matches!(reduction, Reduction::Sum | Reduction::Mean) {
+            return Err(of_type(x));
+        }
+
+        let together = last - first + 1 == axes.len();
+        let (from, inner) = if together {
+            (x.clone(), x.shape[last + 1..].iter().product())
+        } else {
+            let rest = (0..x.shape.len()).filter(|a| !axes.contains(a));
+            let perm: Vec<usize> = rest.chain(axes.iter().copied()).collect();
+            (self.transpose(x, &perm)?, 1)
+        };
+        let outer = from.width() / (n * inner);
+        let op = match reduction {
+            Reduction::Sum => Op::Sum { outer, n, inner, divisor: 1.0 },
+            Reduction::Mean => Op::Sum { outer, n, inner, divisor: n as f32 },
+            Reduction::Fold(fold) => Op::Fold { fold, n, inner },
+        };
+        let id = self.computed(&from)?;
+        let result = self.node(vec![id], op, shape, x.batch)?;
+        Ok(Tensor { kind: x.kind, ..result })
+    }
+
+    /// Reduces a known tensor, value by value in order.
+    fn fold_known(
+        &mut self,
+        x: &Tensor,
+        axes: &[usize],
+        reduction: Reduction,
+    ) -> Result<Tensor, Stop> {
+        let zip = match reduction {
+            Reduction::Sum | Reduction::Mean => Zip::Add,
+            Reduction::Fold(Fold::Max) => Zip::Max,
+            Reduction::Fold(Fold::Min) => Zip::Min,
+            Reduction::Fold(Fold::Product) => Zip::Mul,
+        };
+        let mut result = x.clone();
+        for &axis in axes {
+            let mut sum = self.take(&result, axis, &[0])?;
+            for i in 1..result.shape[axis] {
+                let next = self.take(&result, axis, &[i])?;
+                sum = self.zip(zip, [&sum, &next])?;
+            }
+            result = sum;
+        }
+        if reduction != Reduction::Mean {
+            return Ok(result);
+        }
+        let n: usize = axes.iter().map(|&a| x.shape[a]).product();
+        let n = scalar(n as f32);
+        if x.kind == Kind::Float { self.zip(Zip::Div, [&result, &n]) } else { Err(of_type(x)) }
+    }
+
+    /// Translates `Softmax` and `LogSoftmax`. Before opset 13 all axes from `axis` on are one.
+    pub fn softmax_operator(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let x = self.input(node, 0)?;
+        let rank = x.shape.len();
+        let axis = axis_of(node, node.int("axis", if self.opset < 13 { 1 } else { -1 }), rank)?;
+        let axes: Vec<usize> = if self.opset < 13 { (axis..rank).collect() } else { vec![axis] };
+        if axes.iter().any(|&a| x.is_batch(a)) || x.kind != Kind::Float {
+            return Err(unsupported(node, "over the batch"));
+        }
+        if node.op_type() == "LogSoftmax" {
+            let sum = self.log_sum_exp(&x, &axes)?;
+            return self.zip(Zip::Sub, [&x, &sum]);
+        }
+        self.softmax(&x, &axes)
+    }
+
+    /// Returns `e^x` divided by its sum over `axes`, which follow each other.
+    fn softmax(&mut self, x: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        let n = axes.iter().map(|&a| x.shape[a]).product();
+        let inner = axes.last().map_or(1, |&last| x.shape[last + 1..].iter().product());
+        let id = self.computed(x)?;
+        self.node(vec![id], Op::Softmax { n, inner }, x.shape.clone(), x.batch)
+    }
+
+    /// Translates `BatchNormalization` with stored statistics: a factor and a term a channel.
+    pub fn batch_norm(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let x = self.input(node, 0)?;
+        if node.int("training_mode", 0) != 0 || x.shape.len() < 2 || x.is_batch(1) {
+            return Err(unsupported(node, "in training"));
+        }
+        let mut parts = Vec::new();
+        for i in 1..5 {
+            let part = self.input(node, i)?;
+            let values = part.known_values().and_then(|v| v.floats());
+            let values = values.filter(|v| v.len() == x.shape[1] && part.kind == Kind::Float);
+            parts.push(values.ok_or_else(|| unsupported(node, "by computed statistics"))?);
+        }
+
+        let epsilon = f64::from(node.float("epsilon", 1e-5));
+        let channels = 0..x.shape[1];
+        let factor = |c: usize| f64::from(parts[0][c]) / (f64::from(parts[3][c]) + epsilon).sqrt();
+        let term = |c: usize| f64::from(parts[1][c]) - f64::from(parts[2][c]) * factor(c);
+        let mut shape = vec![1; x.shape.len() - 1];
+        shape[0] = x.shape[1];
+        let of =
+            |values: Vec<f32>| Tensor::known(Kind::Float, shape.clone(), Values::Floats(values));
+        let factors = of(channels.clone().map(|c| factor(c) as f32).collect());
+        let terms = of(channels.map(|c| term(c) as f32).collect());
+        let scaled = self.zip(Zip::Mul, [&x, &factors])?;
+        self.zip(Zip::Add, [&scaled, &terms])
+    }
+
+    /// Translates `LayerNormalization` and `RMSNormalization`, which does not subtract the mean.
+    pub fn layer_norm(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let (x, scale) = (self.input(node, 0)?, self.input(node, 1)?);
+        let rank = x.shape.len();
+        let axes: Vec<usize> = (axis_of(node, node.int("axis", -1), rank)?..rank).collect();
+        if x.kind != Kind::Float || scale.kind != Kind::Float {
+            return Err(unsupported(node, &format!("of type {:?}", x.kind)));
+        }
+        let named = |stop| in_operator(node, stop);
+        let difference = if node.op_type() == "LayerNormalization" {
+            let mean = self.reduce_axes(&x, &axes, Reduction::Mean).map_err(named)?;
+            self.zip(Zip::Sub, [&x, &mean])?
+        } else {
+            x
+        };
+        let squares = self.map(&difference, Map::Pow(2.0))?;
+        let variance = self.reduce_axes(&squares, &axes, Reduction::Mean).map_err(named)?;
+        let epsilon = scalar(node.float("epsilon", 1e-5));
+        let variance = self.zip(Zip::Add, [&variance, &epsilon])?;
+        let deviation = self.map(&variance, Map::Sqrt)?;
+        let normal = self.zip(Zip::Div, [&difference, &deviation])?;
+        let mut result = self.zip(Zip::Mul, [&normal, &scale]).map_err(named)?;
+        if let Some(bias) = self.maybe(node, 2)? {
+            result = self.zip(Zip::Add, [&result, &bias]).map_err(named)?;
+        }
+        Ok(result)
+    }
+
+    /// Translates `Attention` of opset 23 on `[batch, heads, length, width]`, without a cache.
+    pub fn attention(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let (q, k, v) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
+        let all = [&q, &k, &v];
+        let has_cache = (4..node.input.len()).any(|i| !node.input[i].is_empty());
+        let is_plain = all.iter().all(|t| t.shape.len() == 4 && t.kind == Kind::Float);
+        let modes = ["is_causal", "qk_matmul_output_mode"];
+        if !is_plain
+            || has_cache
+            || modes.iter().any(|mode| node.int(mode, 0) != 0)
+            || node.float("softcap", 0.0) != 0.0
+            || q.shape[1] != k.shape[1]
+        {
+            return Err(unsupported(node, "of this form"));
+        }
+
+        let named = |stop| in_operator(node, stop);
+        let scale = node.float("scale", 1.0 / (q.shape[3] as f32).sqrt());
+        let keys = self.transpose(&k, &swapped(4))?;
+        let products = self.matmul(&q, &keys).map_err(named)?;
+        let mut scores = self.zip(Zip::Mul, [&products, &scalar(scale)])?;
+        if let Some(mask) = self.maybe(node, 3)? {
+            scores = match mask.kind {
+                Kind::Bool => self.choose([mask, scores, scalar(f32::NEG_INFINITY)]),
+                _ => self.zip(Zip::Add, [&scores, &mask]),
+            }
+            .map_err(named)?;
+        }
+        let weights = self.softmax(&scores, &[3])?;
+        self.matmul(&weights, &v).map_err(named)
+    }
+}
+
+fn scalar(value: f32) -> Tensor {
+    Tensor::known(Kind::Float, Vec::new(), Values::Floats(vec![value]))
+}
+
+fn of_type(x: &Tensor) -> Stop {
+    Stop::Unsupported(format!("of type {:?}", x.kind))
+}

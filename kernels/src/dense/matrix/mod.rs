@@ -1,0 +1,15 @@
+//! Matrix products with packed weights of f32, f16 and int8, for every instruction set. A product
+//! allocates nothing, and knows no graph.
+
+mod blocks;
+pub(crate) mod gemm;
+mod int8;
+mod int8_kernel;
+mod lanes;
+pub(in crate::dense) mod math;
+pub(in crate::dense) mod microkernel;
+pub(in crate::dense) mod pairs;
+mod quantize;
+mod sparse_rows;
+pub(crate) mod tiling;
+mod transpose;

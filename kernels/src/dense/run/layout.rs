@@ -1,0 +1,235 @@
+//! The layout of a network: its nodes in the order of execution, and a buffer for every result. A
+//! bias and a Relu that follow a product are fused into the product. Results that are never live
+//! together share a buffer. The CPU (`plan.rs`) and the GPU (`gpu/dense_plan.rs`) run the same
+//! nodes. This file knows no ONNX and runs nothing.
+
+use crate::dense::graph::functions::{Map, Zip};
+use crate::dense::graph::onnx_graph::{Graph, Node, Op, Operand};
+use crate::dense::graph::tensor::Id;
+use crate::dense::matrix::pairs::pair;
+use std::collections::HashMap;
+
+/// The location of a value: an input of the network or a buffer, by its number.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    Input(usize),
+    Buffer(usize),
+}
+
+/// A network whose values have their locations.
+pub(crate) struct Layout {
+    pub nodes: Vec<Node>,
+    /// The number of floats in one sample of each value.
+    pub widths: Vec<usize>,
+    pub places: Vec<Place>,
+    /// The number of floats that one sample takes in each buffer.
+    pub buffers: Vec<usize>,
+    pub output: Id,
+}
+
+impl Layout {
+    /// Fuses the nodes of `graph` and assigns buffers, for the CPU.
+    pub fn for_cpu(mut graph: Graph) -> Self {
+        fuse_pairs(&mut graph);
+        fuse_silu(&mut graph);
+        Self::new(graph)
+    }
+
+    /// Fuses the nodes of `graph` and assigns buffers.
+    pub fn new(mut graph: Graph) -> Self {
+        fuse(&mut graph);
+        drop_unused(&mut graph);
+        let (places, buffers) = assign_buffers(&graph);
+        let Graph { nodes, widths, output } = graph;
+        Self { nodes, widths, places, buffers, output }
+    }
+
+    /// Returns the number of floats in one sample's result.
+    pub fn outputs(&self) -> usize {
+        self.widths[self.output]
+    }
+}
+
+/// Returns how often each value is read. The caller reads the output once.
+fn uses(graph: &Graph) -> Vec<usize> {
+    let mut uses = vec![0; graph.widths.len()];
+    graph.nodes.iter().flat_map(|n| &n.inputs).for_each(|&id| uses[id] += 1);
+    uses[graph.output] += 1;
+    uses
+}
+
+/// Fuses a product with a bias that is added to its result, and with the Relu after that.
+fn fuse(graph: &mut Graph) {
+    let uses = uses(graph);
+    let mut writer: Vec<Option<usize>> = vec![None; graph.widths.len()];
+    let mut kept: Vec<Node> = Vec::with_capacity(graph.nodes.len());
+    for node in graph.nodes.drain(..) {
+        let before = match node.inputs.as_slice() {
+            &[x] if uses[x] == 1 => writer[x],
+            _ => None,
+        };
+        let fused = before.is_some_and(|at| kept[at].absorb(&node));
+        let at = if fused { before.unwrap_or_default() } else { kept.len() };
+        writer[node.output] = Some(at);
+        if fused { kept[at].output = node.output } else { kept.push(node) }
+    }
+    graph.nodes = kept;
+}
+
+impl Operand {
+    /// Returns whether this is a value of the network, read in order.
+    fn is_whole(&self) -> bool {
+        matches!(self, Self::Value { picks: None, .. })
+    }
+}
+
+impl Node {
+    /// Takes over the operation of `next` on this node's result. Returns false if that is
+    /// impossible.
+    fn absorb(&mut self, next: &Self) -> bool {
+        let Op::Matrix { matrix, .. } = &mut self.op else { return false };
+        match &next.op {
+            Op::Map(Map::Relu) if !matrix.relu => {
+                matrix.relu = true;
+                true
+            }
+            Op::Zip { zip: Zip::Add, left, right } if !matrix.relu => {
+                match (left, right) {
+                    (Operand::Value { picks: None, .. }, Operand::Constant(bias))
+                    | (Operand::Constant(bias), Operand::Value { picks: None, .. }) => {
+                        // A bias as wide as all rows must be equal in each.
+                        let (first, n) = (&bias[..matrix.n], matrix.n);
+                        bias.chunks(n).all(|row| row == first) && matrix.take_bias(first)
+                    }
+                    _ => false,
+                }
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Lets the products of every two rows of a `Concat` read its operands, so that no run copies them.
+/// If one node picks some of the products, these are the result, and half of the others are never
+/// computed.
+fn fuse_pairs(graph: &mut Graph) {
+    let uses = uses(graph);
+    let mut concats: HashMap<Id, (Vec<Id>, Vec<usize>)> = HashMap::new();
+    let mut squares: HashMap<Id, (Vec<Id>, Vec<usize>, usize)> = HashMap::new();
+    for node in &mut graph.nodes {
+        match &node.op {
+            Op::Concat { outer: 1, parts } => {
+                concats.insert(node.output, (node.inputs.clone(), parts.clone()));
+            }
+            Op::Products { count: 1, m: n, k, n: columns, transposed: true } if n == columns => {
+                let (k, concat) = match node.inputs.as_slice() {
+                    [left, right] if left == right => (*k, concats.get(left)),
+                    _ => continue,
+                };
+                if let Some((inputs, parts)) = concat
+                    && parts.iter().all(|part| part.is_multiple_of(k))
+                {
+                    let rows: Vec<usize> = parts.iter().map(|part| part / k).collect();
+                    if uses[node.output] == 1 {
+                        squares.insert(node.output, (inputs.clone(), rows.clone(), k));
+                    }
+                    let picks = picked_pairs(*n, 0..n * n);
+                    (node.op, node.inputs) = (Op::Pairs { rows, k, picks }, inputs.clone());
+                }
+            }
+            Op::Pick(picks) => {
+                if let Some((inputs, rows, k)) = squares.remove(&node.inputs[0]) {
+                    let picks = picks.iter().map(|&pick| pick as usize);
+                    let picks = picked_pairs(rows.iter().sum(), picks);
+                    (node.op, node.inputs) = (Op::Pairs { rows, k, picks }, inputs);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Returns where `Op::Pairs` finds the products at the positions `square` of `[n, n]`.
+fn picked_pairs(n: usize, square: impl Iterator<Item = usize>) -> Vec<u32> {
+    square.map(|at| pair(n, at / n, at % n) as u32).collect()
+}
+
+/// Replaces the product of a value and its sigmoid by one function, which works in place. The
+/// sigmoid goes if no other node reads it.
+fn fuse_silu(graph: &mut Graph) {
+    let mut sigmoid_of: HashMap<Id, Id> = HashMap::new();
+    for node in &mut graph.nodes {
+        match (&node.op, node.inputs.as_slice()) {
+            (Op::Map(Map::Sigmoid), &[x]) => {
+                sigmoid_of.insert(node.output, x);
+            }
+            (Op::Zip { zip: Zip::Mul, left, right }, &[a, b])
+                if left.is_whole() && right.is_whole() =>
+            {
+                let pair = [(a, b), (b, a)].into_iter().find(|(x, y)| sigmoid_of.get(y) == Some(x));
+                if let Some((x, _)) = pair {
+                    (node.op, node.inputs) = (Op::Map(Map::Silu), vec![x]);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Removes the nodes whose results no node reads.
+fn drop_unused(graph: &mut Graph) {
+    let mut used = vec![false; graph.widths.len()];
+    used[graph.output] = true;
+    for node in graph.nodes.iter().rev() {
+        if used[node.output] {
+            node.inputs.iter().for_each(|&id| used[id] = true);
+        }
+    }
+    graph.nodes.retain(|n| used[n.output]);
+}
+
+/// Returns the location of every value, and the size of every buffer. A result takes the smallest
+/// free buffer that is large enough. If none is, the largest free buffer grows; if none is free,
+/// the result takes a new one.
+fn assign_buffers(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
+    let mut places: Vec<Place> = (0..graph.widths.len()).map(Place::Input).collect();
+    let mut last = vec![0; graph.widths.len()];
+    for (at, node) in graph.nodes.iter().enumerate() {
+        node.inputs.iter().for_each(|&id| last[id] = at);
+    }
+    last[graph.output] = usize::MAX;
+
+    let (mut buffers, mut free): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+    for (at, node) in graph.nodes.iter().enumerate() {
+        let width = graph.widths[node.output];
+        let is_last_read = |id: Id| last[id] == at;
+
+        // A function of each value works in place on an operand that no later node reads.
+        if let (Op::Map(_), &[operand]) = (&node.op, node.inputs.as_slice())
+            && let Place::Buffer(b) = places[operand]
+            && is_last_read(operand)
+        {
+            places[node.output] = Place::Buffer(b);
+            continue;
+        }
+
+        let fitting =
+            free.iter().copied().filter(|&b| buffers[b] >= width).min_by_key(|&b| buffers[b]);
+        let chosen = fitting.or_else(|| free.iter().copied().max_by_key(|&b| buffers[b]));
+        let buffer = chosen.unwrap_or_else(|| {
+            buffers.push(0);
+            buffers.len() - 1
+        });
+        free.retain(|&b| b != buffer);
+        buffers[buffer] = buffers[buffer].max(width);
+        places[node.output] = Place::Buffer(buffer);
+
+        for &id in &node.inputs {
+            match places[id] {
+                Place::Buffer(b) if is_last_read(id) && !free.contains(&b) => free.push(b),
+                _ => {}
+            }
+        }
+    }
+    (places, buffers)
+}

@@ -1,0 +1,8 @@
+//! The run of a graph on the CPU: nodes are fused and get buffers (`layout.rs`), and are run block
+//! after block (`plan.rs`). Knows no ONNX.
+
+mod elementwise;
+pub(crate) mod layout;
+mod moves;
+pub(in crate::dense) mod plan;
+mod sequences;

@@ -1,0 +1,118 @@
+//! The memory plan: the bytes of each part of a model. `request/memory.rs` computes them. Never
+//! allocates what it counts.
+
+use std::fmt;
+
+/// A part of a model, or of its process, that takes memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    Caches,
+    Residents,
+    Indexes,
+    Vocabularies,
+    DenseWeights,
+    DenseInputs,
+    DenseResults,
+    Misses,
+    PageBuffers,
+    Scores,
+    Batches,
+    Slots,
+    Queues,
+    GpuShared,
+    GpuWeights,
+    GpuDense,
+    /// What the process takes beside its models.
+    Beside(&'static str),
+}
+
+impl Part {
+    /// Returns the name in reports.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Caches => "embedding caches",
+            Self::Residents => "resident tables",
+            Self::Indexes => "indexes of the segments and overlays of their deltas",
+            Self::Vocabularies => "vocabularies of the key functions",
+            Self::DenseWeights => "dense network weights",
+            Self::DenseInputs => "dense network inputs, all workers",
+            Self::DenseResults => "dense network results between layers, all workers",
+            Self::Misses => "miss lists, staging rows and negative caches, all workers",
+            Self::PageBuffers => "page buffers, all workers",
+            Self::Scores => "scores and statuses, all workers",
+            Self::Batches => "batches, all workers",
+            Self::Slots => "request slots: batches, scores and statuses",
+            Self::Queues => "queues of requests and of keys to prefetch",
+            Self::GpuShared => "keys, rings and changes that the GPU shares, all workers",
+            Self::GpuWeights => "dense network on the GPU, weights",
+            Self::GpuDense => "dense network on the GPU, all workers",
+            Self::Beside(name) => name,
+        }
+    }
+}
+
+/// The memory that a model uses, one line for each part of it.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryPlan {
+    parts: Vec<(Part, u64)>,
+    opening_bytes: u64,
+}
+
+impl MemoryPlan {
+    /// Sets the bytes of a part. A new part comes last.
+    pub(crate) fn set(&mut self, part: Part, bytes: u64) {
+        match self.parts.iter_mut().find(|(own, _)| *own == part) {
+            Some((_, before)) => *before = bytes,
+            None => self.parts.push((part, bytes)),
+        }
+    }
+
+    /// Removes a part whose memory was freed.
+    pub(crate) fn remove(&mut self, part: Part) {
+        self.parts.retain(|(own, _)| *own != part);
+    }
+
+    /// Returns the bytes of `parts` together.
+    pub(crate) fn bytes_of(&self, parts: &[Part]) -> u64 {
+        self.parts.iter().filter(|(own, _)| parts.contains(own)).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Records memory that opening took temporarily beside the total. The largest record counts.
+    pub(crate) fn record_peak(&mut self, bytes: u64) {
+        self.opening_bytes = self.opening_bytes.max(bytes);
+    }
+
+    /// Returns the name of each part of the model that takes memory, with its bytes.
+    pub fn lines(&self) -> Vec<(&'static str, u64)> {
+        self.parts.iter().map(|(part, bytes)| (part.name(), *bytes)).collect()
+    }
+
+    /// Returns the sum of all lines in bytes.
+    pub fn total(&self) -> u64 {
+        self.parts.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Returns the bytes that opening the model took beside the total and freed again. During a
+    /// copy to a GPU the data is in memory twice, and a swap holds the new parts beside the old
+    /// ones.
+    pub fn opening_bytes(&self) -> u64 {
+        self.opening_bytes
+    }
+}
+
+impl fmt::Display for MemoryPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (part, bytes) in self.lines() {
+            writeln!(f, "{bytes:>14}  {part}")?;
+        }
+        write!(f, "{:>14}  total", self.total())?;
+
+        match self.opening_bytes {
+            0 => Ok(()),
+            bytes => write!(
+                f,
+                "\n{bytes:>14}  more while opening, beside what is served or in transit to the GPU"
+            ),
+        }
+    }
+}
