@@ -9,6 +9,7 @@ usage: tests/run.py [ARGUMENT]...     arguments of `cargo test`, such as --works
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -35,7 +36,8 @@ def programs(arguments):
 def run(name, program, folder):
     """Runs a test program in the folder of its package, as cargo does."""
     start = time.monotonic()
-    environment = os.environ | {"CARGO_MANIFEST_DIR": folder}
+    cargo = os.environ.get("CARGO", shutil.which("cargo"))
+    environment = os.environ | {"CARGO": cargo, "CARGO_MANIFEST_DIR": folder}
     done = subprocess.run([program], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     return name, done.returncode, done.stdout, time.monotonic() - start

@@ -65,7 +65,7 @@ pub struct ConcurrencyArgs {
     #[arg(long)]
     slots: Option<u32>,
     /// How long a request waits for others to share its batch, µs [default: the target's]
-    #[arg(long, alias = "gather-us")]
+    #[arg(long)]
     batch_delay_us_max: Option<u32>,
     /// Measured time of a step [default: 4; quick: 1]
     #[arg(long, value_parser = report::args::seconds)]

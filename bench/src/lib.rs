@@ -69,7 +69,6 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     /// Measures one pipeline under a rising number of callers
-    #[command(alias = "ladder")]
     Concurrency(ConcurrencyArgs),
     /// Measures gRPC on a Unix socket beside the call of the library
     Daemon(DaemonArgs),

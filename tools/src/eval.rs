@@ -5,7 +5,7 @@
 use crate::pack::read_samples;
 use crate::report;
 use crate::report::metrics::{Latencies, Lookups, Percentiles, auc, largest_difference, logloss};
-use crate::report::plot::{self, TimeSlice};
+use crate::report::plot::TimeSlice;
 use crate::say;
 use crate::serve::{self, ServeArgs};
 use anyhow::{Result, ensure};
@@ -33,9 +33,6 @@ pub struct EvalArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
           value_parser = report::json_file)]
     json: Option<PathBuf>,
-    /// Writes latency and hit rate over time as SVG
-    #[arg(long)]
-    plot: Option<PathBuf>,
 }
 
 /// The result of an evaluation.
@@ -103,7 +100,7 @@ pub struct OutputQuality {
     pub score_difference_max: Option<f64>,
 }
 
-/// Slices of the run for which latency and hit rate are plotted.
+/// Slices of the run, each with its latency and hit rate.
 const SLICES: usize = 40;
 
 /// Scores `samples` on one worker in requests of `batch` samples.
@@ -299,10 +296,6 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     );
     let found = evaluate(&model, &samples, args.batch)?;
 
-    if let Some(path) = &args.plot {
-        let title = format!("{}: latency and hit rate", found.generation);
-        plot::over_time(path, &title, &found.slices)?;
-    }
     report::write_report(args.json.as_deref(), &found, || {
         say!("{}\n{}", found.table(), serve::memory_table(&model))?;
         say!("dense network: {}", found.dense_engine)

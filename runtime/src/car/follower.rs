@@ -129,6 +129,10 @@ pub(crate) fn open_changed(
     }
 
     let lock = flash.lock();
-    // A merge may have ended before the lock was taken.
-    Ok(Changed::Open(Box::new(Flash::open(disk, directory)?), lock))
+    let flash = match &lock {
+        Err(FlashError::Busy { .. }) => flash,
+        // A merge may have ended before the lock was taken.
+        _ => Flash::open(disk, directory)?,
+    };
+    Ok(Changed::Open(Box::new(flash), lock))
 }

@@ -302,6 +302,12 @@ impl Model {
         }
     }
 
+    /// Makes every request wait for its rows, whatever the tables say: a recorded score needs them.
+    pub(crate) fn wait_for_rows(&mut self) {
+        let tables = &mut Arc::make_mut(&mut self.schema).tables;
+        tables.iter_mut().for_each(|table| table.miss = MissPolicy::Wait);
+    }
+
     /// Returns what a request does about a missing row of `table`.
     #[inline]
     pub(crate) fn miss_policy(&self, table: u16) -> MissPolicy {

@@ -89,7 +89,9 @@ impl Model {
         budget: Budget,
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
-        Self::open_on_flash(flash, budget, PROBE_CACHE_BYTES_MAX, None, yield_now)
+        let mut model = Self::open_on_flash(flash, budget, PROBE_CACHE_BYTES_MAX, None, yield_now)?;
+        model.wait_for_rows();
+        Ok(model)
     }
 
     /// Opens the live generation of `flash` with all rows on flash, for one request of one sample

@@ -1,7 +1,6 @@
 //! The nine model families, as the trainer's package exported them, through the whole runtime.
 //! Their scores equal those of PyTorch.
 
-use hatchback::Weights;
 use hatchback::clock::SystemClock;
 use hatchback::limits::SCORE_DIFFERENCE_MAX;
 use hatchback::model::Model;
@@ -9,7 +8,8 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
-use hatchback_kernels::dense::graph::onnx::{FLOAT16, INT8, ModelProto};
+use hatchback::{DenseEngine, Weights};
+use hatchback_kernels::dense::graph::onnx::{FLOAT16, INT8, ModelProto, ValueInfoProto};
 use hatchback_kernels::dense::{forms, narrow_all, widen};
 use hatchback_tests::models::{
     Installed, install_spec, install_unprobed, open_with_least_cache, repository, score_all,
@@ -221,4 +221,60 @@ fn stored(onnx: &[u8], weights: Weights) -> BTreeMap<String, Vec<u8>> {
     let graph = ModelProto::decode(onnx).unwrap().graph.unwrap();
     let narrow = graph.initializer.into_iter().filter(|t| t.data_type() == of_form);
     narrow.map(|t| (t.name().to_owned(), t.raw_data.unwrap_or_default().to_vec())).collect()
+}
+
+/// A trainer's own `DequantizeLinear` stands for its values: the network runs in f32, with the bits
+/// of the widened file. Only `pack`'s own names ask for products in int8.
+#[test]
+fn the_dequantized_weights_of_a_trainer_are_values() {
+    let inputs: &[(&str, usize)] = &[("dense", 3), ("emb", 48)];
+    let load = |onnx: Vec<u8>| {
+        DenseEngine::load(onnx, inputs, "logit", hatchback::Activation::Sigmoid).unwrap()
+    };
+    let path = repository("tests/data/families/dlrm/dense.onnx");
+    let narrowed = narrow_all(&std::fs::read(path).unwrap(), Weights::Int8).unwrap();
+    let has = |engine: &DenseEngine, form| engine.layers().iter().any(|l| l.weights == form);
+    assert!(has(&load(narrowed.clone()), Weights::Int8));
+
+    let mut model = ModelProto::decode(narrowed.as_slice()).unwrap();
+    let graph = model.graph.as_mut().unwrap();
+    let other = |name: &mut String| {
+        for ending in [".narrow", ".scale"] {
+            if let Some(stem) = name.strip_suffix(ending) {
+                *name = format!("{ending}{stem}");
+            }
+        }
+    };
+    graph.node.iter_mut().flat_map(|node| &mut node.input).for_each(other);
+    graph.initializer.iter_mut().filter_map(|t| t.name.as_mut()).for_each(other);
+    let theirs = model.encode_to_vec();
+    let (engine, wide) = (load(theirs.clone()), load(widen(theirs).unwrap()));
+    assert_eq!(engine.falls_back_for(), None);
+    assert_eq!(engine.weights(), Some(Weights::F32));
+
+    let data: Vec<Vec<f32>> =
+        inputs.iter().map(|(_, n)| (0..8 * n).map(|i| (i as f32 * 0.37).sin()).collect()).collect();
+    let scores = |engine: &DenseEngine| {
+        let mut scores = vec![0.0; 8];
+        engine.run(8, &data, &mut scores, &mut engine.scratch(8)).unwrap();
+        scores
+    };
+    assert!(same_bits(&scores(&engine), &scores(&wide)));
+}
+
+/// A file that lists its weights as inputs too, as older exporters do, can be narrowed.
+#[test]
+fn weights_that_are_inputs_too_are_narrowed() {
+    let trained = std::fs::read(repository("tests/data/families/dlrm/dense.onnx")).unwrap();
+    let mut model = ModelProto::decode(trained.as_slice()).unwrap();
+    let graph = model.graph.as_mut().unwrap();
+    for tensor in &graph.initializer {
+        let name = tensor.name.clone();
+        graph.input.push(ValueInfoProto { name, r#type: None });
+    }
+    let narrowed = narrow_all(&model.encode_to_vec(), Weights::F16).unwrap();
+    let inputs: &[(&str, usize)] = &[("dense", 3), ("emb", 48)];
+    let activation = hatchback::Activation::Sigmoid;
+    let engine = DenseEngine::load(narrowed, inputs, "logit", activation).unwrap();
+    assert!(engine.layers().iter().any(|layer| layer.weights == Weights::F16));
 }

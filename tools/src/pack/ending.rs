@@ -52,11 +52,21 @@ pub(crate) struct Ended {
 }
 
 impl Ending<'_> {
+    /// Returns the samples of the probe set.
+    ///
+    /// # Errors
+    /// The set does not decode.
+    pub fn samples(&self) -> Result<Vec<Sample>> {
+        Ok(self.probe.as_ref().map_or(Ok(Vec::new()), |probe| Sample::decode_set(probe))?)
+    }
+
     /// Ends `bundle` with the network `onnx` as it is. Returns the bytes of the file.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// The network does not fit the schema, or the file cannot be written. No file is left then.
     pub fn finish(self, mut bundle: BundleWriter, onnx: &[u8]) -> Result<u64> {
+        // Whatever changed the network before: a car must be able to load what is written.
+        self.schema.load_dense(onnx.to_vec())?;
         let manifest = self.write(&mut bundle, onnx)?;
         Ok(bundle.finish(manifest)?)
     }
@@ -75,12 +85,11 @@ impl Ending<'_> {
     ) -> Result<Ended> {
         let can_be_narrow = self.schema.tables.iter().any(|table| table.codec != Codec::F32)
             && weights::can_be_narrow(&onnx)?;
-        let Some(probe) = self.probe.as_ref().filter(|_| can_be_narrow || difference_max.is_some())
-        else {
+        let samples = self.samples()?;
+        if samples.is_empty() || !can_be_narrow && difference_max.is_none() {
             let proof = Proof::Scored(Probed::default());
             return Ok(Ended { bytes: self.finish(bundle, &onnx)?, onnx, proof });
-        };
-        let samples = Sample::decode_set(probe)?;
+        }
 
         let kept = bundle.blobs().len();
         let manifest = self.write(&mut bundle, &onnx)?;

@@ -231,7 +231,11 @@ pub fn pack_onto(
     let ending = Ending { generation, parent: sequence, schema, tables, probe, deferral: None };
     let ended = match parent {
         // The rows of a delta alone do not score the probe set.
-        Some(parent) => ending.finish_delta(bundle, weights::as_parent(&onnx, parent)?),
+        Some(parent) => {
+            let samples = ending.samples()?;
+            let onnx = weights::as_parent(&onnx, schema, parent, &samples)?;
+            ending.finish_delta(bundle, onnx)
+        }
         None => ending.finish_snapshot(bundle, onnx, overrides.probe_difference_max),
     }?;
     Packed::new(generation, schema, ended)

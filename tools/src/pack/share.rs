@@ -1,6 +1,7 @@
 //! Packs some tables of a snapshot, a share of it. `merge.rs` makes the bundle. A worker opens only
-//! the sources of its tables. A packed table has two files: its compressed blobs, and a head, which is renamed into place last. A worker that is killed leaves
-//! no head of the table that it was packing, and a second run packs that table again.
+//! the sources of its tables. A packed table has two files: its compressed blobs, and a head, which
+//! is renamed into place last. A worker that is killed leaves no head of the table that it was
+//! packing, and a second run packs that table again.
 
 use super::open_source;
 use super::spec::{ModelSpec, TableSpec};
@@ -106,8 +107,8 @@ pub(super) fn head_path(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("t{number:04}.head"))
 }
 
-/// Packs the tables of these `names` of the model.toml at `path` into `folder`, which may hold other
-/// tables too. Opens the sources of no other table. A table that `folder` has already is not packed
+/// Packs the tables of these `names` of the model.toml at `path` into `folder`, which may hold
+/// other tables too. Opens the sources of no other table. A table that `folder` has already is not packed
 /// again.
 ///
 /// # Errors
@@ -144,7 +145,7 @@ pub fn pack_tables(
     Ok(())
 }
 
-/// Says that the work on a table or a range was done before. The program cannot know whether its
+/// Says that the work on a table was done before. The program cannot know whether its
 /// source has changed since.
 pub(super) fn note_done(what: &str, done: &Path) {
     report::note(format_args!("{what}: was done before; remove {} to repeat it", done.display()));

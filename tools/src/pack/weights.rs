@@ -4,21 +4,53 @@
 //! changes a file.
 
 use anyhow::{Context, Result};
-use hatchback::limits::SCORE_DIFFERENCE_MAX;
+use hatchback::limits::{PROBE_INPUTS_MAX, SCORE_DIFFERENCE_MAX};
 use hatchback::request::probe_inputs::ProbeInputs;
+use hatchback::request::worker::Worker;
 use hatchback::schema::Schema;
-use hatchback::{Flash, Weights};
+use hatchback::schema::sample::Sample;
+use hatchback::{Budget, Flash, Model, SystemClock, Weights};
 use hatchback_kernels::dense::graph::onnx::ModelProto;
 use hatchback_kernels::dense::{Forms, forms, narrow, widen};
 use prost::Message;
 use std::collections::HashMap;
+use std::sync::Arc;
 
-/// Returns `onnx` with the form of each matrix as in `parent`, so that a delta needs no choice.
+/// Returns `onnx`, the network of a delta, with the form of each matrix as in `parent`, if that
+/// keeps the scores of the probe set. The parent's rows stand for those of the delta, which differ
+/// in few. If the new weights do not bear the forms, they get forms of their own.
 ///
 /// # Errors
-/// A network does not load.
-pub(crate) fn as_parent(onnx: &[u8], parent: &Flash) -> Result<Vec<u8>> {
-    Ok(narrow(onnx, &forms(&parent.dense()?)?)?)
+/// A network does not load or run, or the parent cannot be opened.
+pub(crate) fn as_parent(
+    onnx: &[u8],
+    schema: &Schema,
+    parent: &Flash,
+    samples: &[Sample],
+) -> Result<Vec<u8>> {
+    let forms = forms(&parent.dense()?)?;
+    if forms.values().all(|form| *form == Weights::F32) {
+        return Ok(onnx.to_vec());
+    }
+    let wide = widen(onnx.to_vec())?;
+    let narrowed = narrow(&wide, &forms)?;
+    schema.load_dense(narrowed.clone())?;
+    let own = parent.probe()?;
+    let samples = if samples.is_empty() { &own } else { samples };
+    if samples.is_empty() {
+        return Ok(narrowed);
+    }
+
+    let model = Arc::new(Model::open_to_probe(parent, Budget::default(), &|| {})?);
+    let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
+    let first = &samples[..samples.len().min(PROBE_INPUTS_MAX)];
+    let inputs = ProbeInputs::collect(&mut worker, first)?;
+    let scores = |onnx: &[u8]| anyhow::Ok(inputs.scores(&schema.load_dense(onnx.to_vec())?)?);
+    let difference = furthest(&scores(&narrowed)?, &scores(&wide)?);
+    match difference <= SCORE_DIFFERENCE_MAX {
+        true => Ok(narrowed),
+        false => choose(&wide, schema, &inputs),
+    }
 }
 
 /// Returns whether a network has weights that can be stored narrower.
@@ -92,10 +124,15 @@ impl Choice<'_> {
         Ok(chosen)
     }
 
-    /// Returns the largest difference of a score from the trained one; infinite if the network does
-    /// not load with such weights, or if only the trained one has a finite score.
-    fn difference(&self, forms: &Forms) -> Result<f32> {
-        let loaded = self.schema.load_dense(narrow(self.wide, forms)?);
+    /// Returns the largest difference of a score from the trained one; infinite if a matrix cannot
+    /// have its form, or if only the trained network has a finite score.
+    fn difference(&self, wanted: &Forms) -> Result<f32> {
+        let narrowed = narrow(self.wide, wanted)?;
+        let found = forms(&narrowed)?;
+        if wanted.iter().any(|(name, form)| found.get(name) != Some(form)) {
+            return Ok(f32::INFINITY);
+        }
+        let loaded = self.schema.load_dense(narrowed);
         let Ok(engine) = loaded else { return Ok(f32::INFINITY) };
         Ok(furthest(&self.inputs.scores(&engine)?, &self.trained))
     }

@@ -344,7 +344,7 @@ fn write_delta(
     let schema = &fleet.manifest().schema;
     let held_dense = fleet.dense()?;
     let dense = match backlog.dense()? {
-        Some(trained) => as_parent(&trained, fleet)?,
+        Some(trained) => as_parent(&trained, schema, fleet, &probe_of(backlog, fleet)?)?,
         None => held_dense.clone(),
     };
     let budget = args.budget_mib.map(mib_to_bytes);

@@ -144,6 +144,67 @@ fn a_delta_stores_its_network_as_its_parent_does() {
     assert_eq!(forms_of(&path("coupon.hatch")), wide);
 }
 
+/// Multiplies all weights of an ONNX file.
+fn scaled(onnx: Vec<u8>, factor: f32) -> Vec<u8> {
+    let mut model = ModelProto::decode(onnx.as_slice()).unwrap();
+    for tensor in &mut model.graph.as_mut().unwrap().initializer {
+        let Some(raw) = tensor.raw_data.take() else { continue };
+        let values = raw.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b) * factor);
+        tensor.raw_data = Some(values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>().into());
+    }
+    model.encode_to_vec()
+}
+
+/// A delta whose new weights do not bear its parent's forms gets forms of its own.
+#[test]
+fn a_delta_keeps_its_scores_where_its_parents_forms_would_not() {
+    let desk = Desk::new();
+    let path = |file: &str| desk.folder.path().join(file);
+    desk.printed(&[]);
+    let plain = forms_of(&path("coupon.hatch"));
+    // Small weights move no score, so all of them can be int8.
+    desk.change("dense.onnx", |onnx| scaled(onnx, 0.02));
+    desk.printed(&["--probe-difference-max", "1"]);
+    let parent = forms_of(&path("coupon.hatch"));
+    assert!(parent.values().any(|form| *form == Weights::Int8), "{parent:?}");
+    std::fs::rename(path("coupon.hatch"), path("parent.hatch")).unwrap();
+
+    desk.change("dense.onnx", |onnx| scaled(onnx, 50.0));
+    desk.replace("model.toml", "sequence = 1", "sequence = 2");
+    desk.printed(&["--parent", &path("parent.hatch").display().to_string()]);
+    let forms = forms_of(&path("coupon.hatch"));
+    let narrowest = |forms: &Forms| forms.values().filter(|f| **f == Weights::Int8).count();
+    assert!(forms != parent && narrowest(&forms) <= narrowest(&plain), "{forms:?}, {plain:?}");
+}
+
+/// A probe sample needs its rows, whatever its tables do about missing ones.
+#[test]
+fn a_probe_set_is_scored_with_rows_that_requests_would_not_wait_for() {
+    let desk = Desk::new();
+    let path = |file: &str| desk.folder.path().join(file);
+    desk.printed(&[]);
+    let plain = forms_of(&path("coupon.hatch"));
+    desk.replace("model.toml", "\nsource = ", "\nmiss = \"default\"\nsource = ");
+    let printed = desk.printed(&["--placement", "cached"]);
+    assert!(printed.contains("64 probe scores differ"), "{printed}");
+    assert_eq!(forms_of(&path("coupon.hatch")), plain);
+}
+
+/// Before opset 13 an int8 matrix has no scale for each output, but f16 remains.
+#[test]
+fn a_network_of_an_older_opset_gets_f16() {
+    let desk = Desk::new();
+    desk.change("dense.onnx", |onnx| {
+        let mut model = ModelProto::decode(onnx.as_slice()).unwrap();
+        model.opset_import.iter_mut().for_each(|opset| opset.version = Some(12));
+        model.encode_to_vec()
+    });
+    desk.printed(&[]);
+    let forms = forms_of(&desk.folder.path().join("coupon.hatch"));
+    assert!(forms.values().any(|form| *form == Weights::F16), "{forms:?}");
+    assert!(forms.values().all(|form| *form != Weights::Int8), "{forms:?}");
+}
+
 #[test]
 fn weights_beside_the_onnx_file_are_packed() {
     let desk = Desk::new();

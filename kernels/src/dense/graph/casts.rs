@@ -1,7 +1,7 @@
 //! Translates `Cast`, `CastLike` and `DequantizeLinear`. A computed value stays a f32, rounded as
 //! its type demands, so an integer or a truth value is exact.
 
-use crate::dense::graph::forms::dequantize;
+use crate::dense::graph::forms::{Scale, dequantize, is_ours};
 use crate::dense::graph::functions::Map;
 use crate::dense::graph::onnx::{NodeProto, kind_of};
 use crate::dense::graph::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
@@ -74,20 +74,20 @@ impl Builder<'_> {
         Ok(folded(Kind::Int64, result.shape, result.batch, Values::Ints(values)))
     }
 
-    /// Translates `DequantizeLinear` of stored int8 weights without a zero point. The products by
-    /// them are computed in int8.
+    /// Translates `DequantizeLinear` of stored int8 weights. The products by those that
+    /// `forms.rs` made are computed in int8; others stand for their values.
     pub fn dequantize(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let stored = |i: usize| self.stored.get(node.input.get(i)?.as_str()).copied();
-        let known = match node.input.len() {
-            2 => stored(0).zip(stored(1)),
-            _ => None,
-        };
+        let zero = node.input.get(2).map(|_| stored(2));
+        let known = stored(0).zip(stored(1)).filter(|_| zero != Some(None));
         let values = known.and_then(|(tensor, scale)| {
-            let values = dequantize(tensor, scale, node.int("axis", 1))?;
+            let by = Scale { scale, zero: zero.flatten(), axis: node.int("axis", 1) };
+            let values = dequantize(tensor, &by)?;
             Some(Tensor::known(Kind::Float, tensor.sizes(), Values::Floats(values)))
         });
         let tensor = values.filter(|t| t.shape.len() <= RANK_MAX);
         let tensor = tensor.ok_or_else(|| unsupported(node, "of such operands"))?;
-        Ok(Tensor { weights: Weights::Int8, ..tensor })
+        let weights = if is_ours(node) { Weights::Int8 } else { Weights::F32 };
+        Ok(Tensor { weights, ..tensor })
     }
 }

@@ -33,15 +33,16 @@ const WEIGHT_MAX: f32 = 127.0;
 pub fn forms(onnx: &[u8]) -> Result<Forms, DenseError> {
     let mut model = read(onnx.to_vec().into())?;
     let graph = model.graph.get_or_insert_default();
-    let narrow = narrow_weights(graph).into_iter().map(|n| (n.name, n.form));
-    let mut forms: Forms = narrow.collect();
+    let narrow = narrow_weights(graph).into_iter().filter(|n| n.form != Weights::F32);
+    let mut forms: Forms = narrow.map(|n| (n.name, n.form)).collect();
     forms.extend(axes_of_outputs(graph).into_keys().map(|name| (name, Weights::F32)));
     Ok(forms)
 }
 
 /// Returns `onnx`, whose weights are f32, with the matrices of `forms` stored in their forms. Names
 /// that `onnx` does not have, and forms that a matrix cannot have, are left out: a weight beyond
-/// f16's range stays f32, and so does int8 before opset 13.
+/// f16's range stays f32, and so does int8 before opset 13. [`forms`] of the result says what was
+/// done.
 ///
 /// # Errors
 /// [`DenseError::Load`] if the file is malformed.
@@ -50,8 +51,7 @@ pub fn narrow(onnx: &[u8], forms: &Forms) -> Result<Vec<u8>, DenseError> {
     let opset = model.opset();
     let graph = model.graph.get_or_insert_default();
     let axes = axes_of_outputs(graph);
-    let mut nodes = Vec::new();
-    let mut initializers = Vec::new();
+    let (mut nodes, mut initializers) = (Vec::<NodeProto>::new(), Vec::new());
     for tensor in std::mem::take(&mut graph.initializer) {
         let form = forms.get(tensor.name()).copied().unwrap_or_default();
         let stored = match (axes.get(tensor.name()), form) {
@@ -68,6 +68,9 @@ pub fn narrow(onnx: &[u8], forms: &Forms) -> Result<Vec<u8>, DenseError> {
         }
     }
 
+    // Some exporters list each initializer as an input too. A value that a node makes is none.
+    let made: HashSet<&str> = nodes.iter().map(|node| node.output[0].as_str()).collect();
+    graph.input.retain(|input| !made.contains(input.name()));
     graph.initializer = initializers;
     graph.node.splice(0..0, nodes);
     Ok(model.encode_to_vec())
@@ -101,10 +104,20 @@ pub(crate) fn widen_model(model: &mut ModelProto) -> bool {
     let unused: HashSet<String> = found.iter().flat_map(|n| n.stored.clone()).collect();
     let mut number = 0..;
     graph.node.retain(|_| number.next().is_none_or(|n| !operators.contains(&n)));
-    let read: HashSet<&String> = graph.node.iter().flat_map(|node| &node.input).collect();
-    graph.initializer.retain(|t| !unused.contains(t.name()) || read.contains(&t.name().to_owned()));
+    let mut read = HashSet::new();
+    collect_reads(graph, &mut read);
+    graph.initializer.retain(|t| !unused.contains(t.name()) || read.contains(t.name()));
     graph.initializer.extend(found.iter().map(|n| float_tensor(&n.name, &n.dims, &n.values)));
     !found.is_empty()
+}
+
+/// Adds the names that the nodes of `graph` read, also those of graphs inside them.
+fn collect_reads(graph: &GraphProto, read: &mut HashSet<String>) {
+    for node in &graph.node {
+        read.extend(node.input.iter().cloned());
+        let inner = node.attribute.iter().filter_map(|attribute| attribute.g.as_deref());
+        inner.for_each(|graph| collect_reads(graph, read));
+    }
 }
 
 /// Weights that are stored narrow.
@@ -129,8 +142,13 @@ fn narrow_weights(graph: &GraphProto) -> Vec<NarrowWeights> {
         let tensor = input(0)?;
         let (values, form) = match node.op_type() {
             "Cast" if node.int("to", 0) == i64::from(FLOAT) => (halves(tensor)?, Weights::F16),
-            "DequantizeLinear" if node.input.len() == 2 => {
-                (dequantize(tensor, input(1)?, node.int("axis", 1))?, Weights::Int8)
+            "DequantizeLinear" => {
+                let zero = node.input.get(2).map(|name| stored.get(name.as_str()).copied());
+                let zero = zero.map_or(Some(None), |zero| zero.map(Some))?;
+                let scale = Scale { scale: input(1)?, zero, axis: node.int("axis", 1) };
+                // Only a file of ours asks for products in int8. Others mean the values.
+                let form = if is_ours(node) { Weights::Int8 } else { Weights::F32 };
+                (dequantize(tensor, &scale)?, form)
             }
             _ => return None,
         };
@@ -151,23 +169,56 @@ fn halves(tensor: &TensorProto) -> Option<Vec<f32>> {
     floats(tensor).filter(|_| tensor.data_type() == FLOAT16)
 }
 
-/// Returns the values of `tensor`, which is int8, times their `scale`: one for all, or one for each
-/// position on `axis`. Returns `None` for other operands.
-pub(crate) fn dequantize(tensor: &TensorProto, scale: &TensorProto, axis: i64) -> Option<Vec<f32>> {
+/// How int8 values become f32: `(value - zero) * scale`.
+pub(crate) struct Scale<'a> {
+    /// One for all, or one for each position on `axis`.
+    pub scale: &'a TensorProto,
+    /// As many, int8; 0 without it.
+    pub zero: Option<&'a TensorProto>,
+    pub axis: i64,
+}
+
+/// Returns the f32 values of `tensor`, which is int8; `None` for other operands.
+pub(crate) fn dequantize(tensor: &TensorProto, by: &Scale<'_>) -> Option<Vec<f32>> {
     let quantized = tensor.int8_values()?;
     let sizes = tensor.sizes();
-    let scales = floats(scale).filter(|_| scale.data_type() == FLOAT)?;
-    if scale.dims.is_empty() && scales.len() == 1 {
-        return Some(quantized.iter().map(|&q| f32::from(q) * scales[0]).collect());
-    }
-    let axis = usize::try_from(if axis < 0 { axis + sizes.len() as i64 } else { axis }).ok()?;
-    let outputs = *sizes.get(axis)?;
-    if scale.dims.len() != 1 || scales.len() != outputs || outputs == 0 {
+    let scales = floats(by.scale).filter(|_| by.scale.data_type() == FLOAT)?;
+    let zeros = match by.zero {
+        Some(zero) => zero.int8_values()?,
+        None => vec![0; scales.len()],
+    };
+    if zeros.len() != scales.len() || by.scale.dims.len() > 1 {
         return None;
     }
-    let inner: usize = sizes[axis + 1..].iter().product();
-    let value = |(i, &q): (usize, &i8)| f32::from(q) * scales[i / inner % outputs];
-    Some(quantized.iter().enumerate().map(value).collect())
+
+    // A single scale holds for all values, whatever the axis.
+    let (outputs, inner) = match scales.len() {
+        1 => (1, 1),
+        several => {
+            let axis = if by.axis < 0 { by.axis + sizes.len() as i64 } else { by.axis };
+            let axis = usize::try_from(axis).ok()?;
+            if sizes.get(axis) != Some(&several) {
+                return None;
+            }
+            (several, inner_of(&sizes, axis))
+        }
+    };
+    let value = |(i, &q): (usize, &i8)| {
+        let output = i / inner.max(1) % outputs.max(1);
+        (f32::from(q) - f32::from(zeros[output])) * scales[output]
+    };
+    (outputs > 0).then(|| quantized.iter().enumerate().map(value).collect())
+}
+
+/// Returns the number of values between two positions on `axis`.
+fn inner_of(sizes: &[usize], axis: usize) -> usize {
+    sizes[axis + 1..].iter().product()
+}
+
+/// Returns whether [`narrow`] made `node`, by the names that it reads.
+pub(crate) fn is_ours(node: &NodeProto) -> bool {
+    let [name] = node.output.as_slice() else { return false };
+    node.input == [stored_name(name), scale_name(name)]
 }
 
 /// Returns the f32 initializers that are the weights of products and nothing else, each with the
@@ -256,7 +307,7 @@ fn to_f16(tensor: &TensorProto) -> Option<Narrowed> {
 
 fn to_int8(tensor: &TensorProto, axis: usize) -> Option<Narrowed> {
     let (values, sizes) = (floats(tensor)?, tensor.sizes());
-    let (outputs, inner) = (sizes[axis], sizes[axis + 1..].iter().product::<usize>());
+    let (outputs, inner) = (sizes[axis], inner_of(&sizes, axis));
     let output = |i: usize| i / inner % outputs;
     let mut most = vec![0.0f32; outputs];
     for (i, value) in values.iter().enumerate() {
