@@ -108,8 +108,8 @@ pub(super) fn head_path(folder: &Path, number: usize) -> PathBuf {
 }
 
 /// Packs the tables of these `names` of the model.toml at `path` into `folder`, which may hold
-/// other tables too. Opens the sources of no other table. A table that `folder` has already is not packed
-/// again.
+/// other tables too. Opens the sources of no other table. A table that `folder` has already is not
+/// packed again.
 ///
 /// # Errors
 /// The model.toml or a source is refused, or a file cannot be written.
