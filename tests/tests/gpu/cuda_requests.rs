@@ -171,7 +171,7 @@ fn worker(model: &Arc<Model>) -> Worker {
 
 #[test]
 fn scores_are_the_references() {
-    let _turn = standin::alone();
+    let _turn = standin::shared();
     let _shared = not_counting();
     for seed in 0..40 {
         let plan = plan(seed);
@@ -204,7 +204,7 @@ fn scores_are_the_references() {
 /// The workers run on threads, each with its own stream, on a cache that always evicts.
 #[test]
 fn many_workers_on_one_model_score_as_one() {
-    let _turn = standin::alone();
+    let _turn = standin::shared();
     let _shared = not_counting();
     let tables = vec![
         TablePlan::cached(KeySpace::Sparse, 900, 12, CodecChoice::U8),
