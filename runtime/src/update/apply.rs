@@ -585,7 +585,9 @@ fn judge_trial(
 
     // A delta keeps the damaged rows of its base, and a snapshot replaces them. So a delta gives
     // way to a snapshot, but only once: without a newer snapshot the car would never update again.
-    if probed.damaged > 0 && is_delta && repair == Repair::None {
+    // If no sample could be compared, the probe says nothing of the release, and it must not pass.
+    let is_unproven = probed.samples == 0;
+    if probed.damaged > 0 && is_delta && (repair == Repair::None || is_unproven) {
         let damaged = probed.damaged;
         let reason = format!(
             "{damaged} probe samples use damaged rows of the generation before; a snapshot is \
