@@ -29,7 +29,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("tests", 5_700),
 ];
 const WORDS_MAX: usize = 42_000;
-const TARGET_KEYS_MAX: usize = 60;
+const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;
 

@@ -10,7 +10,8 @@ fn coupon(file: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
 }
 
-fn hatchback(args: &[&str], input: &str) -> Output {
+/// Runs the program with `input` on its standard input.
+pub fn hatchback(args: &[&str], input: &str) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
         .args(args)
         .stdin(Stdio::piped())
@@ -31,7 +32,7 @@ fn printed(args: &[&str]) -> String {
 }
 
 /// Returns the standard error of a command that must fail.
-fn refused(args: &[&str]) -> String {
+pub fn refused(args: &[&str]) -> String {
     let output = hatchback(args, "");
     assert!(!output.status.success(), "{args:?} succeeded");
     String::from_utf8(output.stderr).unwrap()

@@ -1,38 +1,18 @@
 //! What a trainer's model needs, through the commands: outputs with names, raw values, and rare
 //! rows that stay at the desk.
 
+use crate::cli::{hatchback, refused};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
 fn root(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
-}
-
-fn hatchback(args: &[&str], input: &str) -> Output {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
-        .args(args)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    // A program that stops early closes the pipe before it has read everything.
-    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
-    child.wait_with_output().unwrap()
 }
 
 fn printed(args: &[&str], input: &str) -> String {
     let output = hatchback(args, input);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
-}
-
-fn refused(args: &[&str]) -> String {
-    let output = hatchback(args, "");
-    assert!(!output.status.success(), "{args:?} succeeded");
-    String::from_utf8(output.stderr).unwrap()
 }
 
 /// Copies a folder of files, of which `change` edits the model.toml.
