@@ -169,7 +169,8 @@ fn updates(
         };
         let name = model.name.as_ref().or(given.name.as_ref()).cloned().unwrap_or_default();
         let (budget, policy) = (car.target.budget, car.target.update);
-        Ok(ModelUpdates { name, updater, budget, policy, root: root.clone(), boot })
+        let (root, version) = (root.clone(), hatchback::VERSION.to_owned());
+        Ok(ModelUpdates { name, updater, budget, policy, root, version, boot })
     };
     sync.iter().map(update).collect()
 }

@@ -8,6 +8,7 @@ use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
 use hatchback::maintenance::background::Background;
 use hatchback::request::serving::Serving;
 use hatchback_link::daemon::now;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -16,6 +17,9 @@ use std::time::{Duration, Instant};
 
 /// Interval at which the thread looks for an offer (a staged release) of the sync process.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Longest time for which the end of the process waits for a step of the update.
+const STOP_WAIT: Duration = Duration::from_secs(10);
 
 /// Interval at which the thread looks for the first answers of a release on probation.
 const ANSWER_INTERVAL: Duration = Duration::from_millis(50);
@@ -42,6 +46,8 @@ pub struct UpdateThread {
     stopping: Arc<AtomicBool>,
     /// Dropping it ends the thread's wait for the next look.
     stop: Sender<()>,
+    /// Receives a message when the thread has recorded its end.
+    has_ended: Receiver<()>,
     thread: JoinHandle<()>,
 }
 
@@ -62,6 +68,7 @@ impl UpdateThread {
         let mut steps = UpdateSteps::new(update, Arc::clone(serving), p99);
 
         let (stop, stopped) = channel::<()>();
+        let (ended, has_ended) = channel::<()>();
         let run = move || {
             let background = Background::enter(busy);
             // The pauses give the CPU to requests; without a served model there are none.
@@ -73,24 +80,39 @@ impl UpdateThread {
             loop {
                 background.resume();
                 let yield_now = |urgency| background.yield_now(urgency, pause);
-                while !is_stopping.load(Ordering::Acquire) && steps.step(now(), &yield_now) {}
+                // A panic over the content of a release must not end updates for good. The step was
+                // counted before it began, so a release that panics each time is given up.
+                let mut step = || {
+                    let stepped = catch_unwind(AssertUnwindSafe(|| steps.step(now(), &yield_now)));
+                    stepped.unwrap_or_else(|_| {
+                        log::error!("a step of the update panicked");
+                        false
+                    })
+                };
+                while !is_stopping.load(Ordering::Acquire) && step() {}
                 if !wait_for_next_look(&stopped, &mut steps) {
                     break;
                 }
             }
             // Otherwise the end of this process would count as a crash of a release on trial.
             record_end(steps.updater());
+            let _ = ended.send(());
         };
         let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;
-        Ok(Self { stopping, stop, thread })
+        Ok(Self { stopping, stop, has_ended, thread })
     }
 
-    /// Ends the thread after its current step, and records a normal end.
+    /// Ends the thread after its current step, and records a normal end. A step that does not end
+    /// is left: every step may be interrupted, and the next start repeats it.
     pub fn stop(self) {
         self.stopping.store(true, Ordering::Release);
         drop(self.stop);
-        if self.thread.join().is_err() {
-            log::error!("the update thread panicked");
+        match self.has_ended.recv_timeout(STOP_WAIT) {
+            Err(RecvTimeoutError::Timeout) => {
+                log::error!("a step of the update does not end; this process ends without it");
+            }
+            _ if self.thread.join().is_err() => log::error!("the update thread panicked"),
+            _ => {}
         }
     }
 }

@@ -57,6 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         budget: Budget::default(),
         watched: None,
         unservable: None,
+        version: hatchback::VERSION,
         root: None,
         boot: 0,
         yield_now: &|| {},

@@ -144,6 +144,13 @@ pub const FAILED_STEPS_MAX: u32 = 30;
 pub const RETRY_S_MAX: u64 = 24 * 3600;
 /// Rejected releases that the serving process remembers.
 pub const REFUSED_MAX: usize = 64;
+/// Releases whose failed fetches the sync process remembers.
+pub const SET_ASIDE_MAX: usize = 64;
+/// Failures after which other releases are preferred to one: a failure of its own counts twice, a
+/// fetch that the link ended without progress once.
+pub const FETCH_FAILURES_MAX: u32 = 4;
+/// Polls for which a release is set aside at most.
+pub const SET_ASIDE_POLLS_MAX: u32 = 64;
 /// Bytes of a status record of an update.
 pub const STATUS_BYTES_MAX: u64 = 256 << 10;
 /// Bytes of the record of the newest accepted root and targets.

@@ -55,11 +55,10 @@ pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
     let opened = open().and_then(|flash| flash.lock());
     let _lock = opened.map_err(|e| flash_problem(&e))?;
     let flash = open().map_err(|e| flash_problem(&e))?;
-    let live = flash.record().live.manifest;
-    let result = match front.serving.manifest(name) {
+    let live = flash.record().id();
+    let result = match front.serving.id(name) {
         None => front.serving.load(name, &flash, front.budget),
-        // Compared by the manifest: a snapshot that replaced a damaged generation has the same
-        // number.
+        // Not compared by the number: one that replaced a damaged generation has the same.
         Some(served) if served == live => Ok(()),
         Some(_) => front.serving.swap(name, &flash, front.budget, &|_| {}).map(drop),
     };

@@ -238,6 +238,7 @@ impl Car {
             budget: Budget::default(),
             watched: self.watched,
             unservable: None,
+            version: hatchback::VERSION,
             root: None,
             boot: 0,
             yield_now: &|| {},

@@ -14,8 +14,8 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::vocabulary::Vocabulary;
 use hatchback::schema::{Feature, InputSource, KeySpace, NetworkInput, NetworkOutput, Schema};
 use hatchback::update::accepted::Accepted;
-use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer};
-use hatchback::update::install_status::{InstallState, InstallStatus, Repair};
+use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer, SetAside};
+use hatchback::update::install_status::{InstallState, InstallStatus, Refused, Repair, Retry};
 use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::{UpdateEvent, UpdateState};
@@ -219,6 +219,7 @@ fn fetch_status() -> FetchStatus {
         revoked: Some(sha256(b"revoked")),
         newest: Some(1),
         received: DailyBytes::unknown(),
+        set_aside: vec![SetAside { manifest: sha256(b"lost"), failures: 1, times: 2, polls: 3 }],
         history: golden_history(),
         ..FetchStatus::default()
     }
@@ -234,7 +235,12 @@ fn install_status() -> InstallStatus {
         attempts: 2,
         repair: Repair::NewerSnapshot,
         committed: Some(golden_generation()),
-        refused: vec![sha256(b"refused")],
+        refused: vec![
+            Refused { manifest: sha256(b"refused"), by: None },
+            Refused { manifest: sha256(b"unreadable"), by: Some("0.1.0".to_owned()) },
+        ],
+        version: "0.1.0".to_owned(),
+        retry: Retry::WithRoom(1 << 30),
         history: golden_history(),
         ..InstallStatus::default()
     }
@@ -249,7 +255,7 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     };
     let live =
         live::LiveState { generation, manifest: sha256(encoded), tables: vec![table(1), table(2)] };
-    LiveRecord { previous: Some(live.clone()), live }
+    LiveRecord { previous: Some(live.clone()), live, least: 1, rebuilds: 2 }
 }
 
 /// Returns a manifest whose schema has every kind of key function, input and output.

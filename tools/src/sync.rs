@@ -123,6 +123,7 @@ fn update(args: &SyncArgs, updater: &Updater) -> Result<()> {
         budget,
         watched: None,
         unservable: None,
+        version: hatchback::VERSION,
         root: None,
         boot: 0,
         yield_now: &|| {},

@@ -3,6 +3,7 @@
 //! directory.
 
 use crate::bundle::manifest::{Generation, Hash};
+use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::{Disk, Lock};
 use crate::limits::REFUSED_LOOKS;
@@ -70,7 +71,7 @@ impl Follower {
         serving: &Serving,
         yield_now: &dyn Fn(Urgency),
     ) -> Result<Option<(Generation, Swapped)>, FollowError> {
-        let Some(served) = serving.manifest(&self.name) else { return Ok(None) };
+        let Some(served) = serving.id(&self.name) else { return Ok(None) };
         let refused = &mut self.refused;
         let is_refused = |live: Hash| match refused {
             Some((refused, looks)) if *refused == live && *looks < REFUSED_LOOKS => {
@@ -110,21 +111,20 @@ pub(crate) enum Changed {
     Open(Box<Flash>, Result<Lock, FlashError>),
 }
 
-/// Opens the live generation of `directory` unless it is `served`, the hash of the served
-/// generation's manifest, or `is_refused`. The lock keeps a merge from removing segments that are
+/// Opens the live generation of `directory` unless it is `served` or `is_refused`. The lock keeps a merge from removing segments that are
 /// being opened.
 pub(crate) fn open_changed(
     disk: &Arc<dyn Disk>,
     directory: &Path,
-    served: Option<Hash>,
+    served: Option<LiveId>,
     is_refused: impl FnOnce(Hash) -> bool,
 ) -> Result<Changed, FlashError> {
     let flash = Flash::open(disk, directory)?;
-    let live = flash.record().live.manifest;
-    if served == Some(live) {
+    if served == Some(flash.record().id()) {
         return Ok(Changed::Served);
     }
-    if is_refused(live) {
+    flash.check_servable()?;
+    if is_refused(flash.record().live.manifest) {
         return Ok(Changed::Refused);
     }
 

@@ -30,6 +30,8 @@ pub struct ModelUpdates {
     pub policy: Policy,
     /// The fleet's first root metadata, from a file that `hatchback-sync` cannot write.
     pub root: Option<Vec<u8>>,
+    /// The version of the program.
+    pub version: String,
     /// A number that differs after each start of the machine.
     pub boot: u64,
 }
@@ -50,12 +52,13 @@ impl ModelUpdates {
     }
 
     fn try_begin(&self, now: u64) -> Result<(), UpdateError> {
-        self.updater.begin_trial(self.boot, now)?;
+        self.updater.begin_process(&self.version, self.boot, now)?;
         let host = Host {
             policy: self.policy,
             budget: self.budget,
             watched: None,
             unservable: None,
+            version: &self.version,
             root: self.root.as_deref(),
             boot: self.boot,
             yield_now: &|| {},
@@ -183,7 +186,7 @@ impl UpdateSteps {
     }
 
     fn try_step(&mut self, now: u64, yield_now: &dyn Fn()) -> Result<bool, UpdateError> {
-        let ModelUpdates { updater, budget, policy, root, boot, .. } = &self.update;
+        let ModelUpdates { updater, budget, policy, version, root, boot, .. } = &self.update;
         self.is_proven = self.is_proven || self.end_trial(updater)?;
         if let Err(e) = updater.restore_live_record() {
             log::debug!("`{}`: the live record has one copy: {e}", self.update.name);
@@ -206,7 +209,7 @@ impl UpdateSteps {
             failure.map(|Failure { reason, cause, .. }| Unservable { reason, cause: *cause });
         let (watched, root) = (Some(self.watched()), root.as_deref());
         let (policy, boot) = (*policy, *boot);
-        let host = Host { policy, budget, watched, unservable, root, boot, yield_now };
+        let host = Host { policy, budget, watched, unservable, version, root, boot, yield_now };
         updater.advance(&host, now)
     }
 
@@ -271,6 +274,9 @@ impl UpdateSteps {
             Ok(swapped) => {
                 self.failure = None;
                 self.open_logged.clear();
+                if let Err(e) = self.update.updater.record_opened() {
+                    log::debug!("`{name}`: a snapshot is still requested: {e}");
+                }
                 log::info!("serving {live} as `{name}`; {swapped}");
             }
             Err(e) => self.fail(flash.record().live.manifest, &e),
@@ -281,7 +287,7 @@ impl UpdateSteps {
     /// already or was rejected.
     fn open_changed(&mut self) -> Result<Option<(Flash, Lock)>, FlashError> {
         let ModelUpdates { name, updater, .. } = &self.update;
-        let served = if name.is_empty() { None } else { self.serving.manifest(name) };
+        let served = if name.is_empty() { None } else { self.serving.id(name) };
         let failure = self.failure.as_ref();
         let is_rejected =
             |live: Hash| failure.is_some_and(|f| f.manifest == live && f.cause == Cause::Release);

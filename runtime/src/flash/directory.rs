@@ -15,6 +15,7 @@ use crate::limits::{
     DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
 use crate::schema::sample::Sample;
+use hatchback_kernels::dense::DenseEngine;
 use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -159,7 +160,7 @@ impl Flash {
         };
 
         // The generation that failed is not kept: the next `reclaim` frees its files.
-        let record = LiveRecord { live: previous, previous: None };
+        let record = LiveRecord { live: previous, previous: None, ..self.record };
         write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
 
         let flash = Self::open(&self.disk, &self.directory)?;
@@ -176,6 +177,18 @@ impl Flash {
     /// Returns the live record: the live and the previous generation.
     pub fn record(&self) -> &LiveRecord {
         &self.record
+    }
+
+    /// Checks that the live generation may be served.
+    ///
+    /// # Errors
+    /// [`FlashError::Rebuilding`] if it is a step on the way to a newer one that was damaged.
+    pub(crate) fn check_servable(&self) -> Result<(), FlashError> {
+        if self.record.may_serve() {
+            return Ok(());
+        }
+        let (path, live) = (self.directory.clone(), self.record.live.generation.clone());
+        Err(FlashError::Rebuilding { path, live, least: self.record.least })
     }
 
     /// Returns the live generation's manifest.
@@ -319,6 +332,16 @@ impl Flash {
         self.read(self.file("dense.onnx"), hash, DENSE_BYTES_MAX)
     }
 
+    /// Loads the dense network.
+    ///
+    /// # Errors
+    /// [`FlashError::Dense`] if it does not load, and those of [`Flash::dense`].
+    pub(crate) fn load_dense(&self) -> Result<DenseEngine, FlashError> {
+        let path = self.file("dense.onnx");
+        let loaded = self.manifest.schema.load_dense(self.dense()?);
+        loaded.map_err(|source| FlashError::Dense { path, source })
+    }
+
     /// Reads the probe set. Returns no sample if the bundle had no probe set.
     ///
     /// # Errors
@@ -381,7 +404,7 @@ impl Flash {
         assert_eq!(live.generation, self.record.live.generation, "a merge changes no generation");
         assert_eq!(live.tables.len(), self.manifest.schema.tables.len(), "one state a table");
 
-        let record = LiveRecord { live, previous: self.record.previous.clone() };
+        let record = LiveRecord { live, ..self.record.clone() };
         write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
         // After a failed write `self` has the old record, and `refresh` finds what the disk has.
         (self.record, self.writes) = (record, self.writes + 1);
@@ -503,6 +526,11 @@ pub(super) fn writes_of(disk: &dyn Disk, directory: &Path) -> u64 {
     // The caller has excluded an error of the device. If both copies are damaged, no copy with a
     // higher count can return.
     read_live(disk, directory).ok().flatten().map_or(0, |stored| stored.writes)
+}
+
+/// Returns the live record, even if its generation is damaged; `None` if no copy can be read.
+pub(super) fn record_of(disk: &dyn Disk, directory: &Path) -> Option<LiveRecord> {
+    read_live(disk, directory).ok().flatten().map(|stored| stored.value)
 }
 
 /// Replaces both copies of the live record: the commit point of installs, rollbacks and

@@ -7,7 +7,7 @@ use crate::io::disk::is_damage;
 use crate::io::field_error::FieldError;
 use crate::schema::probe_set::ProbeError;
 use hatchback_kernels::dense::DenseError;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// The error of a flash directory or of an install. The live generation is unchanged.
@@ -68,6 +68,12 @@ pub enum FlashError {
         path = path.display()
     )]
     Schema { path: PathBuf, table: String, field: &'static str },
+    /// The live generation is older than the one that was served here: it is a step of a rebuild.
+    #[error(
+        "{path}: {live} is not served: sequence {least} was damaged and is being rebuilt from it",
+        path = path.display()
+    )]
+    Rebuilding { path: PathBuf, live: Generation, least: u64 },
     /// Another process changes the directory and holds the lock at `path`. Nothing was changed.
     #[error(
         "{path}: another process is changing the directory; try again later",
@@ -91,6 +97,16 @@ impl FlashError {
             | Self::Manifest { .. }
             | Self::Probe { .. }
             | Self::Field(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Returns whether the file system has too little room.
+    pub(crate) fn is_lack_of_room(&self) -> bool {
+        let is_full = |kind| matches!(kind, ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+        match self {
+            Self::Space { .. } => true,
+            Self::Io { source, .. } => is_full(source.kind()),
             _ => false,
         }
     }

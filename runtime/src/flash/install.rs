@@ -4,7 +4,9 @@
 
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
-use crate::flash::directory::{Flash, Found, check_space, lock, reclaim, write_live, writes_of};
+use crate::flash::directory::{
+    Flash, Found, check_space, lock, reclaim, record_of, write_live, writes_of,
+};
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
@@ -55,11 +57,15 @@ impl Flash {
         bundle: &mut BundleReader,
         progress: impl FnMut(u64),
     ) -> Result<Self, FlashError> {
-        Self::prepare(disk, directory, bundle, progress)?.commit()
+        let prepared = Self::prepare(disk, directory, bundle, progress)?;
+        // A network that does not load would keep the model from being served after the commit.
+        prepared.flash.load_dense()?;
+        prepared.commit()
     }
 
     /// Writes a bundle to flash, checked and durable, without making it live, so that the caller
-    /// can probe it first. Holds the directory's lock until the result is committed or dropped.
+    /// can probe it first; its network is not loaded. Holds the directory's lock until the result
+    /// is committed or dropped.
     ///
     /// # Errors
     /// Those of [`Flash::install`].
@@ -83,27 +89,88 @@ impl Flash {
 
         check_succession(directory, bundle, live.as_ref())?;
         check_deltas(bundle, live.as_ref())?;
+        write_next(disk, directory, bundle, live, progress, lock)
+    }
 
-        // Files of an interrupted install must not take space that this install needs.
-        reclaim(disk.as_ref(), directory, live.as_ref());
-        let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
-        check_space(disk.as_ref(), directory, needed)?;
+    /// Writes a snapshot to flash like [`Flash::prepare`], in place of a live generation that
+    /// cannot be used, whatever its number. Until the sequence `least` is live, nothing is served.
+    ///
+    /// # Errors
+    /// Those of [`Flash::install`]. [`FlashError::Lineage`] if the live generation is of another
+    /// model, [`FlashError::Parent`] if the bundle is a delta.
+    pub fn prepare_rebuild(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+        bundle: &mut BundleReader,
+        least: u64,
+        progress: impl FnMut(u64),
+    ) -> Result<Prepared, FlashError> {
+        let lock = lock(disk.as_ref(), directory)?;
+        let offered = bundle.manifest().generation.clone();
+        if let Some(parent) = bundle.manifest().parent {
+            let (path, live) = (bundle.path().to_owned(), "nothing that can be used".to_owned());
+            return Err(FlashError::Parent { path, parent, live });
+        }
+        let before = record_of(disk.as_ref(), directory);
+        if let Some(live) = before.as_ref().map(|record| &record.live.generation)
+            && live.lineage != offered.lineage
+        {
+            let (path, live) = (directory.to_owned(), live.clone());
+            return Err(FlashError::Lineage { path, live, offered });
+        }
 
-        let folder = folder_of(directory, bundle.manifest().generation.sequence);
-        let base = live.as_ref().filter(|_| bundle.manifest().parent.is_some());
-        let incoming =
-            Incoming { disk: disk.as_ref(), folder: &folder, base, progress, unsynced: Vec::new() };
-        let counts = incoming.write(bundle)?;
-        // The new folder must survive a power cut before the live record names it.
-        disk.sync_dir(directory).map_err(io_error(directory))?;
+        let mut prepared = write_next(disk, directory, bundle, None, progress, lock)?;
+        let record = &mut prepared.flash.record;
+        record.least = record.least.max(least);
+        Ok(prepared)
+    }
+}
 
-        let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
-        let writes = writes_of(disk.as_ref(), directory) + 1;
-        let record = LiveRecord { live: next, previous: live.map(|l| l.record.live) };
-        let (disk, directory) = (Arc::clone(disk), directory.to_owned());
-        let manifest = bundle.manifest().clone();
-        let flash = Self { disk, directory, record, writes, manifest };
-        Ok(Prepared { flash, is_live: false, _lock: lock })
+/// Writes `bundle`, which may follow `live`, and returns it with its live record.
+fn write_next(
+    disk: &Arc<dyn Disk>,
+    directory: &Path,
+    bundle: &mut BundleReader,
+    live: Option<Flash>,
+    progress: impl FnMut(u64),
+    lock: Lock,
+) -> Result<Prepared, FlashError> {
+    // Files of an interrupted install must not take space that this install needs.
+    reclaim(disk.as_ref(), directory, live.as_ref());
+    let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    check_space(disk.as_ref(), directory, needed)?;
+
+    let folder = folder_of(directory, bundle.manifest().generation.sequence);
+    let base = live.as_ref().filter(|_| bundle.manifest().parent.is_some());
+    let incoming =
+        Incoming { disk: disk.as_ref(), folder: &folder, base, progress, unsynced: Vec::new() };
+    let counts = incoming.write(bundle)?;
+    // The new folder must survive a power cut before the live record names it.
+    disk.sync_dir(directory).map_err(io_error(directory))?;
+
+    let hash = sha256(bundle.manifest_bytes());
+    let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
+    let writes = writes_of(disk.as_ref(), directory) + 1;
+    let record = next_record(next, live.is_some(), record_of(disk.as_ref(), directory));
+    let (disk, directory) = (Arc::clone(disk), directory.to_owned());
+    let manifest = bundle.manifest().clone();
+    let flash = Flash { disk, directory, record, writes, manifest };
+    Ok(Prepared { flash, is_live: false, _lock: lock })
+}
+
+/// Returns the live record in which `next` follows `before`, whose generation can be used or not.
+fn next_record(next: LiveState, is_usable: bool, before: Option<LiveRecord>) -> LiveRecord {
+    let Some(before) = before else {
+        return LiveRecord { live: next, previous: None, least: 0, rebuilds: 0 };
+    };
+    // A step of a rebuild is never served, so it is no generation to go back to.
+    let is_kept = is_usable && before.may_serve();
+    LiveRecord {
+        live: next,
+        previous: is_kept.then_some(before.live),
+        least: before.least,
+        // Without a usable generation before it, segments of the same name are other files.
+        rebuilds: before.rebuilds + u64::from(!is_usable),
     }
 }
 
@@ -353,11 +420,6 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             .map(|i| self.write_table(bundle, &manifest, i))
             .collect::<Result<_, _>>()?;
 
-        let onnx = bundle.blob(manifest.dense)?;
-        let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
-        // A network that does not load must end the install here. After the commit it would keep
-        // the model from being served.
-        manifest.schema.load_dense(onnx).map_err(refused)?;
         self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
 
         if let Some(probe) = manifest.probe {

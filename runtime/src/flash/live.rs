@@ -75,9 +75,33 @@ pub struct LiveRecord {
     pub live: LiveState,
     /// The generation that was live before. It is kept for a rollback.
     pub previous: Option<LiveState>,
+    /// The lowest sequence that may be served. It is above that of `live` while a damaged
+    /// generation is rebuilt from an older snapshot and the deltas that follow it.
+    pub least: u64,
+    /// Number of snapshots that replaced a damaged generation.
+    pub rebuilds: u64,
+}
+
+/// The identity of a live generation: equal values mean the same rows in the same files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LiveId {
+    /// SHA-256 of the manifest file.
+    pub manifest: Hash,
+    /// As in [`LiveRecord`].
+    pub rebuilds: u64,
 }
 
 impl LiveRecord {
+    /// Returns the identity of the live generation.
+    pub fn id(&self) -> LiveId {
+        LiveId { manifest: self.live.manifest, rebuilds: self.rebuilds }
+    }
+
+    /// Returns whether the live generation may be served.
+    pub fn may_serve(&self) -> bool {
+        self.live.generation.sequence >= self.least
+    }
+
     /// Returns the names of the record's two files in a flash directory.
     pub const fn file_names() -> [&'static str; 2] {
         LIVE.names

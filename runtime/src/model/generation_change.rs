@@ -29,7 +29,7 @@ impl GenerationChange {
     /// [`SegmentError`] if a key page of a delta is damaged.
     pub fn between(old: &Model, new: &Model) -> Result<Self, SegmentError> {
         let (before, after) = (old.generation(), new.generation());
-        let is_same = old.manifest() == new.manifest();
+        let is_same = old.id().manifest == new.id().manifest;
         // One number with two manifests: a snapshot has replaced the damaged generation.
         let is_unrelated = before.lineage != after.lineage || before.sequence == after.sequence;
 

@@ -1,7 +1,8 @@
 //! [`Model`]: one generation's tables, caches and dense network as requests use them. Read-only and
 //! shared by all workers. A request that starts on a model ends on it.
 
-use crate::bundle::manifest::{Generation, Hash};
+use crate::bundle::manifest::Generation;
+use crate::flash::live::LiveId;
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::limits::BACKGROUND_READS_MAX;
@@ -40,7 +41,7 @@ use std::sync::Arc;
 /// ```
 pub struct Model {
     generation: Arc<Generation>,
-    manifest: Hash,
+    id: LiveId,
     schema: Arc<Schema>,
     budget: Budget,
     read_depth: Arc<DeviceDepth>,
@@ -65,8 +66,8 @@ pub struct CacheUse {
 /// The parts of a model.
 pub(crate) struct ModelParts {
     pub generation: Generation,
-    /// SHA-256 of the generation's manifest.
-    pub manifest: Hash,
+    /// The identity of the generation's files.
+    pub id: LiveId,
     pub schema: Arc<Schema>,
     pub budget: Budget,
     pub read_depth: Arc<DeviceDepth>,
@@ -101,7 +102,7 @@ impl Model {
     pub(crate) fn new(parts: ModelParts) -> Self {
         let ModelParts {
             generation,
-            manifest,
+            id,
             schema,
             budget,
             read_depth,
@@ -114,7 +115,7 @@ impl Model {
         let memory = MemoryPlan::default();
         Self {
             generation: Arc::new(generation),
-            manifest,
+            id,
             schema,
             budget,
             read_depth,
@@ -128,10 +129,10 @@ impl Model {
         }
     }
 
-    /// Returns the hash of the served generation's manifest. A damaged generation can be replaced
-    /// by a snapshot of the same number, which has another manifest.
-    pub fn manifest(&self) -> &Hash {
-        &self.manifest
+    /// Returns the identity of the served generation. A damaged generation can be replaced by
+    /// another of the same number.
+    pub fn id(&self) -> LiveId {
+        self.id
     }
 
     /// Returns the generation that is served.

@@ -69,6 +69,7 @@ impl Model {
         read_depth: Arc<DeviceDepth>,
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
+        flash.check_servable()?;
         let schema = &flash.manifest().schema;
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
@@ -146,7 +147,7 @@ impl Model {
         let tables = Arc::new(CpuTables { caches, residents: opened.residents });
         Ok(Self::new(ModelParts {
             generation: flash.manifest().generation.clone(),
-            manifest: flash.record().live.manifest,
+            id: flash.record().id(),
             schema,
             budget,
             read_depth,

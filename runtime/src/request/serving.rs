@@ -2,9 +2,10 @@
 //! opens the next generation with the caches of the served one, and exchanges the two between two
 //! batches. A change of one model never affects callers of another.
 
-use crate::bundle::manifest::{Generation, Hash};
+use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::flash::Flash;
+use crate::flash::live::LiveId;
 use crate::io::reader::DeviceDepth;
 use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
@@ -393,9 +394,9 @@ impl Serving {
         self.with(name, |p| Generation::clone(p.model().generation()))
     }
 
-    /// Returns the hash of the manifest of the generation that `name` serves.
-    pub fn manifest(&self, name: &str) -> Option<Hash> {
-        self.with(name, |p| *p.model().manifest())
+    /// Returns the identity of the generation that `name` serves.
+    pub fn id(&self, name: &str) -> Option<LiveId> {
+        self.with(name, |p| p.model().id())
     }
 
     /// Returns the budget that `name` was opened with.

@@ -46,14 +46,15 @@ struct ResidentChanges {
 }
 
 /// Returns whether a segment that both generations list is the same file. This is false if a
-/// snapshot of the same number replaced a damaged generation.
+/// damaged generation was replaced or rebuilt.
 fn is_next(old: &Model, flash: &Flash) -> bool {
     let (served, record) = (old.generation(), flash.record());
     let same = |state: &LiveState| {
-        state.generation.sequence != served.sequence || state.manifest == *old.manifest()
+        state.generation.sequence != served.sequence || state.manifest == old.id().manifest
     };
     let is_known = |state: &LiveState| state.generation.sequence == served.sequence;
     record.live.generation.lineage == served.lineage
+        && record.rebuilds == old.id().rebuilds
         && same(&record.live)
         && record.previous.as_ref().is_none_or(same)
         && (record.live.generation.sequence <= served.sequence

@@ -9,13 +9,15 @@ use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError, Prepared};
 use crate::io::disk::Lock;
+use crate::limits::TRIALS_MAX;
 use crate::maintenance::background::outside_idle_class;
 use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
+use crate::model::{Model, OpenError};
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::history::last_order;
-use crate::update::install_status::{Blame, InstallState, InstallStatus, Repair};
+use crate::update::install_status::{Blame, InstallState, InstallStatus, Repair, Retry};
 use crate::update::probe::{ProbeFault, Probed, probe};
 use crate::update::release::{Release, releases};
 use crate::update::staging::Staging;
@@ -91,6 +93,8 @@ pub struct Host<'a> {
     pub watched: Option<Watched>,
     /// Why the live generation cannot be served, if it cannot.
     pub unservable: Option<Unservable<'a>>,
+    /// The version of the program. Another version tries again what this one cannot read.
+    pub version: &'a str,
     /// The fleet's first root, from a place that the sync process cannot write; `None` for the root
     /// in the sync directory.
     pub root: Option<&'a [u8]>,
@@ -103,7 +107,7 @@ pub struct Host<'a> {
 /// The cause for which this process cannot serve the live generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// The release itself.
+    /// The release, which this version of the program cannot serve.
     Release,
     /// Its files on flash, which are damaged.
     Flash,
@@ -127,12 +131,22 @@ enum Verdict {
     Wait,
     /// The release is wrong, for this reason. It is rolled back and never installed again.
     Reject(String),
+    /// This version of the program cannot read the release. It is rolled back, and another version
+    /// of the program may install it.
+    Unreadable(String),
     /// The publisher revoked the release, or this car cannot serve it. It is rolled back and may be
     /// installed later.
     Withdraw(String),
     /// This attempt ended through a fault that is not the release's. The release may be tried
     /// again.
-    Abandon { reason: String, repair: Repair },
+    Abandon { reason: String, repair: Repair, retry: Retry },
+}
+
+/// The rebuild of a live generation that cannot be opened: until the sequence `least` is live again,
+/// nothing is served.
+#[derive(Clone, Copy)]
+struct Rebuild {
+    least: u64,
 }
 
 /// Why a step ends before its end: a verdict on the release, or an error that ends only this run.
@@ -154,29 +168,34 @@ impl From<UpdateError> for Ended {
 }
 
 fn abandon(reason: impl Into<String>) -> Verdict {
-    Verdict::Abandon { reason: reason.into(), repair: Repair::None }
+    abandon_for(reason, Repair::None)
+}
+
+fn abandon_for(reason: impl Into<String>, repair: Repair) -> Verdict {
+    Verdict::Abandon { reason: reason.into(), repair, retry: Retry::AtStart }
 }
 
 impl Updater {
-    /// Counts the start of a trial of the release on probation: this process is about to open it.
-    /// If the process or the machine ended too many trials, the release is rolled back. The process
-    /// calls this once, before it opens the live generation. `boot` differs after each start of the
-    /// machine. It tells a trial that ended with a crash from one that ended with a restart of the
-    /// machine.
+    /// Begins the work of a process, of the program's `version`, and counts the start of a trial of
+    /// the release on probation: the process is about to open it. If the process or the machine
+    /// ended too many trials, the release is rolled back. The process calls this once, before it
+    /// opens the live generation. `boot` differs after each start of the machine. It tells a trial
+    /// that ended with a crash from one that ended with a restart of the machine.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
-    pub fn begin_trial(&self, boot: u64, now: u64) -> Result<(), UpdateError> {
-        if self.install_status()?.state != InstallState::Probation {
+    pub fn begin_process(&self, version: &str, boot: u64, now: u64) -> Result<(), UpdateError> {
+        let mut status = self.install_status()?;
+        if status.writes == 0 || !status.begin_process(version) && !status.is_on_probation() {
             return Ok(());
         }
         let _lock = self.lock_install()?;
         let mut status = self.install_status()?;
-        if status.state != InstallState::Probation {
-            return Ok(());
-        }
+        status.begin_process(version);
 
-        if let Some(reason) = status.count_trial(boot) {
+        if status.is_on_probation()
+            && let Some(reason) = status.count_trial(boot)
+        {
             status.blame = Blame::Release;
             let known = last_order(&self.fetch_status().history);
             status.enter(InstallState::RollingBack, now, known, Some(reason));
@@ -204,8 +223,7 @@ impl Updater {
         &self,
         lock: fn(&Self) -> Result<Lock, UpdateError>,
     ) -> Result<(), UpdateError> {
-        let InstallStatus { trials, cuts, .. } = self.install_status()?;
-        if trials == 0 && cuts == 0 {
+        if !self.install_status()?.is_on_trial() {
             return Ok(());
         }
         let _lock = lock(self)?;
@@ -242,6 +260,9 @@ impl Updater {
         if status.writes == 0 {
             self.adopt_unjudged(&mut status)?;
         }
+        if status.version != host.version {
+            status.begin_process(host.version);
+        }
 
         let verdict = self.step(&mut status, &fetch, host)?;
         if matches!(verdict, Verdict::Wait) {
@@ -261,8 +282,7 @@ impl Updater {
         if !status.state.is_active() {
             return Ok(());
         }
-        let reason = reason.to_owned();
-        self.conclude(&mut status, &fetch, Verdict::Abandon { reason, repair }, now)
+        self.conclude(&mut status, &fetch, abandon_for(reason, repair), now)
     }
 
     /// Records that a scrub found every page of the live generation whole.
@@ -276,6 +296,20 @@ impl Updater {
         let _lock = self.lock_install()?;
         let mut status = self.install_status()?;
         status.repair = Repair::None;
+        self.write_install(&mut status)
+    }
+
+    /// Records that the live generation was opened, so that it needs no snapshot to be served.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn record_opened(&self) -> Result<(), UpdateError> {
+        if self.install_status()?.repair != Repair::AnySnapshot {
+            return Ok(());
+        }
+        let _lock = self.lock_install()?;
+        let mut status = self.install_status()?;
+        status.repair = status.repair.min(Repair::NewerSnapshot);
         self.write_install(&mut status)
     }
 
@@ -360,17 +394,27 @@ impl Updater {
                 status.blame = Blame::Release;
                 (InstallState::RollingBack, Some(reason))
             }
+            Verdict::Unreadable(reason) => {
+                status.blame = Blame::Version;
+                let version = &status.version;
+                let reason = format!("{reason}; version {version} does not try it again");
+                (InstallState::RollingBack, Some(reason))
+            }
             Verdict::Withdraw(reason) => {
                 status.blame = Blame::Other;
                 (InstallState::RollingBack, Some(reason))
             }
-            Verdict::Abandon { reason, repair } => {
+            Verdict::Abandon { reason, repair, retry } => {
                 status.attempts = status.attempts.saturating_add(1);
                 status.repair = status.repair.max(repair);
                 // The next attempt, perhaps of another release, needs this one's space.
                 if let Err(e) = Flash::reclaim_in(&self.disk, &self.flash) {
                     log::warn!("the space of the attempt is not free yet: {e}");
                 }
+                status.retry = match retry {
+                    Retry::WithRoom(_) => Retry::WithRoom(self.free_bytes()),
+                    retry => retry,
+                };
                 (InstallState::Failed, Some(reason))
             }
         };
@@ -390,9 +434,8 @@ impl Updater {
         if fetch.revoked != Some(release.manifest) {
             return false;
         }
-        let listed = self.verify_targets(host.root).and_then(|targets| releases(&targets));
-        match listed {
-            Ok(listed) => !is_listed(&listed, release, fetch.cohort),
+        match self.verify_targets(host.root) {
+            Ok(targets) => !is_listed(&releases(&targets), release, fetch.cohort),
             Err(e) => {
                 log::warn!("{}: its revocation is not verified: {e}", release.generation);
                 false
@@ -407,13 +450,38 @@ impl Updater {
         release: &Release,
         host: &Host<'_>,
     ) -> Result<Verdict, Ended> {
-        if self.is_live(release)? {
-            return Ok(Verdict::Advance(InstallState::Probation));
+        let rebuild = self.rebuild(status, release, host)?;
+        if rebuild.is_none() && self.is_live(release)? {
+            return Ok(self.after_commit()?);
         }
-        self.check_release(status, release, host)?;
-        let prepared = self.prepare(release, host)?;
+        self.check_release(release, host)?;
 
-        // The trial is counted before the probe: a crash of the probe must count too.
+        // Counted before the first byte of the bundle is read: a crash in any part must count.
+        if !status.count_install(host.boot) {
+            let reason = format!("the process ended {TRIALS_MAX} times during the install");
+            let retry = Retry::AfterPause;
+            return Err(Verdict::Abandon { reason, repair: Repair::None, retry }.into());
+        }
+        self.write_install(status)?;
+        let applied = self.install_and_probe(status, release, rebuild, host);
+        status.end_trial();
+        if matches!(applied, Err(Ended::Run(_))) {
+            // No verdict writes the record now, and the end of this step was no crash.
+            self.write_install(status)?;
+        }
+        applied
+    }
+
+    fn install_and_probe(
+        &self,
+        status: &mut InstallStatus,
+        release: &Release,
+        rebuild: Option<Rebuild>,
+        host: &Host<'_>,
+    ) -> Result<Verdict, Ended> {
+        let prepared = self.prepare(release, rebuild, host)?;
+
+        // The trial is counted before the probe loads the network: a crash of it must count too.
         if let Some(reason) = status.count_trial(host.boot) {
             return Ok(Verdict::Reject(reason));
         }
@@ -427,41 +495,71 @@ impl Updater {
         match outside_idle_class(|| prepared.commit()) {
             // The live record may be durable although a later step failed.
             Err(e) if !self.is_live(release)? => Ok(abandon(e.to_string())),
-            _ => Ok(Verdict::Advance(InstallState::Probation)),
+            _ => Ok(self.after_commit()?),
         }
     }
 
-    /// Checks that `release` is signed and not older than the generation that this car has
-    /// committed.
-    fn check_release(
+    /// Returns what follows after a release was made live. A step of a rebuild is not served, so
+    /// there is nothing to observe.
+    fn after_commit(&self) -> Result<Verdict, UpdateError> {
+        let is_served = self.live()?.is_none_or(|live| live.record().may_serve());
+        let state = if is_served { InstallState::Probation } else { InstallState::Committed };
+        Ok(Verdict::Advance(state))
+    }
+
+    /// Returns how `release` replaces the live generation, if it is a snapshot and the live
+    /// generation cannot be opened.
+    fn rebuild(
         &self,
-        status: &InstallStatus,
+        status: &mut InstallStatus,
         release: &Release,
         host: &Host<'_>,
-    ) -> Result<(), Ended> {
-        let listed = self.verify_targets(host.root).and_then(|targets| releases(&targets));
-        let listed = listed.map_err(|e| abandon(e.to_string()))?;
-        let is_signed = listed
-            .iter()
-            .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation));
-        if !is_signed {
-            return Err(abandon("the release is not listed in the signed targets").into());
+    ) -> Result<Option<Rebuild>, Ended> {
+        if release.parent.is_some() {
+            return Ok(None);
+        }
+        let live = self.live()?;
+        let sequence = live.as_ref().map_or(0, |live| live.record().live.generation.sequence);
+        let least = status.committed.as_ref().map_or(sequence, |newest| newest.sequence);
+        let Some(live) = live else { return Ok(Some(Rebuild { least })) };
+        if status.repair < Repair::AnySnapshot {
+            return Ok(None);
         }
 
-        let is_older = |newest: &&Generation| {
-            newest.lineage == release.generation.lineage
-                && newest.sequence > release.generation.sequence
-        };
-        match status.committed.as_ref().filter(is_older) {
-            Some(newest) if self.live()?.is_none() => {
-                Err(abandon(format!("it is older than {newest}, which was live here")).into())
+        // The fault may have been one of the device that has passed. The files of a generation that
+        // can be opened must not be replaced by an older one.
+        let checked = live.check_whole().map_err(OpenError::from);
+        let opened = checked
+            .and_then(|()| Model::open_to_probe(&live, host.budget, host.yield_now).map(drop));
+        match opened.map_err(ProbeFault::from) {
+            Err(ProbeFault::Car { is_damage: true, .. }) => Ok(Some(Rebuild { least })),
+            Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }.into()),
+            Ok(()) | Err(_) => {
+                status.repair = Repair::NewerSnapshot;
+                Ok(None)
             }
-            _ => Ok(()),
         }
+    }
+
+    /// Checks that `release` is signed.
+    fn check_release(&self, release: &Release, host: &Host<'_>) -> Result<(), Ended> {
+        let targets = self.verify_targets(host.root).map_err(|e| abandon(e.to_string()))?;
+        let is_signed = releases(&targets)
+            .iter()
+            .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation));
+        if is_signed {
+            return Ok(());
+        }
+        Err(abandon("the release is not listed in the signed targets").into())
     }
 
     /// Writes the staged bundle of `release` to flash.
-    fn prepare(&self, release: &Release, host: &Host<'_>) -> Result<Prepared, Ended> {
+    fn prepare(
+        &self,
+        release: &Release,
+        rebuild: Option<Rebuild>,
+        host: &Host<'_>,
+    ) -> Result<Prepared, Ended> {
         let directory = self.directory.join("staged");
         let path = Staging::bundle_in(&directory, release);
         let lost = |problem: &dyn std::fmt::Display| {
@@ -476,18 +574,25 @@ impl Updater {
         }
 
         let progress = |_| (host.yield_now)();
-        let prepared = Flash::prepare(&self.disk, &self.flash, &mut bundle, progress);
+        let (disk, flash) = (&self.disk, &self.flash);
+        let prepared = match rebuild {
+            None => Flash::prepare(disk, flash, &mut bundle, progress),
+            Some(Rebuild { least }) => {
+                Flash::prepare_rebuild(disk, flash, &mut bundle, least, progress)
+            }
+        };
         prepared.map_err(|error| match error {
             // Another process has the lock. The next run tries again, and nothing is decided.
             e @ FlashError::Busy { .. } => Ended::Run(e.into()),
             FlashError::Bundle(e @ (BundleError::Io { .. } | BundleError::Hash { .. })) => {
                 lost(&e).into()
             }
-            e @ FlashError::Base(_) => {
-                let reason = e.to_string();
-                Verdict::Abandon { reason, repair: Repair::AnySnapshot }.into()
+            e @ FlashError::Base(_) => abandon_for(e.to_string(), Repair::AnySnapshot).into(),
+            e if blames_bundle(&e) => Verdict::Unreadable(e.to_string()).into(),
+            e if e.is_lack_of_room() => {
+                let (reason, retry) = (e.to_string(), Retry::WithRoom(0));
+                Verdict::Abandon { reason, repair: Repair::None, retry }.into()
             }
-            e if blames_bundle(&e) => Verdict::Reject(e.to_string()).into(),
             e => abandon(e.to_string()).into(),
         })
     }
@@ -500,8 +605,7 @@ impl Updater {
         host: &Host<'_>,
     ) -> Result<Verdict, UpdateError> {
         let Some(flash) = self.live()? else {
-            let reason = "its files on flash are damaged".to_owned();
-            return Ok(Verdict::Abandon { reason, repair: Repair::AnySnapshot });
+            return Ok(abandon_for("its files on flash are damaged", Repair::AnySnapshot));
         };
         if flash.record().live.manifest != release.manifest {
             return Ok(abandon("another generation became live during probation"));
@@ -509,8 +613,8 @@ impl Updater {
         if let Some(Unservable { reason, cause }) = host.unservable {
             let reason = format!("it could not be served: {reason}");
             return Ok(match cause {
-                Cause::Release => Verdict::Reject(reason),
-                Cause::Flash => Verdict::Abandon { reason, repair: Repair::AnySnapshot },
+                Cause::Release => Verdict::Unreadable(reason),
+                Cause::Flash => abandon_for(reason, Repair::AnySnapshot),
                 Cause::Car => Verdict::Withdraw(reason),
             });
         }
@@ -524,8 +628,9 @@ impl Updater {
         let _lock = flash.lock()?;
         match probe(&Flash::open(&self.disk, &self.flash)?, host.budget, host.yield_now) {
             Err(ProbeFault::Release(problem)) => Ok(Verdict::Reject(problem)),
-            Err(ProbeFault::Car { problem: reason, is_damage: true }) => {
-                Ok(Verdict::Abandon { reason, repair: Repair::AnySnapshot })
+            Err(ProbeFault::Version(problem)) => Ok(Verdict::Unreadable(problem)),
+            Err(ProbeFault::Car { problem, is_damage: true }) => {
+                Ok(abandon_for(problem, Repair::AnySnapshot))
             }
             Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }),
             Ok(probed) => {
@@ -548,8 +653,8 @@ impl Updater {
         release: &Release,
     ) -> Result<Verdict, UpdateError> {
         let reason = status.error.clone().unwrap_or_default();
-        if status.blame == Blame::Release && !status.is_refused(release) {
-            status.refuse(release);
+        if status.blame != Blame::Other && !status.is_refused(release) {
+            status.refuse(release, status.blame == Blame::Version);
             self.write_install(status)?;
         }
 
@@ -576,10 +681,10 @@ fn judge_trial(
     let is_delta = release.parent.is_some();
     let probed = probed.map_err(|fault| match fault {
         ProbeFault::Release(problem) => Verdict::Reject(problem),
-        ProbeFault::Car { problem: reason, is_damage } => {
+        ProbeFault::Version(problem) => Verdict::Unreadable(problem),
+        ProbeFault::Car { problem, is_damage } => {
             let is_base = is_damage && is_delta;
-            let repair = if is_base { Repair::NewerSnapshot } else { Repair::None };
-            Verdict::Abandon { reason, repair }
+            abandon_for(problem, if is_base { Repair::NewerSnapshot } else { Repair::None })
         }
     })?;
 
@@ -593,7 +698,7 @@ fn judge_trial(
             "{damaged} probe samples use damaged rows of the generation before; a snapshot is \
              taken instead if there is one"
         );
-        return Err(Verdict::Abandon { reason, repair: Repair::NewerSnapshot });
+        return Err(abandon_for(reason, Repair::NewerSnapshot));
     }
     judge_probe(probed, policy).map_or(Ok(()), |reason| Err(Verdict::Reject(reason)))
 }
@@ -629,7 +734,14 @@ fn commit(status: &mut InstallStatus) {
     if release.parent.is_none() {
         status.repair = Repair::None;
     }
-    status.committed = Some(release.generation.clone());
+    // A step of a rebuild is older than what this car has committed.
+    let is_older = |newest: &Generation| {
+        newest.lineage == release.generation.lineage
+            && newest.sequence > release.generation.sequence
+    };
+    if !status.committed.as_ref().is_some_and(is_older) {
+        status.committed = Some(release.generation.clone());
+    }
 }
 
 /// Returns whether `listed` has `release` for cars with `cohort`.

@@ -25,7 +25,8 @@ pub enum UpdateError {
     /// Times in seconds since 1970.
     #[error(
         "the clock ({now} s) is behind the newest signed time ({floor} s), so expired metadata \
-         cannot be detected; set the clock"
+         cannot be detected; set the clock, or if the publisher's clock was ahead, rotate the \
+         timestamp key"
     )]
     ClockBehind { now: u64, floor: u64 },
     /// Rollback: signed metadata older than the trusted version.
@@ -111,6 +112,24 @@ pub enum UpdateError {
     /// The flash directory or the bundle is refused.
     #[error(transparent)]
     Flash(#[from] FlashError),
+}
+
+impl UpdateError {
+    /// Returns how much the failed fetch of a release counts against that release: the failure is
+    /// its own, perhaps its own, or not.
+    pub(super) fn weight(&self) -> u32 {
+        match self {
+            Self::NotFound { .. }
+            | Self::ArbitrarySoftware { .. }
+            | Self::EndlessData { .. }
+            | Self::Malformed { .. }
+            | Self::Manifest { .. }
+            | Self::ReleaseField { .. }
+            | Self::NoSpace { .. } => 2,
+            Self::LinkBroken { .. } | Self::SlowRetrieval { .. } => 1,
+            _ => 0,
+        }
+    }
 }
 
 pub(crate) fn io_error(path: &std::path::Path) -> impl FnOnce(io::Error) -> UpdateError + '_ {

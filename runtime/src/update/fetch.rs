@@ -63,6 +63,8 @@ impl Run<'_> {
 /// The releases of a repository that one car may use.
 struct Listing {
     live: Option<Generation>,
+    /// The lowest sequence that this car may serve.
+    least: u64,
     /// The live generation takes no further delta before a merge.
     is_full: bool,
     lineage: String,
@@ -131,13 +133,26 @@ impl Updater {
         let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
         let staging = Staging::open(self.disk.as_ref(), &directory)?;
-        let listed = releases(&targets)?;
+        let listed = releases(&targets);
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };
-        staging.stage(&release, fetcher, |staged, received| {
+        let (mut first, mut last) = (None, 0);
+        let fetched = staging.stage(&release, fetcher, |staged, received| {
+            first.get_or_insert(staged);
+            last = staged;
             progress(staged, release.bytes);
             run.cover(received)
-        })?;
+        });
+        if let Err(e) = fetched {
+            // A link that breaks off, but brings some chunks each time, will bring them all.
+            let has_progress = first.is_some_and(|first| first < last);
+            let weight = e.weight();
+            if weight > 1 || !has_progress {
+                run.status.count_failure(&release, weight);
+            }
+            return Err(e);
+        }
+        run.status.set_aside.retain(|s| s.manifest != release.manifest);
         self.offer(run, &staging, release)
     }
 
@@ -178,6 +193,7 @@ impl Updater {
     ) -> Result<Option<Release>, UpdateError> {
         let install = self.install_status()?;
         let listing = self.listing(listed, &install)?;
+        run.status.begin_poll(&listing.eligible);
         run.status.newest = listing.newest();
         run.status.withdrawn = listing.withdraws_live();
         run.status.revoked = None;
@@ -195,7 +211,7 @@ impl Updater {
         };
         let waiting = run.status.offer.as_ref().filter(is_open).map(|offer| offer.release.clone());
         let waiting = waiting.filter(|release| listing.has(release));
-        let next = self.next_release(&listing, &install);
+        let next = next_release(&listing, &install, &run.status);
         // Before `next?`: without a path, files of withdrawn releases must go too.
         staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting));
 
@@ -235,6 +251,10 @@ impl Updater {
     ) -> Result<Listing, UpdateError> {
         let live = self.live()?;
         let is_full = live.as_ref().is_some_and(|live| live.is_full());
+        let record = live.as_ref().map(|live| live.record());
+        let committed = install.committed.as_ref().map(|newest| newest.sequence);
+        let committed = committed.or(record.map(|record| record.live.generation.sequence));
+        let least = record.map_or(0, |record| record.least).max(committed.unwrap_or(0));
         let live = live.map(|live| live.manifest().generation.clone());
         let known = live.as_ref().or(install.committed.as_ref());
         let lineage = lineage_of(known, self.lineage.as_deref(), &listed)?;
@@ -242,38 +262,75 @@ impl Updater {
 
         let is_eligible = |r: &Release| r.generation.lineage == lineage && self.cohort < r.share;
         let eligible = listed.into_iter().filter(is_eligible).collect();
-        Ok(Listing { live, is_full, lineage, eligible })
+        Ok(Listing { live, least, is_full, lineage, eligible })
     }
+}
 
-    /// Returns the first release on the cheapest path to the newest one.
-    fn next_release(
-        &self,
-        listing: &Listing,
-        install: &InstallStatus,
-    ) -> Result<Option<Release>, UpdateError> {
-        let committed = install.committed.as_ref().map_or(0, |newest| newest.sequence);
-        let mut usable = listing.eligible.clone();
-        usable.retain(|r| !install.is_refused(r));
-        let live = listing.live.as_ref().map(|g| g.sequence);
-        let path = |live, takes_deltas, usable: &[Release]| {
-            cheapest_path(live, takes_deltas, &listing.lineage, usable)
-                .map(|path| path.into_iter().next())
-        };
-
-        match (live, install.repair) {
-            (None, _) => {
-                // The live generation is lost, and no older one may take its place.
-                usable.retain(|r| r.generation.sequence >= committed);
-                path(None, false, &usable)
-            }
-            // One less, so that a snapshot of the damaged generation's own number counts as newer.
-            (Some(live), Repair::AnySnapshot) => path(live.checked_sub(1), false, &usable),
-            (live, Repair::NewerSnapshot) => match path(live, false, &usable) {
-                // No newer snapshot is listed yet. Until then deltas keep the model up to date.
-                Err(UpdateError::NoPath { .. }) => path(live, !listing.is_full, &usable),
-                path => path,
-            },
-            (live, Repair::None) => path(live, !listing.is_full, &usable),
+/// Returns the release to fetch next. Releases that are set aside count only if no others lead
+/// forward.
+fn next_release(
+    listing: &Listing,
+    install: &InstallStatus,
+    status: &FetchStatus,
+) -> Result<Option<Release>, UpdateError> {
+    let mut usable = listing.eligible.clone();
+    usable.retain(|r| !install.is_refused(r));
+    let mut preferred = usable.clone();
+    preferred.retain(|r| !status.is_set_aside(r));
+    match first_step(listing, install.repair, &preferred) {
+        Ok(None) | Err(UpdateError::NoPath { .. }) if preferred.len() < usable.len() => {
+            first_step(listing, install.repair, &usable)
         }
+        step => step,
     }
+}
+
+/// Returns the first release of `usable` on the cheapest path to the newest one.
+fn first_step(
+    listing: &Listing,
+    repair: Repair,
+    usable: &[Release],
+) -> Result<Option<Release>, UpdateError> {
+    let live = listing.live.as_ref().map(|g| g.sequence);
+    let path = |live, takes_deltas, usable: &[Release]| {
+        cheapest_path(live, takes_deltas, &listing.lineage, usable)
+    };
+    let no_path = |e: &UpdateError| matches!(e, UpdateError::NoPath { .. });
+    // A path that ends below what this car has served leads nowhere.
+    let to_least = |path: Vec<Release>| match path.last() {
+        Some(last) if last.generation.sequence < listing.least => Err(UpdateError::NoPath {
+            live: live.map_or("nothing".to_owned(), |live| format!("sequence {live}")),
+            newest: listing.newest().unwrap_or(0),
+            lineage: listing.lineage.clone(),
+        }),
+        _ => Ok(path),
+    };
+    let rebuilt = || {
+        let mut newer = usable.to_vec();
+        newer.retain(|r| r.generation.sequence >= listing.least);
+        // Only a generation that is listed can be rebuilt.
+        if newer.is_empty() {
+            return Ok(Vec::new());
+        }
+        match path(None, false, &newer) {
+            Err(e) if no_path(&e) => path(None, false, usable).and_then(to_least),
+            direct => direct,
+        }
+    };
+
+    let path = match (live, repair) {
+        (None, _) => rebuilt(),
+        // One less, so that a snapshot of the damaged generation's own number counts as newer.
+        (Some(live), Repair::AnySnapshot) => match path(live.checked_sub(1), false, usable) {
+            Err(e) if no_path(&e) => rebuilt(),
+            path => path,
+        },
+        // No newer snapshot may be listed yet. Until then deltas keep the model up to date.
+        (live, Repair::NewerSnapshot) => match path(live, false, usable) {
+            Err(e) if no_path(&e) => path(live, !listing.is_full, usable),
+            path => path,
+        },
+        (live, Repair::None) => path(live, !listing.is_full, usable),
+    };
+    Ok(path.and_then(to_least)?.into_iter().next())
 }

@@ -6,7 +6,7 @@ use crate::bundle::manifest::Hash;
 use crate::io::daily_bytes::DailyBytes;
 use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
-use crate::limits::STATUS_BYTES_MAX;
+use crate::limits::{FETCH_FAILURES_MAX, SET_ASIDE_MAX, SET_ASIDE_POLLS_MAX, STATUS_BYTES_MAX};
 use crate::update::error::UpdateError;
 use crate::update::history::{UpdateEvent, UpdateState, append, last_order};
 use crate::update::release::Release;
@@ -72,6 +72,20 @@ pub struct Offer {
     pub release: Release,
 }
 
+/// A release whose bundle could not be fetched, for a reason of its own: an object that is lost, or
+/// that this version cannot read. Other releases may lead to the same generation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetAside {
+    /// SHA-256 of its manifest.
+    pub manifest: Hash,
+    /// Failures since it was last set aside.
+    pub failures: u32,
+    /// Times that it was set aside.
+    pub times: u32,
+    /// Polls for which other releases are preferred.
+    pub polls: u32,
+}
+
 /// The record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FetchStatus {
@@ -89,6 +103,8 @@ pub struct FetchStatus {
     pub newest: Option<u64>,
     /// The publisher revoked the live release and lists no newer one.
     pub withdrawn: bool,
+    /// The releases whose fetch failed; at most `SET_ASIDE_MAX`.
+    pub set_aside: Vec<SetAside>,
     /// Why the last fetch ended.
     pub error: Option<String>,
     /// Bytes that the last run received.
@@ -126,6 +142,37 @@ impl FetchStatus {
         RECORD
             .write(disk, directory, self.writes, self)
             .map_err(|(path, source)| UpdateError::Io { path, source })
+    }
+
+    /// Returns whether other releases are preferred to `release`.
+    pub(super) fn is_set_aside(&self, release: &Release) -> bool {
+        self.set_aside.iter().any(|s| s.manifest == release.manifest && s.polls > 0)
+    }
+
+    /// Begins a poll at which `listed` are the releases of the car.
+    pub(super) fn begin_poll(&mut self, listed: &[Release]) {
+        self.set_aside.retain(|s| listed.iter().any(|r| r.manifest == s.manifest));
+        self.set_aside.iter_mut().for_each(|s| s.polls = s.polls.saturating_sub(1));
+    }
+
+    /// Counts a failed fetch of `release` with the weight `failures`. After enough of them it is set
+    /// aside for some polls, each time for longer.
+    pub(super) fn count_failure(&mut self, release: &Release, failures: u32) {
+        let known = self.set_aside.iter().position(|s| s.manifest == release.manifest);
+        let known = known.unwrap_or_else(|| {
+            let excess = (self.set_aside.len() + 1).saturating_sub(SET_ASIDE_MAX);
+            self.set_aside.drain(..excess);
+            let manifest = release.manifest;
+            self.set_aside.push(SetAside { manifest, failures: 0, times: 0, polls: 0 });
+            self.set_aside.len() - 1
+        });
+        let known = &mut self.set_aside[known];
+        known.failures = known.failures.saturating_add(failures);
+        if known.failures >= FETCH_FAILURES_MAX {
+            known.failures = 0;
+            known.times = known.times.saturating_add(1);
+            known.polls = 2u32.saturating_pow(known.times).min(SET_ASIDE_POLLS_MAX);
+        }
     }
 
     /// Enters `state` and records the step, with a number above `known` and all earlier steps. The

@@ -71,7 +71,8 @@ impl InstallState {
             Idle | Committed | Failed => &[AwaitConsent, Applying, Failed],
             // A newer release replaces one that waits; a revoked one is dropped.
             AwaitConsent => &[AwaitConsent, Applying, Failed, Idle],
-            Applying => &[Probation, RollingBack, Failed],
+            // A step of a rebuild is not observed.
+            Applying => &[Probation, Committed, RollingBack, Failed],
             Probation => &[Committed, RollingBack, Failed],
             RollingBack => &[Failed],
         }
@@ -84,8 +85,31 @@ pub enum Blame {
     /// The release: it is never installed again.
     #[default]
     Release,
+    /// The release or this version of the program, which cannot read it. Another version tries it.
+    Version,
     /// The car, or a revocation by the publisher: the release may be installed later.
     Other,
+}
+
+/// A release that this car rejected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// SHA-256 of its manifest.
+    pub manifest: Hash,
+    /// The version of the program that could not read it; `None` if no version may install it.
+    pub by: Option<String>,
+}
+
+/// When a release is tried again after a fault of the car, beside the growing pause.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Retry {
+    /// At the next start of the process.
+    #[default]
+    AtStart,
+    /// Also as soon as the flash directory has more than this many free bytes.
+    WithRoom(u64),
+    /// After the pause only: the process ended during the attempts.
+    AfterPause,
 }
 
 /// The snapshot that would repair the live generation.
@@ -121,14 +145,23 @@ pub struct InstallStatus {
     pub cuts: u32,
     /// The boot of the machine in which the last trial began.
     pub boot: u64,
+    /// Installs of the release in a row, in one boot, that a crash of the process ended, and the
+    /// open one.
+    pub installs: u32,
+    /// The boot of the machine in which the last install began.
+    pub install_boot: u64,
     /// Attempts of the release in a row that a fault of the car ended.
     pub attempts: u32,
+    /// When the next attempt may come sooner.
+    pub retry: Retry,
     /// The snapshot that the live generation needs.
     pub repair: Repair,
     /// The newest generation that passed probation.
     pub committed: Option<Generation>,
-    /// Manifests of the rejected releases, oldest first; at most `REFUSED_MAX`.
-    pub refused: Vec<Hash>,
+    /// The rejected releases, oldest first; at most `REFUSED_MAX`.
+    pub refused: Vec<Refused>,
+    /// The version of the program that last began to work on updates.
+    pub version: String,
     /// The last steps, oldest first.
     pub history: Vec<UpdateEvent>,
     /// Number of writes of the record.
@@ -176,18 +209,31 @@ impl InstallStatus {
             .map_err(|(path, source)| UpdateError::Io { path, source })
     }
 
-    /// Returns whether `release` was rejected.
+    /// Returns whether `release` was rejected, for good or by this version of the program.
     pub fn is_refused(&self, release: &Release) -> bool {
-        self.refused.contains(&release.manifest)
+        let is_by = |by: &Option<String>| by.as_ref().is_none_or(|by| *by == self.version);
+        self.refused.iter().any(|r| r.manifest == release.manifest && is_by(&r.by))
     }
 
-    /// Records that `release` must never be installed again.
-    pub(super) fn refuse(&mut self, release: &Release) {
-        if !self.is_refused(release) {
-            self.refused.push(release.manifest);
-        }
+    /// Records that `release` must not be installed again, or if `by_version`, not by this version
+    /// of the program.
+    pub(super) fn refuse(&mut self, release: &Release, by_version: bool) {
+        let by = by_version.then(|| self.version.clone());
+        self.refused.retain(|r| r.manifest != release.manifest);
+        self.refused.push(Refused { manifest: release.manifest, by });
         let excess = self.refused.len().saturating_sub(REFUSED_MAX);
         self.refused.drain(..excess);
+    }
+
+    /// Counts the start of an install in the boot `boot`. Returns false if too many in a row ended
+    /// with the process. A restart of the machine says nothing of the release.
+    pub(super) fn count_install(&mut self, boot: u64) -> bool {
+        let is_same = self.install_boot == boot;
+        self.installs = if is_same { self.installs.saturating_add(1) } else { 1 };
+        self.install_boot = boot;
+        let may_start = self.installs <= TRIALS_MAX;
+        self.installs *= u32::from(may_start);
+        may_start
     }
 
     /// Counts the start of a trial in the boot `boot`. If crashes or restarts of the machine ended
@@ -196,7 +242,7 @@ impl InstallStatus {
         let is_first = self.trials == 0 && self.cuts == 0;
         let counter = if is_first || self.boot == boot { &mut self.trials } else { &mut self.cuts };
         *counter = counter.saturating_add(1);
-        self.boot = boot;
+        (self.boot, self.installs) = (boot, 0);
 
         let trial = "between opening the release and its first answers";
         if self.trials > TRIALS_MAX {
@@ -206,16 +252,40 @@ impl InstallStatus {
             .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times {trial}"))
     }
 
-    /// Ends the open trial as passed.
+    /// Ends the open install or trial as passed.
     pub(super) fn end_trial(&mut self) {
-        (self.trials, self.cuts) = (0, 0);
+        (self.trials, self.cuts, self.installs) = (0, 0, 0);
+    }
+
+    /// Returns whether the release is live and its requests are observed.
+    pub(super) fn is_on_probation(&self) -> bool {
+        self.state == InstallState::Probation
+    }
+
+    /// Returns whether an install or a trial is open.
+    pub(super) fn is_on_trial(&self) -> bool {
+        (self.trials, self.cuts, self.installs) != (0, 0, 0)
+    }
+
+    /// Begins a run of the program's `version`. A new process has its memory, its target and its
+    /// version, so what they prevented is tried again. Returns whether the record changed.
+    pub(super) fn begin_process(&mut self, version: &str) -> bool {
+        let is_other = self.version != version;
+        let may_retry = self.attempts > 0 && (self.retry != Retry::AfterPause || is_other);
+        if may_retry {
+            self.attempts = 0;
+        }
+        if is_other {
+            version.clone_into(&mut self.version);
+        }
+        may_retry || is_other
     }
 
     /// Makes `offer` the current one. The caller enters a state.
     pub(super) fn take_up(&mut self, offer: &Offer) {
         let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
         if !is_same {
-            self.attempts = 0;
+            (self.attempts, self.retry) = (0, Retry::AtStart);
         }
         self.offer = offer.number;
         self.end_trial();
@@ -278,7 +348,7 @@ mod tests {
         let drawn = [
             "- x x - - - x", // idle
             "x x x - - - x", // await-consent
-            "- - - x - x x", // applying
+            "- - - x x x x", // applying
             "- - - - x x x", // probation
             "- x x - - - x", // committed
             "- - - - - - x", // rolling-back
@@ -327,7 +397,7 @@ mod tests {
         let status = InstallStatus {
             state: Probation,
             trials: 3,
-            refused: vec![[7; 32]],
+            refused: vec![Refused { manifest: [7; 32], by: Some("1.2.3".to_owned()) }],
             writes: 5,
             ..InstallStatus::default()
         };

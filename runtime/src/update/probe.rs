@@ -24,8 +24,10 @@ pub struct Probed {
 /// Why a probe has no result.
 #[derive(Debug)]
 pub enum ProbeFault {
-    /// The generation cannot be used, or a score is wrong. The release is to blame.
+    /// A sample cannot be scored, or its score is wrong. The release is to blame.
     Release(String),
+    /// The generation cannot be opened by this version of the program.
+    Version(String),
     /// The car's flash, memory or GPU failed.
     Car {
         /// The failure.
@@ -48,7 +50,7 @@ impl From<OpenError> for ProbeFault {
             // The install verified every file, so a wrong file was damaged later.
             OpenError::Flash(e) => e.into(),
             OpenError::Segment(e) => FlashError::from(e).into(),
-            _ if is_fault_of_release => Self::Release(problem),
+            _ if is_fault_of_release => Self::Version(problem),
             _ => Self::Car { problem, is_damage: false },
         }
     }
@@ -59,7 +61,7 @@ impl From<OpenError> for ProbeFault {
 ///
 /// # Errors
 /// `ProbeFault::Release` if the model cannot score a sample, or if a score is not a number.
-/// `ProbeFault::Car` if the car cannot open the generation.
+/// `ProbeFault::{Version, Car}` if this version or the car cannot open the generation.
 pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Probed, ProbeFault> {
     let samples = flash.probe()?;
     let model = Arc::new(Model::open_to_probe(flash, budget, yield_now)?);
@@ -113,7 +115,7 @@ mod tests {
     fn a_release_is_blamed_for_its_own_faults_only() {
         let problem = "an unknown feature".to_owned();
         let of_release = OpenError::Probe { sample: 3, problem };
-        assert!(matches!(ProbeFault::from(of_release), ProbeFault::Release(_)));
+        assert!(matches!(ProbeFault::from(of_release), ProbeFault::Version(_)));
 
         let (field, value, problem) = ("memory_bytes_max", 7, "too small".to_owned());
         let of_car = [

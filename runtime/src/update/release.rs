@@ -2,7 +2,10 @@
 //! newest one. A release is one signed target: the manifest of its bundle. The bundle's chunks are
 //! stored under their hashes. Only a target name that `parse_name` accepts is used in a path.
 
-use crate::bundle::manifest::{Generation, Hash};
+use crate::bundle::BUNDLE_FORMAT;
+use crate::bundle::manifest::{Generation, Hash, MANIFEST_FORMAT};
+use crate::flash::segment::SEGMENT_FORMAT;
+use crate::schema::probe_set::PROBE_FORMAT;
 use crate::update::error::UpdateError;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -15,6 +18,19 @@ pub const BYTES: &str = "bytes";
 /// The field of a target's `custom` with the share of the fleet that may install it, per cent. A
 /// target without the field is for all cars.
 pub const SHARE: &str = "share";
+
+/// The field of a target's `custom` with the formats that a car must read to install it.
+pub const NEEDS: &str = "needs";
+
+/// Returns the formats of the bundles that this version writes and reads.
+pub fn formats() -> [String; 4] {
+    [
+        format!("bundle-{BUNDLE_FORMAT}"),
+        format!("manifest-{MANIFEST_FORMAT}"),
+        format!("segment-{SEGMENT_FORMAT}"),
+        format!("probe-{PROBE_FORMAT}"),
+    ]
+}
 
 /// A release: a signed target that leads to one generation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,22 +118,28 @@ pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
     is_release.then_some((generation, parent))
 }
 
-/// Returns the releases among `targets`. Targets with other names are skipped.
-///
-/// # Errors
-/// `UpdateError::ReleaseField` if a release has no SHA-256.
-pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
-    let mut releases = Vec::new();
+/// Returns the releases among `targets` that this version can use. Targets with other names are
+/// skipped. A release without a usable hash, or that needs a format of another version, is skipped
+/// too: it must not hide the others.
+pub fn releases(targets: &Targets) -> Vec<Release> {
+    let (mut releases, formats) = (Vec::new(), formats());
     for (name, target) in &targets.targets {
         let Some((generation, parent)) = parse_name(name) else { continue };
         let Some(manifest) = target.hashes.get("sha256").and_then(|h| unhex(h)) else {
-            let problem = "is missing or not 64 hexadecimal digits".to_owned();
-            return Err(UpdateError::ReleaseField { name: name.clone(), field: "sha256", problem });
+            log::warn!("release {name}: sha256: is missing or not 64 hexadecimal digits");
+            continue;
         };
 
-        let number = |field: &str| {
-            target.custom.as_ref().and_then(|c| c.get(field)).and_then(serde_json::Value::as_u64)
-        };
+        let field = |field: &str| target.custom.as_ref().and_then(|c| c.get(field));
+        let needs = field(NEEDS).and_then(serde_json::Value::as_array).into_iter().flatten();
+        let mut needs =
+            needs.filter(|need| !formats.iter().any(|f| Some(f.as_str()) == need.as_str()));
+        if let Some(lacks) = needs.next() {
+            log::warn!("release {name}: needs: this version does not read {lacks}");
+            continue;
+        }
+
+        let number = |name: &str| field(name).and_then(serde_json::Value::as_u64);
         // A release of unknown size is the last choice.
         let bytes = number(BYTES).unwrap_or(u64::MAX);
         let share = number(SHARE).map_or(100, |share| share.min(100) as u8);
@@ -130,7 +152,7 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
             manifest,
         });
     }
-    Ok(releases)
+    releases
 }
 
 /// Returns the model to follow: that of the live generation, else the `chosen` one, else the only

@@ -75,7 +75,7 @@ impl UpdateStatus {
             bytes_received: fetch.bytes_received,
             received: fetch.received,
             trials: install.trials,
-            refused: install.refused.iter().map(|r| hex(r)).collect(),
+            refused: install.refused.iter().map(|r| hex(&r.manifest)).collect(),
             history,
         }
     }

@@ -151,10 +151,6 @@ impl Trust {
     /// [`UpdateError`] for the first file that is refused or does not arrive. Files that were
     /// verified before it are stored.
     pub fn refresh(mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, UpdateError> {
-        if now.saturating_add(CLOCK_SLACK_S) < self.floor.time {
-            return Err(UpdateError::ClockBehind { now, floor: self.floor.time });
-        }
-
         let advanced = self.advance(fetcher, now);
         // Also after an error, so that the floor covers every file that was verified.
         self.save()?;
@@ -169,6 +165,11 @@ impl Trust {
         // New roots come first: they may revoke the keys that signed the cached files.
         self.update_root(fetcher, now)?;
         self.restore_roots(fetcher)?;
+        // After the roots, because a root with another timestamp key resets the time floor. So the
+        // publisher can always free cars whose floor a stolen key or a wrong clock has raised.
+        if now.seconds.saturating_add(CLOCK_SLACK_S) < self.floor.time {
+            return Err(UpdateError::ClockBehind { now: now.seconds, floor: self.floor.time });
+        }
         let path = fetcher.address("metadata/root.json");
         // Only the newest root must be valid today. The roots on the way to it may have expired.
         self.set.check_root_expired(now.time).map_err(|e| from_tuf(e, &path, now.seconds))?;
@@ -199,12 +200,17 @@ impl Trust {
             self.set.update_root(&bytes).map_err(|e| from_tuf(e, &address, now.seconds))?;
 
             if version > self.floor.root {
-                if online_keys(self.set.root()) != keys {
+                let newer = online_keys(self.set.root());
+                if newer != keys {
                     // With stolen old keys any version could have been signed, so the floors that
                     // those keys set no longer count.
                     self.floor =
                         RollbackFloor { timestamp: 0, snapshot: 0, targets: 0, ..self.floor };
                     self.is_rotated = true;
+                }
+                if newer[0] != keys[0] {
+                    // The timestamp's key signed the time.
+                    self.floor.time = 0;
                 }
                 self.raise_floor(|floor| floor.root = version);
             }
@@ -294,8 +300,12 @@ impl Trust {
         let version = timestamp.version;
         let published =
             timestamp.extra.get(PUBLISHED).and_then(serde_json::Value::as_u64).unwrap_or(0);
-        // With a time floor after the timestamp's own expiry, the car could accept no metadata.
-        let published = published.min(u64::try_from(timestamp.expires.as_second()).unwrap_or(0));
+        if published > now.seconds.saturating_add(CLOCK_SLACK_S) {
+            log::warn!("{path}: was signed {} s after this clock", published - now.seconds);
+        }
+        // A time ahead of this clock says that one of the two clocks is wrong. As a floor it would
+        // refuse everything that is signed by the right one.
+        let published = published.min(now.seconds);
 
         self.require_at_least("timestamp", self.floor.timestamp, version)?;
         self.raise_floor(|floor| {

@@ -5,7 +5,7 @@ use crate::flash::{Flash, Found};
 use crate::io::disk::{Disk, Lock};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::fetch_status::{FetchStatus, Offer};
-use crate::update::install_status::InstallStatus;
+use crate::update::install_status::{InstallStatus, Retry};
 use crate::update::release::Release;
 use crate::update::status::UpdateStatus;
 use std::path::{Path, PathBuf};
@@ -109,6 +109,11 @@ impl Updater {
         Ok(self.live()?.is_some_and(|flash| flash.record().live.manifest == release.manifest))
     }
 
+    /// Returns the free bytes of the flash directory's file system; 0 if it cannot tell.
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.disk.free_bytes(&self.flash).unwrap_or(0)
+    }
+
     /// Restores a lost or damaged copy of the live record from the other copy.
     ///
     /// # Errors
@@ -122,11 +127,15 @@ impl Updater {
     ///
     /// # Errors
     /// `UpdateError::Io` if the device cannot read the serving process's record.
-    pub(crate) fn is_paused(&self, now: u64) -> Result<bool, UpdateError> {
+    pub fn is_paused(&self, now: u64) -> Result<bool, UpdateError> {
         let install = self.install_status()?;
         let fetch = self.fetch_status();
         let is_paused =
             |offer: &Offer| offer.number != install.offer && install.retry_at(offer, now).is_some();
-        Ok(!install.state.has_release() && fetch.offer.as_ref().is_some_and(is_paused))
+        if install.state.has_release() || !fetch.offer.as_ref().is_some_and(is_paused) {
+            return Ok(false);
+        }
+        let Retry::WithRoom(before) = install.retry else { return Ok(true) };
+        Ok(self.free_bytes() <= before)
     }
 }

@@ -50,12 +50,13 @@ fn main() -> Result<()> {
         budget: Budget::default(),
         watched,
         unservable: None,
+        version: hatchback::VERSION,
         root: None,
         boot: 0,
         yield_now: &|| {},
     };
 
-    sync.begin_trial(1, T0 + 50)?;
+    sync.begin_process(hatchback::VERSION, 1, T0 + 50)?;
     print_states(&sync);
     loop {
         while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}

@@ -181,6 +181,7 @@ impl World {
             budget: BUDGET,
             policy: self.policy(),
             root: Some(self.history().root.clone()),
+            version: hatchback::VERSION.to_owned(),
             boot: self.trace.borrow().counts.get("power cuts").copied().unwrap_or(0),
         };
         let clock: Arc<dyn Clock> = Arc::new(self.clock.clone());

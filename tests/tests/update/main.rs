@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod lockout;
 mod prune;
 mod publish;
 mod rollout;

@@ -25,7 +25,7 @@ use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Blob, sha256};
 use hatchback::update::release::{
-    BYTES, SHARE, chunk_path, hex, manifest_path, parse_name, target_name,
+    BYTES, NEEDS, SHARE, chunk_path, formats, hex, manifest_path, parse_name, target_name,
 };
 use hatchback::update::trust::PUBLISHED;
 use serde::Serialize;
@@ -195,6 +195,7 @@ impl Offer {
             custom: HashMap::from([
                 (BYTES.to_owned(), Value::from(bytes)),
                 (SHARE.to_owned(), Value::from(share)),
+                (NEEDS.to_owned(), Value::from(formats().to_vec())),
             ]),
             _extra: HashMap::new(),
         };

@@ -1,0 +1,420 @@
+//! Nothing locks a car out: clocks that are ahead, objects that the repository lost, releases that
+//! one version of the program cannot read or dies of, pauses whose cause is gone, and a live
+//! generation that is lost although its bytes are still listed.
+
+use hatchback::flash::{Flash, FlashError};
+use hatchback::io::disk::Disk;
+use hatchback::model::budget::Budget;
+use hatchback::model::{Model, OpenError};
+use hatchback::update::apply::Host;
+use hatchback::update::error::UpdateError;
+use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::release::{manifest_path, target_name};
+use hatchback::update::status::UpdateState;
+use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, release_of};
+use hatchback_tests::rewrite::Parts;
+use hatchback_tools::repository::keys::rotate;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use tough::schema::RoleType;
+
+const DAY_S: u64 = 24 * 3600;
+
+/// Polls until `live` is live, at most `polls` times.
+#[track_caller]
+fn reaches(car: &Car, fleet: &Fleet, live: usize, polls: u64) {
+    let errors: Vec<String> = (0..polls)
+        .filter(|_| car.live() != live)
+        .filter_map(|poll| car.run(&mut fleet.link(), T0 + 100 + poll).err())
+        .map(|e| e.to_string())
+        .collect();
+    assert_eq!(car.live(), live, "{errors:#?}");
+}
+
+#[test]
+fn a_publisher_whose_clock_was_ahead() {
+    for ahead in [DAY_S, 365 * DAY_S, 60 * 365 * DAY_S] {
+        let fleet = Fleet::new();
+        let car = Car::at_first_release(&fleet);
+        fleet.delta(T0 + ahead, 2);
+        car.run(&mut fleet.link(), T0 + 11).unwrap();
+        assert_eq!(car.live(), 2);
+        // The publisher's clock is right again, and its keys have changed.
+        rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
+        fleet.delta(T0 + 20, 3);
+        car.run(&mut fleet.link(), T0 + 21).unwrap();
+        assert_eq!(car.live(), 3, "{ahead} s ahead");
+    }
+}
+
+/// Clocks of publisher and car were ahead together, so the car's time floor is ahead. A new key of
+/// the timestamp lets the car continue, a new key of another role does not.
+#[test]
+fn a_car_whose_clock_was_ahead_with_the_publishers() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 5 * DAY_S, 2);
+    car.run(&mut fleet.link(), T0 + 5 * DAY_S + 1).unwrap();
+    assert_eq!(car.live(), 2);
+
+    let behind = |car: &Car, now| {
+        let error = car.run(&mut fleet.link(), now).unwrap_err();
+        assert!(matches!(error, UpdateError::ClockBehind { .. }), "{error}");
+    };
+    rotate(&fleet.keys(), RoleType::Snapshot, T0 + ROOT_S).unwrap();
+    behind(&car, T0 + 20);
+    rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
+    fleet.delta(T0 + 30, 3);
+    car.run(&mut fleet.link(), T0 + 31).unwrap();
+    assert_eq!(car.live(), 3);
+}
+
+/// Returns the path of the manifest of `bundle` in the repository.
+fn manifest_of(fleet: &Fleet, bundle: &Path) -> PathBuf {
+    let release = release_of(bundle);
+    let name = target_name(&release.generation, release.parent);
+    fleet.file(&manifest_path(&name, &release.manifest))
+}
+
+/// One object of the cheapest path is lost, cut, too long or another one. The car takes the other
+/// way, and comes back to the first when the object is there again.
+#[test]
+fn a_lost_object_does_not_hide_the_other_ways() {
+    type Loss = fn(&Path);
+    let losses: [(&str, Loss); 4] = [
+        ("lost", |path| std::fs::remove_file(path).unwrap()),
+        ("empty", |path| std::fs::write(path, b"").unwrap()),
+        ("another", |path| std::fs::write(path, b"<html>").unwrap()),
+        ("long", |path| std::fs::write(path, vec![7; 3 << 20]).unwrap()),
+    ];
+    for (what, lose) in losses {
+        for is_manifest in [false, true] {
+            let fleet = Fleet::new();
+            let car = Car::at_first_release(&fleet);
+            fleet.delta(T0 + 10, 2);
+            fleet.delta(T0 + 20, 3);
+            let delta = &VERSIONS.deltas[1];
+            let path = match is_manifest {
+                true => manifest_of(&fleet, delta),
+                // The last chunk: those before it arrive.
+                false => fleet.chunks(delta).pop().unwrap(),
+            };
+            let whole = std::fs::read(&path).unwrap();
+            lose(&path);
+            for poll in 0..5 {
+                car.run(&mut fleet.link(), T0 + 30 + poll).unwrap_err();
+            }
+            assert_eq!(car.live(), 1, "{what}");
+
+            // The snapshot is there whole, beside deltas that promise fewer bytes.
+            fleet.publish(T0 + 40, &VERSIONS.snapshots[2]);
+            reaches(&car, &fleet, 3, 8);
+            std::fs::write(&path, &whole).unwrap();
+            fleet.delta(T0 + 50, 4);
+            reaches(&car, &fleet, 4, 8);
+            assert!(car.sync.status().unwrap().refused.is_empty());
+        }
+    }
+}
+
+/// Without another way, a car keeps asking for an object that was lost, and takes it when it is
+/// back.
+#[test]
+fn an_object_that_returns_is_taken() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let path = manifest_of(&fleet, &VERSIONS.deltas[1]);
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    for poll in 0..20 {
+        car.run(&mut fleet.link(), T0 + 30 + poll).unwrap_err();
+    }
+    std::fs::write(&path, whole).unwrap();
+    reaches(&car, &fleet, 2, 1);
+}
+
+/// Publishes generation 2 with a network that does not load, signed and listed.
+fn publish_unreadable(fleet: &Fleet) {
+    let mut parts = Parts::read(&VERSIONS.deltas[1]);
+    parts.set_content(parts.manifest.dense, b"an operator of the future");
+    let bundle = fleet.folder.path().join("unreadable.hatch");
+    std::fs::write(&bundle, parts.bytes()).unwrap();
+    fleet.publish(T0 + 10, &bundle);
+}
+
+/// What one version of the program cannot read, another one tries again, once.
+#[test]
+fn another_version_tries_what_this_one_cannot_read() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    publish_unreadable(&fleet);
+    car.run(&mut fleet.link(), T0 + 11).unwrap_err();
+    let fetch = |now| {
+        let (mut link, clock) = (fleet.link(), Ticks::still());
+        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+        car.sync.fetch(&mut fetcher, now, |_, _| {}).unwrap().state
+    };
+    assert_ne!(fetch(T0 + 12), UpdateState::Staged, "refused by this version");
+
+    for version in ["0.2.0", "0.3.0", hatchback::VERSION] {
+        car.sync.begin_process(version, 2, T0 + 13).unwrap();
+        assert_eq!(fetch(T0 + 14), UpdateState::Staged, "{version}");
+        let host = Host { version, ..car.host() };
+        while car.sync.advance(&host, T0 + 15).unwrap() {}
+        let status = car.sync.status().unwrap();
+        assert_eq!((status.state, status.refused.len()), (UpdateState::Failed, 1), "{version}");
+        assert_ne!(fetch(T0 + 16), UpdateState::Staged, "{version} has refused it");
+    }
+    fleet.publish(T0 + 20, &VERSIONS.snapshots[2]);
+    reaches(&car, &fleet, 3, 1);
+}
+
+/// The process dies in each install of a release. It serves on in between, a newer release passes,
+/// and a start of the process alone does not bring the next attempt.
+#[test]
+fn a_release_that_kills_every_install_gives_way() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let fetch = |now| {
+        let (mut link, clock) = (fleet.link(), Ticks::still());
+        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+        car.sync.fetch(&mut fetcher, now, |_, _| {}).unwrap().state
+    };
+    assert_eq!(fetch(T0 + 11), UpdateState::Staged);
+    let deaths = Cell::new(0);
+    for start in 0..12 {
+        car.sync.begin_process(hatchback::VERSION, 1, T0 + 12 + start).unwrap();
+        fetch(T0 + 12 + start);
+        if car.sync.is_paused(T0 + 12 + start).unwrap() {
+            continue;
+        }
+        let host = Host {
+            yield_now: &|| {
+                deaths.set(deaths.get() + 1);
+                panic!("the process dies");
+            },
+            ..car.host()
+        };
+        let _ = catch_unwind(AssertUnwindSafe(|| {
+            while car.sync.advance(&host, T0 + 12 + start).unwrap() {}
+        }));
+    }
+    let status = car.sync.status().unwrap();
+    assert_eq!((deaths.get(), car.live()), (5, 1), "{status:?}");
+    assert!(status.refused.is_empty(), "{status:?}");
+
+    // No fault of the release: after the pause it is tried again, and now it passes.
+    assert_eq!(fetch(T0 + 30), UpdateState::Staged);
+    assert!(car.sync.advance(&car.host(), T0 + 1_000).unwrap());
+    while car.sync.advance(&car.host(), T0 + 1_000).unwrap() {}
+    assert_eq!(car.live(), 2);
+}
+
+/// A restart of the machine in the middle of an install says nothing of the release.
+#[test]
+fn short_drives_do_not_count_against_an_install() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let (mut link, clock) = (fleet.link(), Ticks::still());
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    car.sync.fetch(&mut fetcher, T0 + 11, |_, _| {}).unwrap();
+    for boot in 0..40 {
+        let host = Host { boot, yield_now: &|| panic!("the power is cut"), ..car.host() };
+        let died =
+            catch_unwind(AssertUnwindSafe(|| while car.sync.advance(&host, T0 + 12).unwrap() {}));
+        assert!(died.is_err(), "drive {boot}");
+    }
+    while car.sync.advance(&Host { boot: 40, ..car.host() }, T0 + 13).unwrap() {}
+    assert_eq!(car.live(), 2);
+}
+
+/// The pause after a full disk ends when there is room, and that after any fault of the car at the
+/// next start of the process.
+#[test]
+fn a_pause_ends_with_its_cause() {
+    for has_restarted in [false, true] {
+        let fleet = Fleet::new();
+        let car = Car::at_first_release(&fleet);
+        fleet.delta(T0 + 10, 2);
+        let fetch = |now| {
+            let (mut link, clock) = (fleet.link(), Ticks::still());
+            let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+            car.sync.fetch(&mut fetcher, now, |_, _| {}).unwrap()
+        };
+        fetch(T0 + 11);
+        car.disk.set_room(&car.sync.flash, Some(40_000));
+        for now in [T0 + 12, T0 + 100, T0 + 300] {
+            fetch(now);
+            assert!(!car.sync.is_paused(now).unwrap());
+            while car.sync.advance(&car.host(), now).unwrap() {}
+        }
+        let status = car.sync.status().unwrap();
+        assert!(status.error.as_ref().unwrap().contains("bytes are needed"), "{status:?}");
+        fetch(T0 + 310);
+        assert!(car.sync.is_paused(T0 + 310).unwrap(), "the third attempt failed just now");
+
+        if has_restarted {
+            car.sync.begin_process(hatchback::VERSION, 1, T0 + 311).unwrap();
+        } else {
+            car.disk.set_room(&car.sync.flash, None);
+        }
+        assert!(!car.sync.is_paused(T0 + 311).unwrap(), "restarted: {has_restarted}");
+        car.disk.set_room(&car.sync.flash, None);
+        while car.sync.advance(&car.host(), T0 + 312).unwrap() {}
+        assert_eq!(car.live(), 2);
+    }
+}
+
+/// Returns the files of the live generation 4 that a loss may take.
+fn losses(car: &Car) -> Vec<(&'static str, Vec<PathBuf>)> {
+    let flash = &car.sync.flash;
+    let segment = |generation: &str| flash.join(generation).join("t0001-0000.seg");
+    vec![
+        ("the live record", vec![flash.join("live.a"), flash.join("live.b")]),
+        ("the manifest", vec![flash.join("g000000000004/manifest")]),
+        ("the network", vec![flash.join("g000000000004/dense.onnx")]),
+        ("the base", vec![segment("g000000000001")]),
+        ("a delta", vec![segment("g000000000003")]),
+    ]
+}
+
+/// The live generation is lost, the newest listed snapshot is older, and the deltas after it are
+/// listed. The car rebuilds what it had, serves nothing older on the way, and follows on.
+#[test]
+fn a_lost_generation_is_rebuilt_from_what_is_listed() {
+    let fleet = Fleet::new();
+    let template = Car::at_first_release(&fleet);
+    for (generation, now) in [(2, T0 + 10), (3, T0 + 20), (4, T0 + 30)] {
+        fleet.delta(now, generation);
+    }
+    for (what, paths) in losses(&template) {
+        for is_cut in [false, true] {
+            let mut car = Car::at_first_release(&fleet);
+            car.policy.requests_min = 0;
+            car.run(&mut fleet.link(), T0 + 31).unwrap();
+            assert_eq!(car.live(), 4);
+            for path in &paths {
+                let content = car.disk.content(path).unwrap();
+                match is_cut {
+                    true => car.disk.put(path, content[..content.len() / 2].to_vec()),
+                    false => car.disk.lose(path),
+                }
+            }
+            // The serving process reports what it finds when it opens the generation.
+            let opened = Model::open(&car.sync.disk, &car.sync.flash, Budget::default());
+            assert!(opened.is_err(), "{what}");
+            let repair = hatchback::update::install_status::Repair::AnySnapshot;
+            car.sync.require_repair(repair).unwrap();
+
+            let (mut link, clock) = (fleet.link(), Ticks::still());
+            let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+            for now in T0 + 40..T0 + 50 {
+                let _ = car.sync.fetch(&mut fetcher, now, |_, _| {});
+                while car.sync.advance(&car.host(), now).unwrap() {}
+                let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) else { continue };
+                let sequence = flash.record().live.generation.sequence;
+                let served = Model::from_flash(&flash, Budget::default());
+                match (sequence, served) {
+                    (4, served) => assert!(served.is_ok(), "{what}"),
+                    (1..4, Err(OpenError::Flash(FlashError::Rebuilding { .. }))) => {}
+                    (sequence, served) => {
+                        // Before the rebuild the damaged generation itself is found.
+                        assert!(served.is_err(), "{what}: {sequence} is served");
+                    }
+                }
+            }
+            let status = car.sync.status().unwrap();
+            assert_eq!(car.live(), 4, "{what}, cut: {is_cut}: {status:#?}");
+            assert!(status.refused.is_empty(), "{what}: {status:?}");
+        }
+    }
+}
+
+/// A rebuild is interrupted by a power cut at every call of the disk, and ends where it should.
+#[test]
+fn a_power_cut_in_a_rebuild() {
+    let fleet = Fleet::new();
+    fleet.delta(T0 + 10, 2);
+    fleet.delta(T0 + 20, 3);
+    let mut calls = 0;
+    loop {
+        let car = Car::at_first_release(&fleet);
+        car.run(&mut fleet.link(), T0 + 21).unwrap();
+        ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+        car.disk.cut_after(calls);
+        let _ = car.run(&mut fleet.link(), T0 + 22);
+        let is_cut = car.disk.is_off();
+        car.disk.reboot(calls);
+        if let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) {
+            let is_served = Model::from_flash(&flash, Budget::default()).is_ok();
+            let sequence = flash.record().live.generation.sequence;
+            assert!(sequence == 3 || !is_served, "{sequence} is served, cut at call {calls}");
+        }
+        reaches(&car, &fleet, 3, 6);
+        if !is_cut {
+            return;
+        }
+        calls += 7;
+    }
+}
+
+/// No listed release reaches what the car had: it says so, and takes nothing older.
+#[test]
+fn a_path_that_ends_below_the_committed_generation_is_none() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    for (generation, now) in [(2, T0 + 10), (3, T0 + 20), (4, T0 + 30)] {
+        fleet.delta(now, generation);
+    }
+    car.run(&mut fleet.link(), T0 + 31).unwrap();
+    fleet.revoke(T0 + 40, 3);
+    ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    let error = car.run(&mut fleet.link(), T0 + 41).unwrap_err();
+    assert!(matches!(error, UpdateError::NoPath { newest: 4, .. }), "{error}");
+    assert_eq!(car.live(), 0);
+    fleet.publish(T0 + 50, &VERSIONS.snapshots[3]);
+    reaches(&car, &fleet, 4, 2);
+}
+
+/// A taken-over sync process offers a release that is signed by nobody, beside honest metadata: the
+/// serving process does not install it.
+#[test]
+fn a_release_that_the_targets_do_not_list_is_not_installed() {
+    let fleet = Fleet::new();
+    let mut car = Car::at_first_release(&fleet);
+    car.policy.consent = true;
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+
+    // The bundle of another release, whole and with a right hash, in the place of the listed one.
+    let forged = release_of(&VERSIONS.snapshots[2]);
+    let mut fetch = car.sync.fetch_status();
+    let offer = fetch.offer.as_mut().unwrap();
+    (offer.number, offer.release) = (offer.number + 1, forged.clone());
+    fetch.write(&car.disk, &car.sync.directory).unwrap();
+    let hex = hatchback::update::release::hex(&forged.manifest);
+    let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
+    car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());
+
+    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    car.sync.consent(T0 + 13).unwrap();
+    while car.sync.advance(&car.host(), T0 + 14).unwrap() {}
+    let status = car.sync.status().unwrap();
+    assert!(status.error.as_ref().is_some_and(|e| e.contains("not listed")), "{status:?}");
+    assert_eq!(car.live(), 1);
+}
+
+/// A repository that shows one timestamp for ever is noticed when that timestamp expires, also if
+/// the car has it already.
+#[test]
+fn an_unchanged_timestamp_that_expired_is_a_freeze() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let error = car.run(&mut fleet.link(), T0 + 2_000).unwrap_err();
+    assert!(matches!(&error, UpdateError::Freeze { role, .. } if role == "timestamp"), "{error}");
+    let _ = car.disk.read(&car.sync.directory.join("timestamp.json"), 1 << 20).unwrap();
+}
