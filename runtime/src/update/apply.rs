@@ -223,11 +223,16 @@ impl Updater {
         &self,
         lock: fn(&Self) -> Result<Lock, UpdateError>,
     ) -> Result<(), UpdateError> {
-        if !self.install_status()?.is_on_trial() {
+        // The answers and the end of this process say nothing of a release that is not live yet.
+        let is_open = |status: &InstallStatus| status.is_on_trial() && status.is_on_probation();
+        if !is_open(&self.install_status()?) {
             return Ok(());
         }
         let _lock = lock(self)?;
         let mut status = self.install_status()?;
+        if !is_open(&status) {
+            return Ok(());
+        }
         status.end_trial();
         self.write_install(&mut status)
     }
@@ -683,8 +688,10 @@ fn judge_trial(
         ProbeFault::Release(problem) => Verdict::Reject(problem),
         ProbeFault::Version(problem) => Verdict::Unreadable(problem),
         ProbeFault::Car { problem, is_damage } => {
+            // The files of its base do not open. A snapshot replaces them if that is true of the
+            // live generation too.
             let is_base = is_damage && is_delta;
-            abandon_for(problem, if is_base { Repair::NewerSnapshot } else { Repair::None })
+            abandon_for(problem, if is_base { Repair::AnySnapshot } else { Repair::None })
         }
     })?;
 

@@ -4,7 +4,7 @@
 use crate::random::Random;
 use crate::sim_disk::SimDisk;
 use crate::whole_car::link::{Server, SimLink};
-use crate::whole_car::model::LINEAGE;
+use crate::whole_car::model::{Flaw, LINEAGE};
 use crate::whole_car::names::FLASH;
 use crate::whole_car::repository::Contents;
 use crate::whole_car::world::{Process, World, preempt};
@@ -19,6 +19,7 @@ use hatchback::maintenance::MaintenanceRules;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
 use hatchback::update::apply::Policy;
+use hatchback::update::install_status::InstallState;
 use hatchback::update::link::LinkRules;
 use hatchback::update::trust::Trust;
 use std::path::Path;
@@ -157,7 +158,15 @@ impl World {
         self.checks.borrow_mut().begin_update();
 
         let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
-        let has_moved = steps.step(now, &|_| preempt());
+        let history = self.history();
+        let may_kill = history.signed.values().any(|signed| signed.flaw == Flaw::Kills);
+        let yield_now = |_| {
+            if may_kill && self.installs_killer() {
+                self.process(Process::Daemon).borrow().disk.kill();
+            }
+            preempt();
+        };
+        let has_moved = steps.step(now, &yield_now);
         let after = served();
         // Unless the process was killed in it, the step recorded the release's first answers.
         let mut state = self.process(Process::Daemon).borrow_mut();
@@ -169,6 +178,14 @@ impl World {
         *self.update.borrow_mut() = Some(steps);
         let serves = after.map_or(0, |g| g.sequence);
         format!("serves {serves}{}", if has_moved { ", next state" } else { "" })
+    }
+
+    /// Returns whether the daemon installs a release that ends the process.
+    fn installs_killer(&self) -> bool {
+        let Ok(install) = self.updater(&self.disk).install_status() else { return false };
+        let signed = install.release.as_ref().map(|r| self.history().signed.get(&r.manifest));
+        let is_killer = signed.flatten().is_some_and(|signed| signed.flaw == Flaw::Kills);
+        is_killer && install.state == InstallState::Applying
     }
 
     /// Does what `hatchbackd serve` does before its loops.

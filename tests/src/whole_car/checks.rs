@@ -8,7 +8,7 @@ use crate::whole_car::names;
 use crate::whole_car::world::{Process, World};
 use hatchback::bundle::manifest::Hash;
 use hatchback::flash::Flash;
-use hatchback::flash::live::LiveState;
+use hatchback::flash::live::LiveRecord;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,8 +18,8 @@ use std::path::Path;
 pub struct Checks {
     /// The disk's count of calls at the last check.
     calls: u64,
-    /// The live state at the last check; `None` if it could not be opened then.
-    live: Option<LiveState>,
+    /// The live record at the last check; `None` if it could not be opened then.
+    live: Option<LiveRecord>,
     /// The state of the repository that the sync process saw last; `None` if it saw none, or if a
     /// hostile process wrote since.
     pub known: Option<usize>,
@@ -47,7 +47,7 @@ impl Checks {
 
     /// Returns the live sequence at the last check.
     pub fn live_sequence(&self) -> Option<u64> {
-        self.live.as_ref().map(|live| live.generation.sequence)
+        self.live.as_ref().map(|record| record.live.generation.sequence)
     }
 }
 
@@ -99,9 +99,14 @@ impl World {
             self.checks.borrow_mut().live = None;
             return;
         };
-        let live = flash.record().live.clone();
-        let before = self.checks.borrow_mut().live.replace(live.clone());
-        let Some(before) = before.filter(|before| *before != live) else {
+        if self.served().is_some_and(|served| served < flash.record().least) {
+            self.fail("a generation is served that is older than one before".to_owned());
+        }
+        let record = flash.record().clone();
+        let before = self.checks.borrow_mut().live.replace(record.clone());
+        let rebuilds = before.as_ref().map_or(0, |before| before.rebuilds);
+        let live = record.live;
+        let Some(before) = before.map(|before| before.live).filter(|before| *before != live) else {
             self.check_signed(&live.manifest);
             return;
         };
@@ -116,6 +121,13 @@ impl World {
         if to > from {
             self.count("installs");
             self.check_listed(&live.manifest);
+        } else if record.rebuilds > rebuilds {
+            self.count("rebuilds");
+            let status = self.updater(&self.disk).install_status().unwrap_or_default();
+            let committed = status.committed.map_or(0, |newest| newest.sequence);
+            if to < committed && record.least < committed {
+                self.fail(format!("{to} may be served, and {committed} was committed"));
+            }
         } else {
             self.count("rollbacks");
             if !self.may_roll_back(from) {

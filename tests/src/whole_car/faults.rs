@@ -35,13 +35,15 @@ pub enum Fault {
     FlashLoss,
     /// A file of the sync directory is damaged or lost.
     SyncDamage,
+    /// The repository loses an object for good. Those that a car needs come back in the end.
+    LostObject,
     /// A taken-over sync process writes what it likes into the sync directory for a while.
     Hostile,
 }
 
 impl Fault {
     /// Every class.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Kill,
         Self::Exit,
         Self::Stop,
@@ -56,6 +58,7 @@ impl Fault {
         Self::FlashDamage,
         Self::FlashLoss,
         Self::SyncDamage,
+        Self::LostObject,
         Self::Hostile,
     ];
 

@@ -4,10 +4,12 @@
 use crate::random::Random;
 use crate::whole_car::faults::Fault;
 use crate::whole_car::names::{self, FLASH, SYNC};
+use crate::whole_car::repository::Contents;
 use crate::whole_car::world::{Process, Wall, World};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Starts of the daemon in a row that faults may end before the first answer. The product counts
 /// further ones against the release.
@@ -66,6 +68,7 @@ impl World {
             Fault::FlashDamage => "fault flash-damage",
             Fault::FlashLoss => "fault flash-loss",
             Fault::SyncDamage => "fault sync-damage",
+            Fault::LostObject => "fault lost-object",
             Fault::Hostile => "fault hostile",
         };
         self.count(name);
@@ -104,6 +107,7 @@ impl World {
             Fault::FlashDamage => return self.damage(true),
             Fault::FlashLoss => return self.lose(),
             Fault::SyncDamage => return self.damage(false),
+            Fault::LostObject => return self.lose_object(),
             Fault::Hostile => self.hostile_until.set(until),
         }
         true
@@ -181,6 +185,7 @@ impl World {
             (state.wall, state.stopped_until, state.due) = (Wall::Right, 0, 0);
             state.disk.kill_after(u64::MAX);
         }
+        self.restore_objects();
         self.note(format_args!("the faults have ended"));
     }
 
@@ -206,6 +211,37 @@ impl World {
         self.note(format_args!("lost: {}", path.display()));
         self.disk.lose(&path);
         true
+    }
+
+    /// The repository loses a chunk or a manifest, or keeps only a part of it.
+    fn lose_object(&self) -> bool {
+        let mut shown = self.shown.borrow_mut();
+        let is_wanted =
+            |path: &&String| path.starts_with("chunks/") || path.starts_with("targets/");
+        let paths: Vec<String> = shown.view.keys().filter(is_wanted).cloned().collect();
+        if paths.is_empty() {
+            return false;
+        }
+        let path = self.random(|random| random.pick(&paths).clone());
+        self.note(format_args!("the repository loses {}", path.split('/').next().unwrap_or("")));
+        let mut view = Contents::clone(&shown.view);
+        let lost = view.remove(&path).unwrap_or_default();
+        if self.one_in(3) {
+            view.insert(path.clone(), Arc::new(lost[..lost.len() / 2].to_vec()));
+        }
+        shown.view = Rc::new(view);
+        true
+    }
+
+    /// Restores the lost objects without which no car could reach the last release.
+    fn restore_objects(&self) {
+        let mut shown = self.shown.borrow_mut();
+        let mut view = Contents::clone(&shown.view);
+        let objects = &self.history().states[shown.state].objects;
+        for path in self.history().vital.iter().filter(|path| objects.contains_key(*path)) {
+            view.insert(path.clone(), Arc::clone(&objects[path]));
+        }
+        shown.view = Rc::new(view);
     }
 
     fn damage(&self, is_on_flash: bool) -> bool {

@@ -46,6 +46,8 @@ pub enum Flaw {
     Probe,
     /// A page of a segment fails its checksum, under valid hashes.
     Page,
+    /// It ends the process in the middle of its install.
+    Kills,
 }
 
 /// A bundle to pack.
@@ -128,7 +130,9 @@ impl Generations {
         }
 
         let shift = if flaw == Flaw::Probe { 1.0 } else { 0.0 };
-        std::fs::write(path("jsonl"), self.probe(to, shift)).unwrap();
+        // One sample more, so that its manifest is not that of the good release.
+        let samples = PROBE_SAMPLES + usize::from(flaw == Flaw::Kills);
+        std::fs::write(path("jsonl"), self.probe(to, samples, shift)).unwrap();
         let sources: Vec<Box<dyn RowSource>> = (0..2)
             .map(|number| Table { number, rows: self.rows[&to][number].clone() })
             .map(|table| Box::new(table) as Box<dyn RowSource>)
@@ -147,11 +151,11 @@ impl Generations {
         out
     }
 
-    /// Returns the probe set of a generation as lines of JSON, with the first value of each score
-    /// moved by `shift`.
-    fn probe(&self, sequence: u64, shift: f32) -> String {
+    /// Returns `samples` probe samples of a generation as lines of JSON, with the first value of
+    /// each score moved by `shift`.
+    fn probe(&self, sequence: u64, samples: usize, shift: f32) -> String {
         let [a, b] = &self.rows[&sequence];
-        let pairs = a.iter().zip(b.keys()).take(PROBE_SAMPLES);
+        let pairs = a.iter().zip(b.keys()).take(samples);
         let mut lines = String::new();
         for ((a, row), b) in pairs {
             let score = row[0] + shift;

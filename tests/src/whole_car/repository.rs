@@ -6,6 +6,7 @@
 use crate::whole_car::model::{BundlePlan, Flaw, Generations};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Hash, sha256};
+use hatchback::update::release::{chunk_path, manifest_path, target_name};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet, rotate};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
@@ -20,6 +21,8 @@ const DAY_S: u64 = 24 * 3600;
 /// Lifetime of a timestamp. Snapshot and targets last ten times as long. It is longer than any run,
 /// because a car may be parked for a year and the simulated publisher renews no timestamp.
 const LASTS_S: u64 = 2_000 * DAY_S;
+/// Time by which the publisher's clock is ahead.
+const YEAR_S: u64 = 365 * DAY_S;
 /// Lifetime of a root.
 const ROOT_LASTS_S: u64 = 3_000 * DAY_S;
 
@@ -58,6 +61,8 @@ pub struct History {
     pub signed: BTreeMap<Hash, Signed>,
     /// The sequence of the last release.
     pub last: u64,
+    /// The objects of the last release's snapshot: with them alone a car can be at that release.
+    pub vital: BTreeSet<String>,
 }
 
 /// An action of the publisher.
@@ -67,9 +72,11 @@ enum Act {
     Revoke(u64),
     /// Replaces the keys of a role, and signs these releases again.
     Rotate(RoleType, Vec<u64>),
+    /// Publishes bundles while the publisher's clock is a year ahead.
+    Ahead(Vec<BundlePlan>),
 }
 
-use Act::{Publish, Revoke, Rotate};
+use Act::{Ahead, Publish, Revoke, Rotate};
 
 const fn snapshot(to: u64) -> BundlePlan {
     BundlePlan { from: None, to, flaw: Flaw::None }
@@ -87,8 +94,8 @@ fn flawed(flaw: Flaw) -> Act {
     all(&[BundlePlan { flaw, ..delta(2, 3) }])
 }
 
-/// Returns the acts of every history. Each ends with a good release that has a snapshot and a
-/// delta.
+/// Returns the acts of every history. Each but the last ends with a good release that has a
+/// snapshot and a delta.
 fn acts() -> Vec<(&'static str, Vec<Act>)> {
     let begin = || vec![all(&[snapshot(1)]), all(&[delta(1, 2)])];
     let with = |more: Vec<Act>| begin().into_iter().chain(more).collect::<Vec<_>>();
@@ -145,6 +152,16 @@ fn acts() -> Vec<(&'static str, Vec<Act>)> {
                 all(&[snapshot(5), delta(4, 5)]),
             ]),
         ),
+        ("killer", with(vec![flawed(Flaw::Kills), over_bad()])),
+        (
+            "clock ahead",
+            with(vec![
+                Ahead(vec![delta(2, 3)]),
+                Rotate(RoleType::Timestamp, vec![]),
+                all(&[snapshot(4), delta(3, 4)]),
+            ]),
+        ),
+        ("one old snapshot", with(vec![all(&[delta(2, 3)]), all(&[delta(3, 4)])])),
     ]
 }
 
@@ -185,7 +202,7 @@ impl Publisher<'_> {
         self.folder.path().join("keys")
     }
 
-    fn take(&mut self, act: &Act, now: u64) {
+    fn take(&mut self, act: &Act, mut now: u64) {
         let mut change = Change { expires_s: LASTS_S, ..Change::default() };
         match act {
             Publish(leads, share) => {
@@ -193,6 +210,10 @@ impl Publisher<'_> {
                 for lead in leads {
                     change.bundles.push(self.sign(*lead));
                 }
+            }
+            Ahead(leads) => {
+                now += YEAR_S;
+                change.bundles = leads.iter().map(|lead| self.sign(*lead)).collect();
             }
             Revoke(sequence) => change.revoke = vec![sequence.to_string()],
             Rotate(role, again) => {
@@ -214,6 +235,29 @@ impl Publisher<'_> {
         bundle
     }
 
+    /// Finds the objects that must not be lost for good: those of the newest listed snapshot, and of
+    /// the deltas after it.
+    fn find_vital(&mut self) {
+        let states = &self.history.states;
+        let snapshots = (1..=self.history.last).rev().map(snapshot);
+        let plan = |plan: BundlePlan| (plan, self.generations.pack(plan));
+        let is_listed = |(_, bundle): &(BundlePlan, PathBuf)| {
+            let hash = sha256(BundleReader::open(bundle).unwrap().manifest_bytes());
+            states.last().unwrap().listed.contains(&hash)
+        };
+        let newest = snapshots.map(plan).find(is_listed).unwrap();
+        let deltas = (newest.0.to..self.history.last).map(|from| plan(delta(from, from + 1)));
+        for (_, bundle) in std::iter::once(newest).chain(deltas) {
+            let bundle = BundleReader::open(&bundle).unwrap();
+            let manifest = bundle.manifest();
+            let name = target_name(&manifest.generation, manifest.parent);
+            let vital = &mut self.history.vital;
+            vital.insert(manifest_path(&name, &sha256(bundle.manifest_bytes())));
+            let chunks = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
+            vital.extend(chunks.map(|chunk| chunk_path(&chunk.sha256)));
+        }
+    }
+
     fn record(&mut self, repository: &Path, act: &Act) {
         let before = self.history.states.last().cloned().unwrap_or_default();
         let mut objects = Contents::new();
@@ -224,7 +268,7 @@ impl Publisher<'_> {
 
         let mut listed = before.listed;
         match act {
-            Publish(leads, _) => {
+            Publish(leads, _) | Ahead(leads) => {
                 let wanted = |hash: &&Hash| {
                     let signed = self.history.signed[*hash];
                     leads.iter().any(|l| (l.to, l.flaw) == (signed.sequence, signed.flaw))
@@ -263,10 +307,12 @@ fn live(name: &'static str, acts: &[Act], generations: &Generations) -> History 
     let root = new_fleet(&folder.path().join("keys"), counts, T0 + ROOT_LASTS_S).unwrap();
 
     let (root, states) = (std::fs::read(root).unwrap(), Vec::new());
-    let history = History { name, root, states, signed: BTreeMap::new(), last: 0 };
+    let (signed, vital) = (BTreeMap::new(), BTreeSet::new());
+    let history = History { name, root, states, signed, last: 0, vital };
     let mut publisher = Publisher { folder, generations, history };
     for (number, act) in acts.iter().enumerate() {
         publisher.take(act, T0 + 10 * number as u64);
     }
+    publisher.find_vital();
     publisher.history
 }

@@ -65,6 +65,19 @@ pub const ALL: &[Scenario] = &[
     found("stopped processes and a slow disk alone", &[Fault::Stop, Fault::Slow]),
     found("wrong clocks and full directories alone", &[Fault::Clock, Fault::Full]),
     found("restarts in order alone", &[Fault::Exit]),
+    found("a lost object hides the other ways to a release", &[Fault::LostObject]),
+    Scenario {
+        history: Some(8),
+        ..found("a release that ends each install holds the car", &[Fault::Exit])
+    },
+    Scenario {
+        history: Some(9),
+        ..found("a publisher's clock that was ahead locks the car out", &[Fault::Clock])
+    },
+    Scenario {
+        history: Some(10),
+        ..found("a lost generation waits for a new snapshot", &[Fault::FlashLoss])
+    },
 ];
 
 /// Returns the knobs that scenarios begin with.
