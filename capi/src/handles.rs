@@ -1,8 +1,11 @@
-//! Handles: numbers for what a caller opened. A number is never given twice, so a closed handle is
-//! recognised. A value that a call uses lives until the call ends, even if another thread closes
-//! its handle.
+//! Handles: numbers for what a caller opened. A number is never given twice, and the kinds of
+//! handles share no number, so a closed handle or one of another kind is recognised. A value that a
+//! call uses lives until the call ends, even if another thread closes its handle.
 
 use std::sync::{Arc, PoisonError, RwLock};
+
+/// Number of kinds of handles. A handle's remainder by it is its kind.
+const KINDS: u64 = 2;
 
 /// The open values of one type, by handle. Zero is never a handle.
 pub struct Handles<T> {
@@ -10,23 +13,24 @@ pub struct Handles<T> {
 }
 
 struct Open<T> {
-    /// How many handles were given.
-    given: u64,
+    /// The next handle.
+    next: u64,
     /// In ascending order of handles.
     values: Vec<(u64, Arc<T>)>,
 }
 
 impl<T> Handles<T> {
-    /// Returns an empty set of handles.
-    pub const fn new() -> Self {
-        Self { open: RwLock::new(Open { given: 0, values: Vec::new() }) }
+    /// Returns an empty set of handles of the kind `kind`, a number from 1 to [`KINDS`].
+    pub const fn new(kind: u64) -> Self {
+        assert!(kind > 0 && kind <= KINDS);
+        Self { open: RwLock::new(Open { next: kind, values: Vec::new() }) }
     }
 
     /// Returns a handle of `value`.
     pub fn open(&self, value: Arc<T>) -> u64 {
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        open.given += 1;
-        let handle = open.given;
+        let handle = open.next;
+        open.next += KINDS;
         open.values.push((handle, value));
         handle
     }
@@ -58,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_given_once() {
-        let handles = Handles::new();
+        let handles = Handles::new(1);
         let [a, b] = [1, 2].map(|value| handles.open(Arc::new(value)));
         assert_eq!((handles.get(a).as_deref(), handles.get(0)), (Some(&1), None));
         let used = handles.get(a).unwrap();
@@ -69,5 +73,15 @@ mod tests {
         assert!(c != a && handles.get(b).as_deref() == Some(&2));
         handles.close_if(|value| *value > 2);
         assert_eq!((handles.get(b).as_deref(), handles.get(c)), (Some(&2), None));
+    }
+
+    #[test]
+    fn two_kinds_share_no_handle() {
+        let (one, other) = (Handles::new(1), Handles::new(2));
+        for value in 0..9 {
+            let handles = [one.open(Arc::new(value)), other.open(Arc::new(value))];
+            assert_eq!((other.get(handles[0]), one.get(handles[1])), (None, None));
+            assert_eq!((other.close(handles[0]), one.close(handles[1])), (None, None));
+        }
     }
 }

@@ -115,15 +115,19 @@ layout!(Statistics: 112;
 );
 layout!(MemoryLine: 136; model at 0, part at 64, bytes at 128);
 
-static PROCESSES: Handles<Process> = Handles::new();
-static MODELS: Handles<ServedModel> = Handles::new();
+static PROCESSES: Handles<Process> = Handles::new(1);
+static MODELS: Handles<ServedModel> = Handles::new(2);
 
 fn process(handle: ProcessHandle) -> Result<Arc<Process>, Refusal> {
-    PROCESSES.get(handle.0).ok_or_else(|| closed("process"))
+    let process = PROCESSES.get(handle.0).ok_or_else(|| closed("process"))?;
+    process.shared().check_opener()?;
+    Ok(process)
 }
 
 fn model(handle: ModelHandle) -> Result<Arc<ServedModel>, Refusal> {
-    MODELS.get(handle.0).ok_or_else(|| closed("model"))
+    let model = MODELS.get(handle.0).ok_or_else(|| closed("model"))?;
+    model.process.check_opener()?;
+    Ok(model)
 }
 
 /// Returns the version of the library. `hatchback.h` documents it.
@@ -155,6 +159,7 @@ extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) -> O
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_close(handle: ProcessHandle) -> Outcome {
     answer(|| {
+        process(handle)?;
         let process = PROCESSES.close(handle.0).ok_or_else(|| closed("process"))?;
         MODELS.close_if(|model| process.has(model));
         Ok(())
@@ -181,7 +186,10 @@ extern "C" fn hatchback_load(
 /// Ends serving a model. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
-    answer(|| MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload())
+    answer(|| {
+        model(handle)?;
+        MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload()
+    })
 }
 
 /// Writes the shape of requests. `hatchback.h` documents it.
@@ -271,7 +279,14 @@ impl Request {
             let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
             check_offsets(&schema.features[f], offsets)?;
             let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
-            let needed = if schema.features[f].weighted { keys.len() } else { 0 };
+            let feature = &schema.features[f];
+            if !feature.weighted && !sparse[f].weights.is_null() {
+                let name = &feature.name;
+                return Err(request(format!(
+                    "weights of feature `{name}`: it has none, pass NULL"
+                )));
+            }
+            let needed = if feature.weighted { keys.len() } else { 0 };
             let weights = values("weights", sparse[f].weights, needed)?;
             Ok(Columns { keys, offsets, weights })
         };

@@ -52,6 +52,8 @@ pub struct Model {
     dense_features: Vec<String>,
     #[pyo3(get)]
     features: Vec<String>,
+    /// Whether a feature has weights.
+    has_weights: bool,
     #[pyo3(get)]
     outputs: usize,
     #[pyo3(get)]
@@ -65,6 +67,16 @@ pub struct Model {
 struct Open {
     model: ServedModel,
     process: Process,
+}
+
+/// The arrays of a request.
+struct Arrays<'a> {
+    /// The shape of `dense`.
+    shape: &'a [usize],
+    /// The number of keys.
+    keys: usize,
+    offsets: &'a [u32],
+    weights: Option<&'a [f32]>,
 }
 
 /// Values in rows, and the numpy array of them once the program has read it.
@@ -97,24 +109,81 @@ impl<T: Element> Rows<T> {
 impl Model {
     fn opened(&self) -> PyResult<Arc<Open>> {
         let open = self.open.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        open.clone().ok_or_else(|| errors::of(closed("model")))
+        let open = open.clone().ok_or_else(|| errors::of(closed("model")))?;
+        open.process.shared().check_opener().map_err(errors::of)?;
+        Ok(open)
     }
 
-    /// Returns the number of samples that follows from the lengths of `offsets` and `dense`.
-    fn count(&self, offsets: usize, dense: usize) -> PyResult<usize> {
+    /// Returns the number of samples that follows from the lengths of the arrays.
+    fn count(&self, arrays: &Arrays<'_>) -> Result<usize, Refusal> {
         let (features, width) = (self.features.len(), self.dense_features.len());
-        let refuse = |problem| Err(errors::of(request(problem)));
-        match (features, width) {
-            (0, 0) => refuse("the model has no features".to_owned()),
-            (0, width) if dense.is_multiple_of(width) => Ok(dense / width),
-            (0, width) => refuse(format!("dense: {dense} values, a multiple of {width} is needed")),
-            (features, _) if offsets > features && (offsets - 1).is_multiple_of(features) => {
-                Ok((offsets - 1) / features)
+        let offsets = arrays.offsets.len();
+        let samples = match (features, arrays.shape) {
+            (0, [samples, _]) => *samples,
+            (0, [values]) if width == 1 => *values,
+            (0, _) => 1,
+            _ if offsets > features && (offsets - 1).is_multiple_of(features) => {
+                (offsets - 1) / features
             }
-            (features, _) => refuse(format!(
-                "offsets: {offsets} values; {features} features need {features} for each sample, \
-                 and 1"
-            )),
+            _ => {
+                return Err(request(format!(
+                    "offsets: {offsets} values; {features} features need {features} for each \
+                     sample, and 1"
+                )));
+            }
+        };
+        if samples == 0 || samples > self.batch_max {
+            let problem = format!("{samples} samples: a request has 1 to {}", self.batch_max);
+            return Err(request(problem));
+        }
+        Ok(samples)
+    }
+
+    /// Checks that the arrays have the lengths that `samples` samples need.
+    fn check(&self, arrays: &Arrays<'_>, samples: usize) -> Result<(), Refusal> {
+        let width = self.dense_features.len();
+        let is_dense = match arrays.shape {
+            // With one sample or one feature there is only one way to read a single axis.
+            [values] => *values == samples * width && (samples == 1 || width <= 1),
+            shape => *shape == [samples, width],
+        };
+        if !is_dense {
+            let shape = arrays.shape;
+            return Err(request(format!(
+                "dense: has shape {shape:?}, must be [samples, dense features], [{samples}, {width}]"
+            )));
+        }
+
+        let (offsets, needed) = (arrays.offsets, self.features.len() * samples + 1);
+        if offsets.len() != needed || offsets[0] != 0 {
+            let start = offsets.first().map_or(String::new(), |first| format!(" from {first}"));
+            let found = offsets.len();
+            let problem = format!("offsets: {found} values{start}, must be {needed} from 0");
+            return Err(request(problem));
+        }
+        let (end, keys) = (offsets[needed - 1], arrays.keys);
+        if end as usize != keys {
+            return Err(request(format!("offsets: end at {end}, but there are {keys} keys")));
+        }
+
+        match arrays.weights {
+            Some(_) if !self.has_weights => {
+                Err(request("weights: the model has no feature with weights; pass None"))
+            }
+            Some(weights) if weights.len() != keys => {
+                let found = weights.len();
+                Err(request(format!("weights: {found} values for {keys} keys, one each is needed")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns where the key `at` of a request is: its feature and sample.
+    fn place(&self, offsets: &[u32], samples: usize, at: usize) -> String {
+        let bag = offsets.partition_point(|offset| *offset as usize <= at).saturating_sub(1);
+        match self.features.get(bag / samples) {
+            Some(feature) => format!(" of feature `{feature}`, sample {},", bag % samples),
+            None => String::new(),
         }
     }
 }
@@ -153,6 +222,7 @@ impl Model {
         Ok(Self {
             dense_features: schema.dense_features.clone(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
+            has_weights: schema.features.iter().any(|f| f.weighted),
             outputs: served.outputs(),
             output_names: model.output_names().map_err(errors::of)?,
             batch_max: served.budget().batch_max as usize,
@@ -160,10 +230,12 @@ impl Model {
         })
     }
 
-    /// Scores samples. `dense` is float32 `[samples, dense features]`. `keys` has the keys of all
-    /// bags: those of the first feature for each sample, then those of the second, and so on, as in
-    /// TorchRec's `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`.
-    /// `weights` is float32, one for each key; those of features without weights are not read.
+    /// Scores samples. `dense` is float32 `[samples, dense features]`; with one sample or one dense
+    /// feature it may have a single axis. `keys` has the keys of all bags: those of the first
+    /// feature for each sample, then those of the second, and so on, as in TorchRec's
+    /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
+    /// `weights` is float32, one for each key; those of features without weights are not read. A
+    /// model whose features all have no weights takes none.
     #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None))]
     fn score<'py>(
         &self,
@@ -175,16 +247,20 @@ impl Model {
         timeout: Option<f64>,
     ) -> PyResult<Answer> {
         let open = self.opened()?;
-        let (dense, keys) = (Array::open("dense", dense)?, Array::open("keys", keys)?);
-        let (offsets, mut wide) = (Array::open("offsets", offsets)?, Vec::new());
-        let (dense, keys, offsets) = (dense.f32()?, keys.keys()?, offsets.offsets(&mut wide)?);
-        let weights = weights.map(|weights| Array::open("weights", weights)).transpose()?;
-        let weights = weights.as_ref().map_or(Ok(&[] as &[f32]), Array::f32)?;
-        let samples = self.count(offsets.len(), dense.len())?;
-        if samples == 0 || samples > self.batch_max {
-            let problem = format!("{samples} samples: a request has 1 to {}", self.batch_max);
-            return Err(errors::of(request(problem)));
-        }
+        let (dense, keys) = (Array::open("dense", dense)?, Array::open_line("keys", keys)?);
+        let (offsets, mut wide) = (Array::open_line("offsets", offsets)?, Vec::new());
+        let weights = weights.map(|weights| Array::open_line("weights", weights)).transpose()?;
+        let arrays = Arrays {
+            shape: dense.shape(),
+            keys: keys.shape()[0],
+            offsets: offsets.offsets(&mut wide)?,
+            weights: weights.as_ref().map(Array::f32).transpose()?,
+        };
+        let samples = self.count(&arrays).map_err(errors::of)?;
+        self.check(&arrays, samples).map_err(errors::of)?;
+        let (dense, offsets) = (dense.f32()?, arrays.offsets);
+        let keys = keys.keys(|at| self.place(offsets, samples, at))?;
+        let weights = arrays.weights.unwrap_or_default();
 
         let serving = &open.model.process.serving;
         let deadline = timeout
@@ -239,10 +315,11 @@ impl Model {
 
     /// Queues keys that a later request will look up. Returns how many fit into the queue.
     fn prefetch(&self, feature: &str, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let (open, keys) = (self.opened()?, Array::open("keys", keys)?);
+        let (open, keys) = (self.opened()?, Array::open_line("keys", keys)?);
         let number = open.model.feature(feature).map_err(errors::of)?;
+        let keys = keys.keys(|_| format!(" of feature `{feature}`"))?;
         let serving = &open.model.process.serving;
-        Ok(serving.prefetch(&open.model.name, number as usize, keys.keys()?))
+        Ok(serving.prefetch(&open.model.name, number as usize, keys))
     }
 
     /// The generation that is served.
