@@ -4,20 +4,22 @@
 //! trusts the old root accepts the new one. Never signs releases: `publish` does.
 
 use crate::report;
-use crate::repository::clock::{DAY_S, now, timestamp};
+use crate::repository::clock::{ClockError, DAY_S, now, timestamp, unix_s};
 use crate::say;
 use anyhow::{Context, Result, ensure};
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::signature::Ed25519KeyPair;
 use clap::{Args, Subcommand};
+use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::release::hex;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{HashMap, HashSet};
-use std::fs::{File, Permissions};
-use std::io::Write;
+use std::fs::{DirBuilder, File, Permissions};
+use std::io::{ErrorKind, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use tempfile::TempDir;
 use tough::editor::signed::SignedRole;
 use tough::key_source::{KeySource, LocalKeySource};
 use tough::schema::decoded::{Decoded, Hex};
@@ -67,6 +69,9 @@ enum Action {
     },
 }
 
+/// Name of the folder, beside the keys, in which a command makes new ones.
+const STAGING: &str = ".new";
+
 /// The four roles of TUF.
 pub const ROLES: [RoleType; 4] =
     [RoleType::Root, RoleType::Targets, RoleType::Snapshot, RoleType::Timestamp];
@@ -83,9 +88,24 @@ pub fn run(args: &KeysArgs) -> Result<()> {
             let other = RoleCounts { keys: *role_keys, threshold: *role_threshold };
             new_fleet(keys, [root, other, other, other], now + days * DAY_S)?
         }
-        Action::Rotate { keys, role, days } => rotate(keys, *role, now + days * DAY_S)?,
+        Action::Rotate { keys, role, days } => {
+            check_clock(keys, now)?;
+            rotate(keys, *role, now + days * DAY_S)?
+        }
     };
     say!("{}", path.display())
+}
+
+/// Checks that the newest root of `folder` is not later than `now`: a root that is signed with a
+/// clock that is behind could have expired already.
+fn check_clock(folder: &Path, now: u64) -> Result<()> {
+    let Some(RootFile { path, .. }) = roots(folder)?.pop() else { return Ok(()) };
+    let written = path.metadata().and_then(|data| data.modified());
+    let written = unix_s(written.with_context(|| path.display().to_string())?);
+    match now.saturating_add(CLOCK_SLACK_S) < written {
+        true => Err(ClockError::BehindRoot { now, root: path, written }.into()),
+        false => Ok(()),
+    }
 }
 
 /// Runs `work` to its end on this thread, for the crates that are asynchronous.
@@ -112,7 +132,7 @@ pub struct RoleCounts {
 /// # Errors
 /// The folder already has a root or cannot be written, or a threshold is not possible.
 pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result<PathBuf> {
-    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    create_private(folder)?;
     ensure!(
         roots(folder)?.is_empty(),
         "{}: the folder already has a root; rotate its keys with `hatchback keys rotate`",
@@ -143,11 +163,13 @@ pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result
         .zip(counts)
         .map(|(role, counts)| NewKeys { role, keys: counts.keys })
         .collect();
-    Ok(write_root(folder, None, root, &fresh)?.0)
+    let (path, root) = write_root(folder, None, root, &fresh)?;
+    retire_unlisted(folder, &root)?;
+    Ok(path)
 }
 
 /// Gives `role` as many new keys as it had, in a new root that expires at `expires`. Moves the old
-/// keys to the folder `retired`. Nothing in the folder changes before the new root is signed.
+/// keys, and those that a killed command left, to the folder `retired`. Nothing in the folder changes before the new root is signed.
 /// Returns the root's path.
 ///
 /// # Errors
@@ -167,27 +189,51 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
     let fresh = [NewKeys { role, keys: revoked.len() }];
     let (path, root) = write_root(folder, Some(old_root), root, &fresh)?;
 
-    let retired = folder.join("retired");
-    std::fs::create_dir_all(&retired).with_context(|| retired.display().to_string())?;
-    for path in key_files(folder)? {
-        let (id, _) = public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
-        if revoked.contains(&id) && !root.keys.contains_key(&id) {
-            std::fs::rename(&path, retired.join(path.file_name().unwrap_or_default()))?;
-        }
-    }
+    retire_unlisted(folder, &root)?;
     Ok(path)
 }
 
-/// Writes a new file durably. The file gets its name only when it is complete.
+/// Moves the keys that `root` does not list to the folder `retired`.
+fn retire_unlisted(folder: &Path, root: &Root) -> Result<()> {
+    let retired = folder.join("retired");
+    for path in key_files(folder)? {
+        let (id, _) = public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
+        if !root.keys.contains_key(&id) {
+            create_private(&retired)?;
+            std::fs::rename(&path, retired.join(path.file_name().unwrap_or_default()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Creates a folder, and its missing parents, that only this user may open, whatever the umask.
+fn create_private(folder: &Path) -> Result<()> {
+    let created = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    created.with_context(|| folder.display().to_string())
+}
+
+/// Creates the folder in which a command makes its keys and its root. It has the same name each
+/// time, so a command removes what a killed one left.
+fn create_staging(folder: &Path) -> Result<TempDir> {
+    let path = folder.join(STAGING);
+    let create = || {
+        match std::fs::remove_dir_all(&path) {
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let mut staging = tempfile::Builder::new();
+        staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(0o700));
+        staging.tempdir_in(folder)
+    };
+    create().with_context(|| path.display().to_string())
+}
+
+/// Writes a new file durably.
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
     let write = || {
-        let permissions = Permissions::from_mode(mode);
-        let mut file = tempfile::Builder::new().permissions(permissions).tempfile_in(folder)?;
+        let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
         file.write_all(bytes)?;
-        file.as_file().sync_all()?;
-        file.persist_noclobber(path)?;
-        File::open(folder)?.sync_all()
+        file.sync_all()
     };
     write().with_context(|| path.display().to_string())
 }
@@ -280,7 +326,7 @@ fn write_root(
     mut root: Root,
     fresh: &[NewKeys],
 ) -> Result<(PathBuf, Root)> {
-    let staged = tempfile::tempdir_in(folder).with_context(|| folder.display().to_string())?;
+    let staged = create_staging(folder)?;
     for &NewKeys { role, keys } in fresh {
         let mut keyids = Vec::new();
         for _ in 0..keys {
@@ -326,11 +372,18 @@ fn write_root(
     };
     followed.with_context(too_few)?;
 
-    for key in key_files(staged.path())? {
-        std::fs::rename(&key, folder.join(key.file_name().unwrap_or_default()))?;
+    let name = format!("{}.root.json", root.version);
+    write_new(&staged.path().join(&name), signed.buffer(), 0o644)?;
+    let path = folder.join(name);
+    ensure!(!path.exists(), "{}: another command has written it meanwhile", path.display());
+    // The root comes last. A kill before it leaves keys that no root lists: the next rotation
+    // retires them. A kill after it leaves nothing to do.
+    let moved =
+        key_files(staged.path())?.into_iter().chain(roots(staged.path())?.pop().map(|r| r.path));
+    for file in moved {
+        std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
+        File::open(folder)?.sync_all()?;
     }
-    let path = folder.join(format!("{}.root.json", root.version));
-    write_new(&path, signed.buffer(), 0o644)?;
     Ok((path, root))
 }
 
@@ -402,6 +455,62 @@ mod tests {
         for version in 2..=3 {
             car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap())
                 .unwrap();
+        }
+    }
+
+    /// A kill at any moment: in the folder of new keys, and after keys have moved.
+    #[test]
+    fn the_next_rotation_clears_what_a_killed_one_left() {
+        let (_folder, here, away) = fleet();
+        let other = away.join("other");
+        new_fleet(&other, [RoleCounts { keys: 1, threshold: 1 }; 4], 2_000_000_000).unwrap();
+        let unlisted = key_files(&other).unwrap();
+        std::fs::create_dir(here.join(STAGING)).unwrap();
+        for key in &unlisted {
+            let name = key.file_name().unwrap();
+            std::fs::copy(key, here.join(STAGING).join(name)).unwrap();
+            std::fs::copy(key, here.join(name)).unwrap();
+        }
+
+        rotate(&here, RoleType::Timestamp, 2_000_000_001).unwrap();
+        assert!(!here.join(STAGING).exists());
+        let listed: HashSet<KeyId> = listed(&here).into_iter().flatten().collect();
+        let ids = |folder: &Path| -> HashSet<KeyId> {
+            let keys = key_files(folder).unwrap();
+            keys.iter().map(|key| public(&std::fs::read(key).unwrap()).unwrap().0).collect()
+        };
+        assert_eq!(ids(&here), listed);
+        assert_eq!(ids(&here.join("retired")).intersection(&ids(&other)).count(), unlisted.len());
+    }
+
+    #[test]
+    fn only_the_user_may_open_the_folders_of_keys() {
+        let folder = tempfile::tempdir().unwrap();
+        let keys = folder.path().join("fleet/keys");
+        new_fleet(&keys, [RoleCounts { keys: 1, threshold: 1 }; 4], 2_000_000_000).unwrap();
+        rotate(&keys, RoleType::Targets, 2_000_000_001).unwrap();
+        for private in [&folder.path().join("fleet"), &keys, &keys.join("retired")] {
+            let mode = private.metadata().unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o700, "{}", private.display());
+        }
+        for key in key_files(&keys).unwrap() {
+            assert_eq!(key.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        }
+    }
+
+    #[test]
+    fn a_clock_behind_the_newest_root_is_refused_by_both_times() {
+        let (_folder, here, _) = fleet();
+        let root = File::options().write(true).open(here.join("1.root.json")).unwrap();
+        let written = std::time::UNIX_EPOCH + std::time::Duration::from_secs(2_000_000_000);
+        root.set_modified(written).unwrap();
+        check_clock(&here, 2_000_000_000 - CLOCK_SLACK_S).unwrap();
+        check_clock(&here, 2_100_000_000).unwrap();
+        let refused = check_clock(&here, 1_000_000_000).unwrap_err();
+        assert!(matches!(refused.downcast_ref(), Some(ClockError::BehindRoot { .. })));
+        let said = refused.to_string();
+        for part in ["2001-09-09T01:46:40Z", "2033-05-18T03:33:20Z", "1.root.json"] {
+            assert!(said.contains(part), "{said}");
         }
     }
 
