@@ -58,7 +58,8 @@ fn a_download_cut_at_every_byte_resumes_at_the_chunk() {
 }
 
 /// Starts a web server over `folder` and returns its address. The server answers two of 29 requests
-/// with an error, breaks every answer off after `breaks` bytes, and supports ranges or not.
+/// with an error, breaks every answer off after `breaks` bytes, and supports ranges or not. Without
+/// ranges it also answers like a bucket that nobody may list: 403 for what does not exist.
 fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}/models", listener.local_addr().unwrap());
@@ -81,7 +82,8 @@ fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
             };
             let answer = match std::fs::read(folder.join(&path)) {
                 _ if n % 29 >= 27 => head("503 Busy", 0).into_bytes(),
-                Err(_) => head("404 Not Found", 0).into_bytes(),
+                Err(_) if ranges => head("404 Not Found", 0).into_bytes(),
+                Err(_) => head("403 Forbidden", 0).into_bytes(),
                 Ok(content) => {
                     let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
                     let rest = &content[from..];
