@@ -97,6 +97,71 @@ fn what_a_user_has_is_not_replaced() {
     assert_eq!(std::fs::read_to_string(&notes).unwrap(), "notes");
 }
 
+/// A library that writes the path of each file and directory that a program syncs to `$SYNCED`.
+const SYNC_LOG: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+int fsync(int file) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    int log = open(getenv("SYNCED"), O_WRONLY | O_APPEND | O_CREAT, 0600);
+    if (n < 0 || log < 0) abort();
+    path[n] = '\n';
+    if (write(log, path, n + 1) != n + 1) abort();
+    close(log);
+    int (*next)(int) = (int (*)(int))dlsym(RTLD_NEXT, "fsync");
+    return next(file);
+}
+"#;
+
+/// A power cut after the command ended must lose neither directory.
+#[test]
+fn new_directories_of_a_car_are_durable_in_their_parents() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let (keys, repository, log) = (desk.path("keys"), desk.path("repository"), desk.path("synced"));
+    let (source, library) = (desk.path("log.c"), desk.path("log.so"));
+    std::fs::write(&source, SYNC_LOG).unwrap();
+    let cc = ["-shared", "-fPIC", "-O1", &source, "-o", &library, "-ldl"];
+    assert!(Command::new("cc").args(cc).status().unwrap().success());
+    printed(&["keys", "new", &keys]);
+    printed(&["publish", &bundle, "--keys", &keys, "--to", &repository]);
+
+    let root = desk.path("keys/1.root.json");
+    let (state, flash) = (desk.path("a/b/car.sync"), desk.path("c/car.flash"));
+    let ran = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+        .args([
+            "sync",
+            "--from",
+            &repository,
+            "--root",
+            &root,
+            "--state",
+            &state,
+            "--flash",
+            &flash,
+        ])
+        .envs([("LD_PRELOAD", &library), ("SYNCED", &log)])
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let synced = std::fs::read_to_string(&log).unwrap();
+    let parents = ["", "/a", "/a/b", "/a/b/car.sync", "/c", "/c/car.flash"];
+    for path in parents {
+        let path = desk.folder.path().join(path.trim_start_matches('/'));
+        let path = std::fs::canonicalize(path).unwrap();
+        assert!(synced.lines().any(|line| Path::new(line) == path), "{path:?}: {synced}");
+    }
+    for part in ["dense.onnx", "live", "manifest", "staged", "timestamp.json"] {
+        assert!(synced.contains(part), "{part}: {synced}");
+    }
+}
+
 #[test]
 fn pack_inspect_eval() {
     let desk = Desk::new();
