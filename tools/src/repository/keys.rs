@@ -5,6 +5,7 @@
 
 use crate::report;
 use crate::repository::clock::{ClockError, DAY_S, now, timestamp, unix_s};
+use crate::repository::store::create_folder;
 use crate::say;
 use anyhow::{Context, Result, ensure};
 use aws_lc_rs::rand::SystemRandom;
@@ -14,10 +15,10 @@ use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::release::hex;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{HashMap, HashSet};
-use std::fs::{DirBuilder, File, Permissions};
+use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use tough::editor::signed::SignedRole;
@@ -208,8 +209,7 @@ fn retire_unlisted(folder: &Path, root: &Root) -> Result<()> {
 
 /// Creates a folder, and its missing parents, that only this user may open, whatever the umask.
 fn create_private(folder: &Path) -> Result<()> {
-    let created = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    created.with_context(|| folder.display().to_string())
+    create_folder(folder, 0o700)
 }
 
 /// Creates the folder in which a command makes its keys and its root. It has the same name each

@@ -7,6 +7,8 @@ use futures_util::TryStreamExt;
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion};
+use std::fs::{DirBuilder, File};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
 use url::Url;
@@ -93,7 +95,7 @@ impl Objects {
     /// # Errors
     /// The directory cannot be created.
     pub fn directory(path: &Path) -> Result<Self> {
-        std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
+        create_folder(path, 0o777)?;
         let store = LocalFileSystem::new_with_prefix(path)?.with_fsync(true);
         Self::of(Box::new(store), Some(path.to_owned()))
     }
@@ -118,6 +120,24 @@ impl Objects {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(Self { store, directory, runtime })
     }
+}
+
+/// Creates a folder and its missing parents durably, each with `mode` less the umask.
+///
+/// # Errors
+/// The system refused.
+pub(super) fn create_folder(folder: &Path, mode: u32) -> Result<()> {
+    let is_new = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    let new: Vec<&Path> = folder.ancestors().take_while(is_new).collect();
+    let create = || {
+        DirBuilder::new().recursive(true).mode(mode).create(folder)?;
+        // The name of each folder is in its parent.
+        let parents = new.iter().rev().filter_map(|path| path.parent());
+        parents
+            .map(|parent| Path::new(".").join(parent))
+            .try_for_each(|p| File::open(p)?.sync_all())
+    };
+    create().with_context(|| folder.display().to_string())
 }
 
 /// Splits the path of what a killed upload left in a directory into the path of its object and a
