@@ -120,10 +120,9 @@ impl Shared {
     /// # Errors
     /// Another process of the system opened this one.
     pub fn check_opener(&self) -> Result<(), Refusal> {
-        let (opener, child) = (self.opener, std::process::id());
-        let problem =
-            || format!("process {opener} opened this handle; its fork {child} cannot use it");
-        if opener == child { Ok(()) } else { Err(Refusal(Outcome::Closed, problem())) }
+        let (opener, own) = (self.opener, std::process::id());
+        let problem = || format!("process {opener} opened this; its fork {own} cannot use it");
+        if opener == own { Ok(()) } else { Err(Refusal(Outcome::Closed, problem())) }
     }
 
     fn followers(&self) -> MutexGuard<'_, Vec<Follower>> {

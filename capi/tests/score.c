@@ -164,7 +164,10 @@ static int mistakes(const char *target, const char *flash, hatchback_process pro
     EXPECT(hatchback_score(model, 1, dense, NULL, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "sparse is NULL");
     EXPECT(hatchback_score(model, 1, dense, bags, 0, NULL, NULL, NULL), HATCHBACK_REQUEST, "scores is NULL");
     bags[0].weights = scores;
-    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "it has none, pass NULL");
+    bags[0].keys = &key;
+    bags[0].offsets = one_key;
+    key = 0;
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "weights of feature");
     bags[0].weights = NULL;
     bags[0].offsets = wild;
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "offsets 7 to 3");

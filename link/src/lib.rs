@@ -322,7 +322,6 @@ impl Link for Throttled {
 mod tests {
     use super::*;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
-    use std::io::Write;
     use std::ops::ControlFlow;
 
     fn opened(from: &str) -> Result<String, String> {
@@ -384,33 +383,6 @@ mod tests {
         for path in ["timestamp.json", "."] {
             let error = link.get(path, 0, &mut |_| ControlFlow::Continue(())).unwrap_err();
             assert!(error.to_string().contains("is not a regular file"), "{path}: {error}");
-        }
-    }
-
-    #[test]
-    fn a_forbidden_root_is_one_that_does_not_exist() {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let base = format!("http://{}", listener.local_addr().unwrap());
-        std::thread::spawn(move || {
-            for stream in listener.incoming() {
-                let mut stream = stream.unwrap();
-                let mut asked = Vec::new();
-                while !asked.ends_with(b"\r\n\r\n") {
-                    let mut byte = [0];
-                    stream.read_exact(&mut byte).unwrap();
-                    asked.push(byte[0]);
-                }
-                let answer =
-                    b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
-                stream.write_all(answer).unwrap();
-            }
-        });
-        let mut link = HttpLink::new(&base, &LinkOptions::default()).unwrap();
-        let mut get = |path| link.get(path, 0, &mut |_| ControlFlow::Continue(()));
-        assert_eq!(get("metadata/2.root.json"), Err(LinkError::NotFound));
-        for path in ["metadata/timestamp.json", "metadata/2.targets.json", "chunks/ab", "targets/m"]
-        {
-            assert!(matches!(get(path), Err(LinkError::Broken(said)) if said.contains("403")));
         }
     }
 

@@ -18,8 +18,7 @@ impl Array {
         let buffer = PyUntypedBuffer::get(from)
             .map_err(|_| PyTypeError::new_err(format!("{name}: must be an array")))?;
         // pyo3 takes big-endian values for those of this machine.
-        let is_foreign = matches!(buffer.format().to_bytes(), [b'>' | b'!', ..]);
-        if is_foreign && buffer.item_size() > 1 {
+        if let [b'>' | b'!', ..] = buffer.format().to_bytes() {
             let problem = "is big-endian; pass array.astype(array.dtype.newbyteorder(\"=\"))";
             return Err(PyTypeError::new_err(format!("{name}: {problem}")));
         }
@@ -29,13 +28,8 @@ impl Array {
     /// Opens an array with one axis, as `open` does.
     pub fn open_line(name: &'static str, from: &Bound<'_, PyAny>) -> PyResult<Self> {
         let array = Self::open(name, from)?;
-        match array.shape() {
-            [_] => Ok(array),
-            shape => {
-                let problem = format!("{name}: has shape {shape:?}, must have one axis");
-                Err(errors::of(request(problem)))
-            }
-        }
+        let problem = || format!("{name}: has shape {:?}, must have one axis", array.shape());
+        if array.shape().len() == 1 { Ok(array) } else { Err(errors::of(request(problem()))) }
     }
 
     /// Returns the lengths of the axes.
@@ -70,10 +64,8 @@ impl Array {
         };
         if let Some(at) = keys.iter().position(|key| *key < 0) {
             let (key, place, name) = (keys[at], place(at), self.name);
-            return Err(errors::of(request(format!(
-                "{name}[{at}]{place} is {key}: a key is 0 to 2^64 - 1; pass uint64 for keys from \
-                 2^63"
-            ))));
+            let problem = format!("{name}[{at}]{place} is {key}: a key is 0 to 2^64 - 1 (uint64)");
+            return Err(errors::of(request(problem)));
         }
         // SAFETY: u64 has the size and alignment of i64, and every bit pattern is a value.
         Ok(unsafe { std::slice::from_raw_parts(keys.as_ptr().cast(), keys.len()) })

@@ -69,16 +69,6 @@ struct Open {
     process: Process,
 }
 
-/// The arrays of a request.
-struct Arrays<'a> {
-    /// The shape of `dense`.
-    shape: &'a [usize],
-    /// The number of keys.
-    keys: usize,
-    offsets: &'a [u32],
-    weights: Option<&'a [f32]>,
-}
-
 /// Values in rows, and the numpy array of them once the program has read it.
 struct Rows<T> {
     values: Vec<T>,
@@ -114,77 +104,50 @@ impl Model {
         Ok(open)
     }
 
-    /// Returns the number of samples that follows from the lengths of the arrays.
-    fn count(&self, arrays: &Arrays<'_>) -> Result<usize, Refusal> {
+    /// Returns the number of samples of a request: `dense` is the shape of its dense features,
+    /// `keys` and `weights` are numbers of values.
+    fn samples(
+        &self,
+        dense: &[usize],
+        keys: usize,
+        offsets: &[u32],
+        weights: Option<usize>,
+    ) -> Result<usize, Refusal> {
         let (features, width) = (self.features.len(), self.dense_features.len());
-        let offsets = arrays.offsets.len();
-        let samples = match (features, arrays.shape) {
+        let values = offsets.len();
+        let [first, end] =
+            [offsets.first(), offsets.last()].map(|at| at.map_or(0, |at| *at as usize));
+        let samples = match (features, dense) {
             (0, [samples, _]) => *samples,
             (0, [values]) if width == 1 => *values,
             (0, _) => 1,
-            _ if offsets > features && (offsets - 1).is_multiple_of(features) => {
-                (offsets - 1) / features
-            }
-            _ => {
-                return Err(request(format!(
-                    "offsets: {offsets} values; {features} features need {features} for each \
-                     sample, and 1"
-                )));
-            }
+            _ => values.saturating_sub(1) / features,
         };
-        if samples == 0 || samples > self.batch_max {
-            let problem = format!("{samples} samples: a request has 1 to {}", self.batch_max);
-            return Err(request(problem));
-        }
-        Ok(samples)
-    }
-
-    /// Checks that the arrays have the lengths that `samples` samples need.
-    fn check(&self, arrays: &Arrays<'_>, samples: usize) -> Result<(), Refusal> {
-        let width = self.dense_features.len();
-        let is_dense = match arrays.shape {
-            // With one sample or one feature there is only one way to read a single axis.
-            [values] => *values == samples * width && (samples == 1 || width <= 1),
-            shape => *shape == [samples, width],
-        };
-        if !is_dense {
-            let shape = arrays.shape;
-            return Err(request(format!(
-                "dense: has shape {shape:?}, must be [samples, dense features], [{samples}, {width}]"
-            )));
-        }
-
-        let (offsets, needed) = (arrays.offsets, self.features.len() * samples + 1);
-        if offsets.len() != needed || offsets[0] != 0 {
-            let start = offsets.first().map_or(String::new(), |first| format!(" from {first}"));
-            let found = offsets.len();
-            let problem = format!("offsets: {found} values{start}, must be {needed} from 0");
-            return Err(request(problem));
-        }
-        let (end, keys) = (offsets[needed - 1], arrays.keys);
-        if end as usize != keys {
-            return Err(request(format!("offsets: end at {end}, but there are {keys} keys")));
-        }
-
-        match arrays.weights {
-            Some(_) if !self.has_weights => {
-                Err(request("weights: the model has no feature with weights; pass None"))
-            }
-            Some(weights) if weights.len() != keys => {
-                let found = weights.len();
-                Err(request(format!("weights: {found} values for {keys} keys, one each is needed")))
-            }
-            _ => Ok(()),
-        }
+        // With one sample or one dense feature there is only one way to read a single axis.
+        let is_line = || *dense == [samples * width] && (samples == 1 || width <= 1);
+        Err(request(if samples == 0 || samples > self.batch_max {
+            format!("{samples} samples: a request has 1 to {}", self.batch_max)
+        } else if values != features * samples + 1 || first != 0 {
+            format!("offsets: {values} from {first}, must be {features} a sample and 1, from 0")
+        } else if end != keys {
+            format!("offsets: end at {end}, but there are {keys} keys")
+        } else if *dense != [samples, width] && !is_line() {
+            format!("dense: has shape {dense:?}, the model takes {:?}", [samples, width])
+        } else if weights.is_some() && !self.has_weights {
+            "weights: the model has no feature with weights; pass None".to_owned()
+        } else if weights.is_some_and(|weights| weights != keys) {
+            format!("weights: {weights:?} values for {keys} keys")
+        } else {
+            return Ok(samples);
+        }))
     }
 
     /// Returns where the key `at` of a request is: its feature and sample.
     fn place(&self, offsets: &[u32], samples: usize, at: usize) -> String {
         let bag = offsets.partition_point(|offset| *offset as usize <= at).saturating_sub(1);
-        match self.features.get(bag / samples) {
-            Some(feature) => format!(" of feature `{feature}`, sample {},", bag % samples),
-            None => String::new(),
-        }
+        // Offsets that fall, which the batch refuses, have no such feature.
+        let feature = self.features.get(bag / samples).map_or("", String::as_str);
+        format!(" of feature `{feature}`, sample {},", bag % samples)
     }
 }
 
@@ -250,17 +213,12 @@ impl Model {
         let (dense, keys) = (Array::open("dense", dense)?, Array::open_line("keys", keys)?);
         let (offsets, mut wide) = (Array::open_line("offsets", offsets)?, Vec::new());
         let weights = weights.map(|weights| Array::open_line("weights", weights)).transpose()?;
-        let arrays = Arrays {
-            shape: dense.shape(),
-            keys: keys.shape()[0],
-            offsets: offsets.offsets(&mut wide)?,
-            weights: weights.as_ref().map(Array::f32).transpose()?,
-        };
-        let samples = self.count(&arrays).map_err(errors::of)?;
-        self.check(&arrays, samples).map_err(errors::of)?;
-        let (dense, offsets) = (dense.f32()?, arrays.offsets);
+        let offsets = offsets.offsets(&mut wide)?;
+        let weights = weights.as_ref().map(Array::f32).transpose()?;
+        let (count, weighed) = (keys.shape()[0], weights.map(<[f32]>::len));
+        let samples = self.samples(dense.shape(), count, offsets, weighed).map_err(errors::of)?;
         let keys = keys.keys(|at| self.place(offsets, samples, at))?;
-        let weights = arrays.weights.unwrap_or_default();
+        let (dense, weights) = (dense.f32()?, weights.unwrap_or_default());
 
         let serving = &open.model.process.serving;
         let deadline = timeout

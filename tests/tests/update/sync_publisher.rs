@@ -368,7 +368,7 @@ fn a_clock_behind_the_newest_signed_time_signs_nothing_until_the_key_is_rotated(
     };
     for refused in refusals() {
         let cause = refused.downcast_ref();
-        assert!(matches!(cause, Some(ClockError::BehindPublished { .. })), "{refused}");
+        assert!(matches!(cause, Some(ClockError::Behind { .. })), "{refused}");
         assert!(refused.to_string().contains("2086-12-31T08:00:00Z"), "{refused}");
     }
     assert!(refusals()[0].to_string().contains("2027-01-15T08:00:20Z"));
@@ -376,7 +376,7 @@ fn a_clock_behind_the_newest_signed_time_signs_nothing_until_the_key_is_rotated(
 
     // Other keys do not make cars forget the time.
     rotate(&fleet.keys(), RoleType::Snapshot, T0 + ROOT_S).unwrap();
-    assert!(refusals()[0].to_string().contains("keys rotate KEYS timestamp"));
+    assert!(refusals()[0].to_string().contains("The publisher's clock"));
     rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
     fleet.delta(T0 + 20, 3);
     assert_eq!(signed_time(&fleet), T0 + 20);
@@ -424,7 +424,7 @@ fn a_clock_ahead_of_the_last_publish_and_of_the_store_publishes_nothing() {
     let refused = at(T0 + 10, T0 + 60 * YEAR).unwrap_err();
     let cause = refused.downcast_ref();
     assert!(matches!(cause, Some(ClockError::NotThatOfTheStore { .. })), "{refused}");
-    for time in ["2086-12-31T08:00:00Z", "2027-01-15T08:00:10Z", "2027-01-15T08:00:00Z"] {
+    for time in ["2086-12-31T08:00:00Z", "2027-01-15T08:00:10Z"] {
         assert!(refused.to_string().contains(time), "{refused}");
     }
     assert_eq!(signed_time(&fleet), T0);

@@ -1,8 +1,7 @@
-//! Times in signed metadata, and why a publisher's clock is refused. A time that is ahead would keep
-//! cars from every later release. Never waits.
+//! Times in signed metadata, and why a publisher's clock is refused. Never waits.
 
 use anyhow::{Context, Result};
-use std::path::PathBuf;
+use hatchback::limits::CLOCK_SLACK_S;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Seconds of a day.
@@ -13,24 +12,28 @@ pub(super) const DAY_S: u64 = 24 * 3600;
 #[derive(Debug, thiserror::Error)]
 pub enum ClockError {
     #[error(
-        "nothing was signed: this clock ({now}) is behind the newest signed time ({published}); \
-         set the clock. If a clock that was ahead signed that time, run `hatchback keys rotate KEYS \
-         timestamp` and publish again",
-        now = shown(*now), published = shown(*published)
+        "nothing was signed: this clock ({}) is behind the time of {file} ({}); set the clock. If \
+         it is right, see \"The publisher's clock\" in docs/fleet.md",
+        shown(*now), shown(*signed)
     )]
-    BehindPublished { now: u64, published: u64 },
+    Behind { now: u64, file: String, signed: u64 },
     #[error(
-        "nothing was signed: this clock ({now}) is behind the time of {path} ({written}); set the \
-         clock, or run `touch` if the time of the file is wrong",
-        now = shown(*now), path = root.display(), written = shown(*written)
+        "nothing was published: this clock ({}) is over a day from the repository's ({}); set it",
+        shown(*now), shown(*store)
     )]
-    BehindRoot { now: u64, root: PathBuf, written: u64 },
-    #[error(
-        "nothing was published: this clock ({now}) and that of the repository ({store}) differ by \
-         more than a day, and the newest signed time is {published}; set the clock",
-        now = shown(*now), store = shown(*store), published = shown(*published)
-    )]
-    NotThatOfTheStore { now: u64, store: u64, published: u64 },
+    NotThatOfTheStore { now: u64, store: u64 },
+}
+
+/// Returns the time to sign at the time `now`: `now`, or the newest signed time, that of `file`, if
+/// it is up to [`CLOCK_SLACK_S`] later. The signed time never goes down.
+///
+/// # Errors
+/// [`ClockError::Behind`]: cars would refuse the metadata.
+pub(super) fn signing_time(now: u64, file: &str, signed: u64) -> Result<u64, ClockError> {
+    match now.saturating_add(CLOCK_SLACK_S) < signed {
+        true => Err(ClockError::Behind { now, file: file.to_owned(), signed }),
+        false => Ok(now.max(signed)),
+    }
 }
 
 /// Returns the time `seconds` after 1970 for messages.

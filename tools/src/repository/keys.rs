@@ -4,23 +4,21 @@
 //! trusts the old root accepts the new one. Never signs releases: `publish` does.
 
 use crate::report;
-use crate::repository::clock::{ClockError, DAY_S, now, timestamp, unix_s};
+use crate::repository::clock::{DAY_S, now, signing_time, timestamp, unix_s};
 use crate::repository::store::create_folder;
 use crate::say;
 use anyhow::{Context, Result, ensure};
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::signature::Ed25519KeyPair;
 use clap::{Args, Subcommand};
-use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::release::hex;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Permissions};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::num::NonZeroU64;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use tempfile::TempDir;
 use tough::editor::signed::SignedRole;
 use tough::key_source::{KeySource, LocalKeySource};
 use tough::schema::decoded::{Decoded, Hex};
@@ -72,6 +70,8 @@ enum Action {
 
 /// Name of the folder, beside the keys, in which a command makes new ones.
 const STAGING: &str = ".new";
+/// Rights of a folder with keys: only this user may open it, whatever the umask.
+const PRIVATE: u32 = 0o700;
 
 /// The four roles of TUF.
 pub const ROLES: [RoleType; 4] =
@@ -90,23 +90,14 @@ pub fn run(args: &KeysArgs) -> Result<()> {
             new_fleet(keys, [root, other, other, other], now + days * DAY_S)?
         }
         Action::Rotate { keys, role, days } => {
-            check_clock(keys, now)?;
+            // A root that is signed with a clock that is behind could have expired already.
+            if let Some(RootFile { path, .. }) = roots(keys)?.pop() {
+                signing_time(now, &path.to_string_lossy(), unix_s(path.metadata()?.modified()?))?;
+            }
             rotate(keys, *role, now + days * DAY_S)?
         }
     };
     say!("{}", path.display())
-}
-
-/// Checks that the newest root of `folder` is not later than `now`: a root that is signed with a
-/// clock that is behind could have expired already.
-fn check_clock(folder: &Path, now: u64) -> Result<()> {
-    let Some(RootFile { path, .. }) = roots(folder)?.pop() else { return Ok(()) };
-    let written = path.metadata().and_then(|data| data.modified());
-    let written = unix_s(written.with_context(|| path.display().to_string())?);
-    match now.saturating_add(CLOCK_SLACK_S) < written {
-        true => Err(ClockError::BehindRoot { now, root: path, written }.into()),
-        false => Ok(()),
-    }
 }
 
 /// Runs `work` to its end on this thread, for the crates that are asynchronous.
@@ -133,7 +124,7 @@ pub struct RoleCounts {
 /// # Errors
 /// The folder already has a root or cannot be written, or a threshold is not possible.
 pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result<PathBuf> {
-    create_private(folder)?;
+    create_folder(folder, PRIVATE)?;
     ensure!(
         roots(folder)?.is_empty(),
         "{}: the folder already has a root; rotate its keys with `hatchback keys rotate`",
@@ -164,13 +155,12 @@ pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result
         .zip(counts)
         .map(|(role, counts)| NewKeys { role, keys: counts.keys })
         .collect();
-    let (path, root) = write_root(folder, None, root, &fresh)?;
-    retire_unlisted(folder, &root)?;
-    Ok(path)
+    write_root(folder, None, root, &fresh)
 }
 
 /// Gives `role` as many new keys as it had, in a new root that expires at `expires`. Moves the old
-/// keys, and those that a killed command left, to the folder `retired`. Nothing in the folder changes before the new root is signed.
+/// keys, and those that a killed command left, to the folder `retired`. Nothing in the folder
+/// changes before the new root is signed.
 /// Returns the root's path.
 ///
 /// # Errors
@@ -188,10 +178,7 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
 
     let old_root = OldRoot { root: &old.signed, bytes: &bytes };
     let fresh = [NewKeys { role, keys: revoked.len() }];
-    let (path, root) = write_root(folder, Some(old_root), root, &fresh)?;
-
-    retire_unlisted(folder, &root)?;
-    Ok(path)
+    write_root(folder, Some(old_root), root, &fresh)
 }
 
 /// Moves the keys that `root` does not list to the folder `retired`.
@@ -200,32 +187,11 @@ fn retire_unlisted(folder: &Path, root: &Root) -> Result<()> {
     for path in key_files(folder)? {
         let (id, _) = public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
         if !root.keys.contains_key(&id) {
-            create_private(&retired)?;
+            create_folder(&retired, PRIVATE)?;
             std::fs::rename(&path, retired.join(path.file_name().unwrap_or_default()))?;
         }
     }
     Ok(())
-}
-
-/// Creates a folder, and its missing parents, that only this user may open, whatever the umask.
-fn create_private(folder: &Path) -> Result<()> {
-    create_folder(folder, 0o700)
-}
-
-/// Creates the folder in which a command makes its keys and its root. It has the same name each
-/// time, so a command removes what a killed one left.
-fn create_staging(folder: &Path) -> Result<TempDir> {
-    let path = folder.join(STAGING);
-    let create = || {
-        match std::fs::remove_dir_all(&path) {
-            Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-        let mut staging = tempfile::Builder::new();
-        staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(0o700));
-        staging.tempdir_in(folder)
-    };
-    create().with_context(|| path.display().to_string())
 }
 
 /// Writes a new file durably.
@@ -319,14 +285,19 @@ struct NewKeys {
 }
 
 /// Gives `root` the new keys of `fresh`, signs it with its own keys and with those of the `old`
-/// root, and writes the keys and then the root. Returns the root with its path.
+/// root, and writes the keys and then the root. Retires the keys that it does not list. Returns the
+/// root's path.
 fn write_root(
     folder: &Path,
     old: Option<OldRoot<'_>>,
     mut root: Root,
     fresh: &[NewKeys],
-) -> Result<(PathBuf, Root)> {
-    let staged = create_staging(folder)?;
+) -> Result<PathBuf> {
+    // The folder has the same name each time, so a command removes what a killed one left.
+    let _ = std::fs::remove_dir_all(folder.join(STAGING));
+    let mut staging = tempfile::Builder::new();
+    staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(PRIVATE));
+    let staged = staging.tempdir_in(folder).with_context(|| folder.display().to_string())?;
     for &NewKeys { role, keys } in fresh {
         let mut keyids = Vec::new();
         for _ in 0..keys {
@@ -374,167 +345,15 @@ fn write_root(
 
     let name = format!("{}.root.json", root.version);
     write_new(&staged.path().join(&name), signed.buffer(), 0o644)?;
-    let path = folder.join(name);
+    let path = folder.join(&name);
     ensure!(!path.exists(), "{}: another command has written it meanwhile", path.display());
     // The root comes last. A kill before it leaves keys that no root lists: the next rotation
     // retires them. A kill after it leaves nothing to do.
-    let moved =
-        key_files(staged.path())?.into_iter().chain(roots(staged.path())?.pop().map(|r| r.path));
+    let moved = [key_files(staged.path())?, vec![staged.path().join(&name)]].concat();
     for file in moved {
         std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
         File::open(folder)?.sync_all()?;
     }
-    Ok((path, root))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeMap;
-
-    /// A fleet as in the documentation: three root keys of which two sign, and two keys of each
-    /// other role.
-    fn fleet() -> (tempfile::TempDir, PathBuf, PathBuf) {
-        let folder = tempfile::tempdir().unwrap();
-        let (here, away) = (folder.path().join("here"), folder.path().join("away"));
-        let (root, other) =
-            (RoleCounts { keys: 3, threshold: 2 }, RoleCounts { keys: 2, threshold: 2 });
-        new_fleet(&here, [root, other, other, other], 2_000_000_000).unwrap();
-        std::fs::create_dir(&away).unwrap();
-        (folder, here, away)
-    }
-
-    /// Moves `n` keys of a role from one folder to another.
-    fn move_keys(role: &str, n: usize, from: &Path, to: &Path) {
-        let keys = files(from, |name| name.starts_with(role) && name.ends_with(".pk8")).unwrap();
-        assert!(keys.len() >= n);
-        keys.iter()
-            .take(n)
-            .for_each(|k| std::fs::rename(k, to.join(k.file_name().unwrap())).unwrap());
-    }
-
-    fn content(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-        files(folder, |_| true)
-            .unwrap()
-            .into_iter()
-            .map(|p| (p.clone(), std::fs::read(p).unwrap()))
-            .collect()
-    }
-
-    fn listed(folder: &Path) -> [HashSet<KeyId>; 4] {
-        let (root, _) = newest_root(folder).unwrap();
-        ROLES.map(|role| root.signed.roles[&role].keyids.iter().cloned().collect())
-    }
-
-    #[test]
-    fn keys_that_are_elsewhere_stay_in_force() {
-        let (_folder, here, away) = fleet();
-        let before = listed(&here);
-        move_keys("root", 1, &here, &away);
-        move_keys("targets", 2, &here, &away);
-        move_keys("timestamp", 1, &here, &away);
-        rotate(&here, RoleType::Timestamp, 2_000_000_001).unwrap();
-        let after = listed(&here);
-        assert_eq!(after.each_ref().map(HashSet::len), [3, 2, 2, 2]);
-        assert!(after[..3] == before[..3] && after[3].is_disjoint(&before[3]));
-        assert_eq!(
-            files(&here.join("retired"), |name| name.starts_with("timestamp-1-")).unwrap().len(),
-            1
-        );
-
-        // The key that was elsewhere signs together with one of the others; then all three are
-        // replaced.
-        move_keys("root", 1, &away, &here);
-        let held = files(&here, |name| name.starts_with("root-1-")).unwrap();
-        assert_eq!(held.len(), 3);
-        std::fs::rename(&held[1], away.join(held[1].file_name().unwrap())).unwrap();
-        rotate(&here, RoleType::Root, 2_000_000_002).unwrap();
-        assert!(listed(&here)[0].len() == 3 && listed(&here)[0].is_disjoint(&before[0]));
-        let first = std::fs::read(here.join("1.root.json")).unwrap();
-        let mut car = TrustedMetadataSet::from_root(&first).unwrap();
-        for version in 2..=3 {
-            car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap())
-                .unwrap();
-        }
-    }
-
-    /// A kill at any moment: in the folder of new keys, and after keys have moved.
-    #[test]
-    fn the_next_rotation_clears_what_a_killed_one_left() {
-        let (_folder, here, away) = fleet();
-        let other = away.join("other");
-        new_fleet(&other, [RoleCounts { keys: 1, threshold: 1 }; 4], 2_000_000_000).unwrap();
-        let unlisted = key_files(&other).unwrap();
-        std::fs::create_dir(here.join(STAGING)).unwrap();
-        for key in &unlisted {
-            let name = key.file_name().unwrap();
-            std::fs::copy(key, here.join(STAGING).join(name)).unwrap();
-            std::fs::copy(key, here.join(name)).unwrap();
-        }
-
-        rotate(&here, RoleType::Timestamp, 2_000_000_001).unwrap();
-        assert!(!here.join(STAGING).exists());
-        let listed: HashSet<KeyId> = listed(&here).into_iter().flatten().collect();
-        let ids = |folder: &Path| -> HashSet<KeyId> {
-            let keys = key_files(folder).unwrap();
-            keys.iter().map(|key| public(&std::fs::read(key).unwrap()).unwrap().0).collect()
-        };
-        assert_eq!(ids(&here), listed);
-        assert_eq!(ids(&here.join("retired")).intersection(&ids(&other)).count(), unlisted.len());
-    }
-
-    #[test]
-    fn only_the_user_may_open_the_folders_of_keys() {
-        let folder = tempfile::tempdir().unwrap();
-        let keys = folder.path().join("fleet/keys");
-        new_fleet(&keys, [RoleCounts { keys: 1, threshold: 1 }; 4], 2_000_000_000).unwrap();
-        rotate(&keys, RoleType::Targets, 2_000_000_001).unwrap();
-        for private in [&folder.path().join("fleet"), &keys, &keys.join("retired")] {
-            let mode = private.metadata().unwrap().permissions().mode();
-            assert_eq!(mode & 0o777, 0o700, "{}", private.display());
-        }
-        for key in key_files(&keys).unwrap() {
-            assert_eq!(key.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-        }
-    }
-
-    #[test]
-    fn a_clock_behind_the_newest_root_is_refused_by_both_times() {
-        let (_folder, here, _) = fleet();
-        let root = File::options().write(true).open(here.join("1.root.json")).unwrap();
-        let written = std::time::UNIX_EPOCH + std::time::Duration::from_secs(2_000_000_000);
-        root.set_modified(written).unwrap();
-        check_clock(&here, 2_000_000_000 - CLOCK_SLACK_S).unwrap();
-        check_clock(&here, 2_100_000_000).unwrap();
-        let refused = check_clock(&here, 1_000_000_000).unwrap_err();
-        assert!(matches!(refused.downcast_ref(), Some(ClockError::BehindRoot { .. })));
-        let said = refused.to_string();
-        for part in ["2001-09-09T01:46:40Z", "2033-05-18T03:33:20Z", "1.root.json"] {
-            assert!(said.contains(part), "{said}");
-        }
-    }
-
-    #[test]
-    fn a_rotation_without_enough_root_keys_changes_nothing() {
-        let (_folder, here, away) = fleet();
-        let before = listed(&here);
-        move_keys("root", 2, &here, &away);
-        let held = content(&here);
-        for role in ROLES {
-            let refused = rotate(&here, role, 2_000_000_001).unwrap_err().to_string();
-            assert!(refused.contains("Nothing was changed"), "{refused}");
-            assert_eq!(content(&here), held);
-        }
-        move_keys("root", 2, &away, &here);
-        rotate(&here, RoleType::Snapshot, 2_000_000_001).unwrap();
-        assert!(listed(&here)[2].is_disjoint(&before[2]) && listed(&here)[0] == before[0]);
-        for key in key_files(&here).unwrap() {
-            assert_eq!(
-                key.metadata().unwrap().permissions().mode() & 0o777,
-                0o600,
-                "{}",
-                key.display()
-            );
-        }
-    }
+    retire_unlisted(folder, &root)?;
+    Ok(path)
 }

@@ -2,13 +2,13 @@
 //! old metadata. It keeps every object that is referenced by metadata to which a timestamp led cars
 //! within the grace period, and every object that was uploaded within it, because a running publish
 //! may be about to reference it. It removes object after object and none that a listed release
-//! references: an interrupted prune leaves a valid repository, and the next prune continues. It also
-//! removes what killed publishes left in a directory. Never removes a root.
+//! references: an interrupted prune leaves a valid repository, and the next prune continues. It
+//! also removes what killed publishes left in a directory. Never removes a root.
 
 use crate::report;
-use crate::repository::clock::{DAY_S, now};
+use crate::repository::clock::{DAY_S, now, signing_time};
 use crate::repository::publish::{Change, publish};
-use crate::repository::state::{Past, RepositoryState};
+use crate::repository::state::{Past, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Object, Objects, Store, split_leftover};
 use crate::say;
 use anyhow::{Context, Result, ensure};
@@ -121,7 +121,7 @@ pub fn prune(store: &dyn Store, keys: &Path, retention: &Retention, now: u64) ->
     );
     let listed = &state.signed.as_ref().context("nothing is published in this repository")?.signed;
     // Before anything is removed: `publish` below would refuse the clock too late.
-    state.signing_time(now)?;
+    signing_time(now, TIMESTAMP, state.published)?;
 
     let referenced = referenced(store, &state, now.saturating_sub(retention.grace_s))?;
     let mut done = Pruned { unlisted: surplus(listed, retention.releases), ..Pruned::default() };

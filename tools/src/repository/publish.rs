@@ -15,7 +15,7 @@
 
 use crate::report;
 use crate::repository::approval::check_approval;
-use crate::repository::clock::{ClockError, DAY_S, now, shown, timestamp};
+use crate::repository::clock::{ClockError, DAY_S, now, shown, signing_time, timestamp};
 use crate::repository::keys::{block_on, roots, sources};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
@@ -247,7 +247,7 @@ struct Resigned {
 /// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let state = RepositoryState::read(store, keys)?;
-    let signed_at = state.signing_time(now)?;
+    let now = signing_time(now, TIMESTAMP, state.published)?;
 
     let open = |path: &PathBuf| Offer::open(path, change.share);
     let mut offers = change.bundles.iter().map(open).collect::<Result<Vec<_>>>()?;
@@ -273,7 +273,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         next: &next,
         added: offers.into_iter().map(|offer| (offer.name, offer.target)).collect(),
         revoked: &revoked,
-        now: signed_at,
+        now,
         expires_s: change.expires_s,
     };
     let folder = tempfile::tempdir()?;
@@ -281,7 +281,8 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
 
     upload_metadata(store, keys, &next, folder.path())?;
     check_known(store, &known)?;
-    check_store_clock(store, &state, &next, now)?;
+    let stored = store.stored_at(&format!("metadata/{}.snapshot.json", next.snapshot))?;
+    check_ahead(&state, now, stored)?;
     let timestamp = read_signed(folder.path(), "timestamp.json")?;
     let replaced = store.replace(TIMESTAMP, state.stamp.as_deref(), timestamp);
     replaced.context(
@@ -366,28 +367,21 @@ fn check_known(store: &dyn Store, known: &[KnownChunk]) -> Result<()> {
     Ok(())
 }
 
-/// Checks `now` against the store's clock if it is more than a day after the last publish. That
-/// alone is no error: the repository may have been idle. Nothing else tells the time of a directory,
-/// so there the publisher only reads a note, once the metadata in force have expired.
-fn check_store_clock(
-    store: &dyn Store,
-    state: &RepositoryState,
-    next: &Versions,
-    now: u64,
-) -> Result<()> {
-    let published = state.published;
-    if now <= published.saturating_add(DAY_S) {
-        return Ok(());
-    }
-    match store.stored_at(&format!("metadata/{}.snapshot.json", next.snapshot))? {
-        Some(store) if store.abs_diff(now) > DAY_S => {
-            Err(ClockError::NotThatOfTheStore { now, store, published }.into())
+/// Checks `now` if it is more than a day after the last publish: against the time at which the
+/// store's own clock says that it `stored` an object of this publish. A pause alone is no error.
+/// Nothing else tells the time of a directory, so there the publisher only reads a note, once the
+/// metadata in force have expired.
+fn check_ahead(state: &RepositoryState, now: u64, stored: Option<u64>) -> Result<(), ClockError> {
+    let is_ahead = now > state.published.saturating_add(DAY_S);
+    match stored {
+        Some(store) if is_ahead && store.abs_diff(now) > DAY_S => {
+            Err(ClockError::NotThatOfTheStore { now, store })
         }
-        None if published > 0 && now > state.expires => {
-            let (now, expires) = (shown(now), shown(state.expires));
+        None if is_ahead && state.published > 0 && now > state.expires => {
+            let [expires, now] = [state.expires, now].map(shown);
             report::note(format_args!(
-                "the metadata in force expired at {expires}, and this clock says {now}; if it is \
-                 ahead, set it, run `hatchback keys rotate KEYS timestamp` and publish again"
+                "the metadata in force expired at {expires}; if this clock, {now}, is ahead, see \
+                 \"The publisher's clock\" in docs/fleet.md"
             ));
             Ok(())
         }

@@ -1,11 +1,9 @@
 //! The state of a repository: the verified metadata in force, and earlier metadata that a timestamp
 //! led cars to, as far as `prune` has kept them. Only reads.
 
-use crate::repository::clock::ClockError;
 use crate::repository::keys::{RootFile, roots};
 use crate::repository::store::Store;
 use anyhow::{Context, Result, bail, ensure};
-use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::trust::PUBLISHED;
 use serde_json::Value;
 use sigstore_tuf::{Metadata, TrustedMetadataSet};
@@ -44,19 +42,6 @@ pub struct RepositoryState {
 }
 
 impl RepositoryState {
-    /// Returns the time to sign at the time `now`: `now`, or the newest signed time if that is up
-    /// to [`CLOCK_SLACK_S`] later, because the signed time never goes down.
-    ///
-    /// # Errors
-    /// [`ClockError::BehindPublished`]: cars would refuse the metadata.
-    pub fn signing_time(&self, now: u64) -> Result<u64, ClockError> {
-        let published = self.published;
-        if now.saturating_add(CLOCK_SLACK_S) < published {
-            return Err(ClockError::BehindPublished { now, published });
-        }
-        Ok(now.max(published))
-    }
-
     /// Returns the listed targets.
     pub fn listed(&self) -> impl Iterator<Item = (&TargetName, &Target)> {
         self.signed.iter().flat_map(|s| &s.signed.targets)
@@ -180,12 +165,11 @@ impl RepositoryState {
                     let stamp = set.timestamp().context("the timestamp is missing")?;
                     let published = stamp.extra.get(PUBLISHED).and_then(Value::as_u64);
                     let long_ago = jiff::Timestamp::UNIX_EPOCH;
-                    let is_in_force = TrustedMetadataSet::from_root(newest)?
-                        .update_timestamp(&timestamp, long_ago)
-                        .is_ok();
+                    let mut keys = TrustedMetadataSet::from_root(newest)?;
+                    let is_by_newest = keys.update_timestamp(&timestamp, long_ago).is_ok();
                     return Ok(Self {
                         timestamp: stamp.version,
-                        published: published.filter(|_| is_in_force).unwrap_or(0),
+                        published: published.filter(|_| is_by_newest).unwrap_or(0),
                         expires: u64::try_from(stamp.expires.as_second()).unwrap_or(0),
                         snapshot: set.snapshot().map_or(0, |s| s.version),
                         targets: signed.signed.version.get(),

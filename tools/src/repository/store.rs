@@ -132,10 +132,8 @@ pub(super) fn create_folder(folder: &Path, mode: u32) -> Result<()> {
     let create = || {
         DirBuilder::new().recursive(true).mode(mode).create(folder)?;
         // The name of each folder is in its parent.
-        let parents = new.iter().rev().filter_map(|path| path.parent());
-        parents
-            .map(|parent| Path::new(".").join(parent))
-            .try_for_each(|p| File::open(p)?.sync_all())
+        let mut parents = new.iter().rev().filter_map(|path| path.parent());
+        parents.try_for_each(|parent| File::open(Path::new(".").join(parent))?.sync_all())
     };
     create().with_context(|| folder.display().to_string())
 }
@@ -143,26 +141,21 @@ pub(super) fn create_folder(folder: &Path, mode: u32) -> Result<()> {
 /// Splits the path of what a killed upload left in a directory into the path of its object and a
 /// number. `object_store` writes `OBJECT#NUMBER`, renames it to `OBJECT`, and never lists it.
 pub fn split_leftover(path: &str) -> Option<(&str, &str)> {
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    path.rsplit_once('#').filter(|(_, number)| is_number(number))
+    path.rsplit_once('#').filter(|(_, n)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// Adds to `found` the leftovers in `folder` of the repository `root`.
 fn find_leftovers(root: &Path, folder: &Path, found: &mut Vec<Object>) -> std::io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
-        let (entry, path) = entry.map(|entry| (entry.metadata(), entry.path()))?;
+        let path = entry?.path();
         let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
-        match entry {
-            Ok(data) if data.is_dir() => find_leftovers(root, &path, found)?,
-            Ok(data) if data.is_file() && split_leftover(&name).is_some() => {
-                found.push(Object {
-                    path: name,
-                    bytes: data.len(),
-                    modified: unix_s(data.modified()?),
-                });
-            }
-            // A running publish has renamed it meanwhile.
-            _ => {}
+        // A running publish may rename a file meanwhile.
+        let Ok(data) = path.symlink_metadata() else { continue };
+        if data.is_dir() {
+            find_leftovers(root, &path, found)?;
+        } else if split_leftover(&name).is_some() {
+            let modified = unix_s(data.modified()?);
+            found.push(Object { path: name, bytes: data.len(), modified });
         }
     }
     Ok(())
@@ -220,11 +213,11 @@ impl Store for Objects {
     }
 
     fn stored_at(&self, path: &str) -> Result<Option<u64>> {
-        if self.directory.is_some() {
-            return Ok(None);
-        }
-        let meta = found(self.runtime.block_on(self.store.head(&path.into())))?;
-        Ok(meta.and_then(|meta| u64::try_from(meta.last_modified.timestamp()).ok()))
+        let stored = found(self.runtime.block_on(self.store.head(&path.into())))?;
+        // A directory's clock is that of this publisher.
+        Ok(stored
+            .filter(|_| self.directory.is_none())
+            .map(|meta| unix_s(meta.last_modified.into())))
     }
 
     fn list(&self) -> Result<Vec<Object>> {

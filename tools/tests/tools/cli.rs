@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-fn coupon(file: &str) -> String {
+pub fn coupon(file: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
 }
 
@@ -25,7 +25,7 @@ pub fn hatchback(args: &[&str], input: &str) -> Output {
 }
 
 /// Returns the standard output of a command that must succeed.
-fn printed(args: &[&str]) -> String {
+pub fn printed(args: &[&str]) -> String {
     let output = hatchback(args, "");
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
@@ -52,20 +52,21 @@ fn into_closed_pipe(args: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
-struct Desk {
-    folder: tempfile::TempDir,
+/// A folder for the files of a test.
+pub struct Desk {
+    pub folder: tempfile::TempDir,
 }
 
 impl Desk {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
 
-    fn path(&self, name: &str) -> String {
+    pub fn path(&self, name: &str) -> String {
         self.folder.path().join(name).display().to_string()
     }
 
-    fn pack(&self, extra: &[&str]) -> String {
+    pub fn pack(&self, extra: &[&str]) -> String {
         let bundle = self.path("coupon.hatch");
         printed(&[&["pack", &coupon("model.toml"), "--out", &bundle], extra].concat());
         bundle
@@ -95,64 +96,6 @@ fn what_a_user_has_is_not_replaced() {
     let said = refused(&["eval", &bundle, "--flash", &notes]);
     assert!(said.contains("notes.txt: exists and is not a flash directory"), "{said}");
     assert_eq!(std::fs::read_to_string(&notes).unwrap(), "notes");
-}
-
-/// A library that writes the path of each file and directory that a program syncs to `$SYNCED`.
-const SYNC_LOG: &str = r#"
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <unistd.h>
-int fsync(int file) {
-    char link[64], path[4096];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
-    ssize_t n = readlink(link, path, sizeof path - 1);
-    int log = open(getenv("SYNCED"), O_WRONLY | O_APPEND | O_CREAT, 0600);
-    if (n < 0 || log < 0) abort();
-    path[n] = '\n';
-    if (write(log, path, n + 1) != n + 1) abort();
-    close(log);
-    int (*next)(int) = (int (*)(int))dlsym(RTLD_NEXT, "fsync");
-    return next(file);
-}
-"#;
-
-/// A power cut after a command ended must lose no directory.
-#[test]
-fn new_directories_are_durable_in_their_parents() {
-    let desk = Desk::new();
-    let bundle = desk.pack(&[]);
-    let (keys, repository) = (desk.path("d/keys"), desk.path("e/repository"));
-    let log = desk.path("synced");
-    let (source, library) = (desk.path("log.c"), desk.path("log.so"));
-    std::fs::write(&source, SYNC_LOG).unwrap();
-    let cc = ["-shared", "-fPIC", "-O1", &source, "-o", &library, "-ldl"];
-    assert!(Command::new("cc").args(cc).status().unwrap().success());
-    let root = format!("{keys}/1.root.json");
-    let (state, flash) = (desk.path("a/b/car.sync"), desk.path("c/car.flash"));
-    for args in [
-        &["keys", "new", &keys][..],
-        &["publish", &bundle, "--keys", &keys, "--to", &repository],
-        &["sync", "--from", &repository, "--root", &root, "--state", &state, "--flash", &flash],
-    ] {
-        let ran = Command::new(env!("CARGO_BIN_EXE_hatchback"))
-            .args(args)
-            .envs([("LD_PRELOAD", &library), ("SYNCED", &log)])
-            .output()
-            .unwrap();
-        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
-    }
-    let synced = std::fs::read_to_string(&log).unwrap();
-    for path in ["", "a", "a/b", "a/b/car.sync", "c", "c/car.flash", "d", "d/keys", "e"] {
-        let path = desk.folder.path().join(path);
-        let path = std::fs::canonicalize(path).unwrap();
-        assert!(synced.lines().any(|line| Path::new(line) == path), "{path:?}: {synced}");
-    }
-    for part in ["dense.onnx", "live", "manifest", "staged", "timestamp.json"] {
-        assert!(synced.contains(part), "{part}: {synced}");
-    }
 }
 
 #[test]
