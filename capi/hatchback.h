@@ -4,10 +4,14 @@
  * follows its flash directory: when an update makes a new generation live there, a thread of the
  * library swaps to it within a second or two, while requests are served.
  *
- * Handles are numbers. Any number of threads may use a handle at the same time. A call with a
- * handle that was closed, or was never open, returns HATCHBACK_CLOSED. If another thread closes the
- * handle during a call, that call either ends as if the handle were open or returns
- * HATCHBACK_CLOSED.
+ * Handles are numbers. The handle of a process is never that of a model. Any number of threads may
+ * use a handle at the same time. A call with a handle that was closed, or was never open, returns
+ * HATCHBACK_CLOSED. If another thread closes the handle during a call, that call either ends as if
+ * the handle were open or returns HATCHBACK_CLOSED.
+ *
+ * A child made by fork has none of the library's threads. Each call there with a handle of the parent
+ * returns HATCHBACK_CLOSED, also hatchback_close. The parent's handles are not affected. A child may
+ * open a process of its own, if no other thread was in a call at the time of the fork.
  *
  * Each call says whether it blocks. A call that does not block takes no lock for longer than it
  * takes to copy its arguments.
@@ -47,7 +51,7 @@ typedef enum hatchback_result {
     HATCHBACK_FAILED = 4,     /* the request failed; the model continues to serve */
     HATCHBACK_NOT_FINITE = 5, /* a score is NaN or infinite; hatchback_error names the sample */
     HATCHBACK_DEADLINE_EXCEEDED = 6, /* the request had no scores in time */
-    HATCHBACK_CLOSED = 7      /* the handle was closed, or was never open */
+    HATCHBACK_CLOSED = 7      /* the handle was closed, was never open, or is the parent's of a fork */
 } hatchback_result;
 
 /* The shape of requests to a model. It does not change while the model is served. */
@@ -63,7 +67,7 @@ typedef struct hatchback_shape {
 typedef struct hatchback_bags {
     const uint64_t *keys;
     const uint32_t *offsets; /* one more than samples; ascending */
-    const float *weights;    /* one for each key of a weighted feature, else NULL */
+    const float *weights;    /* one for each key of a weighted feature; of another one NULL */
 } hatchback_bags;
 
 /* Where the rows of one sample came from; every lookup is counted once. */

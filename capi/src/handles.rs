@@ -1,6 +1,6 @@
-//! Handles: numbers for what a caller opened. A number is never given twice, so a closed handle is
-//! recognised. A value that a call uses lives until the call ends, even if another thread closes
-//! its handle.
+//! Handles: numbers for what a caller opened. A number is never given twice, and the kinds of
+//! handles share no number, so a closed handle or one of another kind is recognised. A value that a
+//! call uses lives until the call ends, even if another thread closes its handle.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -10,23 +10,23 @@ pub struct Handles<T> {
 }
 
 struct Open<T> {
-    /// How many handles were given.
-    given: u64,
+    /// The next handle.
+    next: u64,
     /// In ascending order of handles.
     values: Vec<(u64, Arc<T>)>,
 }
 
 impl<T> Handles<T> {
-    /// Returns an empty set of handles.
-    pub const fn new() -> Self {
-        Self { open: RwLock::new(Open { given: 0, values: Vec::new() }) }
+    /// Returns an empty set of handles. The first is 1 or 2, so that two kinds share none.
+    pub const fn new(first: u64) -> Self {
+        Self { open: RwLock::new(Open { next: first, values: Vec::new() }) }
     }
 
     /// Returns a handle of `value`.
     pub fn open(&self, value: Arc<T>) -> u64 {
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        open.given += 1;
-        let handle = open.given;
+        let handle = open.next;
+        open.next += 2;
         open.values.push((handle, value));
         handle
     }
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_given_once() {
-        let handles = Handles::new();
+        let handles = Handles::new(1);
         let [a, b] = [1, 2].map(|value| handles.open(Arc::new(value)));
         assert_eq!((handles.get(a).as_deref(), handles.get(0)), (Some(&1), None));
         let used = handles.get(a).unwrap();
@@ -66,6 +66,9 @@ mod tests {
         assert_eq!((handles.get(a), handles.close(a), *used), (None, None, 1));
 
         let c = handles.open(Arc::new(3));
+        let others = Handles::new(2);
+        let other = others.open(Arc::new(4));
+        assert_eq!((others.get(a), others.get(c), handles.close(other)), (None, None, None));
         assert!(c != a && handles.get(b).as_deref() == Some(&2));
         handles.close_if(|value| *value > 2);
         assert_eq!((handles.get(b).as_deref(), handles.get(c)), (Some(&2), None));

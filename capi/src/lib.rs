@@ -20,6 +20,7 @@ use outcome::{Refusal, answer, closed, request};
 use pointers::{copy_text, place, room, text, values, write};
 use process::{Process, ServedModel};
 use std::ffi::{c_char, c_void};
+use std::mem::MaybeUninit;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -115,15 +116,26 @@ layout!(Statistics: 112;
 );
 layout!(MemoryLine: 136; model at 0, part at 64, bytes at 128);
 
-static PROCESSES: Handles<Process> = Handles::new();
-static MODELS: Handles<ServedModel> = Handles::new();
+static PROCESSES: Handles<Process> = Handles::new(1);
+static MODELS: Handles<ServedModel> = Handles::new(2);
 
 fn process(handle: ProcessHandle) -> Result<Arc<Process>, Refusal> {
-    PROCESSES.get(handle.0).ok_or_else(|| closed("process"))
+    let process = PROCESSES.get(handle.0).ok_or_else(|| closed("process"))?;
+    process.shared().check_opener()?;
+    Ok(process)
 }
 
 fn model(handle: ModelHandle) -> Result<Arc<ServedModel>, Refusal> {
-    MODELS.get(handle.0).ok_or_else(|| closed("model"))
+    let model = MODELS.get(handle.0).ok_or_else(|| closed("model"))?;
+    model.process.check_opener()?;
+    Ok(model)
+}
+
+/// Returns the number that `work` finds, or -1.
+fn number(work: impl FnOnce() -> Result<i32, Refusal>) -> i32 {
+    let mut number = -1;
+    answer(|| work().map(|found| number = found));
+    number
 }
 
 /// Returns the version of the library. `hatchback.h` documents it.
@@ -155,7 +167,8 @@ extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) -> O
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_close(handle: ProcessHandle) -> Outcome {
     answer(|| {
-        let process = PROCESSES.close(handle.0).ok_or_else(|| closed("process"))?;
+        let process = process(handle)?;
+        PROCESSES.close(handle.0);
         MODELS.close_if(|model| process.has(model));
         Ok(())
     })
@@ -181,7 +194,11 @@ extern "C" fn hatchback_load(
 /// Ends serving a model. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
-    answer(|| MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload())
+    answer(|| {
+        let model = model(handle)?;
+        MODELS.close(handle.0);
+        model.unload()
+    })
 }
 
 /// Writes the shape of requests. `hatchback.h` documents it.
@@ -203,23 +220,13 @@ extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outc
 /// Returns the number of a feature. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_feature(handle: ModelHandle, name: *const c_char) -> i32 {
-    let mut number = -1;
-    answer(|| {
-        number = model(handle)?.feature(text("name", name)?)?;
-        Ok(())
-    });
-    number
+    number(|| model(handle)?.feature(text("name", name)?))
 }
 
 /// Returns the first column of an output. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_output(handle: ModelHandle, name: *const c_char) -> i32 {
-    let mut number = -1;
-    answer(|| {
-        number = model(handle)?.output(text("name", name)?)?;
-        Ok(())
-    });
-    number
+    number(|| model(handle)?.output(text("name", name)?))
 }
 
 /// Writes the name of an output. `hatchback.h` documents it.
@@ -271,7 +278,9 @@ impl Request {
             let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
             check_offsets(&schema.features[f], offsets)?;
             let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
-            let needed = if schema.features[f].weighted { keys.len() } else { 0 };
+            // Weights of a feature without any are refused by the batch.
+            let has_weights = schema.features[f].weighted || !sparse[f].weights.is_null();
+            let needed = if has_weights { keys.len() } else { 0 };
             let weights = values("weights", sparse[f].weights, needed)?;
             Ok(Columns { keys, offsets, weights })
         };
@@ -291,11 +300,12 @@ impl Destination {
     fn check(&self, model: &Model, samples: usize) -> Result<(), Refusal> {
         room("scores", self.scores, samples * model.outputs())?;
         place("generation", self.generation)?;
-        if self.statuses.is_null() {
-            Ok(())
-        } else {
-            room("statuses", self.statuses, samples).map(drop)
-        }
+        self.statuses(samples).map(drop)
+    }
+
+    /// Returns the room for `samples` statuses; none if the caller wants none.
+    fn statuses<'a>(&self, samples: usize) -> Result<&'a mut [MaybeUninit<Status>], Refusal> {
+        room("statuses", self.statuses, if self.statuses.is_null() { 0 } else { samples })
     }
 
     fn write(&self, answer: &Answer<'_>) -> Result<(), Refusal> {
@@ -304,11 +314,7 @@ impl Destination {
         if let Some(generation) = place("generation", self.generation)? {
             generation.write(answer.generation().sequence);
         }
-        if self.statuses.is_null() {
-            return Ok(());
-        }
-        let statuses = room("statuses", self.statuses, scores.statuses.len())?;
-        for (to, from) in statuses.iter_mut().zip(scores.statuses) {
+        for (to, from) in self.statuses(scores.statuses.len())?.iter_mut().zip(scores.statuses) {
             let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *from;
             to.write(Status { fresh, defaulted, absent, damaged, late: u32::from(late) });
         }

@@ -1,7 +1,7 @@
 //! A process, as a caller opens it: a budget with its models, and a thread that swaps each model to
 //! its live generation. Never touches a pointer.
 
-use crate::outcome::{Refusal, closed, refused, request};
+use crate::outcome::{Outcome, Refusal, closed, refused, request};
 use hatchback::car::follower::Follower;
 use hatchback::clock::SystemClock;
 use hatchback::io::disk::{self, Disk};
@@ -32,6 +32,8 @@ pub struct Process {
 pub struct Shared {
     /// The models.
     pub serving: Serving,
+    /// The number of the system's process that opened this one. Only it has the threads.
+    opener: u32,
     disk: Arc<dyn Disk>,
     budget: Budget,
     busy: BusyBounds,
@@ -71,7 +73,8 @@ impl Process {
 
     fn start(serving: Serving, budget: Budget, busy: BusyBounds) -> Result<Self, Refusal> {
         let (disk, followers) = (disk::system(), Mutex::default());
-        let shared = Arc::new(Shared { serving, disk, budget, busy, followers });
+        let opener = std::process::id();
+        let shared = Arc::new(Shared { serving, opener, disk, budget, busy, followers });
 
         let (stop, stopped) = channel();
         let follows = Arc::clone(&shared);
@@ -111,6 +114,17 @@ fn new_serving(budget: Budget) -> Serving {
 }
 
 impl Shared {
+    /// Checks that this is not a copy in a child made by `fork`, which has none of the threads. A
+    /// request there would wait for ever.
+    ///
+    /// # Errors
+    /// Another process of the system opened this one.
+    pub fn check_opener(&self) -> Result<(), Refusal> {
+        let (opener, own) = (self.opener, std::process::id());
+        let problem = || format!("process {opener} opened this; its fork {own} cannot use it");
+        if opener == own { Ok(()) } else { Err(Refusal(Outcome::Closed, problem())) }
+    }
+
     fn followers(&self) -> MutexGuard<'_, Vec<Follower>> {
         self.followers.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -208,6 +222,12 @@ fn follow(shared: &Shared, stopped: &Receiver<()>) {
 
 impl Drop for Process {
     fn drop(&mut self) {
+        if self.shared.check_opener().is_err() {
+            // A child made by `fork` can neither join the threads of its parent nor wake them. The
+            // memory of its copy stays until the child ends.
+            std::mem::forget((self.stop.take(), self.thread.take(), Arc::clone(&self.shared)));
+            return;
+        }
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             // The panic was printed when it happened.

@@ -3,12 +3,15 @@
  * usage: score TARGET FLASH SAMPLES
  * A line of SAMPLES has the dense features, then for each sparse feature the number of its keys and
  * the keys. */
+#define _POSIX_C_SOURCE 200809L /* fork */
 #include "hatchback.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 enum { BATCH = 4, KEYS_MAX = 4096 };
 
@@ -75,6 +78,49 @@ static int memory_of(hatchback_process process) {
     return 0;
 }
 
+/* The handle of a process is not that of a model, and no neighbour of an open handle is open. */
+static int mistakes_of_handles(const char *flash, hatchback_process process, hatchback_model model) {
+    hatchback_process not_process = {model.handle};
+    hatchback_model not_model = {process.handle}, again;
+    hatchback_shape shape;
+    uint64_t handle;
+    EXPECT(hatchback_describe(not_model, &shape), HATCHBACK_CLOSED, "the model is closed");
+    EXPECT(hatchback_unload(not_model), HATCHBACK_CLOSED, "the model is closed");
+    EXPECT(hatchback_load(not_process, flash, NULL, &again), HATCHBACK_CLOSED, "the process is closed");
+    EXPECT(hatchback_close(not_process), HATCHBACK_CLOSED, "the process is closed");
+    for (handle = 0; handle < 64; handle++) {
+        not_model.handle = not_process.handle = handle;
+        if (handle != model.handle && hatchback_unload(not_model) != HATCHBACK_CLOSED) return 1;
+        if (handle != process.handle && hatchback_close(not_process) != HATCHBACK_CLOSED) return 1;
+    }
+    EXPECT(hatchback_describe(model, &shape), HATCHBACK_OK, "the process is closed");
+    return 0;
+}
+
+/* A child of fork is refused by every call with a handle, and the parent's handles stay open. */
+static int mistakes_of_fork(const char *target, const char *flash, hatchback_process process, hatchback_model model,
+                            const float *dense, const hatchback_bags *bags) {
+    hatchback_process own;
+    hatchback_model again;
+    hatchback_shape shape;
+    float scores[BATCH];
+    int status = 0;
+    pid_t child = fork();
+    if (child == 0) {
+        EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_CLOSED, "cannot use it");
+        EXPECT(hatchback_load(process, flash, "again", &again), HATCHBACK_CLOSED, "cannot use it");
+        EXPECT(hatchback_unload(model), HATCHBACK_CLOSED, "cannot use it");
+        EXPECT(hatchback_close(process), HATCHBACK_CLOSED, "cannot use it");
+        EXPECT(hatchback_open(target, &own), HATCHBACK_OK, "cannot use it");
+        EXPECT(hatchback_load(own, flash, NULL, &again), HATCHBACK_OK, "cannot use it");
+        EXPECT(hatchback_score(again, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_OK, "cannot use it");
+        EXPECT(hatchback_close(own), HATCHBACK_OK, "cannot use it");
+        _exit(0);
+    }
+    if (child < 0 || waitpid(child, &status, 0) != child || status != 0) return 1;
+    return hatchback_describe(model, &shape) != HATCHBACK_OK;
+}
+
 /* Mistakes that a caller can make; each must return its error and no scores. */
 static int mistakes(const char *target, const char *flash, hatchback_process process, hatchback_model model,
                     const hatchback_shape *shape) {
@@ -117,12 +163,20 @@ static int mistakes(const char *target, const char *flash, hatchback_process pro
     EXPECT(hatchback_score(model, 1, NULL, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "dense is NULL");
     EXPECT(hatchback_score(model, 1, dense, NULL, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "sparse is NULL");
     EXPECT(hatchback_score(model, 1, dense, bags, 0, NULL, NULL, NULL), HATCHBACK_REQUEST, "scores is NULL");
+    bags[0].weights = scores;
+    bags[0].keys = &key;
+    bags[0].offsets = one_key;
+    key = 0;
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "weights of feature");
+    bags[0].weights = NULL;
     bags[0].offsets = wild;
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "offsets 7 to 3");
     bags[0].offsets = long_bag;
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "offsets 0 to 1000000");
     bags[0].offsets = offsets;
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_OK, "offsets 0 to 1000000");
+    if (mistakes_of_handles(flash, process, model)) return 1;
+    if (mistakes_of_fork(target, flash, process, model, dense, bags)) return 1;
     for (f = 0; f < shape->dense_features; f++) dense[f] = 3.4e38f;
     scores[0] = 7;
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_NOT_FINITE, "sample 0: score[0] is ");

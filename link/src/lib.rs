@@ -273,6 +273,10 @@ impl Link for HttpLink {
             // `from` is the object's length: nothing is left to fetch.
             416 if from > 0 => Ok(()),
             404 | 410 => Err(LinkError::NotFound),
+            // A car asks for the root after its newest one at each poll. A bucket that it may not
+            // list, and many CDNs, answer so for an object that does not exist. Every other object
+            // is known to exist, so its refusal is an error.
+            403 if path.ends_with(".root.json") => Err(LinkError::NotFound),
             status => Err(LinkError::Broken(format!("the server answered with status {status}"))),
         }
     }

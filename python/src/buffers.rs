@@ -1,5 +1,7 @@
 //! Python arrays as slices. Never copies, except 64-bit offsets.
 
+use crate::errors;
+use hatchback_capi::outcome::request;
 use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -15,7 +17,24 @@ impl Array {
     pub fn open(name: &'static str, from: &Bound<'_, PyAny>) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(from)
             .map_err(|_| PyTypeError::new_err(format!("{name}: must be an array")))?;
+        // pyo3 takes big-endian values for those of this machine.
+        if let [b'>' | b'!', ..] = buffer.format().to_bytes() {
+            let problem = "is big-endian; pass array.astype(array.dtype.newbyteorder(\"=\"))";
+            return Err(PyTypeError::new_err(format!("{name}: {problem}")));
+        }
         Ok(Self { name, buffer })
+    }
+
+    /// Opens an array with one axis, as `open` does.
+    pub fn open_line(name: &'static str, from: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let array = Self::open(name, from)?;
+        let problem = || format!("{name}: has shape {:?}, must have one axis", array.shape());
+        if array.shape().len() == 1 { Ok(array) } else { Err(errors::of(request(problem()))) }
+    }
+
+    /// Returns the lengths of the axes.
+    pub fn shape(&self) -> &[usize] {
+        self.buffer.shape()
     }
 
     /// Returns the values if they have the type `T`, else `None`.
@@ -37,12 +56,17 @@ impl Array {
         self.values::<f32>()?.ok_or_else(|| self.wrong_type("float32"))
     }
 
-    /// Returns the values as keys: an int64 is the key with the same 64 bits.
-    pub fn keys(&self) -> PyResult<&[u64]> {
+    /// Returns the values as keys. `place` says, of the position of a negative key, where it is.
+    pub fn keys(&self, place: impl FnOnce(usize) -> String) -> PyResult<&[u64]> {
         // Most programs have int64 keys, so these are tried first.
         let Some(keys) = self.values::<i64>()? else {
             return self.values::<u64>()?.ok_or_else(|| self.wrong_type("int64 or uint64"));
         };
+        if let Some(at) = keys.iter().position(|key| *key < 0) {
+            let (key, place, name) = (keys[at], place(at), self.name);
+            let problem = format!("{name}[{at}]{place} is {key}: a key is 0 to 2^64 - 1 (uint64)");
+            return Err(errors::of(request(problem)));
+        }
         // SAFETY: u64 has the size and alignment of i64, and every bit pattern is a value.
         Ok(unsafe { std::slice::from_raw_parts(keys.as_ptr().cast(), keys.len()) })
     }

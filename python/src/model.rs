@@ -52,6 +52,8 @@ pub struct Model {
     dense_features: Vec<String>,
     #[pyo3(get)]
     features: Vec<String>,
+    /// Whether a feature has weights.
+    has_weights: bool,
     #[pyo3(get)]
     outputs: usize,
     #[pyo3(get)]
@@ -97,25 +99,55 @@ impl<T: Element> Rows<T> {
 impl Model {
     fn opened(&self) -> PyResult<Arc<Open>> {
         let open = self.open.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        open.clone().ok_or_else(|| errors::of(closed("model")))
+        let open = open.clone().ok_or_else(|| errors::of(closed("model")))?;
+        open.process.shared().check_opener().map_err(errors::of)?;
+        Ok(open)
     }
 
-    /// Returns the number of samples that follows from the lengths of `offsets` and `dense`.
-    fn count(&self, offsets: usize, dense: usize) -> PyResult<usize> {
+    /// Returns the number of samples of a request: `dense` is the shape of its dense features,
+    /// `keys` and `weights` are numbers of values.
+    fn samples(
+        &self,
+        dense: &[usize],
+        keys: usize,
+        offsets: &[u32],
+        weights: Option<usize>,
+    ) -> Result<usize, Refusal> {
         let (features, width) = (self.features.len(), self.dense_features.len());
-        let refuse = |problem| Err(errors::of(request(problem)));
-        match (features, width) {
-            (0, 0) => refuse("the model has no features".to_owned()),
-            (0, width) if dense.is_multiple_of(width) => Ok(dense / width),
-            (0, width) => refuse(format!("dense: {dense} values, a multiple of {width} is needed")),
-            (features, _) if offsets > features && (offsets - 1).is_multiple_of(features) => {
-                Ok((offsets - 1) / features)
-            }
-            (features, _) => refuse(format!(
-                "offsets: {offsets} values; {features} features need {features} for each sample, \
-                 and 1"
-            )),
-        }
+        let values = offsets.len();
+        let [first, end] =
+            [offsets.first(), offsets.last()].map(|at| at.map_or(0, |at| *at as usize));
+        let samples = match (features, dense) {
+            (0, [samples, _]) => *samples,
+            (0, [values]) if width == 1 => *values,
+            (0, _) => 1,
+            _ => values.saturating_sub(1) / features,
+        };
+        // With one sample or one dense feature there is only one way to read a single axis.
+        let is_line = || *dense == [samples * width] && (samples == 1 || width <= 1);
+        Err(request(if samples == 0 || samples > self.batch_max {
+            format!("{samples} samples: a request has 1 to {}", self.batch_max)
+        } else if values != features * samples + 1 || first != 0 {
+            format!("offsets: {values} from {first}, must be {features} a sample and 1, from 0")
+        } else if end != keys {
+            format!("offsets: end at {end}, but there are {keys} keys")
+        } else if *dense != [samples, width] && !is_line() {
+            format!("dense: has shape {dense:?}, the model takes {:?}", [samples, width])
+        } else if weights.is_some() && !self.has_weights {
+            "weights: the model has no feature with weights; pass None".to_owned()
+        } else if weights.is_some_and(|weights| weights != keys) {
+            format!("weights: {weights:?} values for {keys} keys")
+        } else {
+            return Ok(samples);
+        }))
+    }
+
+    /// Returns where the key `at` of a request is: its feature and sample.
+    fn place(&self, offsets: &[u32], samples: usize, at: usize) -> String {
+        let bag = offsets.partition_point(|offset| *offset as usize <= at).saturating_sub(1);
+        // Offsets that fall, which the batch refuses, have no such feature.
+        let feature = self.features.get(bag / samples).map_or("", String::as_str);
+        format!(" of feature `{feature}`, sample {},", bag % samples)
     }
 }
 
@@ -153,6 +185,7 @@ impl Model {
         Ok(Self {
             dense_features: schema.dense_features.clone(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
+            has_weights: schema.features.iter().any(|f| f.weighted),
             outputs: served.outputs(),
             output_names: model.output_names().map_err(errors::of)?,
             batch_max: served.budget().batch_max as usize,
@@ -160,10 +193,12 @@ impl Model {
         })
     }
 
-    /// Scores samples. `dense` is float32 `[samples, dense features]`. `keys` has the keys of all
-    /// bags: those of the first feature for each sample, then those of the second, and so on, as in
-    /// TorchRec's `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`.
-    /// `weights` is float32, one for each key; those of features without weights are not read.
+    /// Scores samples. `dense` is float32 `[samples, dense features]`; with one sample or one dense
+    /// feature it may have a single axis. `keys` has the keys of all bags: those of the first
+    /// feature for each sample, then those of the second, and so on, as in TorchRec's
+    /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
+    /// `weights` is float32, one for each key; those of features without weights are not read. A
+    /// model whose features all have no weights takes none.
     #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None))]
     fn score<'py>(
         &self,
@@ -175,16 +210,15 @@ impl Model {
         timeout: Option<f64>,
     ) -> PyResult<Answer> {
         let open = self.opened()?;
-        let (dense, keys) = (Array::open("dense", dense)?, Array::open("keys", keys)?);
-        let (offsets, mut wide) = (Array::open("offsets", offsets)?, Vec::new());
-        let (dense, keys, offsets) = (dense.f32()?, keys.keys()?, offsets.offsets(&mut wide)?);
-        let weights = weights.map(|weights| Array::open("weights", weights)).transpose()?;
-        let weights = weights.as_ref().map_or(Ok(&[] as &[f32]), Array::f32)?;
-        let samples = self.count(offsets.len(), dense.len())?;
-        if samples == 0 || samples > self.batch_max {
-            let problem = format!("{samples} samples: a request has 1 to {}", self.batch_max);
-            return Err(errors::of(request(problem)));
-        }
+        let (dense, keys) = (Array::open("dense", dense)?, Array::open_line("keys", keys)?);
+        let (offsets, mut wide) = (Array::open_line("offsets", offsets)?, Vec::new());
+        let weights = weights.map(|weights| Array::open_line("weights", weights)).transpose()?;
+        let offsets = offsets.offsets(&mut wide)?;
+        let weights = weights.as_ref().map(Array::f32).transpose()?;
+        let (count, weighed) = (keys.shape()[0], weights.map(<[f32]>::len));
+        let samples = self.samples(dense.shape(), count, offsets, weighed).map_err(errors::of)?;
+        let keys = keys.keys(|at| self.place(offsets, samples, at))?;
+        let (dense, weights) = (dense.f32()?, weights.unwrap_or_default());
 
         let serving = &open.model.process.serving;
         let deadline = timeout
@@ -239,10 +273,11 @@ impl Model {
 
     /// Queues keys that a later request will look up. Returns how many fit into the queue.
     fn prefetch(&self, feature: &str, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let (open, keys) = (self.opened()?, Array::open("keys", keys)?);
+        let (open, keys) = (self.opened()?, Array::open_line("keys", keys)?);
         let number = open.model.feature(feature).map_err(errors::of)?;
+        let keys = keys.keys(|_| format!(" of feature `{feature}`"))?;
         let serving = &open.model.process.serving;
-        Ok(serving.prefetch(&open.model.name, number as usize, keys.keys()?))
+        Ok(serving.prefetch(&open.model.name, number as usize, keys))
     }
 
     /// The generation that is served.

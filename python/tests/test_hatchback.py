@@ -83,20 +83,40 @@ class Package(unittest.TestCase):
         wild[1] = 10_000
         negative = offsets.copy()
         negative[2] = -1
+        late = offsets + 1
+        request, width = hatchback.RequestError, dense.shape[1]
         for arguments, error, text in [
             ((dense.astype(np.float64), keys, offsets), TypeError, "dense: must be float32"),
-            ((dense[:, ::2], keys, offsets), ValueError, "dense: is not C-contiguous"),
-            ((dense[:2], keys, offsets), hatchback.RequestError, "dense: 14 values for 3 samples"),
+            ((dense.astype(bool), keys, offsets), TypeError, "dense: must be float32"),
+            ((dense.astype(object), keys, offsets), TypeError, "dense: must be float32"),
+            ((np.asfortranarray(dense), keys, offsets), ValueError, "dense: is not C-contiguous"),
+            ((dense, keys[::-1], offsets), ValueError, "keys: is not C-contiguous"),
+            ((dense[:2], keys, offsets), request, rf"dense: has shape \[2, 7\], .* \[3, {width}\]"),
+            ((dense.reshape(-1, 3), keys, offsets), request, r"dense: has shape \[7, 3\]"),
+            ((dense.reshape(-1), keys, offsets), request, r"dense: has shape \[21\]"),
+            ((dense[None], keys, offsets), request, r"dense: has shape \[1, 3, 7\]"),
             ((dense, keys.astype(np.float32), offsets), TypeError, "keys: must be int64 or uint64"),
-            ((dense, keys[:-1], offsets), hatchback.RequestError, "keys of feature"),
-            ((dense, keys, offsets[:-1]), hatchback.RequestError, "offsets: "),
-            ((dense, keys, wild), hatchback.RequestError, "offsets 0 to 10000 of sample 0"),
+            ((dense, keys.astype(np.int32), offsets), TypeError, "keys: must be int64 or uint64"),
+            ((dense, keys.astype(bool), offsets), TypeError, "keys: must be int64 or uint64"),
+            ((dense, keys[None], offsets), request, "keys: has shape .* must have one axis"),
+            ((dense, keys[:-1], offsets), request, "offsets: end at .* keys"),
+            ((dense, np.append(keys, keys[:1]), offsets), request, "offsets: end at .* keys"),
+            ((dense, keys, offsets[:-1]), request, "offsets: "),
+            ((dense, keys, offsets[:1]), request, "0 samples"),
+            ((dense, keys, offsets[:0]), request, "0 samples"),
+            ((dense, keys, late), request, "offsets: .* from 1, must be .* from 0"),
+            ((dense, keys, offsets.astype(np.uint64)), TypeError, "offsets: must be int64"),
+            ((dense, keys, wild), request, "offsets 0 to 10000 of sample 0"),
             ((dense, keys, negative), ValueError, "offsets: -1 is not an offset"),
-            ((dense * np.nan, keys, offsets), hatchback.RequestError, "is NaN"),
+            ((dense * np.nan, keys, offsets), request, "is NaN"),
             ((dense, keys, None), TypeError, "offsets: must be an array"),
+            ((dense, list(keys), offsets), TypeError, "keys: must be an array"),
         ]:
             with self.assertRaisesRegex(error, text):
                 model.score(*arguments)
+        for weights in (np.ones(len(keys), np.float32), np.zeros(0, np.float32)):
+            with self.assertRaisesRegex(request, "weights: the model has no feature with weights"):
+                model.score(dense, keys, offsets, weights=weights)
         with self.assertRaisesRegex(hatchback.RequestError, "timeout: "):
             model.score(dense, keys, offsets, timeout=-1.0)
         with self.assertRaisesRegex(hatchback.RequestError, "no feature `nothing`"):
@@ -107,6 +127,85 @@ class Package(unittest.TestCase):
             hatchback.pack("/nowhere/model.toml", self.folder / "x.hatch")
         with self.assertRaisesRegex(hatchback.RequestError, "unrecognized subcommand"):
             hatchback.run_command(["nothing"])
+
+    def test_arrays_of_another_byte_order_are_refused(self):
+        model = self.open()
+        arrays = columns(model, self.samples[:3])
+        model.score(*arrays)
+        for at, name in enumerate(("dense", "keys", "offsets")):
+            foreign = list(arrays)
+            foreign[at] = arrays[at].astype(arrays[at].dtype.newbyteorder())
+            with self.assertRaisesRegex(TypeError, f"{name}: is big-endian; pass array.astype"):
+                model.score(*foreign)
+            own = foreign[at].astype(foreign[at].dtype.newbyteorder("="))
+            self.assertEqual(own.tobytes(), arrays[at].tobytes())
+        with self.assertRaisesRegex(TypeError, "weights: is big-endian"):
+            model.score(*arrays, weights=np.ones(3, ">f4"))
+        with self.assertRaisesRegex(TypeError, "keys: is big-endian"):
+            model.prefetch("age", np.array([1], ">i8"))
+
+    def test_a_single_axis_of_dense_features_is_one_sample(self):
+        model = self.open()
+        dense, keys, offsets = columns(model, self.samples[:1])
+        np.testing.assert_array_equal(
+            model.score(dense[0], keys, offsets).scores, model.score(dense, keys, offsets).scores
+        )
+        with self.assertRaisesRegex(hatchback.RequestError, r"dense: has shape \[6\]"):
+            model.score(dense[0, :-1].copy(), keys, offsets)
+
+    def test_a_negative_key_is_refused_where_it_is(self):
+        model = self.open()
+        dense, keys, offsets = columns(model, self.samples[:3])
+        for at in (0, len(keys) - 1):
+            wrong = keys.astype(np.int64)
+            wrong[at] = -5
+            bag = np.searchsorted(offsets, at, side="right") - 1
+            place = f"feature `{model.features[bag // 3]}`, sample {bag % 3}, is -5"
+            with self.assertRaisesRegex(hatchback.RequestError, rf"keys\[{at}\] of {place}"):
+                model.score(dense, wrong, offsets)
+            model.score(dense, wrong.view(np.uint64), offsets)
+        with self.assertRaisesRegex(hatchback.RequestError, r"keys\[1\] of feature `age` is -1"):
+            model.prefetch("age", np.array([1, -1]))
+
+    def test_weights_are_one_for_each_key(self):
+        folder, bundle = self.folder / "weighted", self.folder / "weighted.hatch"
+        shutil.copytree(DEMO, folder)
+        text = (folder / "model.toml").read_text()
+        text = text.replace('[probe]\nsamples = "probe.jsonl"\n', "")
+        head, features = text.split("[[feature]]", 1)
+        features = features.replace("\n[[feature]]", "weights = true\n\n[[feature]]", 1)
+        (folder / "model.toml").write_text(f"{head}[[feature]]{features}")
+        hatchback.pack(folder / "model.toml", bundle)
+        with hatchback.Model.open(bundle) as model:
+            dense, keys, offsets = columns(model, self.samples[:3])
+            weights = np.ones(len(keys), np.float32)
+            plain = model.score(dense, keys, offsets, weights=weights).scores
+            weights[offsets[3]:] = 7  # of features without weights
+            np.testing.assert_array_equal(
+                plain, model.score(dense, keys, offsets, weights=weights).scores
+            )
+            for wrong in (None, weights[:-1], np.append(weights, weights[:1])):
+                with self.assertRaisesRegex(hatchback.RequestError, "weights"):
+                    model.score(dense, keys, offsets, weights=wrong)
+            weights[0] = np.inf
+            with self.assertRaisesRegex(hatchback.RequestError, "the weight of key 0"):
+                model.score(dense, keys, offsets, weights=weights)
+
+    def test_a_child_of_fork_is_refused(self):
+        model = self.open()
+        arrays = columns(model, self.samples[:1])
+        child = os.fork()
+        if child == 0:
+            ended = 1
+            try:
+                model.score(*arrays)
+            except hatchback.Closed:
+                model.close()
+                ended = 0
+            finally:
+                os._exit(ended)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        model.score(*arrays)
 
     def test_a_closed_model_is_known(self):
         with self.open() as model:

@@ -82,7 +82,7 @@ pub trait Disk: Send + Sync {
     /// The system refused.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a directory and its missing parents. Replaces a file at `path`.
+    /// Creates a directory and its missing parents durably. Replaces a file at `path`.
     ///
     /// # Errors
     /// The system refused.
@@ -378,14 +378,20 @@ impl Disk for SystemDisk {
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
+        let is_new = |directory: &&Path| !directory.as_os_str().is_empty() && !directory.is_dir();
+        let new: Vec<&Path> = path.ancestors().take_while(is_new).collect();
         match fs::create_dir_all(path) {
             Err(e) if fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir()) => {
                 log::warn!("{}: is not a directory and is replaced by one: {e}", path.display());
                 clear(path)?;
-                fs::create_dir_all(path)
+                fs::create_dir_all(path)?;
             }
-            created => created,
+            created => created?,
         }
+        // A directory's name is in its parent. Without these syncs a power cut could remove the new
+        // directories, and with them every file that was synced into them.
+        let parents = new.iter().rev().filter_map(|directory| directory.parent());
+        parents.map(|parent| Path::new(".").join(parent)).try_for_each(|p| self.sync_dir(&p))
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {

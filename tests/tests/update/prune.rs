@@ -279,3 +279,35 @@ fn a_repository_of_other_keys_or_without_timestamp_is_not_pruned() {
     assert!(refused.to_string().contains("nothing is published"), "{refused:#}");
     assert!(store.bytes("metadata/1.targets.json").unwrap().is_some());
 }
+
+/// `object_store` never lists what a killed upload left in a directory.
+#[test]
+fn what_killed_uploads_left_goes_after_a_day() {
+    let fleet = Fleet::new();
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let left = [
+        "metadata/2.snapshot.json#1",
+        "metadata/timestamp.json#12",
+        "metadata/2.root.json#1",
+        "targets/versions/1#2",
+        "chunks/ab/cd#1",
+    ];
+    let others = ["index.html#1", "metadata/notes#x", "metadata/notes#", "ours/chunk#1"];
+    let stamp = std::time::UNIX_EPOCH + std::time::Duration::from_secs(T0);
+    for path in left.iter().chain(&others) {
+        let path = fleet.file(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let file = std::fs::File::create(path).unwrap();
+        file.set_modified(stamp).unwrap();
+    }
+
+    let whole = Retention { releases: None, grace_s: 0, ..WINDOW };
+    let removed =
+        |store: &dyn Store, now| prune(store, &fleet.keys(), &whole, now).unwrap().removed;
+    assert_eq!(removed(&store, T0 + DAY - 1), 0, "a running publish may be writing them");
+    assert_eq!(removed(&DryRun(&store), T0 + DAY), 5);
+    assert!(left.iter().all(|path| fleet.file(path).exists()));
+    assert_eq!(removed(&store, T0 + DAY), 5);
+    assert!(!left.iter().any(|path| fleet.file(path).exists()));
+    assert!(others.iter().all(|path| fleet.file(path).exists()));
+}

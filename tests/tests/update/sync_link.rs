@@ -5,7 +5,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
 use hatchback::update::error::UpdateError;
-use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits};
 use hatchback::update::staging::Staging;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS, first_release};
@@ -15,6 +15,7 @@ use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -58,7 +59,8 @@ fn a_download_cut_at_every_byte_resumes_at_the_chunk() {
 }
 
 /// Starts a web server over `folder` and returns its address. The server answers two of 29 requests
-/// with an error, breaks every answer off after `breaks` bytes, and supports ranges or not.
+/// with an error, breaks every answer off after `breaks` bytes, and supports ranges or not. Without
+/// ranges it also answers like a bucket that nobody may list: 403 for what does not exist.
 fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}/models", listener.local_addr().unwrap());
@@ -81,7 +83,8 @@ fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
             };
             let answer = match std::fs::read(folder.join(&path)) {
                 _ if n % 29 >= 27 => head("503 Busy", 0).into_bytes(),
-                Err(_) => head("404 Not Found", 0).into_bytes(),
+                Err(_) if ranges => head("404 Not Found", 0).into_bytes(),
+                Err(_) => head("403 Forbidden", 0).into_bytes(),
                 Ok(content) => {
                     let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
                     let rest = &content[from..];
@@ -114,6 +117,22 @@ fn over_http_with_broken_answers_and_error_storms() {
             assert!(runs < 50, "never ends: {:?}", car.sync.status().unwrap());
         }
         println!("breaks {breaks}, ranges {ranges}: {runs} runs, {bytes} bytes");
+    }
+}
+
+/// A car asks for the root after its newest one at each poll. Every other object that it asks for
+/// exists, so a refusal must not look like a release that is gone.
+#[test]
+fn a_forbidden_root_does_not_exist_and_another_forbidden_object_is_an_error() {
+    let address = serve(PathBuf::from("/nowhere"), usize::MAX, false);
+    let mut link = HttpLink::new(&address, &LinkOptions::default()).unwrap();
+    let mut get = |path| link.get(path, 0, &mut |_| ControlFlow::Continue(()));
+    assert_eq!(get("metadata/2.root.json"), Err(LinkError::NotFound));
+    for path in ["metadata/timestamp.json", "metadata/2.targets.json", "chunks/ab", "targets/m"] {
+        assert!(
+            matches!(get(path), Err(LinkError::Broken(said)) if said.contains("403")),
+            "{path}"
+        );
     }
 }
 

@@ -1,9 +1,11 @@
 //! The publisher's side: stolen and rotated keys, a publisher that is killed or has a rival, and
 //! releases that `publish` must refuse. Cars follow the repository throughout.
 
+use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::error::UpdateError;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, Recovery, T0, VERSIONS};
 use hatchback_tests::rewrite::Parts;
+use hatchback_tools::repository::ClockError;
 use hatchback_tools::repository::keys::rotate;
 use hatchback_tools::repository::prune::{Retention, prune};
 use hatchback_tools::repository::publish::{Change, publish};
@@ -332,4 +334,107 @@ fn beside_a_rival(moment: &'static str) {
     publish(&store, &fleet.keys(), &change, T0 + 13).unwrap();
     car.run(&mut fleet.link(), T0 + 14).unwrap();
     assert_eq!(car.live(), 3);
+}
+
+const YEAR: u64 = 365 * 24 * 3600;
+
+/// Returns the signed time of the timestamp in force.
+fn signed_time(fleet: &Fleet) -> u64 {
+    let stamp = std::fs::read(fleet.file("metadata/timestamp.json")).unwrap();
+    let stamp: serde_json::Value = serde_json::from_slice(&stamp).unwrap();
+    stamp["signed"]["published"].as_u64().unwrap()
+}
+
+#[test]
+fn a_clock_behind_the_newest_signed_time_signs_nothing_until_the_key_is_rotated() {
+    let fleet = Fleet::new();
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let renew = Change { expires_s: FRESH_S, ..Change::default() };
+    fleet.delta(T0 + 10, 2);
+    // Clocks of two publishers differ a little; the signed time never goes down.
+    publish(&store, &fleet.keys(), &renew, T0 + 10 - CLOCK_SLACK_S).unwrap();
+    assert_eq!(signed_time(&fleet), T0 + 10);
+    publish(&store, &fleet.keys(), &renew, T0 + 60 * YEAR).unwrap();
+
+    let before = store.list().unwrap();
+    let whole = Retention { releases: Some(1), grace_s: 0, expires_s: FRESH_S };
+    let refusals = || {
+        let change = Change { bundles: vec![VERSIONS.deltas[2].clone()], ..renew.clone() };
+        [
+            publish(&store, &fleet.keys(), &change, T0 + 20).unwrap_err(),
+            publish(&store, &fleet.keys(), &renew, T0 + 60 * YEAR - 2 * CLOCK_SLACK_S).unwrap_err(),
+            prune(&store, &fleet.keys(), &whole, T0 + 20).unwrap_err(),
+        ]
+    };
+    for refused in refusals() {
+        let cause = refused.downcast_ref();
+        assert!(matches!(cause, Some(ClockError::Behind { .. })), "{refused}");
+        assert!(refused.to_string().contains("2086-12-31T08:00:00Z"), "{refused}");
+    }
+    assert!(refusals()[0].to_string().contains("2027-01-15T08:00:20Z"));
+    assert_eq!(store.list().unwrap(), before, "a refused publisher writes and removes nothing");
+
+    // Other keys do not make cars forget the time.
+    rotate(&fleet.keys(), RoleType::Snapshot, T0 + ROOT_S).unwrap();
+    assert!(refusals()[0].to_string().contains("The publisher's clock"));
+    rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
+    fleet.delta(T0 + 20, 3);
+    assert_eq!(signed_time(&fleet), T0 + 20);
+}
+
+/// A store with a clock of its own.
+struct Clocked<'a>(&'a dyn Store, u64);
+
+impl Store for Clocked<'_> {
+    fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
+        self.0.get(path)
+    }
+    fn bytes(&self, path: &str) -> anyhow::Result<Option<u64>> {
+        self.0.bytes(path)
+    }
+    fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.put(path, content)
+    }
+    fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.put_new(path, content)
+    }
+    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.replace(path, before, content)
+    }
+    fn stored_at(&self, path: &str) -> anyhow::Result<Option<u64>> {
+        Ok(self.bytes(path)?.map(|_| self.1))
+    }
+    fn list(&self) -> anyhow::Result<Vec<Object>> {
+        self.0.list()
+    }
+    fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.0.delete(path)
+    }
+}
+
+#[test]
+fn a_clock_ahead_of_the_last_publish_and_of_the_store_publishes_nothing() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let bundles = vec![VERSIONS.deltas[1].clone()];
+    let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
+    let at = |store_time, now| publish(&Clocked(&store, store_time), &fleet.keys(), &change, now);
+
+    let refused = at(T0 + 10, T0 + 60 * YEAR).unwrap_err();
+    let cause = refused.downcast_ref();
+    assert!(matches!(cause, Some(ClockError::NotThatOfTheStore { .. })), "{refused}");
+    for time in ["2086-12-31T08:00:00Z", "2027-01-15T08:00:10Z"] {
+        assert!(refused.to_string().contains(time), "{refused}");
+    }
+    assert_eq!(signed_time(&fleet), T0);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    assert_eq!(car.live(), 1);
+
+    // A clock that is right publishes, also to a store whose clock is wrong, and after a pause.
+    at(0, T0 + 12).unwrap();
+    car.run(&mut fleet.link(), T0 + 13).unwrap();
+    assert_eq!(car.live(), 2);
+    at(T0 + YEAR + 60, T0 + YEAR).unwrap();
+    assert_eq!(signed_time(&fleet), T0 + YEAR);
 }

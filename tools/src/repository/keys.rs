@@ -4,7 +4,8 @@
 //! trusts the old root accepts the new one. Never signs releases: `publish` does.
 
 use crate::report;
-use crate::repository::clock::{DAY_S, now, timestamp};
+use crate::repository::clock::{DAY_S, now, signing_time, timestamp, unix_s};
+use crate::repository::store::create_folder;
 use crate::say;
 use anyhow::{Context, Result, ensure};
 use aws_lc_rs::rand::SystemRandom;
@@ -16,7 +17,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::{File, Permissions};
 use std::io::Write;
 use std::num::NonZeroU64;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tough::editor::signed::SignedRole;
 use tough::key_source::{KeySource, LocalKeySource};
@@ -67,6 +68,11 @@ enum Action {
     },
 }
 
+/// Name of the folder, beside the keys, in which a command makes new ones.
+const STAGING: &str = ".new";
+/// Rights of a folder with keys: only this user may open it, whatever the umask.
+const PRIVATE: u32 = 0o700;
+
 /// The four roles of TUF.
 pub const ROLES: [RoleType; 4] =
     [RoleType::Root, RoleType::Targets, RoleType::Snapshot, RoleType::Timestamp];
@@ -83,7 +89,13 @@ pub fn run(args: &KeysArgs) -> Result<()> {
             let other = RoleCounts { keys: *role_keys, threshold: *role_threshold };
             new_fleet(keys, [root, other, other, other], now + days * DAY_S)?
         }
-        Action::Rotate { keys, role, days } => rotate(keys, *role, now + days * DAY_S)?,
+        Action::Rotate { keys, role, days } => {
+            // A root that is signed with a clock that is behind could have expired already.
+            if let Some(RootFile { path, .. }) = roots(keys)?.pop() {
+                signing_time(now, &path.to_string_lossy(), unix_s(path.metadata()?.modified()?))?;
+            }
+            rotate(keys, *role, now + days * DAY_S)?
+        }
     };
     say!("{}", path.display())
 }
@@ -112,7 +124,7 @@ pub struct RoleCounts {
 /// # Errors
 /// The folder already has a root or cannot be written, or a threshold is not possible.
 pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result<PathBuf> {
-    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    create_folder(folder, PRIVATE)?;
     ensure!(
         roots(folder)?.is_empty(),
         "{}: the folder already has a root; rotate its keys with `hatchback keys rotate`",
@@ -143,11 +155,12 @@ pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result
         .zip(counts)
         .map(|(role, counts)| NewKeys { role, keys: counts.keys })
         .collect();
-    Ok(write_root(folder, None, root, &fresh)?.0)
+    write_root(folder, None, root, &fresh)
 }
 
 /// Gives `role` as many new keys as it had, in a new root that expires at `expires`. Moves the old
-/// keys to the folder `retired`. Nothing in the folder changes before the new root is signed.
+/// keys, and those that a killed command left, to the folder `retired`. Nothing in the folder
+/// changes before the new root is signed.
 /// Returns the root's path.
 ///
 /// # Errors
@@ -165,29 +178,28 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
 
     let old_root = OldRoot { root: &old.signed, bytes: &bytes };
     let fresh = [NewKeys { role, keys: revoked.len() }];
-    let (path, root) = write_root(folder, Some(old_root), root, &fresh)?;
+    write_root(folder, Some(old_root), root, &fresh)
+}
 
+/// Moves the keys that `root` does not list to the folder `retired`.
+fn retire_unlisted(folder: &Path, root: &Root) -> Result<()> {
     let retired = folder.join("retired");
-    std::fs::create_dir_all(&retired).with_context(|| retired.display().to_string())?;
     for path in key_files(folder)? {
         let (id, _) = public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
-        if revoked.contains(&id) && !root.keys.contains_key(&id) {
+        if !root.keys.contains_key(&id) {
+            create_folder(&retired, PRIVATE)?;
             std::fs::rename(&path, retired.join(path.file_name().unwrap_or_default()))?;
         }
     }
-    Ok(path)
+    Ok(())
 }
 
-/// Writes a new file durably. The file gets its name only when it is complete.
+/// Writes a new file durably.
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
     let write = || {
-        let permissions = Permissions::from_mode(mode);
-        let mut file = tempfile::Builder::new().permissions(permissions).tempfile_in(folder)?;
+        let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
         file.write_all(bytes)?;
-        file.as_file().sync_all()?;
-        file.persist_noclobber(path)?;
-        File::open(folder)?.sync_all()
+        file.sync_all()
     };
     write().with_context(|| path.display().to_string())
 }
@@ -273,14 +285,19 @@ struct NewKeys {
 }
 
 /// Gives `root` the new keys of `fresh`, signs it with its own keys and with those of the `old`
-/// root, and writes the keys and then the root. Returns the root with its path.
+/// root, and writes the keys and then the root. Retires the keys that it does not list. Returns the
+/// root's path.
 fn write_root(
     folder: &Path,
     old: Option<OldRoot<'_>>,
     mut root: Root,
     fresh: &[NewKeys],
-) -> Result<(PathBuf, Root)> {
-    let staged = tempfile::tempdir_in(folder).with_context(|| folder.display().to_string())?;
+) -> Result<PathBuf> {
+    // The folder has the same name each time, so a command removes what a killed one left.
+    let _ = std::fs::remove_dir_all(folder.join(STAGING));
+    let mut staging = tempfile::Builder::new();
+    staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(PRIVATE));
+    let staged = staging.tempdir_in(folder).with_context(|| folder.display().to_string())?;
     for &NewKeys { role, keys } in fresh {
         let mut keyids = Vec::new();
         for _ in 0..keys {
@@ -326,106 +343,17 @@ fn write_root(
     };
     followed.with_context(too_few)?;
 
-    for key in key_files(staged.path())? {
-        std::fs::rename(&key, folder.join(key.file_name().unwrap_or_default()))?;
+    let name = format!("{}.root.json", root.version);
+    write_new(&staged.path().join(&name), signed.buffer(), 0o644)?;
+    let path = folder.join(&name);
+    ensure!(!path.exists(), "{}: another command has written it meanwhile", path.display());
+    // The root comes last. A kill before it leaves keys that no root lists: the next rotation
+    // retires them. A kill after it leaves nothing to do.
+    let moved = [key_files(staged.path())?, vec![staged.path().join(&name)]].concat();
+    for file in moved {
+        std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
+        File::open(folder)?.sync_all()?;
     }
-    let path = folder.join(format!("{}.root.json", root.version));
-    write_new(&path, signed.buffer(), 0o644)?;
-    Ok((path, root))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeMap;
-
-    /// A fleet as in the documentation: three root keys of which two sign, and two keys of each
-    /// other role.
-    fn fleet() -> (tempfile::TempDir, PathBuf, PathBuf) {
-        let folder = tempfile::tempdir().unwrap();
-        let (here, away) = (folder.path().join("here"), folder.path().join("away"));
-        let (root, other) =
-            (RoleCounts { keys: 3, threshold: 2 }, RoleCounts { keys: 2, threshold: 2 });
-        new_fleet(&here, [root, other, other, other], 2_000_000_000).unwrap();
-        std::fs::create_dir(&away).unwrap();
-        (folder, here, away)
-    }
-
-    /// Moves `n` keys of a role from one folder to another.
-    fn move_keys(role: &str, n: usize, from: &Path, to: &Path) {
-        let keys = files(from, |name| name.starts_with(role) && name.ends_with(".pk8")).unwrap();
-        assert!(keys.len() >= n);
-        keys.iter()
-            .take(n)
-            .for_each(|k| std::fs::rename(k, to.join(k.file_name().unwrap())).unwrap());
-    }
-
-    fn content(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-        files(folder, |_| true)
-            .unwrap()
-            .into_iter()
-            .map(|p| (p.clone(), std::fs::read(p).unwrap()))
-            .collect()
-    }
-
-    fn listed(folder: &Path) -> [HashSet<KeyId>; 4] {
-        let (root, _) = newest_root(folder).unwrap();
-        ROLES.map(|role| root.signed.roles[&role].keyids.iter().cloned().collect())
-    }
-
-    #[test]
-    fn keys_that_are_elsewhere_stay_in_force() {
-        let (_folder, here, away) = fleet();
-        let before = listed(&here);
-        move_keys("root", 1, &here, &away);
-        move_keys("targets", 2, &here, &away);
-        move_keys("timestamp", 1, &here, &away);
-        rotate(&here, RoleType::Timestamp, 2_000_000_001).unwrap();
-        let after = listed(&here);
-        assert_eq!(after.each_ref().map(HashSet::len), [3, 2, 2, 2]);
-        assert!(after[..3] == before[..3] && after[3].is_disjoint(&before[3]));
-        assert_eq!(
-            files(&here.join("retired"), |name| name.starts_with("timestamp-1-")).unwrap().len(),
-            1
-        );
-
-        // The key that was elsewhere signs together with one of the others; then all three are
-        // replaced.
-        move_keys("root", 1, &away, &here);
-        let held = files(&here, |name| name.starts_with("root-1-")).unwrap();
-        assert_eq!(held.len(), 3);
-        std::fs::rename(&held[1], away.join(held[1].file_name().unwrap())).unwrap();
-        rotate(&here, RoleType::Root, 2_000_000_002).unwrap();
-        assert!(listed(&here)[0].len() == 3 && listed(&here)[0].is_disjoint(&before[0]));
-        let first = std::fs::read(here.join("1.root.json")).unwrap();
-        let mut car = TrustedMetadataSet::from_root(&first).unwrap();
-        for version in 2..=3 {
-            car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap())
-                .unwrap();
-        }
-    }
-
-    #[test]
-    fn a_rotation_without_enough_root_keys_changes_nothing() {
-        let (_folder, here, away) = fleet();
-        let before = listed(&here);
-        move_keys("root", 2, &here, &away);
-        let held = content(&here);
-        for role in ROLES {
-            let refused = rotate(&here, role, 2_000_000_001).unwrap_err().to_string();
-            assert!(refused.contains("Nothing was changed"), "{refused}");
-            assert_eq!(content(&here), held);
-        }
-        move_keys("root", 2, &away, &here);
-        rotate(&here, RoleType::Snapshot, 2_000_000_001).unwrap();
-        assert!(listed(&here)[2].is_disjoint(&before[2]) && listed(&here)[0] == before[0]);
-        for key in key_files(&here).unwrap() {
-            assert_eq!(
-                key.metadata().unwrap().permissions().mode() & 0o777,
-                0o600,
-                "{}",
-                key.display()
-            );
-        }
-    }
+    retire_unlisted(folder, &root)?;
+    Ok(path)
 }

@@ -9,4 +9,4 @@ pub mod publish;
 mod state;
 pub mod store;
 
-pub use clock::{now, timestamp};
+pub use clock::{ClockError, now, timestamp};

@@ -2,14 +2,14 @@
 //! old metadata. It keeps every object that is referenced by metadata to which a timestamp led cars
 //! within the grace period, and every object that was uploaded within it, because a running publish
 //! may be about to reference it. It removes object after object and none that a listed release
-//! references: an interrupted prune leaves a valid repository, and the next prune continues. Never
-//! removes a root.
+//! references: an interrupted prune leaves a valid repository, and the next prune continues. It
+//! also removes what killed publishes left in a directory. Never removes a root.
 
 use crate::report;
-use crate::repository::clock::{DAY_S, now};
+use crate::repository::clock::{DAY_S, now, signing_time};
 use crate::repository::publish::{Change, publish};
-use crate::repository::state::{Past, RepositoryState};
-use crate::repository::store::{DryRun, Object, Objects, Store};
+use crate::repository::state::{Past, RepositoryState, TIMESTAMP};
+use crate::repository::store::{DryRun, Object, Objects, Store, split_leftover};
 use crate::say;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -120,6 +120,8 @@ pub fn prune(store: &dyn Store, keys: &Path, retention: &Retention, now: u64) ->
         "the targets' key was rotated after the last publish: publish first, then prune"
     );
     let listed = &state.signed.as_ref().context("nothing is published in this repository")?.signed;
+    // Before anything is removed: `publish` below would refuse the clock too late.
+    signing_time(now, TIMESTAMP, state.published)?;
 
     let referenced = referenced(store, &state, now.saturating_sub(retention.grace_s))?;
     let mut done = Pruned { unlisted: surplus(listed, retention.releases), ..Pruned::default() };
@@ -146,9 +148,14 @@ pub fn prune(store: &dyn Store, keys: &Path, retention: &Retention, now: u64) ->
     Ok(done)
 }
 
-/// Returns whether `publish` made `object` and the whole grace period has passed since.
+/// Returns whether `publish` made `object` and the whole grace period has passed since. Of a killed
+/// upload, which no car can name, whether a day has passed: a running one is shorter.
 fn is_removable(object: &Object, grace_s: u64, now: u64) -> bool {
     let path = object.path.as_str();
+    if let Some((path, _)) = split_leftover(path) {
+        let ours = ["metadata/", "chunks/", "targets/"].iter().any(|f| path.starts_with(f));
+        return ours && object.modified.saturating_add(DAY_S) <= now;
+    }
     let is_version = [".targets.json", ".snapshot.json"].iter().any(|role| path.ends_with(role));
     let ours = match path.split_once('/') {
         // Every root stays: a car that was off for long needs all of them.

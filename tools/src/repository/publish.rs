@@ -1,12 +1,12 @@
 //! `publish`: turns bundles into releases that cars find. [`publish`] goes in this order:
 //!
-//! 1. It reads and verifies the metadata in force.
+//! 1. It reads and verifies the metadata in force, and checks its clock against them.
 //! 2. It opens the bundles, and finds the releases to revoke and to re-sign.
 //! 3. It checks that no release name gets other content.
 //! 4. It uploads chunks, each under its hash, and manifests.
 //! 5. It signs the next version of the metadata.
 //! 6. It uploads roots, targets and snapshot metadata.
-//! 7. It checks that no chunk was removed since step 4.
+//! 7. It checks that no chunk was removed since step 4, and its clock against the store's.
 //! 8. It replaces the timestamp, the one file that leads to everything else.
 //!
 //! A publish that is killed before step 8 leaves nothing that a car can see. It never removes an
@@ -15,7 +15,7 @@
 
 use crate::report;
 use crate::repository::approval::check_approval;
-use crate::repository::clock::{DAY_S, now, timestamp};
+use crate::repository::clock::{ClockError, DAY_S, now, shown, signing_time, timestamp};
 use crate::repository::keys::{block_on, roots, sources};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
@@ -248,6 +248,7 @@ struct Resigned {
 /// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let state = RepositoryState::read(store, keys)?;
+    let now = signing_time(now, TIMESTAMP, state.published)?;
 
     let open = |path: &PathBuf| Offer::open(path, change.share);
     let mut offers = change.bundles.iter().map(open).collect::<Result<Vec<_>>>()?;
@@ -281,6 +282,8 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
 
     upload_metadata(store, keys, &next, folder.path())?;
     check_known(store, &known)?;
+    let stored = store.stored_at(&format!("metadata/{}.snapshot.json", next.snapshot))?;
+    check_ahead(&state, now, stored)?;
     let timestamp = read_signed(folder.path(), "timestamp.json")?;
     let replaced = store.replace(TIMESTAMP, state.stamp.as_deref(), timestamp);
     replaced.context(
@@ -363,6 +366,28 @@ fn check_known(store: &dyn Store, known: &[KnownChunk]) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Checks `now` if it is more than a day after the last publish: against the time at which the
+/// store's own clock says that it `stored` an object of this publish. A pause alone is no error.
+/// Nothing else tells the time of a directory, so there the publisher only reads a note, once the
+/// metadata in force have expired.
+fn check_ahead(state: &RepositoryState, now: u64, stored: Option<u64>) -> Result<(), ClockError> {
+    let is_ahead = now > state.published.saturating_add(DAY_S);
+    match stored {
+        Some(store) if is_ahead && store.abs_diff(now) > DAY_S => {
+            Err(ClockError::NotThatOfTheStore { now, store })
+        }
+        None if is_ahead && state.published > 0 && now > state.expires => {
+            let [expires, now] = [state.expires, now].map(shown);
+            report::note(format_args!(
+                "the metadata in force expired at {expires}; if this clock, {now}, is ahead, see \
+                 \"The publisher's clock\" in docs/fleet.md"
+            ));
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the name and the content hash of a target, as users see it.

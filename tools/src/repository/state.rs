@@ -25,6 +25,11 @@ pub struct RepositoryState {
     pub stamp: Option<Vec<u8>>,
     /// Version of the timestamp.
     pub timestamp: u64,
+    /// The time of signing of the timestamp, in seconds since 1970. 0 if its keys were replaced
+    /// since: cars then forget the time that those keys signed.
+    pub published: u64,
+    /// The time at which the timestamp expires, in seconds since 1970.
+    pub expires: u64,
     /// Version of the snapshot metadata.
     pub snapshot: u64,
     /// Version of the targets metadata.
@@ -157,8 +162,15 @@ impl RepositoryState {
                 Verified::Refused(e) => refused = refused.or(Some(e)),
                 Verified::Metadata(set, targets) => {
                     let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
+                    let stamp = set.timestamp().context("the timestamp is missing")?;
+                    let published = stamp.extra.get(PUBLISHED).and_then(Value::as_u64);
+                    let long_ago = jiff::Timestamp::UNIX_EPOCH;
+                    let mut keys = TrustedMetadataSet::from_root(newest)?;
+                    let is_by_newest = keys.update_timestamp(&timestamp, long_ago).is_ok();
                     return Ok(Self {
-                        timestamp: set.timestamp().map_or(0, |t| t.version),
+                        timestamp: stamp.version,
+                        published: published.filter(|_| is_by_newest).unwrap_or(0),
+                        expires: u64::try_from(stamp.expires.as_second()).unwrap_or(0),
                         snapshot: set.snapshot().map_or(0, |s| s.version),
                         targets: signed.signed.version.get(),
                         signed: Some(signed),

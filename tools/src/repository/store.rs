@@ -1,12 +1,15 @@
 //! The storage of a repository's objects: a directory, or with the feature `s3` a server with the
 //! S3 protocol, both through the `object_store` crate. Knows nothing of releases.
 
+use crate::repository::clock::unix_s;
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion};
-use std::path::Path;
+use std::fs::{DirBuilder, File};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
 use url::Url;
 
@@ -55,7 +58,16 @@ pub trait Store {
     /// The object has other content, or the store fails.
     fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> Result<()>;
 
-    /// Returns every object.
+    /// Returns the time at which the object at `path` was stored, by the store's own clock, in
+    /// seconds since 1970. `None` if it has no such object, or no clock of its own.
+    ///
+    /// # Errors
+    /// The store fails.
+    fn stored_at(&self, _path: &str) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Returns every object, and what killed uploads left (see [`split_leftover`]).
     ///
     /// # Errors
     /// The store fails.
@@ -71,6 +83,8 @@ pub trait Store {
 /// A store that the `object_store` crate supports.
 pub struct Objects {
     store: Box<dyn ObjectStore>,
+    /// The directory of the objects; `None` on a server, which has a clock of its own.
+    directory: Option<PathBuf>,
     /// One runtime for all calls, because it owns the connections.
     runtime: Runtime,
 }
@@ -81,8 +95,9 @@ impl Objects {
     /// # Errors
     /// The directory cannot be created.
     pub fn directory(path: &Path) -> Result<Self> {
-        std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
-        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?.with_fsync(true)))
+        create_folder(path, 0o777)?;
+        let store = LocalFileSystem::new_with_prefix(path)?.with_fsync(true);
+        Self::of(Box::new(store), Some(path.to_owned()))
     }
 
     /// Opens the store at `to`: a URL that `object_store` supports, or a directory.
@@ -98,13 +113,52 @@ impl Objects {
         let options = options.filter(|(key, _)| key.starts_with("aws_"));
         let (store, prefix) =
             object_store::parse_url_opts(&address, options).with_context(|| to.to_owned())?;
-        Self::of(Box::new(PrefixStore::new(store, prefix)))
+        Self::of(Box::new(PrefixStore::new(store, prefix)), None)
     }
 
-    fn of(store: Box<dyn ObjectStore>) -> Result<Self> {
+    fn of(store: Box<dyn ObjectStore>, directory: Option<PathBuf>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        Ok(Self { store, runtime })
+        Ok(Self { store, directory, runtime })
     }
+}
+
+/// Creates a folder and its missing parents durably, each with `mode` less the umask.
+///
+/// # Errors
+/// The system refused.
+pub(super) fn create_folder(folder: &Path, mode: u32) -> Result<()> {
+    let is_new = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    let new: Vec<&Path> = folder.ancestors().take_while(is_new).collect();
+    let create = || {
+        DirBuilder::new().recursive(true).mode(mode).create(folder)?;
+        // The name of each folder is in its parent.
+        let mut parents = new.iter().rev().filter_map(|path| path.parent());
+        parents.try_for_each(|parent| File::open(Path::new(".").join(parent))?.sync_all())
+    };
+    create().with_context(|| folder.display().to_string())
+}
+
+/// Splits the path of what a killed upload left in a directory into the path of its object and a
+/// number. `object_store` writes `OBJECT#NUMBER`, renames it to `OBJECT`, and never lists it.
+pub fn split_leftover(path: &str) -> Option<(&str, &str)> {
+    path.rsplit_once('#').filter(|(_, n)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Adds to `found` the leftovers in `folder` of the repository `root`.
+fn find_leftovers(root: &Path, folder: &Path, found: &mut Vec<Object>) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
+        // A running publish may rename a file meanwhile.
+        let Ok(data) = path.symlink_metadata() else { continue };
+        if data.is_dir() {
+            find_leftovers(root, &path, found)?;
+        } else if split_leftover(&name).is_some() {
+            let modified = unix_s(data.modified()?);
+            found.push(Object { path: name, bytes: data.len(), modified });
+        }
+    }
+    Ok(())
 }
 
 fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
@@ -158,15 +212,30 @@ impl Store for Objects {
         })
     }
 
+    fn stored_at(&self, path: &str) -> Result<Option<u64>> {
+        let stored = found(self.runtime.block_on(self.store.head(&path.into())))?;
+        // A directory's clock is that of this publisher.
+        Ok(stored
+            .filter(|_| self.directory.is_none())
+            .map(|meta| unix_s(meta.last_modified.into())))
+    }
+
     fn list(&self) -> Result<Vec<Object>> {
         let objects = self.store.list(None).map_ok(|meta| {
             let modified = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
             Object { path: meta.location.into(), bytes: meta.size, modified }
         });
-        Ok(self.runtime.block_on(objects.try_collect())?)
+        let mut objects = self.runtime.block_on(objects.try_collect())?;
+        if let Some(root) = &self.directory {
+            find_leftovers(root, root, &mut objects).with_context(|| root.display().to_string())?;
+        }
+        Ok(objects)
     }
 
     fn delete(&self, path: &str) -> Result<()> {
+        if let (Some(root), Some(_)) = (&self.directory, split_leftover(path)) {
+            return Ok(std::fs::remove_file(root.join(path))?);
+        }
         Ok(self.runtime.block_on(self.store.delete(&path.into()))?)
     }
 }

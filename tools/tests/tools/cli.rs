@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-fn coupon(file: &str) -> String {
+pub fn coupon(file: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
 }
 
@@ -25,7 +25,7 @@ pub fn hatchback(args: &[&str], input: &str) -> Output {
 }
 
 /// Returns the standard output of a command that must succeed.
-fn printed(args: &[&str]) -> String {
+pub fn printed(args: &[&str]) -> String {
     let output = hatchback(args, "");
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
@@ -52,20 +52,21 @@ fn into_closed_pipe(args: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
-struct Desk {
-    folder: tempfile::TempDir,
+/// A folder for the files of a test.
+pub struct Desk {
+    pub folder: tempfile::TempDir,
 }
 
 impl Desk {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
 
-    fn path(&self, name: &str) -> String {
+    pub fn path(&self, name: &str) -> String {
         self.folder.path().join(name).display().to_string()
     }
 
-    fn pack(&self, extra: &[&str]) -> String {
+    pub fn pack(&self, extra: &[&str]) -> String {
         let bundle = self.path("coupon.hatch");
         printed(&[&["pack", &coupon("model.toml"), "--out", &bundle], extra].concat());
         bundle

@@ -15,16 +15,20 @@ ARRAYS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def as_array(tensor):
-    """Returns a torch tensor or a numpy array as a contiguous numpy array."""
-    return np.ascontiguousarray(
+    """Returns a torch tensor or a numpy array as a contiguous numpy array in the machine's byte
+    order."""
+    array = np.ascontiguousarray(
         tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else tensor
     )
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def header_of(tensors):
     """Maps each name to dtype, shape and byte range, in the order of the data."""
     header, at = {}, 0
     for name, array in tensors:
+        if array.dtype not in DTYPES:
+            raise ValueError(f"tensor `{name}`: {array.dtype} is not one of {list(ARRAYS)}")
         end = at + array.nbytes
         header[name] = {
             "dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [at, end]

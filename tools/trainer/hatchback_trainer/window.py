@@ -45,6 +45,8 @@ class Window:
 def as_u64(keys):
     """Returns keys as u64 `[n]`. Negative ones keep their bits."""
     array = safetensors.as_array(keys) if len(keys) else np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu":  # Numpy takes a list with -1 and 2**63 for floats
+        raise ValueError(f"keys: are of type {array.dtype}, must be integers of at most 64 bits")
     return (
         array.astype(np.uint64) if array.dtype.kind == "u"
         else array.astype(np.int64).view(np.uint64)

@@ -53,6 +53,30 @@ class Windows(unittest.TestCase):
             )
         self.assertEqual(sorted(path.name for path in written.iterdir()), sorted(FILES))
 
+    def test_arrays_of_any_layout_give_the_same_bytes(self):
+        plain = {"t": window.Changes(np.array([7, 1 << 40]), np.ones((2, 3), np.float32), [1, 2])}
+        other = {
+            "t": window.Changes(
+                np.array([7, 1 << 40], ">i8"), np.ones((2, 3), ">f4", order="F"),
+                np.array([1, 2], ">f4")
+            )
+        }
+        first, second = (
+            b"".join(window.safetensors.blocks(window.columns(one))) for one in (plain, other)
+        )
+        self.assertEqual(first, second)
+        tensors = {"x": np.arange(6, dtype=">f4").reshape(2, 3).T}
+        path = self.folder / "x.safetensors"
+        window.safetensors.write(path, tensors)
+        np.testing.assert_array_equal(window.safetensors.read(path)["x"], tensors["x"])
+
+    def test_values_that_have_no_place_are_refused(self):
+        for keys in ([0.5], [-1, 1 << 63], [True], np.array([1], object)):
+            with self.assertRaisesRegex(ValueError, "keys: are of type"):
+                window.columns({"t": window.Changes(keys, np.ones((len(keys), 2), np.float32))})
+        with self.assertRaisesRegex(ValueError, "tensor `x`: float64 is not one of"):
+            window.safetensors.write(self.folder / "x", {"x": np.ones(2)})
+
     def test_a_window_reads_back(self):
         found = window.read(write_golden(self.folder))
         user = found.tables["user"]
