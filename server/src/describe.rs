@@ -8,6 +8,7 @@ use crate::proto::{
     ServerMetadataResponse, StatisticDuration, TensorMetadata,
 };
 use crate::tensors::Layout;
+use hatchback::Shortened;
 use hatchback::schema::key_function::KeyFunction;
 use serde_json::{Value, json};
 
@@ -57,7 +58,8 @@ pub fn version(front: &Front, name: &str, version: &str) -> Result<String, Probl
     let served = front.serving.generation(name);
     let served = served.ok_or_else(|| not_served(name))?.sequence.to_string();
     if !version.is_empty() && version != served {
-        let message = format!("model `{name}` serves version {served}, not {version}");
+        let version = Shortened(version);
+        let message = format!("model `{name}` serves version {served}, not `{version}`");
         return Err(Problem::new(Code::NotFound, message));
     }
     Ok(served)

@@ -1,22 +1,30 @@
-//! The byte budget of the front door: what requests and answers may hold together. A request that
-//! would exceed it is refused before its bytes are kept. Never waits.
+//! The byte budget of the front door: what requests and answers may hold together, and what one
+//! connection may hold of it. A request that would exceed either is refused before its bytes are
+//! kept. Never waits.
 
-use crate::limits::RETRY_MAX;
+use crate::limits::{RETRY_MAX, SHARES};
 use crate::problem::Problem;
+use hyper::body::Bytes;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 /// The bytes that all requests and answers may hold together.
 #[derive(Debug)]
 pub struct ByteBudget {
     bytes_max: usize,
+    /// Bytes that one connection may hold.
+    share_bytes_max: usize,
     used: AtomicUsize,
 }
 
 impl ByteBudget {
-    /// Returns a budget of `bytes_max` bytes, of which none is used.
-    pub fn new(bytes_max: usize) -> Arc<Self> {
-        Arc::new(Self { bytes_max, used: AtomicUsize::new(0) })
+    /// Returns a budget of `bytes_max` bytes, of which none is used, for requests with bodies of at
+    /// most `request_bytes_max` bytes.
+    pub fn new(bytes_max: usize, request_bytes_max: usize) -> Arc<Self> {
+        // The largest request is in memory twice: as received, and decoded.
+        let request = request_bytes_max.saturating_mul(2);
+        let share_bytes_max = (bytes_max / SHARES).max(request).min(bytes_max);
+        Arc::new(Self { bytes_max, share_bytes_max, used: AtomicUsize::new(0) })
     }
 
     /// Returns the bytes that are used now.
@@ -24,51 +32,145 @@ impl ByteBudget {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Reserves `bytes`.
-    ///
-    /// # Errors
-    /// The budget has no room for them.
-    pub fn reserve(self: &Arc<Self>, bytes: usize) -> Result<Reservation, Problem> {
-        let mut reservation = Reservation { budget: Arc::clone(self), bytes: 0 };
-        reservation.grow(bytes).map(|()| reservation)
+    /// Returns the bytes above the half that may wait for callers, if `more` are reserved.
+    pub fn excess(&self, more: usize) -> usize {
+        self.used().saturating_add(more).saturating_sub(self.bytes_max / 2)
+    }
+
+    /// Returns the bytes that a connection may hold without being closed for a smaller one.
+    pub fn small(&self) -> usize {
+        self.bytes_max / (SHARES * SHARES)
     }
 }
 
-/// Bytes of the budget; dropping it gives them back.
+/// The bytes that one connection holds of the budget.
+#[derive(Debug)]
+pub struct Share {
+    budget: Arc<ByteBudget>,
+    used: AtomicUsize,
+    /// Answers that wait for the caller, by the parity of the period in which they were made.
+    answers: [AtomicU32; 2],
+    period: AtomicUsize,
+}
+
+impl Share {
+    /// Returns a share of `budget`, of which none is used.
+    pub fn new(budget: &Arc<ByteBudget>) -> Arc<Self> {
+        let (answers, period) = (Default::default(), AtomicUsize::new(0));
+        Arc::new(Self { budget: Arc::clone(budget), used: AtomicUsize::new(0), answers, period })
+    }
+
+    /// Returns the bytes that are used now.
+    pub fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Returns a reservation without bytes.
+    pub fn reservation(self: &Arc<Self>) -> Reservation {
+        Reservation { share: Arc::clone(self), bytes: 0 }
+    }
+
+    /// Begins the next period. Returns whether the caller has taken every answer that was made
+    /// before the last period.
+    pub fn begin_period(&self) -> bool {
+        let period = self.period.fetch_add(1, Ordering::Relaxed) + 1;
+        self.answers[period % 2].load(Ordering::Relaxed) == 0
+    }
+
+    /// Returns the refusal of `more` bytes.
+    pub fn refusal(&self, more: usize) -> Problem {
+        let ByteBudget { bytes_max, share_bytes_max, .. } = &*self.budget;
+        let (used, own) = (self.budget.used(), self.used());
+        let message = format!(
+            "busy: server.bytes_max = {bytes_max}, {used} bytes are in use and {more} more are \
+             needed; this connection has {own} and may have {share_bytes_max}"
+        );
+        Problem::busy(message, RETRY_MAX)
+    }
+}
+
+/// Bytes of a connection's share; dropping it gives them back.
 #[derive(Debug)]
 pub struct Reservation {
-    budget: Arc<ByteBudget>,
+    share: Arc<Share>,
     bytes: usize,
 }
 
 impl Reservation {
+    /// Returns the share of which these bytes are.
+    pub fn share(&self) -> &Arc<Share> {
+        &self.share
+    }
+
     /// Reserves `more` bytes beside those that are reserved.
     ///
     /// # Errors
-    /// The budget has no room for them. The reservation is then unchanged.
+    /// The share or the budget has no room for them. The reservation is then unchanged.
     pub fn grow(&mut self, more: usize) -> Result<(), Problem> {
-        let ByteBudget { bytes_max, used } = &*self.budget;
-        let grown = |used: usize| used.checked_add(more).filter(|sum| sum <= bytes_max);
-        // Relaxed, because no other memory depends on the number.
-        match used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grown) {
-            Ok(_) => {
-                self.bytes += more;
-                Ok(())
-            }
-            Err(used) => {
-                let message = format!(
-                    "busy: server.bytes_max = {bytes_max}, {used} bytes are in use and {more} more \
-                     are needed"
-                );
-                Err(Problem::busy(message, RETRY_MAX))
-            }
+        let Share { budget, used, .. } = &*self.share;
+        // Relaxed, because no other memory depends on the numbers.
+        let add = |used: &AtomicUsize, most: usize| {
+            let grown = |used: usize| used.checked_add(more).filter(|sum| *sum <= most);
+            used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grown).is_ok()
+        };
+        if !add(used, budget.share_bytes_max) {
+            return Err(self.share.refusal(more));
         }
+        if !add(&budget.used, budget.bytes_max) {
+            used.fetch_sub(more, Ordering::Relaxed);
+            return Err(self.share.refusal(more));
+        }
+        self.bytes += more;
+        Ok(())
+    }
+
+    /// Gives all but `bytes` back.
+    pub fn shrink(&mut self, bytes: usize) {
+        let less = self.bytes.saturating_sub(bytes);
+        self.bytes -= less;
+        self.share.used.fetch_sub(less, Ordering::Relaxed);
+        self.share.budget.used.fetch_sub(less, Ordering::Relaxed);
+    }
+
+    /// Reserves exactly `bytes`.
+    ///
+    /// # Errors
+    /// As [`Reservation::grow`].
+    pub fn resize(&mut self, bytes: usize) -> Result<(), Problem> {
+        self.shrink(bytes);
+        self.grow(bytes - self.bytes)
+    }
+
+    /// Returns `data`, which gives the bytes back when the caller has taken it.
+    pub fn hold(self, data: Bytes) -> Bytes {
+        let period = self.share.period.load(Ordering::Relaxed) % 2;
+        self.share.answers[period].fetch_add(1, Ordering::Relaxed);
+        Bytes::from_owner(Held { data, memory: self, period })
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.shrink(0);
+    }
+}
+
+/// Bytes of an answer with their part of the budget.
+struct Held {
+    data: Bytes,
+    memory: Reservation,
+    period: usize,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.memory.share.answers[self.period].fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -77,14 +179,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reservation_beyond_the_budget_is_refused_and_changes_nothing() {
-        let budget = ByteBudget::new(100);
-        let mut first = budget.reserve(60).unwrap();
-        assert!(budget.reserve(41).is_err() && first.grow(usize::MAX).is_err());
-        assert_eq!(budget.used(), 60);
-        first.grow(40).unwrap();
-        assert_eq!(budget.used(), 100);
-        drop(first);
+    fn a_reservation_beyond_the_budget_or_its_share_is_refused_and_changes_nothing() {
+        let budget = ByteBudget::new(100, 30);
+        let (mut first, mut other) =
+            (Share::new(&budget).reservation(), Share::new(&budget).reservation());
+        first.grow(60).unwrap();
+        assert!(
+            other.grow(41).is_err() && first.grow(1).is_err() && other.grow(usize::MAX).is_err()
+        );
+        assert_eq!((budget.used(), first.share.used(), other.share.used()), (60, 60, 0));
+        other.grow(40).unwrap();
+        first.resize(50).unwrap();
+        assert_eq!((budget.used(), first.share.used()), (90, 50));
+        drop((first, other));
         assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn an_answer_that_is_held_for_a_whole_period_is_noticed() {
+        let budget = ByteBudget::new(100, 30);
+        let share = Share::new(&budget);
+        let mut memory = share.reservation();
+        memory.grow(7).unwrap();
+        let held = memory.hold(Bytes::from_static(b"answer"));
+        assert_eq!((share.begin_period(), budget.used()), (true, 7));
+        assert!(!share.begin_period());
+        drop(held);
+        assert_eq!((share.begin_period(), budget.used()), (true, 0));
     }
 }

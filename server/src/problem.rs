@@ -1,7 +1,9 @@
 //! Why a request has no answer: a code that both protocols have, a message for a person, and for a
-//! request that may be repeated, the time to wait.
+//! request that may be repeated, the time to wait. Shows no more than a short part of a caller's
+//! text.
 
-use hatchback::{BatchError, RequestError};
+use crate::limits::{CALLER_NAME_BYTES_MAX, MESSAGE_BYTES_MAX};
+use hatchback::{BatchError, RequestError, Shortened};
 use hyper::StatusCode;
 use std::fmt;
 use std::time::Duration;
@@ -95,9 +97,16 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Returns a problem of this kind.
+    /// Returns a problem of this kind. Cuts a message over `MESSAGE_BYTES_MAX`: the errors of
+    /// parsers may quote a whole body.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), retry_after: None }
+        let mut message = message.into();
+        if message.len() > MESSAGE_BYTES_MAX {
+            message.truncate(message.floor_char_boundary(MESSAGE_BYTES_MAX));
+            message.shrink_to_fit();
+            message.push('\u{2026}');
+        }
+        Self { code, message, retry_after: None }
     }
 
     /// Returns a problem of the request itself.
@@ -111,9 +120,19 @@ impl Problem {
     }
 }
 
+/// Returns `name`, which a caller sent.
+///
+/// # Errors
+/// The name is longer than any that the server has.
+pub fn checked(name: &str) -> Result<&str, Problem> {
+    let (bytes, short) = (name.len(), Shortened(name));
+    let message = || format!("name `{short}`: {bytes} bytes; at most {CALLER_NAME_BYTES_MAX}");
+    if bytes > CALLER_NAME_BYTES_MAX { Err(Problem::invalid(message())) } else { Ok(name) }
+}
+
 /// Returns the problem of a model that is not served.
 pub fn not_served(name: &str) -> Problem {
-    let name = name.escape_debug();
+    let name = Shortened(name);
     Problem::new(Code::NotFound, format!("no model `{name}` is served"))
 }
 

@@ -1,9 +1,9 @@
 //! The slowest recent requests, with where the time of each went. A new request replaces the
 //! fastest one kept if it is slower. Requests older than `SLOWEST_AGE_MAX` are dropped.
 
-use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX, TRACE_BYTES_MAX};
+use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX};
 use crate::trace::{Names, Trace};
-use hatchback::LookupStatus;
+use hatchback::{LookupStatus, Shortened};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -48,11 +48,6 @@ fn us(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Returns the start of a caller's text, at most `TRACE_BYTES_MAX` bytes.
-fn shortened(text: &str) -> String {
-    text[..text.floor_char_boundary(TRACE_BYTES_MAX)].to_owned()
-}
-
 impl Slowest {
     fn kept(&self) -> MutexGuard<'_, Vec<SlowRequest>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
@@ -69,8 +64,8 @@ impl Slowest {
             model: names.model.to_owned(),
             generation: trace.generation,
             protocol: names.protocol.name(),
-            id: shortened(names.id),
-            trace: shortened(names.trace),
+            id: Shortened(names.id).to_string(),
+            trace: Shortened(names.trace).to_string(),
             samples: trace.samples,
             total_us,
             decode_us: us(trace.decode),
@@ -143,14 +138,6 @@ mod tests {
             age_s: 0,
             at: Some(Instant::now()),
         }
-    }
-
-    #[test]
-    fn a_trace_of_the_w3c_is_kept_whole_and_a_longer_text_is_cut() {
-        let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-        assert_eq!(shortened(trace), trace);
-        let long = "\u{e4}".repeat(TRACE_BYTES_MAX);
-        assert_eq!(shortened(&format!("a{long}")).len(), TRACE_BYTES_MAX - 1);
     }
 
     #[test]
