@@ -199,7 +199,6 @@ pub struct Connections {
     /// Signals that a connection ended.
     ended: Condvar,
     closed: LogLimit,
-    closed_largest: LogLimit,
 }
 
 /// A connection's place among the open ones; dropping it gives the place to another one.
@@ -226,10 +225,9 @@ impl Drop for Place {
 impl Connections {
     /// Returns room for `connections_max` connections, whose requests and answers hold `bytes`.
     pub fn new(connections_max: usize, bytes: &Arc<ByteBudget>) -> Arc<Self> {
-        let closed = LogLimit::new("closed the connection that was silent longest");
-        let closed_largest = LogLimit::new("closed the connection that held most bytes");
+        let closed = LogLimit::new("closed a connection to make room");
         let (open, ended, bytes) = (Mutex::default(), Condvar::new(), Arc::clone(bytes));
-        Arc::new(Self { connections_max, bytes, open, ended, closed, closed_largest })
+        Arc::new(Self { connections_max, bytes, open, ended, closed })
     }
 
     fn open(&self) -> MutexGuard<'_, Vec<Arc<Connection>>> {
@@ -273,7 +271,7 @@ impl Connections {
                 let (max, peer) = (self.connections_max, longest.peer);
                 let seconds = longest.last_activity().elapsed().as_secs();
                 let detail =
-                    format!("all {max} are open; that of {peer:?} was silent for {seconds} s");
+                    format!("all {max} are open; that of {peer:?} was silent longest, {seconds} s");
                 self.closed.warn(&detail);
                 return true;
             }
@@ -328,7 +326,7 @@ impl Connections {
         };
         largest.close();
         let (peer, held) = (largest.peer, largest.share.used());
-        self.closed_largest.warn(&format!("that of {peer:?} held {held} of server.bytes_max"));
+        self.closed.warn(&format!("that of {peer:?} held {held} of server.bytes_max, most of all"));
         true
     }
 
@@ -340,7 +338,6 @@ impl Connections {
             self.ended.wait_timeout_while(open, time.saturating_sub(start.elapsed()), left);
         let open = waited.unwrap_or_else(PoisonError::into_inner).0;
         self.closed.end();
-        self.closed_largest.end();
         open.len()
     }
 }

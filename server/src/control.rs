@@ -91,26 +91,8 @@ async fn blocking<T: Send + 'static>(
     let (sender, done) = tokio::sync::oneshot::channel();
     // The caller may have hung up, and then nobody receives the outcome.
     let run = move || drop(sender.send(work()));
-    let thread = std::thread::Builder::new().name("front change".to_owned()).spawn(run);
+    let thread = std::thread::Builder::new().name("change".to_owned()).spawn(run);
     thread.map_err(|e| Problem::new(Code::Internal, format!("no thread for the change: {e}")))?;
     let panicked = |_| Problem::new(Code::Internal, "the change panicked");
     done.await.map_err(panicked)?
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_whole_token_is_the_token() {
-        for (given, token, expected) in [
-            ("abc", "abc", true),
-            ("ab", "abc", false),
-            ("abcd", "abc", false),
-            ("abd", "abc", false),
-            ("", "", false),
-        ] {
-            assert_eq!(is_token(given.as_bytes(), token.as_bytes()), expected, "{given} {token}");
-        }
-    }
 }

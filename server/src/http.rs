@@ -7,6 +7,7 @@ use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
 use hyper::{HeaderMap, Response, StatusCode};
+use serde::Serialize;
 use serde_json::json;
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -70,8 +71,10 @@ pub fn reply(status: StatusCode, content_type: &'static str, data: Bytes) -> Ans
 }
 
 /// Returns `value` as JSON.
-pub fn json_reply(value: &serde_json::Value) -> Answered {
-    reply(StatusCode::OK, "application/json", value.to_string().into())
+pub fn json_reply(value: &impl Serialize) -> Answered {
+    // Numbers and text always serialize.
+    let bytes = serde_json::to_vec(value).unwrap_or_default();
+    reply(StatusCode::OK, "application/json", bytes.into())
 }
 
 /// Returns the answer to a request that has a problem.
@@ -122,7 +125,8 @@ async fn read_frames(
     while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
         let frame = frame.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
         let Ok(data) = frame.into_data() else { continue };
-        call.connection.count_used(data.len());
+        // With the heads of its frames, unless they are tiny.
+        call.connection.count_used(data.len() + data.len() / 64);
         let bytes = read.len() + data.len();
         if bytes > bytes_max {
             return Err(too_large(bytes_max));

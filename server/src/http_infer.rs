@@ -201,6 +201,7 @@ fn real(value: &RawValue<'_>) -> Option<f64> {
 }
 
 /// The path of a request for scores.
+#[derive(Clone, Copy)]
 pub struct Target<'a> {
     pub model: &'a str,
     pub version: &'a str,

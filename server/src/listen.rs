@@ -404,8 +404,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
 
 impl<S> Watched<S> {
     fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        if matches!(written, Poll::Ready(Ok(_))) {
+        if let Poll::Ready(Ok(bytes)) = &written {
             self.connection.note_activity();
+            // A caller that takes answers sends frames that say so.
+            self.connection.count_used(bytes / 64);
         }
         written
     }

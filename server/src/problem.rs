@@ -36,52 +36,36 @@ pub enum Code {
 }
 
 impl Code {
+    /// Returns the status of gRPC, that of HTTP, and the name of the outcome in the metrics.
+    fn row(self) -> (u32, StatusCode, &'static str) {
+        match self {
+            Self::Invalid => (3, StatusCode::BAD_REQUEST, "invalid"),
+            Self::Late => (4, StatusCode::GATEWAY_TIMEOUT, "late"),
+            Self::NotFound => (5, StatusCode::NOT_FOUND, "not_found"),
+            Self::Denied => (7, StatusCode::FORBIDDEN, "denied"),
+            Self::Busy => (8, StatusCode::SERVICE_UNAVAILABLE, "busy"),
+            Self::TooOften => (8, StatusCode::TOO_MANY_REQUESTS, "too_often"),
+            Self::TooLarge => (8, StatusCode::PAYLOAD_TOO_LARGE, "too_large"),
+            Self::Refused => (9, StatusCode::CONFLICT, "refused"),
+            Self::Unimplemented => (12, StatusCode::NOT_IMPLEMENTED, "unimplemented"),
+            Self::Internal => (13, StatusCode::INTERNAL_SERVER_ERROR, "failed"),
+            Self::Unavailable => (14, StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        }
+    }
+
     /// Returns the number of the status of gRPC.
     pub fn grpc(self) -> u32 {
-        match self {
-            Self::Invalid => 3,
-            Self::Late => 4,
-            Self::NotFound => 5,
-            Self::Denied => 7,
-            Self::Busy | Self::TooOften | Self::TooLarge => 8,
-            Self::Refused => 9,
-            Self::Unimplemented => 12,
-            Self::Internal => 13,
-            Self::Unavailable => 14,
-        }
+        self.row().0
     }
 
     /// Returns the status of HTTP.
     pub fn http(self) -> StatusCode {
-        match self {
-            Self::Invalid => StatusCode::BAD_REQUEST,
-            Self::Late => StatusCode::GATEWAY_TIMEOUT,
-            Self::NotFound => StatusCode::NOT_FOUND,
-            Self::Denied => StatusCode::FORBIDDEN,
-            Self::Busy | Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
-            Self::TooOften => StatusCode::TOO_MANY_REQUESTS,
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Refused => StatusCode::CONFLICT,
-            Self::Unimplemented => StatusCode::NOT_IMPLEMENTED,
-            Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
-        }
+        self.row().1
     }
 
     /// Returns the name of the outcome in the metrics.
     pub fn outcome(self) -> &'static str {
-        match self {
-            Self::Invalid => "invalid",
-            Self::Late => "late",
-            Self::NotFound => "not_found",
-            Self::Denied => "denied",
-            Self::Busy => "busy",
-            Self::TooOften => "too_often",
-            Self::TooLarge => "too_large",
-            Self::Refused => "refused",
-            Self::Unimplemented => "unimplemented",
-            Self::Internal => "failed",
-            Self::Unavailable => "unavailable",
-        }
+        self.row().2
     }
 }
 

@@ -7,7 +7,6 @@ use crate::limits::RETRY_MAX;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::ModelIndex;
 use hatchback::{Flash, FlashError, ServingError, Shortened, system_disk};
-use serde_json::{Value, json};
 
 /// Returns the models that are served, and those of `folders` that are not.
 pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
@@ -26,15 +25,6 @@ pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
         ModelIndex { name: folder.name.clone(), version: String::new(), state, reason }
     });
     ready.chain(others).collect()
-}
-
-/// Returns an index as JSON.
-pub fn index_json(models: &[ModelIndex]) -> Value {
-    let one = |model: &ModelIndex| {
-        let ModelIndex { name, version, state, reason } = model;
-        json!({"name": name, "version": version, "state": state, "reason": reason})
-    };
-    models.iter().map(one).collect()
 }
 
 /// Serves the live generation of the model `name`: loads the model, or swaps to a generation that

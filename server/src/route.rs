@@ -107,6 +107,12 @@ impl Head {
         let json_bytes = http_infer::json_bytes(headers)?;
         Ok(Self { method, path, timeout: None, json_bytes })
     }
+
+    /// Returns the problem that there is no such path.
+    fn unknown(&self) -> Problem {
+        let (method, path) = (Shortened(self.method.as_str()), Shortened(&self.path));
+        Problem::new(Code::NotFound, format!("{method} {path}"))
+    }
 }
 
 /// Answers `request` of `connection`. The answer holds its bytes of the budget until the caller has
@@ -263,8 +269,6 @@ async fn answer_http(
     // Split before the parts are decoded: an encoded slash belongs to a name.
     let path = whole.trim_matches('/').split('/').map(part).collect::<Result<Vec<_>, _>>()?;
     let path: Vec<&str> = path.iter().map(|part| checked(part)).collect::<Result<_, _>>()?;
-    let request = || format!("{} {}", Shortened(method.as_str()), Shortened(whole));
-    let unknown = || Problem::new(Code::NotFound, request());
 
     match (method, path.as_slice()) {
         (&Method::GET, [""]) => Ok(page()),
@@ -279,21 +283,21 @@ async fn answer_http(
             let done = control::act(call, action, name).await?;
             Ok(json_reply(&json!({"done": done})))
         }
-        (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server_json())),
+        (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server())),
         (&Method::GET, ["v2", "health", "live"]) => Ok(json_reply(&json!({"live": true}))),
         (&Method::GET, ["v2", "health", "ready"]) => ready_reply(is_ready(call.front)),
         // Before the paths of one model, which would take `stats` for a name.
         (&Method::GET, ["v2", "models", "stats"]) => {
             let statistics = describe::statistics(call.front, "", "")?;
-            Ok(json_reply(&describe::statistics_json(&statistics)))
+            Ok(json_reply(&describe::statistics_json(statistics)))
         }
         (_, ["v2", "models", model, "versions", version, rest @ ..]) => {
             let target = Target { model, version };
-            answer_model(call, target, head, rest, body).await.unwrap_or(Err(unknown()))
+            answer_model(call, target, head, rest, body).await
         }
         (_, ["v2", "models", model, rest @ ..]) => {
             let target = Target { model, version: "" };
-            answer_model(call, target, head, rest, body).await.unwrap_or(Err(unknown()))
+            answer_model(call, target, head, rest, body).await
         }
         (&Method::POST, ["v2", "repository", "index"]) => {
             Ok(reply(StatusCode::OK, JSON_TYPE, call.front.shown().index))
@@ -304,60 +308,39 @@ async fn answer_http(
         (&Method::POST, ["v2", "repository", "models", name, "unload"]) => {
             change_http(call, body, name, Change::Unload).await
         }
-        _ => Err(unknown()),
+        _ => Err(head.unknown()),
     }
 }
 
-/// Answers a request about one model; `None` if there is no such path.
+/// Answers a request about one model.
 async fn answer_model(
     call: &mut Call<'_>,
     target: Target<'_>,
     head: &Head,
     rest: &[&str],
     body: Incoming,
-) -> Option<Result<Answered, Problem>> {
-    let Target { model, version } = target;
-    let front = call.front;
-    Some(match (&head.method, rest) {
-        (&Method::POST, ["infer"]) => infer_http(call, target, head, body).await,
-        (&Method::POST, ["prefetch"]) => prefetch_http(call, target, head, body).await,
-        (&Method::GET, []) => {
-            describe::model(front, model, version).map(|m| json_reply(&describe::model_json(&m)))
+) -> Result<Answered, Problem> {
+    let (front, Target { model, version }) = (call.front, target);
+    let bytes_max = front.rules.request_bytes_max as usize;
+    match (&head.method, rest) {
+        (&Method::POST, ["infer"]) => {
+            let body = read_body(call, body, bytes_max).await?;
+            http_infer::infer(call, target, head.json_bytes, body).await
         }
+        (&Method::POST, ["prefetch"]) => {
+            let body = read_body(call, body, bytes_max).await?;
+            let queued = http_infer::prefetch(call, target, head.json_bytes, &body)?;
+            Ok(json_reply(&json!({"queued": queued})))
+        }
+        (&Method::GET, []) => Ok(json_reply(&describe::model(front, model, version)?)),
         (&Method::GET, ["ready"]) => ready_reply(describe::version(front, model, version).is_ok()),
-        (&Method::GET, ["config"]) => {
-            describe::config(front, model, version).map(|c| json_reply(&describe::config_json(&c)))
+        (&Method::GET, ["config"]) => Ok(json_reply(&describe::config(front, model, version)?)),
+        (&Method::GET, ["stats"]) => {
+            let statistics = describe::statistics(front, model, version)?;
+            Ok(json_reply(&describe::statistics_json(statistics)))
         }
-        (&Method::GET, ["stats"]) => describe::statistics(front, model, version)
-            .map(|statistics| json_reply(&describe::statistics_json(&statistics))),
-        _ => return None,
-    })
-}
-
-async fn infer_http(
-    call: &mut Call<'_>,
-    target: Target<'_>,
-    head: &Head,
-    body: Incoming,
-) -> Result<Answered, Problem> {
-    let body = read_infer(call, body).await?;
-    http_infer::infer(call, target, head.json_bytes, body).await
-}
-
-async fn prefetch_http(
-    call: &mut Call<'_>,
-    target: Target<'_>,
-    head: &Head,
-    body: Incoming,
-) -> Result<Answered, Problem> {
-    let body = read_infer(call, body).await?;
-    let queued = http_infer::prefetch(call, target, head.json_bytes, &body)?;
-    Ok(json_reply(&json!({"queued": queued})))
-}
-
-async fn read_infer(call: &mut Call<'_>, body: Incoming) -> Result<Bytes, Problem> {
-    let bytes_max = call.front.rules.request_bytes_max as usize;
-    read_body(call, body, bytes_max).await
+        _ => Err(head.unknown()),
+    }
 }
 
 fn ready_reply(is_ready: bool) -> Result<Answered, Problem> {

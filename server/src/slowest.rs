@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A slow request, as it is shown.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct SlowRequest {
     pub model: String,
     pub generation: u64,
@@ -118,26 +118,7 @@ mod tests {
     use super::*;
 
     fn request(total_us: u64) -> SlowRequest {
-        SlowRequest {
-            model: "m".to_owned(),
-            generation: 1,
-            protocol: "grpc",
-            id: String::new(),
-            trace: String::new(),
-            samples: 1,
-            total_us,
-            decode_us: 0,
-            queue_us: 0,
-            score_us: 0,
-            encode_us: 0,
-            fresh: 0,
-            defaulted: 0,
-            absent: 0,
-            damaged: 0,
-            late: false,
-            age_s: 0,
-            at: Some(Instant::now()),
-        }
+        SlowRequest { total_us, at: Some(Instant::now()), ..SlowRequest::default() }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::facts::{CarFacts, ModelFolder};
 use crate::front::{Front, Shown};
 use crate::grpc;
 use crate::proto::RepositoryIndexResponse;
-use crate::repository::{index, index_json};
+use crate::repository::index;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -26,7 +26,7 @@ pub fn show(front: &Front) {
     front.show(Shown {
         status: status(front, &folders).to_string().into(),
         metrics: front.metrics.text().into(),
-        index: index_json(&models).to_string().into(),
+        index: json!(models).to_string().into(),
         index_message: grpc::frame(&RepositoryIndexResponse { models }).into(),
     });
 }
