@@ -1,9 +1,9 @@
 //! The open connections, at most `server.connections_max`. If all are taken, the connection that
 //! was silent longest is closed for the next caller. A connection that has a request in progress is
-//! never closed for that. If the bytes that wait for callers take half of the byte budget, the
-//! connection that holds most of them is closed. Never reads or writes the bytes of a connection.
+//! never closed for that. If too many bytes wait for callers, the connection that holds most of them
+//! is closed. Never reads or writes the bytes of a connection.
 
-use crate::limits::{FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, TURN_BYTES_MAX};
+use crate::limits::{FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SILENT_TIME_MIN, TURN_BYTES_MAX};
 use crate::log_limit::LogLimit;
 use crate::memory::{ByteBudget, Reservation, Share};
 use crate::problem::{Code, Problem};
@@ -284,7 +284,7 @@ impl Connections {
     /// The budget has no room for them, and no larger connection makes room.
     pub fn grow(&self, memory: &mut Reservation, more: usize) -> Result<(), Problem> {
         self.check_room(memory, more)?;
-        memory.grow(more)
+        memory.grow_waiting(more)
     }
 
     /// Reserves exactly `bytes` in `memory` for an answer that its caller will take.
@@ -297,35 +297,34 @@ impl Connections {
     }
 
     fn check_room(&self, memory: &Reservation, more: usize) -> Result<(), Problem> {
-        let excess = self.bytes.excess(more);
-        let needed = memory.share().used().saturating_add(more);
+        let needed = memory.share().waiting().saturating_add(more);
+        let excess = self.bytes.excess(more, needed);
         match excess > 0 && !self.make_room(needed, excess) {
             true => Err(memory.share().refusal(more)),
             false => Ok(()),
         }
     }
 
-    /// Closes the connection that holds most bytes for one that needs `needed`. Returns false if
-    /// none holds enough more.
+    /// Closes the connection that holds most bytes for one that needs `needed`. Only a small one
+    /// displaces callers that still send. Returns false if no other one holds more.
     fn make_room(&self, needed: usize, excess: usize) -> bool {
         let open = self.open();
         let closing = open.iter().filter(|connection| connection.is_closing());
         // A connection that closes already makes room.
-        if closing.map(|connection| connection.share.used()).sum::<usize>() >= excess {
+        if closing.map(|connection| connection.share.waiting()).sum::<usize>() >= excess {
             return true;
         }
-        let others = open.iter().filter(|connection| !connection.is_closing());
-        let largest = others.max_by_key(|connection| connection.share.used());
-        // Callers of equal size are told to repeat; to close one for another would help neither.
-        let holds_more = |held: usize| match needed <= self.bytes.small() {
-            true => held > needed,
-            false => held / 2 >= needed,
-        };
-        let Some(largest) = largest.filter(|largest| holds_more(largest.share.used())) else {
+        let is_small = self.bytes.is_small(needed);
+        let others = open.iter().filter(|connection| {
+            let is_silent = || connection.last_activity().elapsed() >= SILENT_TIME_MIN;
+            !connection.is_closing() && (is_small || is_silent())
+        });
+        let largest = others.max_by_key(|connection| connection.share.waiting());
+        let Some(largest) = largest.filter(|largest| largest.share.waiting() > needed) else {
             return false;
         };
         largest.close();
-        let (peer, held) = (largest.peer, largest.share.used());
+        let (peer, held) = (largest.peer, largest.share.waiting());
         self.closed.warn(&format!("that of {peer:?} held {held} of server.bytes_max, most of all"));
         true
     }
@@ -394,32 +393,32 @@ mod tests {
         assert!(held[1].begin_work().is_none(), "a closing connection begins no request");
     }
 
-    /// Half of 6400 bytes may wait for callers, and a connection of 100 bytes is small.
+    /// 3200 of 6400 bytes may wait for large callers, and 4800 for small ones of up to 100 bytes.
     #[test]
-    fn the_largest_connection_makes_room_for_a_smaller_one_but_not_for_its_equal() {
+    fn the_largest_connection_makes_room_for_a_small_one_and_a_silent_one_for_any() {
         let connections = connections(4);
         let places: Vec<Place> = (0..4).map(|_| connections.admit(PEER).unwrap()).collect();
         let mut memory: Vec<Reservation> =
             places.iter().map(|place| place.connection().share.reservation()).collect();
-        let is_closing = |at: usize| places[at].connection().is_closing();
+        let closing = || places.iter().filter(|place| place.connection().is_closing()).count();
         connections.grow(&mut memory[0], 1700).unwrap();
         connections.grow(&mut memory[1], 1500).unwrap();
-        assert!(connections.grow(&mut memory[1], 1).is_err(), "its equal stays");
-        assert!(
-            connections.grow(&mut memory[0], 1).is_err(),
-            "the largest makes no room for itself"
-        );
-        assert!(connections.grow(&mut memory[2], 2000).is_err() && !is_closing(0));
-        connections.grow(&mut memory[2], 850).unwrap();
-        assert!(is_closing(0) && !is_closing(1) && !is_closing(2));
-        assert!(places[0].connection().begin_work().is_none());
+        assert!(connections.grow(&mut memory[1], 1).is_err(), "a caller that sends stays");
+        memory[1].grow(1600).unwrap();
+        connections.grow(&mut memory[3], 100).unwrap();
+        assert_eq!(closing(), 0, "what is decoded waits for no caller");
+        connections.resize(&mut memory[1], 3100).unwrap_err();
+        connections.grow(&mut memory[2], 1).unwrap();
+        assert!(places[1].connection().is_closing() && closing() == 1, "the largest");
+        assert!(places[1].connection().begin_work().is_none());
 
-        memory[0].shrink(0);
-        connections.grow(&mut memory[3], 99).unwrap();
-        assert!(!is_closing(1), "there is room");
-        connections.resize(&mut memory[2], 1602).unwrap_err();
-        connections.resize(&mut memory[3], 100).unwrap();
-        assert!(is_closing(2) && !is_closing(1), "a small one displaces any larger one");
+        memory[1].resize(1500).unwrap();
+        std::thread::sleep(SILENT_TIME_MIN);
+        connections.grow(&mut memory[3], 1300).unwrap();
+        assert_eq!(closing(), 1, "a closing one makes room already");
+        memory[1].shrink(0);
+        connections.resize(&mut memory[2], 1600).unwrap();
+        assert!(places[0].connection().is_closing() && closing() == 2);
     }
 
     #[test]

@@ -27,8 +27,10 @@ pub const REQUEST_BYTES: usize = 2 << 10;
 /// Bytes of the body of a request that asks for no scores.
 pub const CONTROL_BYTES_MAX: usize = 64 << 10;
 /// One connection holds at most this part of `server.bytes_max`, or one request of the largest size.
-/// One of this part's square is small: for it, any larger connection makes room.
+/// One with this part of a share is small: for it, any larger connection makes room.
 pub const SHARES: usize = 8;
+/// Time without a byte after which a connection makes room for any smaller one.
+pub const SILENT_TIME_MIN: Duration = Duration::from_secs(1);
 /// Bytes that one connection reads before the others have their turn.
 pub const TURN_BYTES_MAX: usize = 16 << 10;
 /// Bytes of frames that belong to no request and that a caller may send in `ANSWER_TIME_MAX`.

@@ -15,6 +15,8 @@ pub struct ByteBudget {
     /// Bytes that one connection may hold.
     share_bytes_max: usize,
     used: AtomicUsize,
+    /// Those of the bytes that are decoded: they wait for no caller.
+    decoded: AtomicUsize,
 }
 
 impl ByteBudget {
@@ -24,7 +26,8 @@ impl ByteBudget {
         // The largest request is in memory twice: as received, and decoded.
         let request = request_bytes_max.saturating_mul(2);
         let share_bytes_max = (bytes_max / SHARES).max(request).min(bytes_max);
-        Arc::new(Self { bytes_max, share_bytes_max, used: AtomicUsize::new(0) })
+        let (used, decoded) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Arc::new(Self { bytes_max, share_bytes_max, used, decoded })
     }
 
     /// Returns the bytes that are used now.
@@ -32,14 +35,17 @@ impl ByteBudget {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes above the half that may wait for callers, if `more` are reserved.
-    pub fn excess(&self, more: usize) -> usize {
-        self.used().saturating_add(more).saturating_sub(self.bytes_max / 2)
+    /// Returns whether a connection with `bytes` is small. Larger ones leave room for small ones.
+    pub fn is_small(&self, bytes: usize) -> bool {
+        bytes <= self.bytes_max / (SHARES * SHARES)
     }
 
-    /// Returns the bytes that a connection may hold without being closed for a smaller one.
-    pub fn small(&self) -> usize {
-        self.bytes_max / (SHARES * SHARES)
+    /// Returns how many bytes too many would wait for callers, if `more` did for a connection that
+    /// then has `needed`: small connections may use three quarters, larger ones half.
+    pub fn excess(&self, more: usize, needed: usize) -> usize {
+        let quarters = if self.is_small(needed) { 3 } else { 2 };
+        let waiting = self.used().saturating_sub(self.decoded.load(Ordering::Relaxed));
+        waiting.saturating_add(more).saturating_sub(self.bytes_max / 4 * quarters)
     }
 }
 
@@ -48,6 +54,7 @@ impl ByteBudget {
 pub struct Share {
     budget: Arc<ByteBudget>,
     used: AtomicUsize,
+    decoded: AtomicUsize,
     /// Answers that wait for the caller, by the parity of the period in which they were made.
     answers: [AtomicU32; 2],
     period: AtomicUsize,
@@ -56,18 +63,20 @@ pub struct Share {
 impl Share {
     /// Returns a share of `budget`, of which none is used.
     pub fn new(budget: &Arc<ByteBudget>) -> Arc<Self> {
-        let (answers, period) = (Default::default(), AtomicUsize::new(0));
-        Arc::new(Self { budget: Arc::clone(budget), used: AtomicUsize::new(0), answers, period })
+        let [used, decoded, period] = [0; 3].map(AtomicUsize::new);
+        let (budget, answers) = (Arc::clone(budget), Default::default());
+        Arc::new(Self { budget, used, decoded, answers, period })
     }
 
-    /// Returns the bytes that are used now.
-    pub fn used(&self) -> usize {
-        self.used.load(Ordering::Relaxed)
+    /// Returns the bytes that wait for the caller.
+    pub fn waiting(&self) -> usize {
+        let decoded = self.decoded.load(Ordering::Relaxed);
+        self.used.load(Ordering::Relaxed).saturating_sub(decoded)
     }
 
     /// Returns a reservation without bytes.
     pub fn reservation(self: &Arc<Self>) -> Reservation {
-        Reservation { share: Arc::clone(self), bytes: 0 }
+        Reservation { share: Arc::clone(self), bytes: 0, decoded: 0 }
     }
 
     /// Begins the next period. Returns whether the caller has taken every answer that was made
@@ -80,7 +89,7 @@ impl Share {
     /// Returns the refusal of `more` bytes.
     pub fn refusal(&self, more: usize) -> Problem {
         let ByteBudget { bytes_max, share_bytes_max, .. } = &*self.budget;
-        let (used, own) = (self.budget.used(), self.used());
+        let (used, own) = (self.budget.used(), self.used.load(Ordering::Relaxed));
         let message = format!(
             "busy: server.bytes_max = {bytes_max}, {used} bytes are in use and {more} more are \
              needed; this connection has {own} and may have {share_bytes_max}"
@@ -94,6 +103,7 @@ impl Share {
 pub struct Reservation {
     share: Arc<Share>,
     bytes: usize,
+    decoded: usize,
 }
 
 impl Reservation {
@@ -102,11 +112,25 @@ impl Reservation {
         &self.share
     }
 
-    /// Reserves `more` bytes beside those that are reserved.
+    /// Reserves `more` bytes for what is decoded or encoded now, until the next change.
     ///
     /// # Errors
     /// The share or the budget has no room for them. The reservation is then unchanged.
     pub fn grow(&mut self, more: usize) -> Result<(), Problem> {
+        self.grow_waiting(more)?;
+        self.decoded += more;
+        self.share.decoded.fetch_add(more, Ordering::Relaxed);
+        self.share.budget.decoded.fetch_add(more, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reserves `more` bytes that wait for the caller. Only [`Connections`] calls this.
+    ///
+    /// [`Connections`]: crate::connections::Connections
+    ///
+    /// # Errors
+    /// As [`Reservation::grow`].
+    pub fn grow_waiting(&mut self, more: usize) -> Result<(), Problem> {
         let Share { budget, used, .. } = &*self.share;
         // Relaxed, because no other memory depends on the numbers.
         let add = |used: &AtomicUsize, most: usize| {
@@ -124,21 +148,24 @@ impl Reservation {
         Ok(())
     }
 
-    /// Gives all but `bytes` back.
+    /// Gives all but `bytes` back. Those wait for the caller.
     pub fn shrink(&mut self, bytes: usize) {
+        let decoded = std::mem::take(&mut self.decoded);
+        self.share.decoded.fetch_sub(decoded, Ordering::Relaxed);
+        self.share.budget.decoded.fetch_sub(decoded, Ordering::Relaxed);
         let less = self.bytes.saturating_sub(bytes);
         self.bytes -= less;
         self.share.used.fetch_sub(less, Ordering::Relaxed);
         self.share.budget.used.fetch_sub(less, Ordering::Relaxed);
     }
 
-    /// Reserves exactly `bytes`.
+    /// Reserves exactly `bytes`, which wait for the caller.
     ///
     /// # Errors
     /// As [`Reservation::grow`].
     pub fn resize(&mut self, bytes: usize) -> Result<(), Problem> {
         self.shrink(bytes);
-        self.grow(bytes - self.bytes)
+        self.grow_waiting(bytes - self.bytes)
     }
 
     /// Returns `data`, which gives the bytes back when the caller has taken it.
@@ -187,10 +214,12 @@ mod tests {
         assert!(
             other.grow(41).is_err() && first.grow(1).is_err() && other.grow(usize::MAX).is_err()
         );
-        assert_eq!((budget.used(), first.share.used(), other.share.used()), (60, 60, 0));
+        assert_eq!((budget.used(), budget.excess(60, 60)), (60, 10));
         other.grow(40).unwrap();
         first.resize(50).unwrap();
-        assert_eq!((budget.used(), first.share.used()), (90, 50));
+        assert_eq!((budget.used(), first.share.waiting(), other.share.waiting()), (90, 50, 0));
+        // One byte of a hundred is small.
+        assert_eq!((budget.excess(20, 20), budget.excess(26, 1)), (20, 1));
         drop((first, other));
         assert_eq!(budget.used(), 0);
     }
