@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 #[derive(Debug)]
 pub struct ByteBudget {
     bytes_max: usize,
-    /// Bytes that one connection may hold.
+    /// Bytes of one connection that may wait for its caller.
     share_bytes_max: usize,
     used: AtomicUsize,
     /// Those of the bytes that are decoded: they wait for no caller.
@@ -115,9 +115,9 @@ impl Reservation {
     /// Reserves `more` bytes for what is decoded or encoded now, until the next change.
     ///
     /// # Errors
-    /// The share or the budget has no room for them. The reservation is then unchanged.
+    /// The budget has no room for them. The reservation is then unchanged.
     pub fn grow(&mut self, more: usize) -> Result<(), Problem> {
-        self.grow_waiting(more)?;
+        self.reserve(more, usize::MAX)?;
         self.decoded += more;
         self.share.decoded.fetch_add(more, Ordering::Relaxed);
         self.share.budget.decoded.fetch_add(more, Ordering::Relaxed);
@@ -129,15 +129,19 @@ impl Reservation {
     /// [`Connections`]: crate::connections::Connections
     ///
     /// # Errors
-    /// As [`Reservation::grow`].
+    /// The share or the budget has no room for them. The reservation is then unchanged.
     pub fn grow_waiting(&mut self, more: usize) -> Result<(), Problem> {
+        self.reserve(more, self.share.budget.share_bytes_max)
+    }
+
+    fn reserve(&mut self, more: usize, share_bytes_max: usize) -> Result<(), Problem> {
         let Share { budget, used, .. } = &*self.share;
         // Relaxed, because no other memory depends on the numbers.
         let add = |used: &AtomicUsize, most: usize| {
             let grown = |used: usize| used.checked_add(more).filter(|sum| *sum <= most);
             used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grown).is_ok()
         };
-        if !add(used, budget.share_bytes_max) {
+        if !add(used, share_bytes_max) {
             return Err(self.share.refusal(more));
         }
         if !add(&budget.used, budget.bytes_max) {
@@ -162,7 +166,7 @@ impl Reservation {
     /// Reserves exactly `bytes`, which wait for the caller.
     ///
     /// # Errors
-    /// As [`Reservation::grow`].
+    /// As [`Reservation::grow_waiting`].
     pub fn resize(&mut self, bytes: usize) -> Result<(), Problem> {
         self.shrink(bytes);
         self.grow_waiting(bytes - self.bytes)
@@ -210,14 +214,16 @@ mod tests {
         let budget = ByteBudget::new(100, 30);
         let (mut first, mut other) =
             (Share::new(&budget).reservation(), Share::new(&budget).reservation());
-        first.grow(60).unwrap();
-        assert!(
-            other.grow(41).is_err() && first.grow(1).is_err() && other.grow(usize::MAX).is_err()
-        );
-        assert_eq!((budget.used(), budget.excess(60, 60)), (60, 10));
-        other.grow(40).unwrap();
+        first.grow_waiting(60).unwrap();
+        assert!(other.grow_waiting(41).is_err() && first.grow_waiting(1).is_err());
+        assert!(other.grow(usize::MAX).is_err());
+        assert_eq!((budget.used(), budget.excess(60, 60)), (60, 70));
+        other.grow(39).unwrap();
+        first.grow(1).unwrap();
+        assert_eq!((first.share.waiting(), other.share.waiting()), (60, 0));
+        assert!(first.resize(61).is_err(), "decoded bytes that wait need room in the share");
         first.resize(50).unwrap();
-        assert_eq!((budget.used(), first.share.waiting(), other.share.waiting()), (90, 50, 0));
+        assert_eq!((budget.used(), first.share.waiting()), (89, 50));
         // One byte of a hundred is small.
         assert_eq!((budget.excess(20, 20), budget.excess(26, 1)), (20, 1));
         drop((first, other));

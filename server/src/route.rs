@@ -64,7 +64,9 @@ impl Received {
         let at = Instant::now();
         let (parts, body) = request.into_parts();
         let headers = &parts.headers;
-        let protocol = if grpc::is_call(headers) { Protocol::Grpc } else { Protocol::Http };
+        // A tunnel, which CONNECT asks for, begins with the 200 of every call of gRPC.
+        let is_grpc = parts.method == Method::POST && grpc::is_call(headers);
+        let protocol = if is_grpc { Protocol::Grpc } else { Protocol::Http };
         let trace = headers.get(TRACEPARENT).filter(|trace| trace.len() <= TRACE_BYTES_MAX);
         // A copy, because a part of the headers keeps all of them.
         let trace = trace.and_then(|trace| HeaderValue::from_bytes(trace.as_bytes()).ok());
@@ -156,7 +158,9 @@ fn hold(answered: &mut Answered, memory: Reservation) {
     } else if let Some(message) = answered.headers_mut().get_mut(grpc::MESSAGE) {
         // The refusal of a call has no body: its last bytes are this header.
         let text = memory.hold(Bytes::copy_from_slice(message.as_bytes()));
-        if let Ok(held) = HeaderValue::from_maybe_shared(text) {
+        if let Ok(mut held) = HeaderValue::from_maybe_shared(text) {
+            // Otherwise the table of HPACK would keep the value after it was sent.
+            held.set_sensitive(true);
             *message = held;
         }
     }

@@ -491,6 +491,32 @@ fn a_caller_that_takes_no_answer_is_counted_and_closed() {
     ask_until(&open, &|| true);
 }
 
+/// The table of HPACK would keep a refusal, and then the connection would seem not to take it.
+#[test]
+fn a_refusal_that_was_taken_is_counted_no_more() {
+    let open = Open::new();
+    let mut frames = Frames::new(open.unix(), 1 << 20);
+    let call = |path: &str| {
+        let headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "localhost"),
+            ("content-type", "application/grpc"),
+        ];
+        block(&headers, &[])
+    };
+    for number in 0..50 {
+        frames.request(&call(&format!("{SERVICE}None{number}")), END_STREAM);
+        assert!(answer_of(&frames.stream).unwrap().is_empty());
+    }
+    while open.bytes() > 3 * 4096 {
+        std::thread::yield_now();
+    }
+    frames.request(&call(&format!("{SERVICE}None")), END_STREAM);
+    assert!(answer_of(&frames.stream).unwrap().is_empty(), "the connection is open");
+}
+
 /// Frames without requests end their connection. A request is never far from the next turn, which
 /// the unit test of a turn proves.
 #[test]
@@ -522,6 +548,7 @@ fn a_flood_of_frames_without_requests_is_ended() {
         let mut good = open.client();
         while frames.stream.write_all(&flood).is_ok() {
             sent += flood.len();
+            assert!(sent < 64 << 20, "{name}: {sent} bytes");
             assert!(good.ask("m", SAMPLE).unwrap()["score"].is_array(), "{name}");
         }
         println!("{name}: ended after {sent} bytes");
