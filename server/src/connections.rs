@@ -1,7 +1,7 @@
 //! The open connections, at most `server.connections_max`. If all are taken, the connection that
 //! was silent longest is closed for the next caller. A connection that has a request in progress is
-//! never closed for that. If too many bytes wait for callers, the connection that holds most of them
-//! is closed. Never reads or writes the bytes of a connection.
+//! never closed for that. If too many bytes wait for callers, the connection that holds most of
+//! them is closed. Never reads or writes the bytes of a connection.
 
 use crate::limits::{FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SILENT_TIME_MIN, TURN_BYTES_MAX};
 use crate::log_limit::LogLimit;

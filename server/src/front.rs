@@ -65,7 +65,7 @@ pub fn front_bytes(rules: &ServerRules) -> Vec<(&'static str, u64)> {
 
 /// What every caller may read, made in the last second: callers cannot raise its cost.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Shown {
+pub(crate) struct Published {
     /// The status page's JSON.
     pub status: Bytes,
     /// The text of the metrics.
@@ -97,7 +97,7 @@ pub struct Front {
     pub(crate) is_changing: AtomicBool,
     new_facts: Facts,
     facts: Arc<Mutex<CarFacts>>,
-    shown: Mutex<Shown>,
+    shown: Mutex<Published>,
     layouts: Mutex<BTreeMap<String, Arc<Layout>>>,
 }
 
@@ -150,7 +150,7 @@ impl Front {
     }
 
     /// Publishes `shown` until the next call.
-    pub(crate) fn show(&self, shown: Shown) {
+    pub(crate) fn show(&self, shown: Published) {
         *lock(&self.shown) = shown;
     }
 
@@ -160,7 +160,7 @@ impl Front {
     }
 
     /// Returns what was made in the last second.
-    pub(crate) fn shown(&self) -> Shown {
+    pub(crate) fn shown(&self) -> Published {
         lock(&self.shown).clone()
     }
 

@@ -26,8 +26,8 @@ pub const SEND_BYTES_MAX: usize = 16 << 10;
 pub const REQUEST_BYTES: usize = 2 << 10;
 /// Bytes of the body of a request that asks for no scores.
 pub const CONTROL_BYTES_MAX: usize = 64 << 10;
-/// One connection holds at most this part of `server.bytes_max`, or one request of the largest size.
-/// One with this part of a share is small: for it, any larger connection makes room.
+/// One connection holds at most this part of `server.bytes_max`, or one request of the largest
+/// size. One with this part of a share is small: for it, any larger connection makes room.
 pub const SHARES: usize = 8;
 /// Time without a byte after which a connection makes room for any smaller one.
 pub const SILENT_TIME_MIN: Duration = Duration::from_secs(1);

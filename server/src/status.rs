@@ -3,7 +3,7 @@
 //! cost.
 
 use crate::facts::{CarFacts, ModelFolder};
-use crate::front::{Front, Shown};
+use crate::front::{Front, Published};
 use crate::grpc;
 use crate::proto::RepositoryIndexResponse;
 use crate::repository::index;
@@ -23,7 +23,7 @@ pub fn tick(front: &Front) {
 pub fn show(front: &Front) {
     let folders = (front.models)();
     let models = index(front, &folders);
-    front.show(Shown {
+    front.show(Published {
         status: status(front, &folders).to_string().into(),
         metrics: front.metrics.text().into(),
         index: json!(models).to_string().into(),
