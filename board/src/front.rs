@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use hatchback::car::update_steps::ModelUpdates;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
-use hatchback::{Generation, UpdateStatus};
+use hatchback::{Generation, Shortened, UpdateStatus};
 use hatchback_link::daemon::now;
 use hatchback_server::{CarFacts, Code, Front, FrontOptions, ModelFolder, Problem};
 use std::collections::BTreeMap;
@@ -124,13 +124,13 @@ impl NamedUpdater {
 /// Does an action of the status page for `model`.
 fn act(updaters: &[NamedUpdater], action: &str, model: &str) -> Result<String, Problem> {
     if action != "consent" {
-        let action = action.escape_debug();
+        let action = Shortened(action);
         return Err(Problem::new(Code::NotFound, format!("no action `{action}`")));
     }
     let of_model =
         |updater: &&NamedUpdater| updater.status().is_some_and(|(name, _)| name == model);
     let Some(NamedUpdater { updater, .. }) = updaters.iter().find(of_model) else {
-        let model = model.escape_debug();
+        let model = Shortened(model);
         return Err(Problem::new(Code::NotFound, format!("model `{model}` has no updates")));
     };
     match updater.consent(now()) {

@@ -6,6 +6,7 @@
 use crate::machine::{self, Root};
 use hatchback::targets::Shed as Limits;
 use hatchback_server::Gate;
+use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -110,15 +111,24 @@ impl Shed {
     }
 
     /// Runs `work`, and reads the sensors every second until it returns.
-    pub fn watch<T>(&self, root: &Root, limits: &Limits, work: impl FnOnce() -> T) -> T {
+    ///
+    /// # Errors
+    /// `work` fails, or the system gives no thread for the sensors.
+    pub fn watch<T>(
+        &self,
+        root: &Root,
+        limits: &Limits,
+        work: impl FnOnce() -> io::Result<T>,
+    ) -> io::Result<T> {
         let (done, stopped) = channel::<()>();
         std::thread::scope(|scope| {
-            scope.spawn(move || {
+            let read = move || {
                 self.read_sensors(root, limits);
                 while stopped.recv_timeout(SENSOR_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                     self.read_sensors(root, limits);
                 }
-            });
+            };
+            std::thread::Builder::new().name("sensors".to_owned()).spawn_scoped(scope, read)?;
             // Dropped when `work` ends, also by a panic. Otherwise the scope would wait for the
             // thread for ever.
             let _done = done;

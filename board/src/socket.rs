@@ -26,10 +26,10 @@ impl Stop {
     /// the process.
     ///
     /// # Errors
-    /// The system refuses a signal handler.
+    /// The system refuses a signal handler or a thread.
     pub fn on_signal(self: &Arc<Self>, early: impl FnOnce() + Send + 'static) -> Result<()> {
         let (mut signals, stop) = (Signals::new([SIGTERM, SIGINT])?, Arc::clone(self));
-        std::thread::spawn(move || {
+        let end = move || {
             if signals.forever().next().is_none() {
                 return;
             }
@@ -50,7 +50,8 @@ impl Stop {
                     log::error!("cannot shut a listener down: {e}");
                 }
             }
-        });
+        };
+        std::thread::Builder::new().name("signals".to_owned()).spawn(end)?;
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use sd_notify::NotifyState;
+use std::io;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -19,19 +20,23 @@ fn notify(state: NotifyState<'_>) {
 
 /// Runs `work`. Notifies systemd that the daemon is ready, feeds the watchdog while `work` runs,
 /// and notifies systemd at the end.
-pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> T) -> T {
+///
+/// # Errors
+/// `work` fails, or the system gives no thread for the watchdog.
+pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     notify(NotifyState::Ready);
     let (done, stopped) = channel::<()>();
     let result = std::thread::scope(|scope| {
         if let Some(timeout) = sd_notify::watchdog_enabled() {
-            scope.spawn(move || {
+            let feed = move || {
                 while stopped.recv_timeout(timeout / 3) == Err(RecvTimeoutError::Timeout) {
                     match serving.names().iter().try_for_each(|name| score_sample(serving, name)) {
                         Ok(()) => notify(NotifyState::Watchdog),
                         Err(e) => log::error!("the watchdog is not fed: {e}"),
                     }
                 }
-            });
+            };
+            std::thread::Builder::new().name("watchdog".to_owned()).spawn_scoped(scope, feed)?;
         }
         // Dropped when `work` ends, also by a panic. Otherwise the scope would wait for the thread
         // for ever.

@@ -82,6 +82,7 @@ pub use request::pipeline::{Answer, Pipeline, Queued, RequestError, Stats, Ticke
 pub use request::serving::{Serving, ServingError, Swapped};
 pub use request::worker::{Scores, TableCounts};
 pub use schema::batch::{Batch, BatchError};
+pub use schema::raw_value::Shortened;
 pub use schema::sample::{Sample, SampleError};
 
 // Install: a bundle becomes the live generation of a flash directory.

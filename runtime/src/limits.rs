@@ -26,6 +26,8 @@ pub const INPUT_FEATURES_MAX: usize = 1 << 16;
 pub const OUTPUTS_MAX: usize = 256;
 /// Bytes of a raw value that is a text.
 pub const RAW_BYTES_MAX: usize = 1024;
+/// Bytes of a caller's text in a message.
+pub const SHORTENED_BYTES_MAX: usize = 128;
 /// Bytes of the words and keys of one vocabulary. The manifest of each release holds all of it.
 pub const VOCABULARY_BYTES_MAX: usize = 16 << 20;
 /// Boundaries between buckets of numbers.

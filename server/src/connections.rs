@@ -1,18 +1,22 @@
 //! The open connections, at most `server.connections_max`. If all are taken, the connection that
 //! was silent longest is closed for the next caller. A connection that has a request in progress is
-//! never closed. Never reads or writes the bytes of a connection.
+//! never closed for that. If too many bytes wait for callers, the connection that holds most of
+//! them is closed. Never reads or writes the bytes of a connection.
 
+use crate::limits::{FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SILENT_TIME_MIN, TURN_BYTES_MAX};
 use crate::log_limit::LogLimit;
+use crate::memory::{ByteBudget, Reservation, Share};
 use crate::problem::{Code, Problem};
+use std::io;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// The value of `Connection::state` while the connection closes to make room for another one. Every
-/// other value is the number of its requests in progress.
-const CLOSING: u32 = u32::MAX;
+/// The bit of `Connection::state` that says that the connection closes to make room for another
+/// one. The other bits are the number of its requests in progress.
+const CLOSING: u32 = 1 << 31;
 
 /// The caller at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,12 +34,18 @@ pub enum Peer {
 pub struct Connection {
     /// The caller.
     pub peer: Peer,
-    /// Requests in progress, or [`CLOSING`].
+    /// The bytes that its requests and answers hold.
+    pub share: Arc<Share>,
+    /// Requests in progress, and [`CLOSING`].
     state: AtomicU32,
     opened: Instant,
     /// When the caller last sent or took bytes, in µs since `opened`.
     active_us: AtomicU64,
     close: Notify,
+    /// Bytes that may be read before other connections have their turn.
+    turn_bytes: AtomicUsize,
+    /// Bytes that were read in this period and belong to no request.
+    idle_bytes: AtomicUsize,
     /// The earliest time of the next request at a steady rate, in µs since `opened`.
     next_us: Mutex<u64>,
 }
@@ -54,14 +64,17 @@ impl Drop for Work<'_> {
 }
 
 impl Connection {
-    /// Returns a connection that was opened now.
-    pub fn new(peer: Peer) -> Self {
+    /// Returns a connection that was opened now, with a share of `bytes`.
+    pub fn new(peer: Peer, bytes: &Arc<ByteBudget>) -> Self {
         Self {
             peer,
+            share: Share::new(bytes),
             state: AtomicU32::new(0),
             opened: Instant::now(),
             active_us: AtomicU64::new(0),
             close: Notify::new(),
+            turn_bytes: AtomicUsize::new(TURN_BYTES_MAX),
+            idle_bytes: AtomicUsize::new(0),
             next_us: Mutex::new(0),
         }
     }
@@ -75,6 +88,47 @@ impl Connection {
         self.active_us.store(self.age_us(), Ordering::Relaxed);
     }
 
+    /// Begins a turn, in which `TURN_BYTES_MAX` bytes may be read.
+    pub fn begin_turn(&self) {
+        self.turn_bytes.store(TURN_BYTES_MAX, Ordering::Relaxed);
+    }
+
+    /// Returns whether the connection must wait for its next turn to read.
+    pub fn is_turn_over(&self) -> bool {
+        self.turn_bytes.load(Ordering::Relaxed) == 0
+    }
+
+    /// Counts `bytes` that were read.
+    ///
+    /// # Errors
+    /// The caller sends more frames without requests than `FLOOD_BYTES_MAX` in a period.
+    pub fn count_read(&self, bytes: usize) -> io::Result<()> {
+        // Only the task of the connection reads, so load and store need not be one step.
+        let left = self.turn_bytes.load(Ordering::Relaxed).saturating_sub(bytes);
+        self.turn_bytes.store(left, Ordering::Relaxed);
+        if self.idle_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > FLOOD_BYTES_MAX {
+            let message = format!("{FLOOD_BYTES_MAX} bytes of frames belong to no request");
+            return Err(io::Error::other(message));
+        }
+        Ok(())
+    }
+
+    /// Counts `bytes` that were read as part of a request.
+    pub fn count_used(&self, bytes: usize) {
+        let less = |idle: usize| Some(idle.saturating_sub(bytes));
+        let _ = self.idle_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    }
+
+    /// Begins a period.
+    ///
+    /// # Errors
+    /// The caller has not taken an answer during the whole last period.
+    pub fn begin_period(&self) -> io::Result<()> {
+        self.idle_bytes.store(0, Ordering::Relaxed);
+        let stuck = || io::Error::other("the caller did not take its answer in time");
+        self.share.begin_period().then_some(()).ok_or_else(stuck)
+    }
+
     fn last_activity(&self) -> Instant {
         self.opened + Duration::from_micros(self.active_us.load(Ordering::Relaxed))
     }
@@ -82,8 +136,7 @@ impl Connection {
     /// Counts a request as in progress until the result is dropped. Returns `None` if the
     /// connection is closing.
     pub fn begin_work(&self) -> Option<Work<'_>> {
-        // `CLOSING` is the largest number, so a closing connection begins no work.
-        let more = |works: u32| works.checked_add(1).filter(|works| *works != CLOSING);
+        let more = |works: u32| (works & CLOSING == 0).then_some(works + 1);
         let begun = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
         begun.ok().map(|_| Work(self))
     }
@@ -94,6 +147,7 @@ impl Connection {
     /// # Errors
     /// The caller sends faster; the problem says when to repeat the request.
     pub fn count_request(&self, per_s: u32) -> Result<(), Problem> {
+        self.count_used(REQUEST_FRAME_BYTES);
         if per_s == 0 {
             return Ok(());
         }
@@ -125,8 +179,14 @@ impl Connection {
         changed.is_ok()
     }
 
-    fn state(&self) -> u32 {
-        self.state.load(Ordering::Acquire)
+    /// Closes the connection with its requests.
+    fn close(&self) {
+        self.state.fetch_or(CLOSING, Ordering::AcqRel);
+        self.close.notify_one();
+    }
+
+    fn is_closing(&self) -> bool {
+        self.state.load(Ordering::Acquire) & CLOSING != 0
     }
 }
 
@@ -134,6 +194,7 @@ impl Connection {
 #[derive(Debug)]
 pub struct Connections {
     connections_max: usize,
+    bytes: Arc<ByteBudget>,
     open: Mutex<Vec<Arc<Connection>>>,
     /// Signals that a connection ended.
     ended: Condvar,
@@ -162,10 +223,11 @@ impl Drop for Place {
 }
 
 impl Connections {
-    /// Returns room for `connections_max` connections.
-    pub fn new(connections_max: usize) -> Arc<Self> {
-        let closed = LogLimit::new("closed the connection that was silent longest");
-        Arc::new(Self { connections_max, open: Mutex::default(), ended: Condvar::new(), closed })
+    /// Returns room for `connections_max` connections, whose requests and answers hold `bytes`.
+    pub fn new(connections_max: usize, bytes: &Arc<ByteBudget>) -> Arc<Self> {
+        let closed = LogLimit::new("closed a connection to make room");
+        let (open, ended, bytes) = (Mutex::default(), Condvar::new(), Arc::clone(bytes));
+        Arc::new(Self { connections_max, bytes, open, ended, closed })
     }
 
     fn open(&self) -> MutexGuard<'_, Vec<Arc<Connection>>> {
@@ -184,7 +246,7 @@ impl Connections {
         let mut open = self.open();
         while open.len() >= self.connections_max {
             // A connection that closes already makes room. Closing one more would be one too many.
-            if !open.iter().any(|connection| connection.state() == CLOSING)
+            if !open.iter().any(|connection| connection.is_closing())
                 && !self.close_longest_silent(&open)
             {
                 return None;
@@ -192,7 +254,7 @@ impl Connections {
             open = self.ended.wait(open).unwrap_or_else(PoisonError::into_inner);
         }
 
-        let connection = Arc::new(Connection::new(peer));
+        let connection = Arc::new(Connection::new(peer, &self.bytes));
         open.push(Arc::clone(&connection));
         Some(Place { connections: Arc::clone(self), connection })
     }
@@ -200,7 +262,7 @@ impl Connections {
     /// Closes the connection of `open` that was silent longest. Returns false if none is silent.
     fn close_longest_silent(&self, open: &[Arc<Connection>]) -> bool {
         loop {
-            let silent = open.iter().filter(|connection| connection.state() == 0);
+            let silent = open.iter().filter(|c| c.state.load(Ordering::Acquire) == 0);
             let Some(longest) = silent.min_by_key(|connection| connection.last_activity()) else {
                 return false;
             };
@@ -209,11 +271,62 @@ impl Connections {
                 let (max, peer) = (self.connections_max, longest.peer);
                 let seconds = longest.last_activity().elapsed().as_secs();
                 let detail =
-                    format!("all {max} are open; that of {peer:?} was silent for {seconds} s");
+                    format!("all {max} are open; that of {peer:?} was silent longest, {seconds} s");
                 self.closed.warn(&detail);
                 return true;
             }
         }
+    }
+
+    /// Reserves `more` bytes in `memory` for a body that arrives, at the pace of its caller.
+    ///
+    /// # Errors
+    /// The budget has no room for them, and no larger connection makes room.
+    pub fn grow(&self, memory: &mut Reservation, more: usize) -> Result<(), Problem> {
+        self.check_room(memory, more)?;
+        memory.grow_waiting(more)
+    }
+
+    /// Reserves exactly `bytes` in `memory` for an answer that its caller will take.
+    ///
+    /// # Errors
+    /// As [`Connections::grow`].
+    pub fn resize(&self, memory: &mut Reservation, bytes: usize) -> Result<(), Problem> {
+        memory.resize(bytes)?;
+        self.check_room(memory, 0)
+    }
+
+    fn check_room(&self, memory: &Reservation, more: usize) -> Result<(), Problem> {
+        let needed = memory.share().waiting().saturating_add(more);
+        let excess = self.bytes.excess(more, needed);
+        match excess > 0 && !self.make_room(needed, excess) {
+            true => Err(memory.share().refusal(more)),
+            false => Ok(()),
+        }
+    }
+
+    /// Closes the connection that holds most bytes for one that needs `needed`. Only a small one
+    /// displaces callers that still send. Returns false if no other one holds more.
+    fn make_room(&self, needed: usize, excess: usize) -> bool {
+        let open = self.open();
+        let closing = open.iter().filter(|connection| connection.is_closing());
+        // A connection that closes already makes room.
+        if closing.map(|connection| connection.share.waiting()).sum::<usize>() >= excess {
+            return true;
+        }
+        let is_small = self.bytes.is_small(needed);
+        let others = open.iter().filter(|connection| {
+            let is_silent = || connection.last_activity().elapsed() >= SILENT_TIME_MIN;
+            !connection.is_closing() && (is_small || is_silent())
+        });
+        let largest = others.max_by_key(|connection| connection.share.waiting());
+        let Some(largest) = largest.filter(|largest| largest.share.waiting() > needed) else {
+            return false;
+        };
+        largest.close();
+        let (peer, held) = (largest.peer, largest.share.waiting());
+        self.closed.warn(&format!("that of {peer:?} held {held} of server.bytes_max, most of all"));
+        true
     }
 
     /// Waits until every connection has ended, for at most `time`. Returns how many are left.
@@ -234,11 +347,15 @@ mod tests {
 
     const PEER: Peer = Peer::User(7);
 
+    fn connections(connections_max: usize) -> Arc<Connections> {
+        Connections::new(connections_max, &ByteBudget::new(6400, 1600))
+    }
+
     /// Admits one more connection while a thread ends `place` as soon as it is closing.
     fn admit_beside(connections: &Arc<Connections>, place: Place) -> Option<Place> {
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                while place.connection().state() != CLOSING {
+                while !place.connection().is_closing() {
                     std::thread::yield_now();
                 }
             });
@@ -248,7 +365,7 @@ mod tests {
 
     #[test]
     fn the_connection_that_was_silent_longest_makes_room() {
-        let connections = Connections::new(8);
+        let connections = connections(8);
         let mut places: Vec<Place> = (0..8).map(|_| connections.admit(PEER).unwrap()).collect();
         std::thread::sleep(Duration::from_millis(1));
         for (number, place) in places.iter().enumerate().filter(|(number, _)| *number != 5) {
@@ -257,14 +374,14 @@ mod tests {
         }
         let last = admit_beside(&connections, places.remove(5)).unwrap();
         assert_eq!(connections.count(), 8);
-        assert!(places.iter().all(|place| place.connection().state() == 0));
+        assert!(places.iter().all(|place| !place.connection().is_closing()));
         drop(last);
         assert_eq!(connections.count(), 7);
     }
 
     #[test]
     fn a_connection_with_a_request_in_progress_is_not_closed() {
-        let connections = Connections::new(3);
+        let connections = connections(3);
         let mut places: Vec<Place> = (0..3).map(|_| connections.admit(PEER).unwrap()).collect();
         let held: Vec<Arc<Connection>> =
             places.iter().map(|place| Arc::clone(place.connection())).collect();
@@ -276,9 +393,54 @@ mod tests {
         assert!(held[1].begin_work().is_none(), "a closing connection begins no request");
     }
 
+    /// 3200 of 6400 bytes may wait for large callers, and 4800 for small ones of up to 100 bytes.
+    #[test]
+    fn the_largest_connection_makes_room_for_a_small_one_and_a_silent_one_for_any() {
+        let connections = connections(4);
+        let places: Vec<Place> = (0..4).map(|_| connections.admit(PEER).unwrap()).collect();
+        let mut memory: Vec<Reservation> =
+            places.iter().map(|place| place.connection().share.reservation()).collect();
+        let closing = || places.iter().filter(|place| place.connection().is_closing()).count();
+        connections.grow(&mut memory[0], 1700).unwrap();
+        connections.grow(&mut memory[1], 1500).unwrap();
+        assert!(connections.grow(&mut memory[1], 1).is_err(), "a caller that sends stays");
+        memory[1].grow(1600).unwrap();
+        connections.grow(&mut memory[3], 100).unwrap();
+        assert_eq!(closing(), 0, "what is decoded waits for no caller");
+        connections.resize(&mut memory[1], 3100).unwrap_err();
+        connections.grow(&mut memory[2], 1).unwrap();
+        assert!(places[1].connection().is_closing() && closing() == 1, "the largest");
+        assert!(places[1].connection().begin_work().is_none());
+
+        memory[1].resize(1500).unwrap();
+        std::thread::sleep(SILENT_TIME_MIN);
+        connections.grow(&mut memory[3], 1300).unwrap();
+        assert_eq!(closing(), 1, "a closing one makes room already");
+        memory[1].shrink(0);
+        connections.resize(&mut memory[2], 1600).unwrap();
+        assert!(places[0].connection().is_closing() && closing() == 2);
+    }
+
+    #[test]
+    fn bytes_that_belong_to_no_request_end_a_turn_and_then_the_connection() {
+        let connection = Connection::new(PEER, &ByteBudget::new(1, 1));
+        for _ in 0..2 * FLOOD_BYTES_MAX / TURN_BYTES_MAX {
+            connection.begin_turn();
+            connection.count_read(TURN_BYTES_MAX - 1).unwrap();
+            assert!(!connection.is_turn_over());
+            connection.count_read(1).unwrap();
+            assert!(connection.is_turn_over());
+            connection.count_used(TURN_BYTES_MAX);
+        }
+        connection.count_read(FLOOD_BYTES_MAX).unwrap();
+        assert!(connection.count_read(1).is_err());
+        connection.begin_period().unwrap();
+        connection.count_read(1).unwrap();
+    }
+
     #[test]
     fn a_caller_above_its_rate_is_told_when_to_repeat() {
-        let connection = Connection::new(PEER);
+        let connection = Connection::new(PEER, &ByteBudget::new(1, 1));
         assert!((0..1000).all(|_| connection.count_request(0).is_ok()));
         let allowed = (0..1000).filter(|_| connection.count_request(100).is_ok()).count();
         assert!((99..200).contains(&allowed), "{allowed}");

@@ -1,11 +1,12 @@
 //! Actions of the car's owner: load and unload models, and the actions of the status page. A
 //! caller shows that right by its user on a Unix socket, or by the token.
 
-use crate::connections::Peer;
+use crate::connections::{Connection, Peer};
+use crate::front::Front;
 use crate::infer::Call;
 use crate::limits::RETRY_MAX;
 use crate::problem::{Code, Problem};
-use crate::repository;
+use crate::{repository, status};
 use hyper::HeaderMap;
 use hyper::header::{AUTHORIZATION, HeaderValue};
 use std::sync::Arc;
@@ -17,17 +18,22 @@ pub enum Change {
     Unload,
 }
 
-/// Checks that the caller may change the car: root or the daemon's own user on a Unix socket, or a
-/// caller with the token.
+/// Returns whether the caller may change the car: root or the daemon's own user on a Unix socket,
+/// or a caller with the token.
+pub fn has_right(front: &Front, connection: &Connection, headers: &HeaderMap) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    let is_owner = matches!(connection.peer, Peer::User(user) if user == 0 || user == own);
+    let given = headers.get(AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
+    let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
+    is_owner || is_token(given, front.token.as_bytes())
+}
+
+/// Checks that the caller may change the car.
 ///
 /// # Errors
 /// The caller may not.
-pub fn check_right(call: &Call<'_>, headers: &HeaderMap) -> Result<(), Problem> {
-    let own = rustix::process::geteuid().as_raw();
-    let is_owner = matches!(call.connection.peer, Peer::User(user) if user == 0 || user == own);
-    let given = headers.get(AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
-    let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
-    if is_owner || is_token(given, call.front.token.as_bytes()) {
+pub fn check_right(call: &Call<'_>) -> Result<(), Problem> {
+    if call.may_change {
         return Ok(());
     }
     let peer = call.connection.peer;
@@ -54,10 +60,13 @@ pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), P
         let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         // The turn belongs to this closure, which goes on even if its caller hangs up.
         let _turn = front.begin_change().ok_or_else(busy)?;
-        match change {
+        let changed = match change {
             Change::Load => repository::load(&front, &name),
             Change::Unload => repository::unload(&front, &name),
-        }
+        };
+        // Before the answer: a caller that reads the index next finds the change.
+        status::show(&front);
+        changed
     })
     .await
 }
@@ -79,24 +88,11 @@ pub async fn act(call: &Call<'_>, action: &str, name: &str) -> Result<String, Pr
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
-    let failed = |e| Problem::new(Code::Internal, format!("the task panicked: {e}"));
-    tokio::task::spawn_blocking(work).await.map_err(failed)?
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_whole_token_is_the_token() {
-        for (given, token, expected) in [
-            ("abc", "abc", true),
-            ("ab", "abc", false),
-            ("abcd", "abc", false),
-            ("abd", "abc", false),
-            ("", "", false),
-        ] {
-            assert_eq!(is_token(given.as_bytes(), token.as_bytes()), expected, "{given} {token}");
-        }
-    }
+    let (sender, done) = tokio::sync::oneshot::channel();
+    // The caller may have hung up, and then nobody receives the outcome.
+    let run = move || drop(sender.send(work()));
+    let thread = std::thread::Builder::new().name("change".to_owned()).spawn(run);
+    thread.map_err(|e| Problem::new(Code::Internal, format!("no thread for the change: {e}")))?;
+    let panicked = |_| Problem::new(Code::Internal, "the change panicked");
+    done.await.map_err(panicked)?
 }

@@ -1,15 +1,16 @@
-//! Descriptions of the server and of a model: metadata, configuration and statistics, as
-//! messages and as JSON. Never changes anything.
+//! Descriptions of the server and of a model: metadata, configuration and statistics. Never changes
+//! anything.
 
 use crate::front::Front;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::{
-    InferStatistics, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput, ModelStatistics,
-    ServerMetadataResponse, StatisticDuration, TensorMetadata,
+    DATA_TYPES, InferStatistics, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput,
+    ModelStatistics, ServerMetadataResponse, StatisticDuration, TensorMetadata,
 };
 use crate::tensors::Layout;
+use hatchback::Shortened;
 use hatchback::schema::key_function::KeyFunction;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 /// The extensions of the protocol that the server has.
 const EXTENSIONS: [&str; 5] =
@@ -17,21 +18,9 @@ const EXTENSIONS: [&str; 5] =
 /// The platform of every model in its metadata.
 const PLATFORM: &str = "hatchback";
 
-/// A data type of a configuration: its number in the protocol and its name.
-struct DataType {
-    number: i32,
-    name: &'static str,
-}
-
-/// Returns the data type of a configuration for the type of a tensor.
-fn data_type(datatype: &str) -> DataType {
-    match datatype {
-        "INT32" => DataType { number: 8, name: "TYPE_INT32" },
-        "INT64" => DataType { number: 9, name: "TYPE_INT64" },
-        "FP64" => DataType { number: 12, name: "TYPE_FP64" },
-        "BYTES" => DataType { number: 13, name: "TYPE_STRING" },
-        _ => DataType { number: 11, name: "TYPE_FP32" },
-    }
+/// Returns the number of a configuration for the type of a tensor.
+fn data_type(datatype: &str) -> i32 {
+    DATA_TYPES.iter().find(|(of, _, _)| *of == datatype).map_or(0, |(_, number, _)| *number)
 }
 
 /// Returns the metadata of the server.
@@ -43,12 +32,6 @@ pub fn server() -> ServerMetadataResponse {
     }
 }
 
-/// Returns the metadata of the server as JSON.
-pub fn server_json() -> Value {
-    let ServerMetadataResponse { name, version, extensions } = server();
-    json!({"name": name, "version": version, "extensions": extensions})
-}
-
 /// Returns the version of the model `name`: the sequence of the generation that it serves.
 ///
 /// # Errors
@@ -57,7 +40,8 @@ pub fn version(front: &Front, name: &str, version: &str) -> Result<String, Probl
     let served = front.serving.generation(name);
     let served = served.ok_or_else(|| not_served(name))?.sequence.to_string();
     if !version.is_empty() && version != served {
-        let message = format!("model `{name}` serves version {served}, not {version}");
+        let version = Shortened(version);
+        let message = format!("model `{name}` serves version {served}, not `{version}`");
         return Err(Problem::new(Code::NotFound, message));
     }
     Ok(served)
@@ -114,22 +98,6 @@ pub fn model(front: &Front, name: &str, asked: &str) -> Result<ModelMetadataResp
     })
 }
 
-/// Returns the metadata of a model as JSON.
-pub fn model_json(model: &ModelMetadataResponse) -> Value {
-    let tensors = |tensors: &[TensorMetadata]| -> Value {
-        let one =
-            |t: &TensorMetadata| json!({"name": t.name, "datatype": t.datatype, "shape": t.shape});
-        tensors.iter().map(one).collect()
-    };
-    json!({
-        "name": model.name,
-        "versions": model.versions,
-        "platform": model.platform,
-        "inputs": tensors(&model.inputs),
-        "outputs": tensors(&model.outputs),
-    })
-}
-
 /// Returns the configuration of the model `name`. The first dimension, the batch, is left out.
 ///
 /// # Errors
@@ -144,13 +112,13 @@ pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Pro
     };
     let input = |tensor: &TensorMetadata| ModelInput {
         name: tensor.name.clone(),
-        data_type: data_type(&tensor.datatype).number,
+        data_type: data_type(&tensor.datatype),
         dims: dims(tensor),
         optional: tensor.datatype != "FP32",
     };
     let output = |tensor: &TensorMetadata| ModelOutput {
         name: tensor.name.clone(),
-        data_type: data_type(&tensor.datatype).number,
+        data_type: data_type(&tensor.datatype),
         dims: dims(tensor),
     };
     Ok(ModelConfig {
@@ -160,30 +128,6 @@ pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Pro
         platform: PLATFORM.to_owned(),
         max_batch_size: batch_max as i32,
         backend: PLATFORM.to_owned(),
-    })
-}
-
-/// Returns the configuration of a model as JSON.
-pub fn config_json(config: &ModelConfig) -> Value {
-    let type_name = |number: i32| {
-        let types = ["INT32", "INT64", "FP32", "FP64", "BYTES"].map(data_type);
-        types.iter().find(|t| t.number == number).map_or("TYPE_INVALID", |t| t.name)
-    };
-    let input = |i: &ModelInput| {
-        json!({"name": i.name, "data_type": type_name(i.data_type), "dims": i.dims,
-               "optional": i.optional})
-    };
-    let output = |o: &ModelOutput| {
-        let data_type = type_name(o.data_type);
-        json!({"name": o.name, "data_type": data_type, "dims": o.dims})
-    };
-    json!({
-        "name": config.name,
-        "platform": config.platform,
-        "backend": config.backend,
-        "max_batch_size": config.max_batch_size,
-        "input": config.input.iter().map(input).collect::<Value>(),
-        "output": config.output.iter().map(output).collect::<Value>(),
     })
 }
 
@@ -217,30 +161,22 @@ fn statistics_of(front: &Front, name: String, asked: &str) -> Result<ModelStatis
     })
 }
 
+/// The statistics of models as JSON.
+#[derive(Serialize)]
+pub struct StatisticsJson {
+    pub model_stats: Vec<ModelStatisticsJson>,
+}
+
+/// The statistics of a model as JSON, with a list that gRPC leaves out because it is empty.
+#[derive(Serialize)]
+pub struct ModelStatisticsJson {
+    #[serde(flatten)]
+    model: ModelStatistics,
+    batch_stats: [(); 0],
+}
+
 /// Returns statistics as JSON.
-pub fn statistics_json(models: &[ModelStatistics]) -> Value {
-    let duration = |d: &Option<StatisticDuration>| {
-        let d = d.clone().unwrap_or_default();
-        json!({"count": d.count, "ns": d.ns})
-    };
-    let one = |model: &ModelStatistics| {
-        let stats = model.inference_stats.clone().unwrap_or_default();
-        json!({
-            "name": model.name,
-            "version": model.version,
-            "last_inference": model.last_inference,
-            "inference_count": model.inference_count,
-            "execution_count": model.execution_count,
-            "inference_stats": {
-                "success": duration(&stats.success),
-                "fail": duration(&stats.fail),
-                "queue": duration(&stats.queue),
-                "compute_input": duration(&stats.compute_input),
-                "compute_infer": duration(&stats.compute_infer),
-                "compute_output": duration(&stats.compute_output),
-            },
-            "batch_stats": [],
-        })
-    };
-    json!({"model_stats": models.iter().map(one).collect::<Value>()})
+pub fn statistics_json(models: Vec<ModelStatistics>) -> StatisticsJson {
+    let one = |model| ModelStatisticsJson { model, batch_stats: [] };
+    StatisticsJson { model_stats: models.into_iter().map(one).collect() }
 }

@@ -63,6 +63,18 @@ pub fn front_bytes(rules: &ServerRules) -> Vec<(&'static str, u64)> {
     [Some(connections), tls, Some(requests)].into_iter().flatten().collect()
 }
 
+/// What every caller may read, made in the last second: callers cannot raise its cost.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Published {
+    /// The status page's JSON.
+    pub status: Bytes,
+    /// The text of the metrics.
+    pub metrics: Bytes,
+    /// The index of models as JSON, and as a framed message of gRPC.
+    pub index: Bytes,
+    pub index_message: Bytes,
+}
+
 /// The front door.
 pub struct Front {
     pub(crate) serving: Arc<Serving>,
@@ -85,10 +97,7 @@ pub struct Front {
     pub(crate) is_changing: AtomicBool,
     new_facts: Facts,
     facts: Arc<Mutex<CarFacts>>,
-    /// The status page's JSON, made in the last second.
-    shown_status: Mutex<Bytes>,
-    /// The text of the metrics, made in the last second.
-    shown_metrics: Mutex<Bytes>,
+    shown: Mutex<Published>,
     layouts: Mutex<BTreeMap<String, Arc<Layout>>>,
 }
 
@@ -101,8 +110,9 @@ impl Front {
     pub fn new(options: FrontOptions) -> Arc<Self> {
         let FrontOptions { serving, rules, budget, gate, models, on_answer, facts, act, token } =
             options;
-        let bytes = ByteBudget::new(usize::try_from(rules.bytes_max).unwrap_or(usize::MAX));
-        let connections = Connections::new(rules.connections_max as usize);
+        let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let bytes = ByteBudget::new(size(rules.bytes_max), size(rules.request_bytes_max));
+        let connections = Connections::new(rules.connections_max as usize, &bytes);
         let latest = Arc::new(Mutex::new(CarFacts::default()));
         let metrics = Metrics::new(Scrape {
             serving: Arc::clone(&serving),
@@ -129,8 +139,7 @@ impl Front {
             is_changing: AtomicBool::new(false),
             new_facts: facts,
             facts: latest,
-            shown_status: Mutex::new(Bytes::from_static(b"{}")),
-            shown_metrics: Mutex::default(),
+            shown: Mutex::default(),
             layouts: Mutex::default(),
         })
     }
@@ -140,10 +149,9 @@ impl Front {
         *lock(&self.facts) = (self.new_facts)();
     }
 
-    /// Publishes `status`, which is JSON, and the current metrics until the next call.
-    pub(crate) fn show(&self, status: String) {
-        *lock(&self.shown_status) = status.into();
-        *lock(&self.shown_metrics) = self.metrics.text().into();
+    /// Publishes `shown` until the next call.
+    pub(crate) fn show(&self, shown: Published) {
+        *lock(&self.shown) = shown;
     }
 
     /// Returns the newest facts of the car.
@@ -151,14 +159,9 @@ impl Front {
         lock(&self.facts).clone()
     }
 
-    /// Returns the status that was made in the last second, as JSON.
-    pub(crate) fn shown_status(&self) -> Bytes {
-        lock(&self.shown_status).clone()
-    }
-
-    /// Returns the metrics that were made in the last second, as text.
-    pub(crate) fn shown_metrics(&self) -> Bytes {
-        lock(&self.shown_metrics).clone()
+    /// Returns what was made in the last second.
+    pub(crate) fn shown(&self) -> Published {
+        lock(&self.shown).clone()
     }
 
     /// Returns the tensors of the model `name`, which has `schema`.

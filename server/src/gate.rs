@@ -40,21 +40,3 @@ impl Gate {
         (!self.is_taken.swap(true, Ordering::AcqRel)).then_some(Turn(Some(&self.is_taken)))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_request_at_a_time_passes_a_limited_gate() {
-        let gate = Gate::default();
-        let (a, b) = (gate.turn(), gate.turn());
-        assert!(a.is_some() && b.is_some());
-        gate.limit(true);
-        drop((a, b));
-        let first = gate.turn();
-        assert!(first.is_some() && gate.turn().is_none());
-        drop(first);
-        assert!(gate.turn().is_some());
-    }
-}

@@ -4,8 +4,7 @@
 //! The service has unary methods only. For these, gRPC over HTTP/2 is a prefix of five bytes and
 //! three headers, so hyper carries it without a further library. Messages are never compressed.
 
-use crate::http::{AnswerBody, Answered};
-use crate::memory::Reservation;
+use crate::http::{AnswerBody, Answered, header_text};
 use crate::problem::{Code, Problem};
 use hyper::body::Bytes;
 use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue};
@@ -17,7 +16,7 @@ use std::time::Duration;
 /// Bytes before a message: whether it is compressed, and its length.
 const PREFIX_BYTES: usize = 5;
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");
-const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+pub const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// The time to wait before a retry, in milliseconds.
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 const ACCEPTED: HeaderName = HeaderName::from_static("grpc-accept-encoding");
@@ -59,7 +58,7 @@ pub fn message_of(body: &Bytes) -> Result<Bytes, Problem> {
 /// `grpc-timeout` is not one to eight digits with a unit.
 pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Problem> {
     let Some(value) = headers.get("grpc-timeout") else { return Ok(None) };
-    let wrong = || Problem::invalid(format!("grpc-timeout: {value:?}"));
+    let wrong = || Problem::invalid(format!("grpc-timeout: `{}`", header_text(value)));
     let Some((unit, digits)) = value.as_bytes().split_last() else { return Err(wrong()) };
     // Eight digits are the protocol's limit. Even as hours they fit into 64 bits.
     if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {
@@ -107,15 +106,6 @@ pub fn reply(data: Bytes) -> Answered {
     let mut response = Response::new(AnswerBody { data, trailers: Some(trailers) });
     add_headers(response.headers_mut());
     response
-}
-
-/// Returns the answer with `message`, whose bytes are counted in `memory`.
-///
-/// # Errors
-/// The budget has no room for them.
-pub fn reply_with(message: &impl Message, mut memory: Reservation) -> Result<Answered, Problem> {
-    memory.grow(PREFIX_BYTES + message.encoded_len())?;
-    Ok(reply(crate::http::hold(frame(message), memory)))
 }
 
 fn add_headers(headers: &mut HeaderMap) {

@@ -2,9 +2,10 @@
 
 use crate::grpc;
 use crate::grpc_request::Request;
-use crate::http::{Answered, hold};
+use crate::http::Answered;
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
-use crate::memory::{ByteBudget, Reservation};
+use crate::limits::REQUEST_BYTES;
+use crate::memory::{ByteBudget, Share};
 use crate::outputs::{Want, Wants};
 use crate::problem::Problem;
 use crate::tensors::{Layout, Read, batch_of};
@@ -26,12 +27,12 @@ const NUMBER_BYTES: usize = 8;
 /// The request is malformed, refused, or has no scores.
 pub async fn infer(
     call: &mut Call<'_>,
-    body: &Bytes,
+    body: Bytes,
     timeout: Option<Duration>,
 ) -> Result<Answered, Problem> {
-    let message = grpc::message_of(body)?;
-    let request = Request::read(&message, &mut call.memory)?;
-    let submitted = {
+    let message = grpc::message_of(&body)?;
+    let (submitted, id) = {
+        let request = Request::read(&message, &mut call.memory)?;
         let tensors = request.tensors()?;
         let order = Order {
             model: request.model,
@@ -41,16 +42,14 @@ pub async fn infer(
             asked: &request.asked,
             every: Want::Binary,
         };
-        submit(call, &order)?
+        (submit(call, &order)?, request.id.to_owned())
     };
+    // The slot has the samples.
+    drop((message, body));
+    call.memory.shrink(REQUEST_BYTES);
 
     let scored = submitted.wait().await;
-    // The answer has a reservation of its own, which lives until the caller has taken the bytes.
-    let mut memory = call.front.bytes.reserve(0)?;
-    scored.encode(call, request.id, |shown| {
-        let bytes = response(&request, shown, &mut memory)?;
-        Ok(grpc::reply(hold(bytes, memory)))
-    })
+    scored.encode(call, &id, |shown, call| Ok(grpc::reply(response(shown, &id, call)?.into())))
 }
 
 /// Decodes `message`, a request to a model with `schema`, into a batch; for fuzzing. Never keeps
@@ -59,28 +58,26 @@ pub async fn infer(
 /// # Errors
 /// The request is malformed, does not fit the model, or exceeds the budget.
 pub fn decode(message: &[u8], schema: &Arc<Schema>, batch_max: usize) -> Result<Batch, Problem> {
-    let mut memory = ByteBudget::new(64 << 20).reserve(message.len())?;
+    let mut memory = Share::new(&ByteBudget::new(64 << 20, 32 << 20)).reservation();
+    memory.grow(message.len())?;
     let request = Request::read(message, &mut memory)?;
     let layout = Layout::new(Arc::clone(schema));
     Wants::new(&layout.outputs, &request.asked, Want::Binary)?;
     batch_of(&layout, &request.tensors()?, Read::All, batch_max, &mut memory)
 }
 
-/// Returns the framed message of an answer, a `ModelInferResponse`. Counts it in `memory`.
-fn response(
-    request: &Request<'_>,
-    shown: &Shown<'_>,
-    memory: &mut Reservation,
-) -> Result<Vec<u8>, Problem> {
+/// Returns the framed message of an answer, a `ModelInferResponse`. Counts it in the memory of
+/// `call`.
+fn response(shown: &Shown<'_>, id: &str, call: &mut Call<'_>) -> Result<Vec<u8>, Problem> {
     let outputs = shown.outputs().map(|(output, _, _)| ANSWER_BYTES + output.name.len());
-    let names = request.model.len() + request.id.len() + outputs.sum::<usize>();
+    let names = call.model.len() + id.len() + outputs.sum::<usize>();
     let bytes_max = ANSWER_BYTES + names + NUMBER_BYTES * shown.numbers();
-    memory.grow(bytes_max)?;
+    call.memory.grow(bytes_max)?;
 
     let mut message = grpc::open_frame(bytes_max);
-    write_bytes(&mut message, 1, request.model.as_bytes());
+    write_bytes(&mut message, 1, call.model.as_bytes());
     write_bytes(&mut message, 2, shown.sequence().to_string().as_bytes());
-    write_bytes(&mut message, 3, request.id.as_bytes());
+    write_bytes(&mut message, 3, id.as_bytes());
     let mut tensor = Vec::with_capacity(ANSWER_BYTES);
     for (output, _, numbers) in shown.outputs() {
         tensor.clear();

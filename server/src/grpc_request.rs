@@ -9,7 +9,8 @@ use crate::outputs::{Asked, Want};
 use crate::problem::{Code, Problem};
 use crate::proto::InferTensorContents;
 use crate::values::{Tensor, Values};
-use crate::wire::{Fields, Value, malformed};
+use crate::wire::{Field, Fields, Value, malformed};
+use hatchback::Shortened;
 use hyper::body::Bytes;
 use prost::Message;
 use std::time::Duration;
@@ -166,10 +167,7 @@ impl<'a> Request<'a> {
         if text_of(parameter, 1)? != "timeout" {
             return Ok(());
         }
-        let value = field_of(parameter, 2)?.map_or(Ok(&[][..]), |value| match value {
-            Value::Bytes(bytes) => Ok(bytes),
-            Value::Number(_) => Err(malformed()),
-        })?;
+        let value = field_of(parameter, 2)?.map_or(Ok(&[][..]), |field| field.bytes())?;
         for field in Fields(value) {
             let field = field?;
             let us = match (field.number, field.value) {
@@ -194,13 +192,13 @@ impl<'a> Request<'a> {
 }
 
 /// Returns the last field `number` of `message`.
-fn field_of(message: &[u8], number: u64) -> Result<Option<Value<'_>>, Problem> {
+fn field_of(message: &[u8], number: u64) -> Result<Option<Field<'_>>, Problem> {
     let mut found = None;
     for field in Fields(message) {
         let field = field?;
         // Of a single field that is repeated, the last one counts in Protocol Buffers.
         if field.number == number {
-            found = Some(field.value);
+            found = Some(field);
         }
     }
     Ok(found)
@@ -208,11 +206,7 @@ fn field_of(message: &[u8], number: u64) -> Result<Option<Value<'_>>, Problem> {
 
 /// Returns the text in the field `number` of `message`; without one it is empty.
 fn text_of(message: &[u8], number: u64) -> Result<&str, Problem> {
-    match field_of(message, number)? {
-        None => Ok(""),
-        Some(Value::Bytes(bytes)) => std::str::from_utf8(bytes).map_err(|_| malformed()),
-        Some(Value::Number(_)) => Err(malformed()),
-    }
+    field_of(message, number)?.map_or(Ok(""), |field| field.text())
 }
 
 fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
@@ -259,7 +253,7 @@ impl Input<'_> {
         let values = match (raw, contents) {
             (Some(raw), None) => Values::Bytes(raw),
             (Some(_), Some(_)) => {
-                let name = name.escape_debug();
+                let name = Shortened(name);
                 let message = format!("input `{name}` has raw values and typed values");
                 return Err(Problem::invalid(message));
             }
@@ -284,11 +278,15 @@ fn typed<'a>(datatype: &str, contents: &'a InferTensorContents) -> Values<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::ByteBudget;
+    use crate::memory::{ByteBudget, Share};
     use crate::proto::{
         InferInputTensor, InferParameter, InferRequestedOutputTensor, ModelInferRequest,
         ParameterValue,
     };
+
+    fn memory() -> Reservation {
+        Share::new(&ByteBudget::new(1 << 20, 1 << 19)).reservation()
+    }
 
     fn timeout(value: ParameterValue) -> (String, InferParameter) {
         ("timeout".to_owned(), InferParameter { value: Some(value) })
@@ -313,8 +311,7 @@ mod tests {
             outputs: vec![output],
             raw_input_contents: vec![Bytes::from_static(b"xyz")],
         };
-        let (bytes, mut memory) =
-            (written.encode_to_vec(), ByteBudget::new(1 << 20).reserve(0).unwrap());
+        let (bytes, mut memory) = (written.encode_to_vec(), memory());
         let read = Request::read(&bytes, &mut memory).unwrap();
         assert_eq!((read.model, read.version, read.id), ("m", "3", "r"));
         assert_eq!(read.timeout, Some(Duration::from_micros(250)));
@@ -336,7 +333,7 @@ mod tests {
         let read = |value| {
             let parameters = [timeout(value)].into();
             let bytes = ModelInferRequest { parameters, ..Default::default() }.encode_to_vec();
-            let mut memory = ByteBudget::new(1 << 20).reserve(0).unwrap();
+            let mut memory = memory();
             Request::read(&bytes, &mut memory).map(|request| request.timeout)
         };
         assert_eq!(read(ParameterValue::Int64(0)).unwrap(), None);
@@ -348,12 +345,16 @@ mod tests {
 
     #[test]
     fn a_message_of_nothing_but_empty_tensors_is_refused() {
-        let mut memory = ByteBudget::new(1 << 20).reserve(0).unwrap();
+        let mut memory = memory();
         let tensors = [INPUTS as u8 * 8 + 2, 0].repeat(100_000);
         assert_eq!(Request::read(&tensors, &mut memory).unwrap_err().code, Code::TooLarge);
         // Parameters take no memory.
         let parameters = [PARAMETERS as u8 * 8 + 2, 0].repeat(100_000);
         assert!(Request::read(&parameters, &mut memory).is_ok());
+        let name = "n".repeat(256);
+        let long = ModelInferRequest { id: name, ..Default::default() }.encode_to_vec();
+        let refused = Request::read(&long, &mut memory).unwrap_err().message;
+        assert!(refused.contains("256 bytes; at most 255") && refused.len() < 200, "{refused}");
         for malformed in [&[0xff; 11][..], &[5 * 8 + 2, 9, 0], &[3]] {
             assert_eq!(Request::read(malformed, &mut memory).unwrap_err().code, Code::Invalid);
         }

@@ -1,12 +1,13 @@
-//! Bodies and answers of HTTP: a request's body is read within its limits, and an answer holds its
-//! bytes of the budget until the caller has taken them. Knows no route.
+//! Bodies and answers of HTTP: a request's body is read within its limits. Knows no route.
 
+use crate::infer::Call;
 use crate::limits::BODY_TIME_MAX;
-use crate::memory::Reservation;
 use crate::problem::{Code, Problem};
+use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
 use hyper::{HeaderMap, Response, StatusCode};
+use serde::Serialize;
 use serde_json::json;
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -56,21 +57,9 @@ impl Body for AnswerBody {
 /// An answer of the front door.
 pub type Answered = Response<AnswerBody>;
 
-/// Bytes of an answer with their part of the budget.
-struct Held {
-    bytes: Vec<u8>,
-    _memory: Reservation,
-}
-
-impl AsRef<[u8]> for Held {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes
-    }
-}
-
-/// Returns `bytes`, which give `memory` back when the caller has taken them.
-pub fn hold(bytes: Vec<u8>, memory: Reservation) -> Bytes {
-    Bytes::from_owner(Held { bytes, _memory: memory })
+/// Returns the value of a header for a message.
+pub fn header_text(value: &HeaderValue) -> String {
+    Shortened(&String::from_utf8_lossy(value.as_bytes())).to_string()
 }
 
 /// Returns an answer with `data` of this type.
@@ -82,8 +71,10 @@ pub fn reply(status: StatusCode, content_type: &'static str, data: Bytes) -> Ans
 }
 
 /// Returns `value` as JSON.
-pub fn json_reply(value: &serde_json::Value) -> Answered {
-    reply(StatusCode::OK, "application/json", value.to_string().into())
+pub fn json_reply(value: &impl Serialize) -> Answered {
+    // Numbers and text always serialize.
+    let bytes = serde_json::to_vec(value).unwrap_or_default();
+    reply(StatusCode::OK, "application/json", bytes.into())
 }
 
 /// Returns the answer to a request that has a problem.
@@ -99,20 +90,20 @@ pub fn refusal(problem: &Problem) -> Answered {
     response
 }
 
-/// Reads `body`, which may have `bytes_max` bytes, and counts it in `memory`.
+/// Reads `body`, which may have `bytes_max` bytes, and counts it in the memory of `call`.
 ///
 /// # Errors
 /// The body is longer, the budget has no room for it, or it does not arrive in time.
 pub async fn read_body(
+    call: &mut Call<'_>,
     body: Incoming,
-    memory: &mut Reservation,
     bytes_max: usize,
 ) -> Result<Bytes, Problem> {
     // A body that announces too many bytes is refused before the first is kept.
     if body.size_hint().lower() > bytes_max as u64 {
         return Err(too_large(bytes_max));
     }
-    let read = tokio::time::timeout(BODY_TIME_MAX, read_frames(body, memory, bytes_max));
+    let read = tokio::time::timeout(BODY_TIME_MAX, read_frames(call, body, bytes_max));
     read.await.unwrap_or_else(|_| {
         let problem = format!("the body did not arrive within {BODY_TIME_MAX:?}");
         Err(Problem::new(Code::Late, problem))
@@ -125,31 +116,32 @@ fn too_large(bytes_max: usize) -> Problem {
 }
 
 async fn read_frames(
+    call: &mut Call<'_>,
     mut body: Incoming,
-    memory: &mut Reservation,
     bytes_max: usize,
 ) -> Result<Bytes, Problem> {
-    let (mut first, mut rest) = (Bytes::new(), Vec::new());
+    let announced = body.size_hint().exact().map_or(bytes_max, |bytes| bytes as usize);
+    let mut read = Vec::new();
     while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
         let frame = frame.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
         let Ok(data) = frame.into_data() else { continue };
-        let received = first.len() + rest.len();
-        if received + data.len() > bytes_max {
+        // With the heads of its frames, unless they are tiny.
+        call.connection.count_used(data.len() + data.len() / 64);
+        let bytes = read.len() + data.len();
+        if bytes > bytes_max {
             return Err(too_large(bytes_max));
         }
 
-        // Most bodies arrive as one frame, which is kept without a copy.
-        if received == 0 {
-            memory.grow(data.len())?;
-            first = data;
-            continue;
+        if bytes > read.capacity() {
+            // Room for what has arrived: a caller may announce a body and never send it.
+            let capacity = (2 * read.capacity()).min(announced).max(bytes);
+            call.front.connections.grow(&mut call.memory, capacity - read.capacity())?;
+            read.reserve_exact(capacity - read.len());
         }
-        // A vector that grows may have twice the room that it needs.
-        memory.grow(2 * (data.len() + first.len()))?;
-        rest.extend_from_slice(&std::mem::take(&mut first));
-        rest.extend_from_slice(&data);
+        // Copied, because a frame of one byte keeps the whole buffer of its connection.
+        read.extend_from_slice(&data);
     }
-    Ok(if rest.is_empty() { first } else { rest.into() })
+    Ok(read.into())
 }
 
 /// Converts the microseconds that a caller waits for an answer.

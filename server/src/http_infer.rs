@@ -2,16 +2,18 @@
 //! answer of the same form.
 
 use crate::describe;
-use crate::http::{Answered, hold, reply, timeout_of};
+use crate::http::{Answered, header_text, reply, timeout_of};
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
-use crate::memory::{ByteBudget, Reservation};
+use crate::limits::REQUEST_BYTES;
+use crate::memory::{ByteBudget, Reservation, Share};
 use crate::outputs::{Asked, Numbers, Want, Wants};
-use crate::problem::{Problem, not_served};
+use crate::problem::{Problem, checked, not_served};
 use crate::tensors::{Layout, Read, batch_of};
 use crate::values::{Tensor, Values};
-use hatchback::Schema;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::raw_value::RawValue;
+use hatchback::{Schema, Shortened};
+use hyper::body::Bytes;
 use hyper::header::{HeaderName, HeaderValue};
 use hyper::{HeaderMap, StatusCode};
 use serde::de::{SeqAccess, Visitor};
@@ -175,7 +177,7 @@ impl<'a> JsonValues<'a> {
             .map(Self::I64),
         };
         converted.ok_or_else(|| {
-            let (name, datatype) = (input.name.escape_debug(), input.datatype.escape_debug());
+            let (name, datatype) = (Shortened(&input.name), Shortened(&input.datatype));
             Problem::invalid(format!("input `{name}`: its data has values that are not {datatype}"))
         })
     }
@@ -199,6 +201,7 @@ fn real(value: &RawValue<'_>) -> Option<f64> {
 }
 
 /// The path of a request for scores.
+#[derive(Clone, Copy)]
 pub struct Target<'a> {
     pub model: &'a str,
     pub version: &'a str,
@@ -211,28 +214,31 @@ pub struct Target<'a> {
 pub async fn infer(
     call: &mut Call<'_>,
     target: Target<'_>,
-    headers: &HeaderMap,
-    body: &[u8],
+    json_bytes: Option<usize>,
+    body: Bytes,
 ) -> Result<Answered, Problem> {
-    let (head, binary) = parse(headers, body, &mut call.memory)?;
-    let (asked, every) = (asked(&head), encoding(head.parameters.binary_data_output));
-    let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
-    let tensors = tensors_of(&head, &values, binary)?;
-    let order = Order {
-        model: target.model,
-        version: target.version,
-        timeout: shorter_timeout(timeout_parameter(&head)?, None),
-        tensors: &tensors,
-        asked: &asked,
-        every,
+    let (submitted, id) = {
+        let (head, binary) = parse(json_bytes, &body, &mut call.memory)?;
+        let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
+        let order = Order {
+            model: target.model,
+            version: target.version,
+            timeout: shorter_timeout(timeout_parameter(&head)?, None),
+            tensors: &tensors_of(&head, &values, binary)?,
+            asked: &asked(&head),
+            every: encoding(head.parameters.binary_data_output),
+        };
+        (submit(call, &order)?, head.id)
     };
-    let submitted = submit(call, &order)?;
+    // The slot has the samples.
+    drop(body);
+    call.memory.shrink(REQUEST_BYTES);
 
     let scored = submitted.wait().await;
-    let mut memory = call.front.bytes.reserve(ANSWER_BYTES + head.id.len() + target.model.len())?;
-    scored.encode(call, &head.id, |shown| {
-        memory.grow(2 * NUMBER_BYTES * shown.numbers())?;
-        Ok(response(target.model, &head.id, shown, memory))
+    scored.encode(call, &id, |shown, call| {
+        let bytes_max = ANSWER_BYTES + id.len() + 2 * NUMBER_BYTES * shown.numbers();
+        call.memory.grow(bytes_max)?;
+        Ok(response(&call.model, &id, shown))
     })
 }
 
@@ -243,13 +249,13 @@ pub async fn infer(
 pub fn prefetch(
     call: &mut Call<'_>,
     target: Target<'_>,
-    headers: &HeaderMap,
+    json_bytes: Option<usize>,
     body: &[u8],
 ) -> Result<usize, Problem> {
     let Target { model, version } = target;
     let front = call.front;
     describe::version(front, model, version)?;
-    let (head, binary) = parse(headers, body, &mut call.memory)?;
+    let (head, binary) = parse(json_bytes, body, &mut call.memory)?;
     let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
     let tensors = tensors_of(&head, &values, binary)?;
     let schema = front.serving.schema(model).ok_or_else(|| not_served(model))?;
@@ -271,11 +277,9 @@ pub fn decode(
     schema: &Arc<Schema>,
     batch_max: usize,
 ) -> Result<Batch, Problem> {
-    let budget = ByteBudget::new(64 << 20);
-    let mut memory = budget.reserve(2 * body.len())?;
-    let mut headers = HeaderMap::new();
-    headers.insert(HEAD_LENGTH, HeaderValue::from(head_bytes));
-    let (head, binary) = parse(&headers, body, &mut memory)?;
+    let mut memory = Share::new(&ByteBudget::new(64 << 20, 32 << 20)).reservation();
+    memory.grow(body.len())?;
+    let (head, binary) = parse(Some(head_bytes), body, &mut memory)?;
     timeout_parameter(&head)?;
     let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
     let tensors = tensors_of(&head, &values, binary)?;
@@ -284,26 +288,35 @@ pub fn decode(
     batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
-/// Returns the JSON of a request, and the binary data after it.
+/// Returns the length of the JSON of a request, if its `headers` have one.
+///
+/// # Errors
+/// The header is not a number.
+pub fn json_bytes(headers: &HeaderMap) -> Result<Option<usize>, Problem> {
+    let Some(value) = headers.get(HEAD_LENGTH) else { return Ok(None) };
+    let length = value.to_str().ok().and_then(|text| text.parse().ok());
+    let wrong = || Problem::invalid(format!("{HEAD_LENGTH}: `{}`", header_text(value)));
+    length.ok_or_else(wrong).map(Some)
+}
+
+/// Returns the JSON of a request, which has `json_bytes` bytes, and the binary data after it.
 fn parse<'a>(
-    headers: &HeaderMap,
+    json_bytes: Option<usize>,
     body: &'a [u8],
     memory: &mut Reservation,
 ) -> Result<(Head<'a>, &'a [u8]), Problem> {
-    let length = match headers.get(HEAD_LENGTH) {
-        None => body.len(),
-        Some(value) => {
-            let length = value.to_str().ok().and_then(|text| text.parse::<usize>().ok());
-            length.ok_or_else(|| Problem::invalid(format!("{HEAD_LENGTH}: {value:?}")))?
-        }
-    };
+    let length = json_bytes.unwrap_or(body.len());
     let Some((json, binary)) = body.split_at_checked(length) else {
         let bytes = body.len();
         return Err(Problem::invalid(format!("{HEAD_LENGTH}: {length} of {bytes} bytes")));
     };
     // Before the JSON is parsed, because the parser allocates.
     memory.grow(GROWTH * json.len())?;
-    let head = serde_json::from_slice(json).map_err(|e| Problem::invalid(e.to_string()))?;
+    let head: Head<'_> =
+        serde_json::from_slice(json).map_err(|e| Problem::invalid(e.to_string()))?;
+    let inputs = head.inputs.iter().flat_map(|input| [&input.name, &input.datatype]);
+    let names = inputs.chain(head.outputs.iter().map(|output| &output.name)).chain([&head.id]);
+    names.map(|name| checked(name)).try_for_each(|name| name.map(drop))?;
     Ok((head, binary))
 }
 
@@ -320,7 +333,7 @@ fn tensors_of<'a>(
     let mut tensors = Vec::with_capacity(values.len());
     for (input, json) in head.inputs.iter().zip(values) {
         let fault = |problem: &str| {
-            Problem::invalid(format!("input `{}`: {problem}", input.name.escape_debug()))
+            Problem::invalid(format!("input `{}`: {problem}", Shortened(&input.name)))
         };
         let values = match (json, input.parameters.binary_data_size) {
             (JsonValues::Binary, Some(bytes)) => {
@@ -388,7 +401,7 @@ struct AnswerParameters {
     binary_data_size: usize,
 }
 
-fn response(model_name: &str, id: &str, shown: &Shown<'_>, memory: Reservation) -> Answered {
+fn response(model_name: &str, id: &str, shown: &Shown<'_>) -> Answered {
     let (mut outputs, mut binary) = (Vec::new(), Vec::new());
     for (output, want, numbers) in shown.outputs() {
         let before = binary.len();
@@ -410,11 +423,11 @@ fn response(model_name: &str, id: &str, shown: &Shown<'_>, memory: Reservation) 
     // Numbers and text always serialize.
     let mut bytes = serde_json::to_vec(&head).unwrap_or_default();
     if binary.is_empty() {
-        return reply(StatusCode::OK, "application/json", hold(bytes, memory));
+        return reply(StatusCode::OK, "application/json", bytes.into());
     }
     let length = HeaderValue::from(bytes.len());
     bytes.extend_from_slice(&binary);
-    let mut answered = reply(StatusCode::OK, "application/octet-stream", hold(bytes, memory));
+    let mut answered = reply(StatusCode::OK, "application/octet-stream", bytes.into());
     answered.headers_mut().insert(HEAD_LENGTH, length);
     answered
 }

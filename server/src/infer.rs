@@ -36,6 +36,8 @@ pub struct Call<'a> {
     pub model: String,
     /// The caller's trace (`traceparent`), passed through.
     pub trace: Option<HeaderValue>,
+    /// Whether the caller may load, unload and act.
+    pub may_change: bool,
 }
 
 impl<'a> Call<'a> {
@@ -231,12 +233,12 @@ impl Scored {
     /// The request has no scores, or `encode` fails.
     pub fn encode<T>(
         self,
-        call: &Call<'_>,
+        call: &mut Call<'_>,
         id: &str,
-        encode: impl FnOnce(&Shown<'_>) -> Result<T, Problem>,
+        encode: impl FnOnce(&Shown<'_>, &mut Call<'_>) -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         let answer = self.ticket.wait()?;
-        let encoded = encode(&Shown { answer: &answer, view: &self.view })?;
+        let encoded = encode(&Shown { answer: &answer, view: &self.view }, call)?;
 
         let status = answer.scores().status();
         let (samples, late) = (answer.scores().statuses.len(), count_late(&answer));

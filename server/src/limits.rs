@@ -1,7 +1,7 @@
 //! Every maximum of the front door. The `[server]` section of a target sets those that a machine
 //! may choose.
 
-use hatchback::limits::FEATURES_MAX;
+use hatchback::limits::{FEATURES_MAX, NAME_BYTES_MAX};
 use std::time::Duration;
 
 /// Bytes that a connection takes beside the bodies of its requests: buffers of the socket's
@@ -26,6 +26,20 @@ pub const SEND_BYTES_MAX: usize = 16 << 10;
 pub const REQUEST_BYTES: usize = 2 << 10;
 /// Bytes of the body of a request that asks for no scores.
 pub const CONTROL_BYTES_MAX: usize = 64 << 10;
+/// One connection holds at most this part of `server.bytes_max`, or one request of the largest
+/// size. One with this part of a share is small: for it, any larger connection makes room.
+pub const SHARES: usize = 8;
+/// Time without a byte after which a connection makes room for any smaller one.
+pub const SILENT_TIME_MIN: Duration = Duration::from_secs(1);
+/// Bytes that one connection reads before the others have their turn.
+pub const TURN_BYTES_MAX: usize = 16 << 10;
+/// Bytes of frames that belong to no request and that a caller may send in `ANSWER_TIME_MAX`.
+pub const FLOOD_BYTES_MAX: usize = 1 << 20;
+/// Bytes of frames that each request may have beside its headers and its body.
+pub const REQUEST_FRAME_BYTES: usize = 1 << 10;
+/// Time in which a caller must take an answer; up to twice this time, because connections are
+/// examined once in it.
+pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which the body of a request must arrive.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which the headers of a request must arrive once its first byte came.
@@ -49,9 +63,15 @@ pub const SLOWEST_MAX: usize = 32;
 pub const SLOWEST_AGE_MAX: Duration = Duration::from_secs(600);
 /// Seconds of history that the status page shows.
 pub const HISTORY_S_MAX: usize = 300;
-/// Bytes of a caller's own names in a trace: the id of a request, or its trace id.
+/// Bytes of a caller's trace, `traceparent`; a longer one is dropped.
 pub const TRACE_BYTES_MAX: usize = 128;
-/// Threads that open models, for each thread that runs connections.
-pub const BLOCKING_THREADS_MAX: usize = 4;
+/// Bytes of a name that a caller sends. A model may have the name of a folder, which has at most
+/// 255 bytes; that of an input is the name of a feature with an ending.
+pub const CALLER_NAME_BYTES_MAX: usize = 255;
+const _: () = assert!(NAME_BYTES_MAX + ".offsets".len() <= CALLER_NAME_BYTES_MAX);
+/// Bytes of a request's method and path, for which `REQUEST_BYTES` has room.
+pub const PATH_BYTES_MAX: usize = 1 << 10;
+/// Bytes of the message of a problem.
+pub const MESSAGE_BYTES_MAX: usize = 1 << 10;
 /// The longest time after which a refused caller is told to retry.
 pub const RETRY_MAX: Duration = Duration::from_secs(2);

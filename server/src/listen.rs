@@ -5,12 +5,13 @@
 use crate::connections::{Connection, Peer, Place};
 use crate::front::Front;
 use crate::limits::{
-    BLOCKING_THREADS_MAX, HANDSHAKE_TIME_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX,
-    HTTP1_BUFFER_BYTES_MAX, SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
+    ANSWER_TIME_MAX, HANDSHAKE_TIME_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX, HTTP1_BUFFER_BYTES_MAX,
+    SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
 };
 use crate::log_limit::LogLimit;
+use crate::route::{self, Received};
+use crate::status;
 use crate::tls::Tls;
-use crate::{route, status};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
@@ -31,6 +32,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::runtime::{Builder as RuntimeBuilder, Handle, Runtime};
 use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
 
 /// Pause after a failed `accept`: without a free file descriptor, it would fail again immediately.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -125,12 +127,7 @@ pub fn serve(
 }
 
 fn runtime() -> io::Result<Runtime> {
-    RuntimeBuilder::new_current_thread()
-        .enable_io()
-        .enable_time()
-        .max_blocking_threads(BLOCKING_THREADS_MAX)
-        .thread_name("front blocking")
-        .build()
+    RuntimeBuilder::new_current_thread().enable_io().enable_time().build()
 }
 
 /// State that the accepting threads share.
@@ -175,10 +172,16 @@ impl<'a> Acceptor<'a> {
         })?;
 
         std::thread::scope(|scope| {
-            for listener in listeners {
-                scope.spawn(move || self.accept_all(listener));
-            }
-        });
+            let accept = |listener| {
+                let accept = move || self.accept_all(listener);
+                std::thread::Builder::new().name("accept".to_owned()).spawn_scoped(scope, accept)
+            };
+            listeners.iter().try_for_each(|listener| accept(listener).map(drop)).inspect_err(|_| {
+                // Otherwise the scope would wait for the other listeners for ever.
+                self.stopping.request();
+                listeners.iter().for_each(|listener| drop(listener.shut_down()));
+            })
+        })?;
         let left = self.front.connections.wait_ended(STOP_TIME_MAX);
         if left > 0 {
             log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
@@ -285,6 +288,8 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
 ) -> Result<(), ConnectionError> {
     let connection = Arc::clone(place.connection());
     let service = service_fn(|request| {
+        // Before the connection reads on, so that it keeps the headers of one request only.
+        let request = Received::new(&front, &connection, request);
         let (front, connection) = (Arc::clone(&front), Arc::clone(&connection));
         async move { Ok::<_, Infallible>(route::answer(&front, &connection, request).await) }
     });
@@ -294,8 +299,15 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     let mut closed = pin!(connection.closed());
     let mut stopped = pin!(stopping.wait_for(|is_requested| *is_requested));
 
+    let mut periods = tokio::time::interval(ANSWER_TIME_MAX);
+    // After a stall of this thread, the periods that were missed are not examined one by one.
+    periods.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut is_stopping = false;
     poll_fn(|context| {
+        connection.begin_turn();
+        while periods.poll_tick(context).is_ready() {
+            connection.begin_period()?;
+        }
         if closed.as_mut().poll(context).is_ready() {
             // The last poll writes answers that are ready.
             served.as_mut().graceful_shutdown();
@@ -330,7 +342,7 @@ fn protocol() -> Builder<TokioExecutor> {
     builder
 }
 
-/// A stream that notes when its caller sent or took bytes.
+/// A stream that notes when its caller sent or took bytes, and bounds what it reads in one turn.
 struct Watched<S> {
     stream: S,
     connection: Arc<Connection>,
@@ -342,10 +354,17 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.connection.is_turn_over() {
+            // A caller that always has more to read would keep the thread from the others.
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
-        if buffer.filled().len() > before {
+        let bytes = buffer.filled().len() - before;
+        if bytes > 0 {
             self.connection.note_activity();
+            self.connection.count_read(bytes)?;
         }
         read
     }
@@ -385,8 +404,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
 
 impl<S> Watched<S> {
     fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        if matches!(written, Poll::Ready(Ok(_))) {
+        if let Poll::Ready(Ok(bytes)) = &written {
             self.connection.note_activity();
+            // A caller that takes answers sends frames that say so.
+            self.connection.count_used(bytes / 64);
         }
         written
     }

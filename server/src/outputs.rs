@@ -6,7 +6,7 @@
 
 use crate::problem::Problem;
 use hatchback::request::pipeline::Answer;
-use hatchback::{LookupStatus, Schema};
+use hatchback::{LookupStatus, Schema, Shortened};
 use serde::{Serialize, Serializer};
 use std::collections::HashMap;
 
@@ -123,7 +123,7 @@ impl Wants {
         let mut wants = vec![unasked; outputs.list.len()];
         for Asked { name, want } in asked {
             let Some(&at) = outputs.numbers.get(*name) else {
-                let name = name.escape_debug();
+                let name = Shortened(name);
                 return Err(Problem::invalid(format!("the model has no output `{name}`")));
             };
             wants[at] = *want;

@@ -1,7 +1,9 @@
 //! Why a request has no answer: a code that both protocols have, a message for a person, and for a
-//! request that may be repeated, the time to wait.
+//! request that may be repeated, the time to wait. Shows no more than a short part of a caller's
+//! text.
 
-use hatchback::{BatchError, RequestError};
+use crate::limits::{CALLER_NAME_BYTES_MAX, MESSAGE_BYTES_MAX};
+use hatchback::{BatchError, RequestError, Shortened};
 use hyper::StatusCode;
 use std::fmt;
 use std::time::Duration;
@@ -34,52 +36,36 @@ pub enum Code {
 }
 
 impl Code {
+    /// Returns the status of gRPC, that of HTTP, and the name of the outcome in the metrics.
+    fn row(self) -> (u32, StatusCode, &'static str) {
+        match self {
+            Self::Invalid => (3, StatusCode::BAD_REQUEST, "invalid"),
+            Self::Late => (4, StatusCode::GATEWAY_TIMEOUT, "late"),
+            Self::NotFound => (5, StatusCode::NOT_FOUND, "not_found"),
+            Self::Denied => (7, StatusCode::FORBIDDEN, "denied"),
+            Self::Busy => (8, StatusCode::SERVICE_UNAVAILABLE, "busy"),
+            Self::TooOften => (8, StatusCode::TOO_MANY_REQUESTS, "too_often"),
+            Self::TooLarge => (8, StatusCode::PAYLOAD_TOO_LARGE, "too_large"),
+            Self::Refused => (9, StatusCode::CONFLICT, "refused"),
+            Self::Unimplemented => (12, StatusCode::NOT_IMPLEMENTED, "unimplemented"),
+            Self::Internal => (13, StatusCode::INTERNAL_SERVER_ERROR, "failed"),
+            Self::Unavailable => (14, StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        }
+    }
+
     /// Returns the number of the status of gRPC.
     pub fn grpc(self) -> u32 {
-        match self {
-            Self::Invalid => 3,
-            Self::Late => 4,
-            Self::NotFound => 5,
-            Self::Denied => 7,
-            Self::Busy | Self::TooOften | Self::TooLarge => 8,
-            Self::Refused => 9,
-            Self::Unimplemented => 12,
-            Self::Internal => 13,
-            Self::Unavailable => 14,
-        }
+        self.row().0
     }
 
     /// Returns the status of HTTP.
     pub fn http(self) -> StatusCode {
-        match self {
-            Self::Invalid => StatusCode::BAD_REQUEST,
-            Self::Late => StatusCode::GATEWAY_TIMEOUT,
-            Self::NotFound => StatusCode::NOT_FOUND,
-            Self::Denied => StatusCode::FORBIDDEN,
-            Self::Busy | Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
-            Self::TooOften => StatusCode::TOO_MANY_REQUESTS,
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Refused => StatusCode::CONFLICT,
-            Self::Unimplemented => StatusCode::NOT_IMPLEMENTED,
-            Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
-        }
+        self.row().1
     }
 
     /// Returns the name of the outcome in the metrics.
     pub fn outcome(self) -> &'static str {
-        match self {
-            Self::Invalid => "invalid",
-            Self::Late => "late",
-            Self::NotFound => "not_found",
-            Self::Denied => "denied",
-            Self::Busy => "busy",
-            Self::TooOften => "too_often",
-            Self::TooLarge => "too_large",
-            Self::Refused => "refused",
-            Self::Unimplemented => "unimplemented",
-            Self::Internal => "failed",
-            Self::Unavailable => "unavailable",
-        }
+        self.row().2
     }
 }
 
@@ -95,9 +81,16 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Returns a problem of this kind.
+    /// Returns a problem of this kind. Cuts a message over `MESSAGE_BYTES_MAX`: the errors of
+    /// parsers may quote a whole body.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), retry_after: None }
+        let mut message = message.into();
+        if message.len() > MESSAGE_BYTES_MAX {
+            message.truncate(message.floor_char_boundary(MESSAGE_BYTES_MAX));
+            message.shrink_to_fit();
+            message.push('\u{2026}');
+        }
+        Self { code, message, retry_after: None }
     }
 
     /// Returns a problem of the request itself.
@@ -111,9 +104,19 @@ impl Problem {
     }
 }
 
+/// Returns `name`, which a caller sent.
+///
+/// # Errors
+/// The name is longer than any that the server has.
+pub fn checked(name: &str) -> Result<&str, Problem> {
+    let (bytes, short) = (name.len(), Shortened(name));
+    let message = || format!("name `{short}`: {bytes} bytes; at most {CALLER_NAME_BYTES_MAX}");
+    if bytes > CALLER_NAME_BYTES_MAX { Err(Problem::invalid(message())) } else { Ok(name) }
+}
+
 /// Returns the problem of a model that is not served.
 pub fn not_served(name: &str) -> Problem {
-    let name = name.escape_debug();
+    let name = Shortened(name);
     Problem::new(Code::NotFound, format!("no model `{name}` is served"))
 }
 

@@ -1,13 +1,29 @@
 //! The messages of the Open Inference Protocol v2 with the extensions of its model servers: the
 //! repository, the configuration and the statistics of a model. Field numbers are the protocol's.
-//! Fields that the server neither reads nor writes are left out; a decoder skips them.
+//! Fields that the server neither reads nor writes are left out; a decoder skips them. Answers have
+//! the same fields as JSON.
 
 use hyper::body::Bytes;
 use prost::{Message, Oneof};
+use serde::{Serialize, Serializer};
 use std::collections::HashMap;
 
 /// The full name of the service, as a path.
 pub const SERVICE: &str = "/inference.GRPCInferenceService/";
+
+/// The types of tensors: in metadata, as the number of a configuration, and as its name in JSON.
+pub const DATA_TYPES: [(&str, i32, &str); 5] = [
+    ("INT32", 8, "TYPE_INT32"),
+    ("INT64", 9, "TYPE_INT64"),
+    ("FP32", 11, "TYPE_FP32"),
+    ("FP64", 12, "TYPE_FP64"),
+    ("BYTES", 13, "TYPE_STRING"),
+];
+
+fn data_type_name<S: Serializer>(number: &i32, to: S) -> Result<S::Ok, S::Error> {
+    let found = DATA_TYPES.iter().find(|(_, of, _)| of == number);
+    to.serialize_str(found.map_or("TYPE_INVALID", |(_, _, name)| *name))
+}
 
 /// A request without fields that the server reads.
 #[derive(Clone, PartialEq, Message)]
@@ -30,7 +46,7 @@ pub struct ModelRequest {
 }
 
 /// The answer to `ServerMetadata`.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ServerMetadataResponse {
     #[prost(string, tag = "1")]
     pub name: String,
@@ -41,7 +57,7 @@ pub struct ServerMetadataResponse {
 }
 
 /// A tensor of a model's metadata, where -1 in its shape is any size, or of an answer.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct TensorMetadata {
     #[prost(string, tag = "1")]
     pub name: String,
@@ -52,7 +68,7 @@ pub struct TensorMetadata {
 }
 
 /// The answer to `ModelMetadata`.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ModelMetadataResponse {
     #[prost(string, tag = "1")]
     pub name: String,
@@ -164,11 +180,12 @@ pub struct ModelInferResponse {
 }
 
 /// An input of a model's configuration.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ModelInput {
     #[prost(string, tag = "1")]
     pub name: String,
     #[prost(int32, tag = "2")]
+    #[serde(serialize_with = "data_type_name")]
     pub data_type: i32,
     #[prost(int64, repeated, tag = "4")]
     pub dims: Vec<i64>,
@@ -177,18 +194,19 @@ pub struct ModelInput {
 }
 
 /// An output of a model's configuration.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ModelOutput {
     #[prost(string, tag = "1")]
     pub name: String,
     #[prost(int32, tag = "2")]
+    #[serde(serialize_with = "data_type_name")]
     pub data_type: i32,
     #[prost(int64, repeated, tag = "3")]
     pub dims: Vec<i64>,
 }
 
 /// The configuration of a model.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ModelConfig {
     #[prost(string, tag = "1")]
     pub name: String,
@@ -212,7 +230,7 @@ pub struct ModelConfigResponse {
 }
 
 /// A number of requests and the time that they took.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct StatisticDuration {
     #[prost(uint64, tag = "1")]
     pub count: u64,
@@ -221,7 +239,7 @@ pub struct StatisticDuration {
 }
 
 /// The statistics of a model's requests.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct InferStatistics {
     #[prost(message, optional, tag = "1")]
     pub success: Option<StatisticDuration>,
@@ -238,7 +256,7 @@ pub struct InferStatistics {
 }
 
 /// The statistics of a model.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ModelStatistics {
     #[prost(string, tag = "1")]
     pub name: String,
@@ -269,7 +287,7 @@ pub struct RepositoryIndexRequest {
 }
 
 /// A model of the repository.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Message, Serialize)]
 pub struct ModelIndex {
     #[prost(string, tag = "1")]
     pub name: String,

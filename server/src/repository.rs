@@ -1,15 +1,15 @@
 //! The model repository: the folders of the car that hold a model. Lists them, loads one within the
 //! budget, and unloads one. Opens flash, never writes to it.
 
+use crate::facts::ModelFolder;
 use crate::front::Front;
 use crate::limits::RETRY_MAX;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::ModelIndex;
-use hatchback::{Flash, FlashError, ServingError, system_disk};
-use serde_json::{Value, json};
+use hatchback::{Flash, FlashError, ServingError, Shortened, system_disk};
 
-/// Returns every model of the car, or those that are served if `is_ready`.
-pub fn index(front: &Front, is_ready: bool) -> Vec<ModelIndex> {
+/// Returns the models that are served, and those of `folders` that are not.
+pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
     let served = front.serving.names();
     let ready = served.iter().map(|name| ModelIndex {
         name: name.clone(),
@@ -17,24 +17,14 @@ pub fn index(front: &Front, is_ready: bool) -> Vec<ModelIndex> {
         state: "READY".to_owned(),
         reason: String::new(),
     });
-    let folders = if is_ready { Vec::new() } else { (front.models)() };
-    let others = folders.into_iter().filter(|folder| !served.contains(&folder.name));
+    let others = folders.iter().filter(|folder| !served.contains(&folder.name));
     let others = others.map(|folder| {
         let is_unloaded = front.serving.is_unloaded(&folder.name);
         let reason = if is_unloaded { "unloaded" } else { "not loaded" };
         let (state, reason) = ("UNAVAILABLE".to_owned(), reason.to_owned());
-        ModelIndex { name: folder.name, version: String::new(), state, reason }
+        ModelIndex { name: folder.name.clone(), version: String::new(), state, reason }
     });
     ready.chain(others).collect()
-}
-
-/// Returns an index as JSON.
-pub fn index_json(models: &[ModelIndex]) -> Value {
-    let one = |model: &ModelIndex| {
-        let ModelIndex { name, version, state, reason } = model;
-        json!({"name": name, "version": version, "state": state, "reason": reason})
-    };
-    models.iter().map(one).collect()
 }
 
 /// Serves the live generation of the model `name`: loads the model, or swaps to a generation that
@@ -45,7 +35,7 @@ pub fn index_json(models: &[ModelIndex]) -> Value {
 pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
     let folder = (front.models)().into_iter().find(|folder| folder.name == name);
     let Some(folder) = folder else {
-        let name = name.escape_debug();
+        let name = Shortened(name);
         return Err(Problem::new(Code::NotFound, format!("no folder holds a model `{name}`")));
     };
 

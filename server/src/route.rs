@@ -7,131 +7,214 @@ use crate::describe;
 use crate::front::Front;
 use crate::grpc;
 use crate::grpc_infer;
-use crate::http::{Answered, json_reply, read_body, refusal, reply};
+use crate::http::{Answered, header_text, json_reply, read_body, refusal, reply};
 use crate::http_infer::{self, Target};
 use crate::infer::Call;
-use crate::limits::{CONTROL_BYTES_MAX, REQUEST_BYTES};
+use crate::limits::{CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX};
+use crate::memory::Reservation;
 use crate::page::page;
-use crate::problem::{Code, Problem};
+use crate::problem::{Code, Problem, checked};
 use crate::proto::{
     Empty, HealthResponse, ModelConfigResponse, ModelRequest, ModelStatisticsResponse,
     RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE,
 };
 use crate::repository;
 use crate::trace::Protocol;
+use hatchback::Shortened;
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
-use hyper::{HeaderMap, Method, Request, StatusCode};
+use hyper::{Method, Request, StatusCode};
 use percent_encoding::percent_decode_str;
 use prost::Message;
 use serde_json::json;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The header of a W3C trace, which a caller may send.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+const JSON_TYPE: &str = "application/json";
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Answers `request` of `connection`.
-pub async fn answer(
-    front: &Arc<Front>,
-    connection: &Connection,
-    request: Request<Incoming>,
-) -> Answered {
-    let received = Instant::now();
-    let (parts, body) = request.into_parts();
-    let is_grpc = grpc::is_call(&parts.headers);
-    let protocol = if is_grpc { Protocol::Grpc } else { Protocol::Http };
-    let trace = parts.headers.get(TRACEPARENT).cloned();
+/// A request whose headers were read. Their other parts are dropped before the body arrives, so
+/// that a caller cannot make the server keep headers.
+pub struct Received {
+    at: Instant,
+    protocol: Protocol,
+    trace: Option<HeaderValue>,
+    may_change: bool,
+    memory: Reservation,
+    head: Result<Head, Problem>,
+    body: Incoming,
+}
 
-    let refuse = |model: &str, problem: &Problem| {
-        front.metrics.refuse(model, protocol, problem, received.elapsed());
-    };
-    let answered = match admit(front, connection, &parts) {
-        Err(problem) => {
-            // The request is not read yet, so its model is unknown.
-            refuse("", &problem);
-            Err(problem)
+/// What is kept of the headers of a request.
+struct Head {
+    method: Method,
+    path: String,
+    /// The time that a call of gRPC waits.
+    timeout: Option<Duration>,
+    /// The length of the JSON before binary data.
+    json_bytes: Option<usize>,
+}
+
+impl Received {
+    /// Reads the headers of `request` and checks the limits that hold for every request.
+    pub fn new(front: &Front, connection: &Connection, request: Request<Incoming>) -> Self {
+        let at = Instant::now();
+        let (parts, body) = request.into_parts();
+        let headers = &parts.headers;
+        // A tunnel, which CONNECT asks for, begins with the 200 of every call of gRPC.
+        let is_grpc = parts.method == Method::POST && grpc::is_call(headers);
+        let protocol = if is_grpc { Protocol::Grpc } else { Protocol::Http };
+        let trace = headers.get(TRACEPARENT).filter(|trace| trace.len() <= TRACE_BYTES_MAX);
+        // A copy, because a part of the headers keeps all of them.
+        let trace = trace.and_then(|trace| HeaderValue::from_bytes(trace.as_bytes()).ok());
+        let may_change = control::has_right(front, connection, headers);
+        let mut memory = connection.share.reservation();
+        let head = Head::read(front, connection, protocol, &parts, &mut memory);
+        Self { at, protocol, trace, may_change, memory, head, body }
+    }
+}
+
+impl Head {
+    fn read(
+        front: &Front,
+        connection: &Connection,
+        protocol: Protocol,
+        parts: &Parts,
+        memory: &mut Reservation,
+    ) -> Result<Self, Problem> {
+        let Parts { method, uri, headers, .. } = parts;
+        let header_bytes = headers.iter().map(|(name, value)| name.as_str().len() + value.len());
+        connection.count_used(uri.path().len() + header_bytes.sum::<usize>());
+        connection.count_request(front.rules.requests_per_s_max)?;
+        check_host(connection, parts)?;
+        if method.as_str().len() + uri.path().len() > PATH_BYTES_MAX {
+            let message = format!("a path has at most {PATH_BYTES_MAX} bytes with its method");
+            return Err(Problem::invalid(message));
         }
-        Ok(memory) => {
-            let (model, trace) = (String::new(), trace.clone());
-            let mut call = Call { front, connection, protocol, received, memory, model, trace };
-            let answered = match protocol {
-                Protocol::Grpc => answer_grpc(&mut call, &parts, body).await,
-                Protocol::Http => answer_http(&mut call, &parts, body).await,
-            };
-            answered.inspect_err(|problem| refuse(&call.model, problem))
+        front.connections.grow(memory, REQUEST_BYTES)?;
+
+        let (method, path) = (method.clone(), uri.path().to_owned());
+        if protocol == Protocol::Grpc {
+            let timeout = grpc::timeout(headers)?;
+            return Ok(Self { method, path, timeout, json_bytes: None });
         }
+        if let Some(encoding) = headers.get(CONTENT_ENCODING).filter(|e| *e != "identity") {
+            let encoding = header_text(encoding);
+            let message = format!("content-encoding `{encoding}`: send the body uncompressed");
+            return Err(Problem::new(Code::Unimplemented, message));
+        }
+        let json_bytes = http_infer::json_bytes(headers)?;
+        Ok(Self { method, path, timeout: None, json_bytes })
+    }
+
+    /// Returns the problem that there is no such path.
+    fn unknown(&self) -> Problem {
+        let (method, path) = (Shortened(self.method.as_str()), Shortened(&self.path));
+        Problem::new(Code::NotFound, format!("{method} {path}"))
+    }
+}
+
+/// Answers `request` of `connection`. The answer holds its bytes of the budget until the caller has
+/// taken it.
+pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Received) -> Answered {
+    let Received { at: received, protocol, trace, may_change, memory, head, body } = request;
+    let (model, header) = (String::new(), trace.clone());
+    let mut call = Call { front, connection, protocol, received, memory, model, trace, may_change };
+    let answered = match (head, protocol) {
+        (Err(problem), _) => Err(problem),
+        (Ok(head), Protocol::Grpc) => answer_grpc(&mut call, &head, body).await,
+        (Ok(head), Protocol::Http) => answer_http(&mut call, &head, body).await,
     };
-    let mut answered = answered.unwrap_or_else(|problem| match protocol {
-        Protocol::Grpc => grpc::refusal(&problem),
-        Protocol::Http => refusal(&problem),
+
+    let Call { model, mut memory, .. } = call;
+    let answered = answered.and_then(|answered| {
+        let bytes = REQUEST_BYTES + answered.body().data.len();
+        front.connections.resize(&mut memory, bytes).map(|()| answered)
     });
-    if let Some(trace) = trace {
+    let mut answered = answered.unwrap_or_else(|problem| {
+        front.metrics.refuse(&model, protocol, &problem, received.elapsed());
+        // `REQUEST_BYTES` has room for a message.
+        memory.shrink(REQUEST_BYTES);
+        match protocol {
+            Protocol::Grpc => grpc::refusal(&problem),
+            Protocol::Http => refusal(&problem),
+        }
+    });
+    if let Some(trace) = header {
         answered.headers_mut().insert(TRACEPARENT, trace);
     }
+    hold(&mut answered, memory);
     answered
 }
 
-/// Checks the limits that hold for every request, and reserves what its headers take.
-fn admit(
-    front: &Arc<Front>,
-    connection: &Connection,
-    parts: &Parts,
-) -> Result<crate::memory::Reservation, Problem> {
-    connection.count_request(front.rules.requests_per_s_max)?;
-    let headers = &parts.headers;
-    let header_bytes: usize =
-        headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
-    front.bytes.reserve(REQUEST_BYTES + header_bytes)
+/// Lets `answered` hold `memory` until the caller has taken it.
+fn hold(answered: &mut Answered, memory: Reservation) {
+    let data = std::mem::take(&mut answered.body_mut().data);
+    if !data.is_empty() {
+        answered.body_mut().data = memory.hold(data);
+    } else if let Some(message) = answered.headers_mut().get_mut(grpc::MESSAGE) {
+        // The refusal of a call has no body: its last bytes are this header.
+        let text = memory.hold(Bytes::copy_from_slice(message.as_bytes()));
+        if let Ok(mut held) = HeaderValue::from_maybe_shared(text) {
+            // Otherwise the table of HPACK would keep the value after it was sent.
+            held.set_sensitive(true);
+            *message = held;
+        }
+    }
 }
 
 async fn answer_grpc(
     call: &mut Call<'_>,
-    parts: &Parts,
+    head: &Head,
     body: Incoming,
 ) -> Result<Answered, Problem> {
-    let unknown = || Problem::new(Code::Unimplemented, format!("no method {}", parts.uri.path()));
-    let method = parts.uri.path().strip_prefix(SERVICE).ok_or_else(unknown)?;
-    let timeout = grpc::timeout(&parts.headers)?;
+    let no_method = || format!("no method `{}`", Shortened(&head.path));
+    let unknown = || Problem::new(Code::Unimplemented, no_method());
+    let method = head.path.strip_prefix(SERVICE).ok_or_else(unknown)?;
     if method == "ModelInfer" {
         let bytes_max = call.front.rules.request_bytes_max as usize;
-        let body = read_body(body, &mut call.memory, bytes_max).await?;
-        return grpc_infer::infer(call, &body, timeout).await;
+        let body = read_body(call, body, bytes_max).await?;
+        return grpc_infer::infer(call, body, head.timeout).await;
     }
 
-    let body = read_body(body, &mut call.memory, CONTROL_BYTES_MAX).await?;
+    let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
     let message = grpc::message_of(&body)?;
     match method {
-        "ServerLive" => health(call, true),
-        "ServerReady" => health(call, is_ready(call.front)),
+        "ServerLive" => Ok(health(true)),
+        "ServerReady" => Ok(health(is_ready(call.front))),
         "ModelReady" => {
-            let ModelRequest { name, version } = decode(message)?;
-            health(call, describe::version(call.front, &name, &version).is_ok())
+            let ModelRequest { name, version } = model_request(message)?;
+            Ok(health(describe::version(call.front, &name, &version).is_ok()))
         }
-        "ServerMetadata" => message_reply(call, &describe::server()),
+        "ServerMetadata" => Ok(message_reply(&describe::server())),
         "ModelMetadata" => {
-            let ModelRequest { name, version } = decode(message)?;
-            message_reply(call, &describe::model(call.front, &name, &version)?)
+            let ModelRequest { name, version } = model_request(message)?;
+            Ok(message_reply(&describe::model(call.front, &name, &version)?))
         }
         "ModelConfig" => {
-            let ModelRequest { name, version } = decode(message)?;
+            let ModelRequest { name, version } = model_request(message)?;
             let config = Some(describe::config(call.front, &name, &version)?);
-            message_reply(call, &ModelConfigResponse { config })
+            Ok(message_reply(&ModelConfigResponse { config }))
         }
         "ModelStatistics" => {
-            let ModelRequest { name, version } = decode(message)?;
+            let ModelRequest { name, version } = model_request(message)?;
             let model_stats = describe::statistics(call.front, &name, &version)?;
-            message_reply(call, &ModelStatisticsResponse { model_stats })
+            Ok(message_reply(&ModelStatisticsResponse { model_stats }))
         }
-        "RepositoryIndex" => {
-            let RepositoryIndexRequest { ready } = decode(message)?;
-            let models = repository::index(call.front, ready);
-            message_reply(call, &RepositoryIndexResponse { models })
-        }
-        "RepositoryModelLoad" => change_grpc(call, &parts.headers, message, Change::Load).await,
-        "RepositoryModelUnload" => change_grpc(call, &parts.headers, message, Change::Unload).await,
+        "RepositoryIndex" => match decode(message)? {
+            RepositoryIndexRequest { ready: false } => {
+                Ok(grpc::reply(call.front.shown().index_message))
+            }
+            RepositoryIndexRequest { ready: true } => {
+                let models = repository::index(call.front, &[]);
+                Ok(message_reply(&RepositoryIndexResponse { models }))
+            }
+        },
+        "RepositoryModelLoad" => change_grpc(call, message, Change::Load).await,
+        "RepositoryModelUnload" => change_grpc(call, message, Change::Unload).await,
         _ => Err(unknown()),
     }
 }
@@ -140,31 +223,36 @@ fn decode<M: Message + Default>(message: Bytes) -> Result<M, Problem> {
     M::decode(message).map_err(|e| Problem::invalid(e.to_string()))
 }
 
-fn message_reply(call: &Call<'_>, message: &impl Message) -> Result<Answered, Problem> {
-    grpc::reply_with(message, call.front.bytes.reserve(0)?)
+fn model_request(message: Bytes) -> Result<ModelRequest, Problem> {
+    let request: ModelRequest = decode(message)?;
+    checked(&request.name).and(checked(&request.version))?;
+    Ok(request)
 }
 
-fn health(call: &Call<'_>, is_true: bool) -> Result<Answered, Problem> {
-    message_reply(call, &HealthResponse { is_true })
+fn message_reply(message: &impl Message) -> Answered {
+    grpc::reply(grpc::frame(message).into())
+}
+
+fn health(is_true: bool) -> Answered {
+    message_reply(&HealthResponse { is_true })
 }
 
 async fn change_grpc(
     call: &mut Call<'_>,
-    headers: &HeaderMap,
     message: Bytes,
     change: Change,
 ) -> Result<Answered, Problem> {
-    check_right(call, headers)?;
+    check_right(call)?;
     let RepositoryModelRequest { model_name, parameters } = decode(message)?;
     let overrides = ["config", "file:"];
     if let Some(name) = parameters.keys().find(|key| overrides.iter().any(|o| key.starts_with(o))) {
-        let name = name.escape_debug();
+        let name = Shortened(name);
         return Err(Problem::invalid(format!(
             "parameter `{name}`: not supported; a model is loaded from its own files only"
         )));
     }
-    control::change(call, &model_name, change).await?;
-    message_reply(call, &Empty {})
+    control::change(call, checked(&model_name)?, change).await?;
+    Ok(message_reply(&Empty {}))
 }
 
 /// Returns whether the server serves a model.
@@ -174,117 +262,89 @@ fn is_ready(front: &Front) -> bool {
 
 async fn answer_http(
     call: &mut Call<'_>,
-    parts: &Parts,
+    head: &Head,
     body: Incoming,
 ) -> Result<Answered, Problem> {
-    check_host(call.connection, parts)?;
-    let path = parts.uri.path().trim_matches('/');
-    let path: Vec<String> = path
-        // Split before the parts are decoded: an encoded slash belongs to a name.
-        .split('/')
-        .map(|part| percent_decode_str(part).decode_utf8().map(String::from))
-        .collect::<Result<_, _>>()
-        .map_err(|e| Problem::invalid(format!("path: {e}")))?;
-    let path: Vec<&str> = path.iter().map(String::as_str).collect();
-    let unknown = || Problem::new(Code::NotFound, format!("{} {}", parts.method, parts.uri.path()));
+    let Head { method, path: whole, .. } = head;
+    let part = |part| {
+        let part = percent_decode_str(part).decode_utf8();
+        part.map_err(|e| Problem::invalid(format!("path: {e}")))
+    };
+    // Split before the parts are decoded: an encoded slash belongs to a name.
+    let path = whole.trim_matches('/').split('/').map(part).collect::<Result<Vec<_>, _>>()?;
+    let path: Vec<&str> = path.iter().map(|part| checked(part)).collect::<Result<_, _>>()?;
 
-    match (&parts.method, path.as_slice()) {
+    match (method, path.as_slice()) {
         (&Method::GET, [""]) => Ok(page()),
         (&Method::GET, ["metrics"]) => {
-            Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.shown_metrics()))
+            Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.shown().metrics))
         }
         (&Method::GET, ["status"]) => {
-            Ok(reply(StatusCode::OK, "application/json", call.front.shown_status()))
+            Ok(reply(StatusCode::OK, JSON_TYPE, call.front.shown().status))
         }
         (&Method::POST, ["actions", action, name]) => {
-            check_right(call, &parts.headers)?;
+            check_right(call)?;
             let done = control::act(call, action, name).await?;
             Ok(json_reply(&json!({"done": done})))
         }
-        (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server_json())),
+        (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server())),
         (&Method::GET, ["v2", "health", "live"]) => Ok(json_reply(&json!({"live": true}))),
         (&Method::GET, ["v2", "health", "ready"]) => ready_reply(is_ready(call.front)),
         // Before the paths of one model, which would take `stats` for a name.
         (&Method::GET, ["v2", "models", "stats"]) => {
             let statistics = describe::statistics(call.front, "", "")?;
-            Ok(json_reply(&describe::statistics_json(&statistics)))
+            Ok(json_reply(&describe::statistics_json(statistics)))
         }
-        (method, ["v2", "models", model, "versions", version, rest @ ..]) => {
+        (_, ["v2", "models", model, "versions", version, rest @ ..]) => {
             let target = Target { model, version };
-            answer_model(call, target, method, rest, parts, body).await.unwrap_or(Err(unknown()))
+            answer_model(call, target, head, rest, body).await
         }
-        (method, ["v2", "models", model, rest @ ..]) => {
+        (_, ["v2", "models", model, rest @ ..]) => {
             let target = Target { model, version: "" };
-            answer_model(call, target, method, rest, parts, body).await.unwrap_or(Err(unknown()))
+            answer_model(call, target, head, rest, body).await
         }
         (&Method::POST, ["v2", "repository", "index"]) => {
-            Ok(json_reply(&repository::index_json(&repository::index(call.front, false))))
+            Ok(reply(StatusCode::OK, JSON_TYPE, call.front.shown().index))
         }
         (&Method::POST, ["v2", "repository", "models", name, "load"]) => {
-            change_http(call, parts, body, name, Change::Load).await
+            change_http(call, body, name, Change::Load).await
         }
         (&Method::POST, ["v2", "repository", "models", name, "unload"]) => {
-            change_http(call, parts, body, name, Change::Unload).await
+            change_http(call, body, name, Change::Unload).await
         }
-        _ => Err(unknown()),
+        _ => Err(head.unknown()),
     }
 }
 
-/// Answers a request about one model; `None` if there is no such path.
+/// Answers a request about one model.
 async fn answer_model(
     call: &mut Call<'_>,
     target: Target<'_>,
-    method: &Method,
+    head: &Head,
     rest: &[&str],
-    parts: &Parts,
     body: Incoming,
-) -> Option<Result<Answered, Problem>> {
-    let Target { model, version } = target;
-    let front = call.front;
-    Some(match (method, rest) {
-        (&Method::POST, ["infer"]) => infer_http(call, target, parts, body).await,
-        (&Method::POST, ["prefetch"]) => prefetch_http(call, target, parts, body).await,
-        (&Method::GET, []) => {
-            describe::model(front, model, version).map(|m| json_reply(&describe::model_json(&m)))
+) -> Result<Answered, Problem> {
+    let (front, Target { model, version }) = (call.front, target);
+    let bytes_max = front.rules.request_bytes_max as usize;
+    match (&head.method, rest) {
+        (&Method::POST, ["infer"]) => {
+            let body = read_body(call, body, bytes_max).await?;
+            http_infer::infer(call, target, head.json_bytes, body).await
         }
+        (&Method::POST, ["prefetch"]) => {
+            let body = read_body(call, body, bytes_max).await?;
+            let queued = http_infer::prefetch(call, target, head.json_bytes, &body)?;
+            Ok(json_reply(&json!({"queued": queued})))
+        }
+        (&Method::GET, []) => Ok(json_reply(&describe::model(front, model, version)?)),
         (&Method::GET, ["ready"]) => ready_reply(describe::version(front, model, version).is_ok()),
-        (&Method::GET, ["config"]) => {
-            describe::config(front, model, version).map(|c| json_reply(&describe::config_json(&c)))
+        (&Method::GET, ["config"]) => Ok(json_reply(&describe::config(front, model, version)?)),
+        (&Method::GET, ["stats"]) => {
+            let statistics = describe::statistics(front, model, version)?;
+            Ok(json_reply(&describe::statistics_json(statistics)))
         }
-        (&Method::GET, ["stats"]) => describe::statistics(front, model, version)
-            .map(|statistics| json_reply(&describe::statistics_json(&statistics))),
-        _ => return None,
-    })
-}
-
-async fn infer_http(
-    call: &mut Call<'_>,
-    target: Target<'_>,
-    parts: &Parts,
-    body: Incoming,
-) -> Result<Answered, Problem> {
-    let body = read_infer(call, parts, body).await?;
-    http_infer::infer(call, target, &parts.headers, &body).await
-}
-
-async fn prefetch_http(
-    call: &mut Call<'_>,
-    target: Target<'_>,
-    parts: &Parts,
-    body: Incoming,
-) -> Result<Answered, Problem> {
-    let body = read_infer(call, parts, body).await?;
-    let queued = http_infer::prefetch(call, target, &parts.headers, &body)?;
-    Ok(json_reply(&json!({"queued": queued})))
-}
-
-async fn read_infer(call: &mut Call<'_>, parts: &Parts, body: Incoming) -> Result<Bytes, Problem> {
-    if let Some(encoding) = parts.headers.get(CONTENT_ENCODING).filter(|e| *e != "identity") {
-        let message = format!("content-encoding {encoding:?}: send the body uncompressed");
-        return Err(Problem::new(Code::Unimplemented, message));
+        _ => Err(head.unknown()),
     }
-    let bytes_max = call.front.rules.request_bytes_max as usize;
-    read_body(body, &mut call.memory, bytes_max).await
 }
 
 fn ready_reply(is_ready: bool) -> Result<Answered, Problem> {
@@ -296,14 +356,13 @@ fn ready_reply(is_ready: bool) -> Result<Answered, Problem> {
 
 async fn change_http(
     call: &mut Call<'_>,
-    parts: &Parts,
     body: Incoming,
     name: &str,
     change: Change,
 ) -> Result<Answered, Problem> {
     // Before the body is read: a caller without the right takes no memory.
-    check_right(call, &parts.headers)?;
-    let body = read_body(body, &mut call.memory, CONTROL_BYTES_MAX).await?;
+    check_right(call)?;
+    let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
     let parameters: serde_json::Value = match body.is_empty() {
         true => json!({}),
         false => serde_json::from_slice(&body).map_err(|e| Problem::invalid(e.to_string()))?,
@@ -317,21 +376,31 @@ async fn change_http(
     Ok(json_reply(&json!({})))
 }
 
-/// Refuses a request on the loopback device that names another host: a web page in a browser of
-/// this machine may have sent it.
+/// Refuses a request on the loopback device that names another host, in any of its headers or in
+/// its address: a web page in a browser of this machine may have sent it.
 fn check_host(connection: &Connection, parts: &Parts) -> Result<(), Problem> {
     if connection.peer != Peer::Loopback {
         return Ok(());
     }
-    let host = parts.headers.get(HOST).and_then(|value: &HeaderValue| value.to_str().ok());
-    // HTTP/2 has the host in the request's address.
-    let host = host.or(parts.uri.authority().map(|authority| authority.as_str())).unwrap_or("");
-    // The last colon of `[::1]` belongs to the address.
-    let name = host.rsplit_once(':').map_or(host, |(name, port)| {
-        if port.bytes().all(|digit| digit.is_ascii_digit()) { name } else { host }
-    });
-    if matches!(name, "localhost" | "127.0.0.1" | "[::1]") {
-        return Ok(());
-    }
-    Err(Problem::new(Code::Denied, format!("host {host:?} is not this machine")))
+    // HTTP/2 has the host in the request's address, and HTTP/1.1 may have it there too.
+    let address = parts.uri.authority().map(|authority| authority.as_str().as_bytes());
+    let headers = parts.headers.get_all(HOST).iter().map(HeaderValue::as_bytes);
+    let mut hosts = address.into_iter().chain(headers).peekable();
+    let other = match hosts.peek() {
+        None => Some(&b""[..]),
+        Some(_) => hosts.find(|host| !is_this_machine(host)),
+    };
+    let Some(other) = other else { return Ok(()) };
+    let other = String::from_utf8_lossy(other);
+    let message = format!("host `{}` is not this machine", Shortened(&other));
+    Err(Problem::new(Code::Denied, message))
+}
+
+fn is_this_machine(host: &[u8]) -> bool {
+    let host = host.to_ascii_lowercase();
+    let names = [&b"localhost"[..], b"127.0.0.1", b"[::1]"];
+    names.iter().any(|name| match host.strip_prefix(*name) {
+        Some([b':', port @ ..]) => port.iter().all(u8::is_ascii_digit),
+        rest => rest == Some(&[]),
+    })
 }

@@ -250,7 +250,8 @@ mod tests {
 
     fn metrics() -> Metrics {
         let serving = Serving::new(1 << 20, 1, Arc::new(SystemClock::default()));
-        let (bytes, connections) = (ByteBudget::new(1), Connections::new(1));
+        let bytes = ByteBudget::new(1, 1);
+        let connections = Connections::new(1, &bytes);
         let facts = Arc::new(Mutex::new(CarFacts::default()));
         Metrics::new(Scrape { serving: Arc::new(serving), bytes, connections, facts })
     }

@@ -1,16 +1,16 @@
 //! The slowest recent requests, with where the time of each went. A new request replaces the
 //! fastest one kept if it is slower. Requests older than `SLOWEST_AGE_MAX` are dropped.
 
-use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX, TRACE_BYTES_MAX};
+use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX};
 use crate::trace::{Names, Trace};
-use hatchback::LookupStatus;
+use hatchback::{LookupStatus, Shortened};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A slow request, as it is shown.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct SlowRequest {
     pub model: String,
     pub generation: u64,
@@ -48,11 +48,6 @@ fn us(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Returns the start of a caller's text, at most `TRACE_BYTES_MAX` bytes.
-fn shortened(text: &str) -> String {
-    text[..text.floor_char_boundary(TRACE_BYTES_MAX)].to_owned()
-}
-
 impl Slowest {
     fn kept(&self) -> MutexGuard<'_, Vec<SlowRequest>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
@@ -69,8 +64,8 @@ impl Slowest {
             model: names.model.to_owned(),
             generation: trace.generation,
             protocol: names.protocol.name(),
-            id: shortened(names.id),
-            trace: shortened(names.trace),
+            id: Shortened(names.id).to_string(),
+            trace: Shortened(names.trace).to_string(),
             samples: trace.samples,
             total_us,
             decode_us: us(trace.decode),
@@ -123,34 +118,7 @@ mod tests {
     use super::*;
 
     fn request(total_us: u64) -> SlowRequest {
-        SlowRequest {
-            model: "m".to_owned(),
-            generation: 1,
-            protocol: "grpc",
-            id: String::new(),
-            trace: String::new(),
-            samples: 1,
-            total_us,
-            decode_us: 0,
-            queue_us: 0,
-            score_us: 0,
-            encode_us: 0,
-            fresh: 0,
-            defaulted: 0,
-            absent: 0,
-            damaged: 0,
-            late: false,
-            age_s: 0,
-            at: Some(Instant::now()),
-        }
-    }
-
-    #[test]
-    fn a_trace_of_the_w3c_is_kept_whole_and_a_longer_text_is_cut() {
-        let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-        assert_eq!(shortened(trace), trace);
-        let long = "\u{e4}".repeat(TRACE_BYTES_MAX);
-        assert_eq!(shortened(&format!("a{long}")).len(), TRACE_BYTES_MAX - 1);
+        SlowRequest { total_us, at: Some(Instant::now()), ..SlowRequest::default() }
     }
 
     #[test]

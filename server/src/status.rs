@@ -2,21 +2,37 @@
 //! wear and slow requests. Status and metrics are made once a second, so callers cannot raise their
 //! cost.
 
-use crate::facts::CarFacts;
-use crate::front::Front;
+use crate::facts::{CarFacts, ModelFolder};
+use crate::front::{Front, Published};
+use crate::grpc;
+use crate::proto::RepositoryIndexResponse;
+use crate::repository::index;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// Runs once a second: reads the facts of the car, adds a second to each model's history, and makes
-/// the status.
+/// what is shown.
 pub fn tick(front: &Front) {
     front.read_facts();
     front.history.add_second(&front.serving, &front.metrics);
-    front.show(status(front).to_string());
+    show(front);
+}
+
+/// Makes the status, the metrics and the index of models. Lists folders, so a serving thread never
+/// calls this.
+pub fn show(front: &Front) {
+    let folders = (front.models)();
+    let models = index(front, &folders);
+    front.show(Published {
+        status: status(front, &folders).to_string().into(),
+        metrics: front.metrics.text().into(),
+        index: json!(models).to_string().into(),
+        index_message: grpc::frame(&RepositoryIndexResponse { models }).into(),
+    });
 }
 
 /// Returns the status of the car.
-fn status(front: &Front) -> Value {
+fn status(front: &Front, folders: &[ModelFolder]) -> Value {
     let facts = front.facts();
     let models = front.serving.names();
     let models: Value = models.iter().map(|name| model(front, &facts, name)).collect();
@@ -32,7 +48,7 @@ fn status(front: &Front) -> Value {
         "memory_bytes": front.serving.memory_taken(),
         "memory_beside": beside,
         "models": models,
-        "waiting": waiting(front, &facts),
+        "waiting": waiting(front, &facts, folders),
         "wear": facts.wear,
         "celsius": facts.celsius,
         "watts": facts.watts,
@@ -42,13 +58,12 @@ fn status(front: &Front) -> Value {
 }
 
 /// Returns the models of the car that are not served, with their updates.
-fn waiting(front: &Front, facts: &CarFacts) -> Value {
+fn waiting(front: &Front, facts: &CarFacts, folders: &[ModelFolder]) -> Value {
     let served = front.serving.names();
-    let mut names: BTreeSet<String> =
-        (front.models)().into_iter().map(|folder| folder.name).collect();
-    names.extend(facts.updates.iter().map(|(name, _)| name.clone()));
-    let one = |name: &String| {
-        let update = facts.updates.iter().find(|(of, _)| of == name).map(|(_, status)| status);
+    let updates = facts.updates.iter().map(|(name, _)| name);
+    let names: BTreeSet<&String> = folders.iter().map(|f| &f.name).chain(updates).collect();
+    let one = |name: &&String| {
+        let update = facts.updates.iter().find(|(of, _)| of == *name).map(|(_, status)| status);
         json!({"name": name, "is_unloaded": front.serving.is_unloaded(name), "update": update})
     };
     names.iter().filter(|name| !name.is_empty() && !served.contains(name)).map(one).collect()

@@ -5,6 +5,7 @@
 use crate::limits::DIMENSIONS_MAX;
 use crate::memory::Reservation;
 use crate::problem::Problem;
+use hatchback::Shortened;
 use hatchback::schema::raw_value::RawValue;
 use hyper::body::Bytes;
 use std::borrow::Cow;
@@ -42,24 +43,26 @@ pub struct Tensor<'a> {
 impl Tensor<'_> {
     /// Returns a problem that names this tensor.
     pub fn fault(&self, problem: &str) -> Problem {
-        Problem::invalid(format!("input `{}`: {problem}", self.name.escape_debug()))
+        Problem::invalid(format!("input `{}`: {problem}", Shortened(self.name)))
     }
 
     /// Returns the problem that the tensor's type is none of `taken`.
     fn wrong_type(&self, taken: &str) -> Problem {
-        self.fault(&format!("{}; it takes {taken}", self.datatype.escape_debug()))
+        self.fault(&format!("{}; it takes {taken}", Shortened(self.datatype)))
     }
 
     /// Returns the number of values, as the shape says.
     pub fn elements(&self) -> Result<usize, Problem> {
         let shape = self.shape;
+        // Before the shape is shown: it may have a million sides.
+        if !(1..=DIMENSIONS_MAX).contains(&shape.len()) {
+            let sides = shape.len();
+            return Err(self.fault(&format!("{sides} dimensions; at most {DIMENSIONS_MAX}")));
+        }
         let product = |sum: usize, side: &i64| sum.checked_mul(usize::try_from(*side).ok()?);
         // With this limit the bytes of the elements, up to eight each, do not overflow.
         let elements = shape.iter().try_fold(1, product).filter(|n| *n <= isize::MAX as usize / 8);
-        match elements {
-            Some(elements) if (1..=DIMENSIONS_MAX).contains(&shape.len()) => Ok(elements),
-            _ => Err(self.fault(&format!("{shape:?} is not a shape"))),
-        }
+        elements.ok_or_else(|| self.fault(&format!("{shape:?} is not a shape")))
     }
 
     /// Returns rows and columns; a vector has one column.
@@ -302,14 +305,14 @@ fn texts<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::ByteBudget;
+    use crate::memory::{ByteBudget, Share};
 
     fn raw<'a>(
         datatype: &'a str,
         shape: &'a [i64],
         values: Values<'a>,
     ) -> Result<Vec<RawValue<'a>>, String> {
-        let mut memory = ByteBudget::new(1 << 10).reserve(0).unwrap();
+        let mut memory = Share::new(&ByteBudget::new(1 << 10, 1 << 9)).reservation();
         let tensor = Tensor { name: "f.values", datatype, shape, values };
         let raw = RawValues::of(&tensor, &mut memory).map_err(|e| e.to_string())?;
         Ok((0..tensor.elements().unwrap()).map(|at| raw.get(at)).collect())

@@ -1,7 +1,7 @@
 //! The wire format of Protocol Buffers, for the two large messages of a request for scores. Fields
 //! are parsed in place and written straight into the answer. Knows no message.
 
-use crate::problem::Problem;
+use crate::problem::{Problem, checked};
 
 /// Bytes of a varint, at most.
 const VARINT_BYTES: usize = 10;
@@ -37,12 +37,12 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Returns the text.
+    /// Returns the text, which is a name in each message of the protocol.
     ///
     /// # Errors
-    /// The field is not a text in UTF-8.
+    /// The field is not a text in UTF-8, or is longer than a name.
     pub fn text(&self) -> Result<&'a str, Problem> {
-        std::str::from_utf8(self.bytes()?).map_err(|_| malformed())
+        checked(std::str::from_utf8(self.bytes()?).map_err(|_| malformed())?)
     }
 }
 

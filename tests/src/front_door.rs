@@ -1,16 +1,19 @@
-//! A front door in this process: models of a [`Serving`], on a Unix socket or with certificates on
-//! a port. Callers can unload its models, but load none.
+//! A front door in this process: models of a [`Serving`], on a Unix socket and on a port. Callers
+//! can unload its models, but load none. A folder that cannot be opened has the model `closed`.
 
 use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
 use hatchback::{ServerRules, Serving};
-use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, Stopping};
+use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use tempfile::TempDir;
+
+/// The word that allows a caller to load, unload and act.
+pub const TOKEN: &str = "0123456789abcdef";
 
 /// The limits for callers in tests.
 pub const RULES: ServerRules = ServerRules {
@@ -50,11 +53,11 @@ impl FrontDoor {
             rules: RULES,
             budget: Budget::default(),
             gate: Arc::new(Gate::default()),
-            models: Box::new(Vec::new),
+            models: Box::new(model_folders),
             on_answer: Box::new(|_, _, _| {}),
             facts: Box::new(CarFacts::default),
             act: Box::new(|_, _| Ok(String::new())),
-            token: String::new(),
+            token: TOKEN.to_owned(),
         });
         let (folder, stopping) = (tempfile::tempdir()?, Arc::new(Stopping::default()));
         let unix = Listener::Unix(UnixListener::bind(folder.path().join("socket"))?);
@@ -69,6 +72,16 @@ impl FrontDoor {
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("socket")
     }
+}
+
+/// Lists the only model folder.
+///
+/// # Panics
+/// If a serving thread, named `front` and a number, calls this: the disk may be slow.
+fn model_folders() -> Vec<ModelFolder> {
+    let thread = std::thread::current();
+    assert!(!thread.name().is_some_and(|name| name.starts_with("front ")), "{thread:?}");
+    vec![ModelFolder { name: "closed".to_owned(), directory: PathBuf::from("/nowhere") }]
 }
 
 impl Drop for FrontDoor {

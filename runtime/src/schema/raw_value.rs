@@ -1,10 +1,31 @@
 //! A value as the application has it: a text or a number. A key function turns it into a key. A
 //! text without escapes is borrowed from its line of JSON, not copied.
 
+use crate::limits::SHORTENED_BYTES_MAX;
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::borrow::Cow;
 use std::fmt;
+
+/// A text of a caller, as a message shows it: escaped, and cut after [`SHORTENED_BYTES_MAX`]
+/// bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Shortened<'a>(pub &'a str);
+
+impl fmt::Display for Shortened<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut left = SHORTENED_BYTES_MAX;
+        // Character by character: a text of megabytes is never escaped whole.
+        for character in self.0.escape_debug() {
+            let Some(rest) = left.checked_sub(character.len_utf8()) else {
+                return f.write_str("\u{2026}");
+            };
+            left = rest;
+            write!(f, "{character}")?;
+        }
+        Ok(())
+    }
+}
 
 /// A value of a sparse feature before it becomes a key.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,7 +43,7 @@ pub enum RawValue<'a> {
 impl fmt::Display for RawValue<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Text(text) => write!(f, "`{}`", text.escape_debug()),
+            Self::Text(text) => write!(f, "`{}`", Shortened(text)),
             Self::Unsigned(n) => write!(f, "{n}"),
             Self::Negative(n) => write!(f, "{n}"),
             Self::Float(x) => write!(f, "{x:?}"),

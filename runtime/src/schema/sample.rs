@@ -4,6 +4,7 @@
 
 use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
+use crate::schema::raw_value::Shortened;
 use crate::schema::sample_line::{Line, Outcome, UniqueMap};
 use crate::schema::{Feature, Schema};
 use serde::{Deserialize, Serialize};
@@ -174,9 +175,9 @@ pub(super) fn check_weights(
 fn no_other<T>(field: &str, left: &BTreeMap<String, T>) -> Result<(), SampleError> {
     match left.keys().next() {
         Some(name) if field == "weights" => {
-            fault(field, format!("the feature `{}` takes no weights", name.escape_debug()))
+            fault(field, format!("the feature `{}` takes no weights", Shortened(name)))
         }
-        Some(name) => fault(field, format!("the model has no feature `{}`", name.escape_debug())),
+        Some(name) => fault(field, format!("the model has no feature `{}`", Shortened(name))),
         None => Ok(()),
     }
 }
@@ -200,7 +201,7 @@ fn of_outputs(
             let mut of = |name: &String| named.remove(name).flatten();
             let values = outputs.iter().map(|output| of(&output.name)).collect();
             if let Some(name) = named.keys().next() {
-                return fault(field, format!("there is no output `{}`", name.escape_debug()));
+                return fault(field, format!("there is no output `{}`", Shortened(name)));
             }
             values
         }

@@ -1,6 +1,6 @@
 //! A sample as a line of JSON, before the schema gives its names a meaning. Never reads a schema.
 
-use crate::schema::raw_value::RawValue;
+use crate::schema::raw_value::{RawValue, Shortened};
 use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
@@ -64,7 +64,7 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for UniqueMapVisitor<T> {
         let mut map = BTreeMap::new();
         while let Some((name, value)) = entries.next_entry::<String, T>()? {
             if map.contains_key(&name) {
-                let name = name.escape_debug();
+                let name = Shortened(&name);
                 return Err(A::Error::custom(format!("`{name}` occurs twice in one object")));
             }
             map.insert(name, value);

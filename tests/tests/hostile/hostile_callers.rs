@@ -1,0 +1,557 @@
+//! Hostile callers of the front door: texts of megabytes, names of other hosts, changes without the
+//! right, connections that hold what they can, and floods of frames. The frames of HTTP/2 are
+//! written by hand, because no client sends such ones. A good caller is answered beside them.
+
+use hatchback::bundle::BundleReader;
+use hatchback::flash::Flash;
+use hatchback::model::budget::Budget;
+use hatchback::schema::KeySpace;
+use hatchback_server::Listener;
+use hatchback_server::proto::{
+    InferInputTensor, InferRequestedOutputTensor, ModelInferRequest, ModelRequest,
+    RepositoryIndexRequest, RepositoryModelRequest,
+};
+use hatchback_tests::client::{Client, request_of};
+use hatchback_tests::front_door::{FrontDoor, RULES, TOKEN, serving};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan};
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tools::pack::spec::CodecChoice;
+use prost::Message;
+use serde_json::{Value, json};
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const SAMPLE: &str = r#"{"dense": [0.5], "sparse": {"f0": [3]}}"#;
+const SERVICE: &str = "/inference.GRPCInferenceService/";
+
+/// A front door with the model `m`, on a Unix socket and on a port of the loopback device.
+struct Open {
+    door: FrontDoor,
+    address: SocketAddr,
+}
+
+impl Open {
+    fn new() -> Self {
+        let plan = ModelPlan {
+            name: "callers".to_owned(),
+            sequence: 3,
+            seed: 7,
+            dense: 1,
+            tables: vec![TablePlan::cached(KeySpace::Index, 5000, 16, CodecChoice::F32)],
+            features: vec![FeaturePlan::one_hot(0)],
+        };
+        let (packed, disk) = (plan.pack(), SimDisk::default().shared());
+        let mut bundle = BundleReader::open(&packed.bundle).unwrap();
+        let flash = Flash::install(&disk, Path::new("/flash"), &mut bundle, |_| ()).unwrap();
+        let budget = Budget { workers: 1, ..Budget::default() };
+        let serving = serving(budget);
+        serving.load("m", &flash, budget).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let door = FrontDoor::open(serving, Some(Listener::Tcp(listener))).unwrap();
+        Self { door, address }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.door.socket()).unwrap()
+    }
+
+    fn unix(&self) -> UnixStream {
+        UnixStream::connect(self.door.socket()).unwrap()
+    }
+
+    /// Sends the only request of a connection on the port. Returns the bytes of its answer.
+    fn exchange(&self, head: &str, body: &[u8]) -> Vec<u8> {
+        let mut stream = TcpStream::connect(self.address).unwrap();
+        let end = format!("connection: close\r\ncontent-length: {}\r\n\r\n", body.len());
+        // A front door that refuses the head need not read the body.
+        let _ = stream.write_all(&[head.as_bytes(), end.as_bytes(), body].concat());
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        answer
+    }
+
+    /// Calls `method` of gRPC over HTTP/1.1, with further lines of the head.
+    fn call(&self, method: &str, lines: &str, message: &impl Message) -> Vec<u8> {
+        let start =
+            format!("POST {SERVICE}{method} HTTP/1.1\r\ncontent-type: application/grpc\r\n");
+        self.exchange(&(start + lines), &framed(message))
+    }
+
+    /// Returns the bytes that requests and answers hold, as the status said in its last second.
+    fn bytes(&self) -> u64 {
+        let status = self.client().get("/status").unwrap().body;
+        let status: Value = serde_json::from_slice(&status).unwrap();
+        status["server_bytes"].as_u64().unwrap()
+    }
+}
+
+const LOCAL: &str = "host: localhost\r\n";
+
+fn framed(message: &impl Message) -> Vec<u8> {
+    let bytes = message.encode_to_vec();
+    [&[0], &(bytes.len() as u32).to_be_bytes()[..], &bytes].concat()
+}
+
+/// A request for scores of the model `m` over gRPC.
+fn infer() -> ModelInferRequest {
+    let input = |name: &str, datatype: &str| InferInputTensor {
+        name: name.to_owned(),
+        datatype: datatype.to_owned(),
+        shape: vec![1, 1],
+        ..Default::default()
+    };
+    ModelInferRequest {
+        model_name: "m".to_owned(),
+        inputs: vec![input("dense", "FP32"), input("f0", "INT64")],
+        raw_input_contents: vec![vec![0; 4].into(), vec![0; 8].into()],
+        ..Default::default()
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn no_answer_shows_more_than_a_short_part_of_a_callers_text() {
+    let open = Open::new();
+    let (long, head) = ("\u{1}".repeat(1 << 20), "a".repeat(8000));
+    let with = |change: &dyn Fn(&mut ModelInferRequest)| {
+        let mut request = infer();
+        change(&mut request);
+        open.call("ModelInfer", LOCAL, &request)
+    };
+    let model = ModelRequest { name: long.clone(), version: String::new() };
+    let version = ModelRequest { name: "m".to_owned(), version: long.clone() };
+    let output = InferRequestedOutputTensor { name: long.clone(), ..Default::default() };
+    let load = RepositoryModelRequest { model_name: long[..9000].to_owned(), ..Default::default() };
+    let owner = format!("{LOCAL}authorization: Bearer {TOKEN}\r\n");
+    let http = |start: &str, lines: &str, body: &Value| {
+        open.exchange(&format!("{start} HTTP/1.1\r\n{LOCAL}{lines}"), body.to_string().as_bytes())
+    };
+    let to_model = |body: Value| http("POST /v2/models/m/infer", "", &body);
+    let input = |name: &str, datatype: &str, data: Value| {
+        json!({"inputs": [{"name": name,
+        "datatype": datatype, "shape": [1, 1], "data": data}]})
+    };
+    let sides = vec![1; 1 << 18];
+
+    let answers = [
+        with(&|request| request.model_name.clone_from(&long)),
+        with(&|request| request.model_version.clone_from(&long)),
+        with(&|request| request.id.clone_from(&long)),
+        with(&|request| request.inputs[0].name.clone_from(&long)),
+        with(&|request| request.inputs[0].datatype.clone_from(&long)),
+        with(&|request| request.outputs = vec![output.clone()]),
+        open.call("ModelMetadata", LOCAL, &model),
+        open.call("ModelStatistics", LOCAL, &version),
+        open.call("RepositoryModelUnload", &owner, &load),
+        open.call(&head, LOCAL, &model),
+        open.call("ModelInfer", &format!("host: {head}\r\n"), &infer()),
+        open.call("ModelInfer", &format!("{LOCAL}grpc-timeout: {head}\r\n"), &infer()),
+        http(&format!("GET /{head}"), "", &Value::Null),
+        http(&format!("GET /v2/models/{}", &head[..300]), "", &Value::Null),
+        http(&format!("{} /", &head[..900]), "", &Value::Null),
+        http(&format!("GET /v2/models/m/versions/{}", &head[..250]), "", &Value::Null),
+        http(&format!("POST /actions/{}/m", &head[..250]), &owner[LOCAL.len()..], &Value::Null),
+        http("POST /v2/models/m/infer", &format!("content-encoding: {head}\r\n"), &Value::Null),
+        http("GET /v2", &format!("inference-header-content-length: {head}\r\n"), &Value::Null),
+        http("GET /v2", &format!("traceparent: {head}\r\n"), &Value::Null),
+        to_model(json!({"inputs": long.clone()})),
+        to_model(json!({"id": long.clone(), "inputs": []})),
+        to_model(json!({"inputs": [], "outputs": [{"name": long.clone()}]})),
+        to_model(input(&long, "FP32", json!([1]))),
+        to_model(input("dense", &long, json!([1]))),
+        to_model(input("f0", "BYTES", json!([long.clone()]))),
+        to_model(json!({"inputs": [{"name": "dense", "datatype": "FP32", "shape": sides,
+            "data": [1]}]})),
+    ];
+    for (number, answer) in answers.iter().enumerate() {
+        let start = text(&answer[..answer.len().min(2000)]);
+        assert!((20..2000).contains(&answer.len()), "{number}: {} bytes: {start}", answer.len());
+    }
+}
+
+/// Frames of HTTP/2, written and read by hand.
+struct Frames {
+    stream: UnixStream,
+    next: u32,
+}
+
+/// The kinds of frames that the tests use.
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const PRIORITY: u8 = 2;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const WINDOW_UPDATE: u8 = 8;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = &(payload.len() as u32).to_be_bytes()[1..];
+    [length, &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// Appends a text of HPACK, whose prefix has seven bits.
+fn push_text(block: &mut Vec<u8>, text: &str) {
+    match text.len() {
+        short @ 0..127 => block.push(short as u8),
+        long => {
+            let rest = long - 127;
+            assert!(rest < 1 << 14);
+            block.extend([127, (rest & 127) as u8 | 128, (rest >> 7) as u8]);
+        }
+    }
+    block.extend(text.as_bytes());
+}
+
+/// Returns a block of headers as literals, those after `indexed` with an entry in the table.
+fn block(headers: &[(&str, &str)], indexed: &[(&str, &str)]) -> Vec<u8> {
+    let mut block = Vec::new();
+    for (kind, (name, value)) in
+        headers.iter().map(|h| (0, h)).chain(indexed.iter().map(|h| (0x40, h)))
+    {
+        block.push(kind);
+        push_text(&mut block, name);
+        push_text(&mut block, value);
+    }
+    block
+}
+
+impl Frames {
+    /// Begins a connection whose caller takes `window` bytes of each answer.
+    fn begin(mut stream: impl Write, window: u32) {
+        let window = [&[0, 4][..], &window.to_be_bytes()].concat();
+        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
+        stream.write_all(&frame(SETTINGS, 0, 0, &window)).unwrap();
+    }
+
+    fn new(stream: UnixStream, window: u32) -> Self {
+        Self::begin(&stream, window);
+        Self { stream, next: 1 }
+    }
+
+    /// Begins a request with this block of headers. Returns the number of its stream.
+    fn request(&mut self, block: &[u8], flags: u8) -> u32 {
+        let number = self.next;
+        self.next += 2;
+        let headers = frame(HEADERS, flags | END_HEADERS, number, block);
+        self.stream.write_all(&headers).unwrap();
+        number
+    }
+}
+
+/// Reads frames until a stream ends. Returns the data before its end; `None` if the connection
+/// ends.
+fn answer_of(mut stream: impl Read) -> Option<Vec<u8>> {
+    let mut data = Vec::new();
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).ok()?;
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0; length as usize];
+        stream.read_exact(&mut payload).ok()?;
+        if head[3] == DATA {
+            data.extend(payload);
+        }
+        if matches!(head[3], DATA | HEADERS) && head[4] & END_STREAM != 0 {
+            return Some(data);
+        }
+    }
+}
+
+#[test]
+fn a_foreign_host_is_refused_in_every_protocol_and_spelling() {
+    let open = Open::new();
+    let port = open.address.port();
+    let (body, message) = (request_of(SAMPLE).unwrap(), framed(&infer()));
+    let json = "POST /v2/models/m/infer HTTP/1.1\r\n".to_owned();
+    let grpc = format!("POST {SERVICE}ModelInfer HTTP/1.1\r\n");
+    let is_denied = |answer: &[u8]| {
+        let answer = text(answer);
+        assert!(answer.starts_with("HTTP/1."), "{answer}");
+        answer.contains(" 403 Forbidden\r\n") || answer.contains("grpc-status: 7\r\n")
+    };
+
+    let foreign = [
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "localhost:x",
+        "127.0.0.1.evil.example",
+        "evil@localhost",
+        "localhost, evil.example",
+        "[::1]x",
+        "",
+    ];
+    let own = ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:8000"].map(str::to_owned);
+    let types = ["application/grpc", "Application/GRPC", "application/grpc+proto"];
+    for host in foreign {
+        let line = format!("host: {host}\r\n");
+        assert!(is_denied(&open.exchange(&format!("{json}{line}"), &body)), "{host}");
+        for kind in types {
+            let head = format!("{grpc}{line}content-type: {kind}\r\n");
+            assert!(is_denied(&open.exchange(&head, &message)), "{host}, {kind}");
+        }
+        for path in ["GET /", "GET /status", "GET /metrics", "POST /v2/repository/index"] {
+            assert!(is_denied(&open.exchange(&format!("{path} HTTP/1.1\r\n{line}"), b"")));
+        }
+        let two = format!("{json}{LOCAL}{line}");
+        assert!(is_denied(&open.exchange(&two, &body)), "{host} beside a host of this machine");
+    }
+    for host in own.into_iter().chain([format!("localhost:{port}")]) {
+        let line = format!("host: {host}\r\n");
+        assert!(!is_denied(&open.exchange(&format!("{json}{line}"), &body)), "{host}");
+        let head = format!("{grpc}{line}content-type: application/grpc\r\n");
+        assert!(!is_denied(&open.exchange(&head, &message)), "{host}");
+    }
+    // No host, and an address that names one.
+    assert!(is_denied(&open.exchange("GET /v2 HTTP/1.0\r\n", b"")));
+    let absolute = "GET http://evil.example/v2 HTTP/1.1\r\n".to_owned();
+    assert!(is_denied(&open.exchange(&(absolute + LOCAL), b"")));
+
+    // HTTP/2: an answer with scores has data, and the refusal of a call has none.
+    let call = |authority: &str, content_type: &str| {
+        let mut stream = TcpStream::connect(open.address).unwrap();
+        Frames::begin(&stream, 1 << 20);
+        let path = format!("{SERVICE}ModelInfer");
+        let headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path.as_str()),
+            (":authority", authority),
+            ("content-type", content_type),
+            ("te", "trailers"),
+        ];
+        let head = frame(HEADERS, END_HEADERS, 1, &block(&headers, &[]));
+        stream.write_all(&[head, frame(DATA, END_STREAM, 1, &message)].concat()).unwrap();
+        answer_of(&stream).unwrap()
+    };
+    assert!(call("localhost", "application/grpc").len() > 20);
+    for host in foreign.into_iter().filter(|host| !host.is_empty() && !host.contains(',')) {
+        assert!(call(host, "application/grpc").is_empty(), "{host}");
+        let refused = text(&call(host, "application/json"));
+        assert!(refused.contains("is not this machine"), "{host}: {refused}");
+    }
+}
+
+#[test]
+fn nobody_loads_unloads_or_acts_without_the_right() {
+    let open = Open::new();
+    let model =
+        |name: &str| RepositoryModelRequest { model_name: name.to_owned(), ..Default::default() };
+    let ask = |right: &str| {
+        let lines = format!("{LOCAL}{right}");
+        let post =
+            |path: &str| text(&open.exchange(&format!("POST {path} HTTP/1.1\r\n{lines}"), b""));
+        let call = |method: &str, name: &str| text(&open.call(method, &lines, &model(name)));
+        [
+            post("/v2/repository/models/closed/load"),
+            call("RepositoryModelLoad", "closed"),
+            post("/actions/load/closed"),
+            post("/actions/consent/m"),
+            post("/v2/repository/models/m/unload"),
+            call("RepositoryModelUnload", "m"),
+        ]
+    };
+    let is_denied =
+        |answer: &String| answer.contains(" 403 ") || answer.contains("grpc-status: 7\r\n");
+    let (start, less) = (&TOKEN[..9], TOKEN.to_uppercase());
+    for wrong in ["", " ", start, &less, &format!("{TOKEN}0"), &format!("{TOKEN} {TOKEN}")] {
+        let answers = ask(&format!("authorization: Bearer {wrong}\r\n"));
+        assert!(answers.iter().all(is_denied), "`{wrong}`: {answers:?}");
+    }
+    for right in ["", &format!("authorization: {TOKEN}\r\n"), &format!("cookie: {TOKEN}\r\n")] {
+        let answers = ask(right);
+        assert!(answers.iter().all(is_denied), "`{right}`: {answers:?}");
+    }
+    assert_eq!(open.door.serving.names(), ["m"]);
+
+    let answers = ask(&format!("authorization: Bearer {TOKEN}\r\n"));
+    assert!(!answers.iter().any(is_denied), "{answers:?}");
+    assert!(open.door.serving.names().is_empty());
+}
+
+/// The folders would be listed on the thread that serves all callers.
+#[test]
+fn the_index_of_models_is_read_by_no_serving_thread() {
+    let open = Open::new();
+    let index = || {
+        let mut client = open.client();
+        client.send("/v2/repository/index", Some(b"")).unwrap();
+        text(&client.receive().unwrap().body)
+    };
+    assert!(index().contains("closed") && index().contains("READY"), "{}", index());
+    for ready in [false, true] {
+        let answer = open.call("RepositoryIndex", LOCAL, &RepositoryIndexRequest { ready });
+        assert_eq!(text(&answer).contains("closed"), !ready, "{}", text(&answer));
+    }
+    // A caller that has unloaded a model finds that in its next answer.
+    let mut client = open.client();
+    client.send("/v2/repository/models/m/unload", Some(b"")).unwrap();
+    assert_eq!(client.receive().unwrap().code, 200);
+    assert!(!index().contains("READY"), "{}", index());
+}
+
+/// Asks until `is_over`. Every answer must have scores.
+fn ask_until(open: &Open, is_over: &dyn Fn() -> bool) {
+    let mut good = open.client();
+    let mut answers = 0;
+    while !is_over() || answers < 100 {
+        let answer = good.ask("m", SAMPLE).unwrap();
+        assert!(answer["score"].is_array(), "{answers} answers, then {answer}");
+        answers += 1;
+    }
+}
+
+/// Ten connections begin 128 requests each, with 12 KB of headers that the table of HPACK makes
+/// short, and never send a body.
+#[test]
+fn headers_without_bodies_keep_no_caller_out() {
+    let open = Open::new();
+    let long = "h".repeat(3900);
+    let headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/v2/models/m/infer"),
+        (":authority", "localhost"),
+    ];
+    let mut held = Vec::new();
+    for _ in 0..10 {
+        let mut frames = Frames::new(open.unix(), 0);
+        let first = [block(&headers, &[("x", &long)]), vec![0x80 | 62; 2]].concat();
+        let next = [block(&headers, &[]), vec![0x80 | 62; 3]].concat();
+        frames.request(&first, 0);
+        (1..128).for_each(|_| {
+            frames.request(&next, 0);
+        });
+        ask_until(&open, &|| true);
+        held.push(frames);
+    }
+    ask_until(&open, &|| true);
+}
+
+/// Callers that send all but the end of the largest requests, and then a byte from time to time.
+#[test]
+fn callers_that_never_end_their_large_requests_keep_no_caller_out() {
+    let open = Open::new();
+    let length = RULES.request_bytes_max as usize;
+    let head =
+        format!("POST /v2/models/m/infer HTTP/1.1\r\n{LOCAL}content-length: {length}\r\n\r\n");
+    let (part, is_over) = (vec![b' '; length - 1000], AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let mut stream = open.unix();
+                    let mut sent = stream.write_all(&[head.as_bytes(), &part].concat());
+                    while sent.is_ok() && !is_over.load(Ordering::Relaxed) {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                        sent = stream.write_all(b" ");
+                    }
+                }
+            });
+        }
+        let start = std::time::Instant::now();
+        ask_until(&open, &|| start.elapsed().as_secs() >= 2);
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
+/// Refusals and scores that a caller asks for and never takes: the window of HTTP/2 is 0. Their
+/// bytes are counted until the connection ends, and the front door ends it.
+#[test]
+fn a_caller_that_takes_no_answer_is_counted_and_closed() {
+    let open = Open::new();
+    let head = |path| {
+        let headers =
+            [(":method", "GET"), (":scheme", "http"), (":path", path), (":authority", "localhost")];
+        block(&headers, &[])
+    };
+    let mut frames = Frames::new(open.unix(), 0);
+    (0..50).for_each(|_| {
+        frames.request(&head("/nowhere"), END_STREAM);
+    });
+    (0..50).for_each(|_| {
+        frames.request(&head("/v2/models/m"), END_STREAM);
+    });
+    while open.bytes() < 100 * 2048 {
+        std::thread::yield_now();
+    }
+    let end = io::copy(&mut frames.stream, &mut io::sink());
+    println!("{end:?}");
+    while open.bytes() > 3 * 4096 {
+        std::thread::yield_now();
+    }
+    ask_until(&open, &|| true);
+}
+
+/// The table of HPACK would keep a refusal, and then the connection would seem not to take it.
+#[test]
+fn a_refusal_that_was_taken_is_counted_no_more() {
+    let open = Open::new();
+    let mut frames = Frames::new(open.unix(), 1 << 20);
+    let call = |path: &str| {
+        let headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "localhost"),
+            ("content-type", "application/grpc"),
+        ];
+        block(&headers, &[])
+    };
+    for number in 0..50 {
+        frames.request(&call(&format!("{SERVICE}None{number}")), END_STREAM);
+        assert!(answer_of(&frames.stream).unwrap().is_empty());
+    }
+    while open.bytes() > 3 * 4096 {
+        std::thread::yield_now();
+    }
+    frames.request(&call(&format!("{SERVICE}None")), END_STREAM);
+    assert!(answer_of(&frames.stream).unwrap().is_empty(), "the connection is open");
+}
+
+/// Frames without requests end their connection. A request is never far from the next turn, which
+/// the unit test of a turn proves.
+#[test]
+fn a_flood_of_frames_without_requests_is_ended() {
+    let open = Open::new();
+    let headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/v2/models/m/infer"),
+        (":authority", "localhost"),
+    ];
+    let priority = [0, 0, 0, 0, 9];
+    let floods = [
+        ("PRIORITY", frame(PRIORITY, 0, 1, &priority)),
+        ("WINDOW_UPDATE", frame(WINDOW_UPDATE, 0, 1, &[0, 0, 0, 1])),
+        ("PING", frame(PING, 0, 0, &[7; 8])),
+        ("acknowledged PING", frame(PING, 1, 0, &[7; 8])),
+        ("SETTINGS", frame(SETTINGS, 0, 0, &[])),
+        ("empty DATA", frame(DATA, 0, 1, &[])),
+        ("padded DATA", frame(DATA, 8, 1, &[1, 0])),
+        ("unknown", frame(200, 0, 0, &[7; 100])),
+    ];
+    for (name, flood) in floods {
+        let mut frames = Frames::new(open.unix(), 1 << 20);
+        frames.request(&block(&headers, &[]), 0);
+        let mut reading = frames.stream.try_clone().unwrap();
+        let reader = std::thread::spawn(move || io::copy(&mut reading, &mut io::sink()));
+        let (flood, mut sent) = (flood.repeat((64 << 10) / flood.len()), 0);
+        let mut good = open.client();
+        while frames.stream.write_all(&flood).is_ok() {
+            sent += flood.len();
+            assert!(sent < 64 << 20, "{name}: {sent} bytes");
+            assert!(good.ask("m", SAMPLE).unwrap()["score"].is_array(), "{name}");
+        }
+        println!("{name}: ended after {sent} bytes");
+        let _ = reader.join().unwrap();
+    }
+}
