@@ -4,6 +4,7 @@
 use crate::dense::engine::DenseEngine;
 use crate::dense::error::DenseError;
 use crate::dense::fallback::Fallback;
+use crate::dense::graph::bounds::bound;
 use crate::dense::graph::onnx::*;
 use crate::dense::weights::Activation;
 use prost::Message;
@@ -282,8 +283,9 @@ fn every_operator_gives_the_result_of_rten() {
         let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert_eq!(engine.falls_back_for(), None, "{name}");
         let inputs = vec![("x", vec![4]), ("y", vec![3, 4])];
+        let most = bound(&model, &inputs).unwrap_or_else(|e| panic!("{name}: {e}")).values;
         let fallback =
-            Fallback::load(&model, inputs, "out").unwrap_or_else(|e| panic!("{name}: {e}"));
+            Fallback::load(&model, inputs, "out", most).unwrap_or_else(|e| panic!("{name}: {e}"));
         for batch in [1, 2, 5, 100] {
             let inputs = [values(4 * batch), values(12 * batch)];
             let expected = fallback.run(batch, &inputs).unwrap_or_else(|e| panic!("{name}: {e}"));

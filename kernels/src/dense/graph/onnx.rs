@@ -340,6 +340,11 @@ impl NodeProto {
         self.attribute(name).map(|a| a.ints.as_slice())
     }
 
+    /// Returns an attribute that is a graph.
+    pub fn graph(&self, name: &str) -> Option<&GraphProto> {
+        self.attribute(name).and_then(|a| a.g.as_deref())
+    }
+
     /// Returns an attribute that is a tensor.
     pub fn tensor(&self, name: &str) -> Option<&TensorProto> {
         self.attribute(name).and_then(|a| a.t.as_ref())

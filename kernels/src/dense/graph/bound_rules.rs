@@ -1,0 +1,725 @@
+//! The rule of each operator that rten may run: the shapes of its results, and the integers in them
+//! from which other shapes follow. A rule gives the shapes that rten gives, or larger ones. It
+//! leaves the check of shapes that do not fit each other to rten. This file runs nothing.
+
+use crate::dense::graph::bounds::{Bound, Bounds, Dim, KNOWN_MAX, elements, for_a_sample};
+use crate::dense::graph::folding::zip_sizes;
+use crate::dense::graph::functions::Zip;
+use crate::dense::graph::onnx::{BOOL, INT32, INT64, NodeProto};
+use crate::dense::graph::operators::zip_of;
+use crate::dense::graph::selections::slice_range;
+use crate::dense::graph::shape_operators::axis_of;
+use crate::dense::graph::stop::{Stop, malformed, unsupported};
+use crate::dense::graph::tensor::{Size, Values};
+
+/// Operators whose result has the shape of the first operand.
+#[rustfmt::skip]
+const SAME: &[&str] = &[
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization", "CastLike",
+    "Ceil", "Clip", "Cos", "Cosh", "CumSum", "DequantizeLinear", "Dropout", "Elu", "Erf", "Exp",
+    "EyeLike", "Floor", "Gelu", "HardSigmoid", "HardSwish", "InstanceNormalization", "IsInf",
+    "IsNaN", "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "LpNormalization", "Neg",
+    "QuantizeLinear", "RMSNormalization", "Reciprocal", "Relu", "ReverseSequence", "Round",
+    "Scatter", "ScatterElements", "ScatterND", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax",
+    "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "Trilu",
+];
+/// Operators whose operands broadcast, beside those of `zip_of`.
+const BROADCAST: &[&str] =
+    &["And", "Greater", "GreaterOrEqual", "Mean", "Mod", "Or", "Sum", "Where", "Xor"];
+
+/// How a window moves along an axis.
+struct Window {
+    size: i64,
+    stride: i64,
+    dilation: i64,
+    pads: i64,
+}
+
+impl Bounds {
+    /// Returns the bounds of all results of `node`.
+    pub fn results(&mut self, node: &NodeProto) -> Result<Vec<Bound>, Stop> {
+        let op = node.op_type();
+        let one = match op {
+            "Constant" => Ok(constant(node)),
+            "Identity" => self.input(node, 0),
+            "Cast" | "Not" => self.cast(node),
+            _ if SAME.contains(&op) => Ok(Bound::of(self.input(node, 0)?.dims)),
+            _ if zip_of(op).is_some() || BROADCAST.contains(&op) => self.broadcast(node),
+            _ if op.starts_with("Reduce") || op.starts_with("Arg") => self.reduced(node),
+            "Gemm" => self.gemm_bound(node),
+            "MatMul" | "MatMulInteger" => self.matmul_bound(node),
+            "Einsum" => self.einsum_bound(node),
+            "Conv" | "MaxPool" | "AveragePool" => self.windows(node),
+            "GlobalAveragePool" | "GlobalMaxPool" => {
+                let x = self.input(node, 0)?;
+                let all = x.dims.iter().enumerate();
+                Ok(Bound::of(all.map(|(a, &d)| if a < 2 { d } else { Dim::fixed(1) }).collect()))
+            }
+            "GRU" | "LSTM" => return self.recurrent(node),
+            "Attention" => self.attention_bound(node),
+            "DynamicQuantizeLinear" => {
+                let x = Bound::of(self.input(node, 0)?.dims);
+                return Ok(vec![x, Bound::default(), Bound::default()]);
+            }
+            "TopK" => return self.top_k(node),
+            "Split" => return self.split_bound(node),
+            _ => self.moved(node),
+        };
+        Ok(vec![one?])
+    }
+
+    /// Returns the bound of an operator that moves values or makes them from sizes.
+    fn moved(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
+        match node.op_type() {
+            "Shape" => self.shape_bound(node),
+            "Size" => {
+                let dims = self.input(node, 0)?.dims;
+                let is_exact = dims.iter().all(|dim| dim.exact);
+                Ok(Bound::known(vec![elements(&dims).filter(|_| is_exact)], false))
+            }
+            "Reshape" => self.reshape_bound(node),
+            "Flatten" => {
+                let dims = self.input(node, 0)?.dims;
+                let axis = node.int("axis", 1);
+                let axis = if axis < 0 { axis + dims.len() as i64 } else { axis };
+                let axis = usize::try_from(axis).unwrap_or(0).min(dims.len());
+                let sides = [product(node, &dims[..axis])?, product(node, &dims[axis..])?];
+                Ok(Bound::of(sides.to_vec()))
+            }
+            "Squeeze" => self.squeeze_bound(node),
+            "Unsqueeze" => {
+                let (x, axes) = (self.input(node, 0)?, self.integers(node, 1, "axes")?);
+                let axes = axes.unwrap_or_default();
+                let axes = axes_of(node, &axes, x.dims.len() + axes.len())?;
+                let mut dims = x.dims;
+                axes.iter().for_each(|&axis| dims.insert(axis.min(dims.len()), Dim::fixed(1)));
+                Ok(Bound { dims, ..x }.as_list())
+            }
+            "Transpose" => {
+                let dims = self.input(node, 0)?.dims;
+                let reversed: Vec<i64> = (0..dims.len() as i64).rev().collect();
+                let perm = node.ints("perm").unwrap_or(&reversed).iter();
+                let dim = |&a: &i64| axis_of(node, a, dims.len()).map(|a| dims[a]);
+                Ok(Bound::of(perm.map(dim).collect::<Result<_, _>>()?))
+            }
+            "Expand" => {
+                let (x, target) = (self.input(node, 0)?, self.required(node, 1, "shape")?);
+                let target: Vec<Dim> = target.into_iter().map(Dim::of).collect();
+                Ok(Bound { dims: merge(&x.dims, &target), ..Bound::default() })
+            }
+            "Tile" => {
+                let (x, repeats) = (self.input(node, 0)?, self.required(node, 1, "repeats")?);
+                let dims = x.dims.iter().zip(&repeats);
+                let dims = dims.map(|(d, n)| product(node, &[*d, Dim::of(*n)]));
+                Ok(Bound::of(dims.collect::<Result<_, _>>()?))
+            }
+            "Concat" => self.concat_bound(node),
+            "Pad" => self.pad_bound(node),
+            "Slice" => self.slice_bound(node),
+            "Gather" => self.gather_bound(node),
+            "GatherElements" => Ok(Bound::of(self.input(node, 1)?.dims)),
+            "GatherND" => {
+                let (x, indices) = (self.input(node, 0)?.dims, self.input(node, 1)?.dims);
+                let depth = indices.last().and_then(|dim| dim.constant()).unwrap_or(-1);
+                let first = depth.saturating_add(node.int("batch_dims", 0));
+                let rest = usize::try_from(first).ok().filter(|_| depth >= 0);
+                let rest = rest.and_then(|first| x.get(first..));
+                let rest = rest.ok_or_else(|| unsupported(node, "by indices of such a shape"))?;
+                Ok(Bound::of([&indices[..indices.len() - 1], rest].concat()))
+            }
+            "ConstantOfShape" => {
+                let target = self.required(node, 0, "shape")?;
+                let value = node.tensor("value").filter(|t| t.dims.len() <= 1);
+                let value = value.and_then(|t| t.values());
+                let dims: Vec<Dim> = target.into_iter().map(Dim::of).collect();
+                match (dims.as_slice(), value) {
+                    ([dim], Some(Values::Ints(v))) if v.len() == 1 && short(*dim).is_some() => {
+                        Ok(Bound::known(vec![Some(v[0]); short(*dim).unwrap_or(0)], true))
+                    }
+                    _ => Ok(Bound::of(dims)),
+                }
+            }
+            "Range" => self.range_bound(node),
+            "OneHot" => {
+                let (indices, depth) = (self.input(node, 0)?, self.required(node, 1, "depth")?);
+                let [depth] = depth[..] else { return Err(unsupported(node, "of such a depth")) };
+                let mut dims = indices.dims;
+                let axis = axis_of(node, node.int("axis", -1), dims.len() + 1)?;
+                dims.insert(axis, Dim::of(depth));
+                Ok(Bound::of(dims))
+            }
+            "NonZero" => {
+                let dims = self.input(node, 0)?.dims;
+                let all = product(node, &dims)?;
+                Ok(Bound::of(vec![Dim::fixed(dims.len().max(1)), all.at_most()]))
+            }
+            _ => Err(unsupported(node, "")),
+        }
+    }
+
+    /// Returns the integers of input `i`, which the operator must have.
+    fn required(&self, node: &NodeProto, i: usize, name: &str) -> Result<Vec<Size>, Stop> {
+        let missing = || malformed(&format!("{} without its {name}", node.op_type()));
+        self.sizes(node, i, name)?.ok_or_else(missing)
+    }
+
+    /// Returns the bound of `Cast` and `Not`, which keep the integers that are known.
+    fn cast(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let x = self.input(node, 0)?;
+        let to = node.int("to", 0);
+        let truth = |value: Option<Size>| value?.is_zero();
+        let values = match x.values {
+            Some(values) if [INT32, INT64].iter().any(|&int| to == i64::from(int)) => values,
+            Some(values) if node.op_type() == "Not" || to == i64::from(BOOL) => {
+                let is_not = i64::from(node.op_type() == "Not");
+                let bit = |v| truth(v).map(|zero| Size::fixed(i64::from(zero) ^ 1 ^ is_not));
+                values.into_iter().map(bit).collect()
+            }
+            _ => return Ok(Bound::of(x.dims)),
+        };
+        Ok(Bound { dims: x.dims, values: Some(values), ..Bound::default() })
+    }
+
+    fn broadcast(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let mut dims = self.input(node, 0)?.dims;
+        let mut lists = Vec::new();
+        for i in 0..node.input.len() {
+            let next = self.input(node, i)?;
+            dims = merge(&dims, &next.dims);
+            lists.push(next.values);
+        }
+        let lists: Option<Vec<_>> = lists.into_iter().collect();
+        let count = match dims.as_slice() {
+            [] => Some(1),
+            [dim] => short(*dim),
+            _ => None,
+        };
+        let (Some(lists), Some(count)) = (lists, count) else { return Ok(Bound::of(dims)) };
+        let value = |list: &Vec<Option<Size>>, i: usize| {
+            *list.get(if list.len() == 1 { 0 } else { i }).unwrap_or(&None)
+        };
+        let all = (0..count).map(|i| {
+            let operands: Vec<_> = lists.iter().map(|list| value(list, i)).collect();
+            fold(node.op_type(), &operands)
+        });
+        Ok(Bound::known(all.collect(), !dims.is_empty()))
+    }
+
+    fn reduced(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let x = self.input(node, 0)?;
+        let mut dims = x.dims;
+        let axes = match node.op_type().starts_with("Arg") {
+            true => Some(vec![node.int("axis", 0)]),
+            false => self.integers(node, 1, "axes")?.filter(|axes| !axes.is_empty()),
+        };
+        let axes = match axes {
+            Some(axes) => axes_of(node, &axes, dims.len())?,
+            None if node.int("noop_with_empty_axes", 0) != 0 => Vec::new(),
+            None => (0..dims.len()).collect(),
+        };
+        for &axis in axes.iter().rev() {
+            if node.int("keepdims", 1) != 0 {
+                dims[axis] = Dim::fixed(1);
+            } else {
+                dims.remove(axis);
+            }
+        }
+        let zip = match node.op_type() {
+            "ReduceSum" => Zip::Add,
+            "ReduceProd" => Zip::Mul,
+            _ => return Ok(Bound::of(dims)),
+        };
+        let values = x.values.filter(|_| axes == [0]);
+        let total = values.and_then(|values| {
+            values.into_iter().reduce(|a, b| zip_sizes(zip, [a?, b?])).unwrap_or_default()
+        });
+        Ok(if axes == [0] { Bound::known(vec![total], !dims.is_empty()) } else { Bound::of(dims) })
+    }
+
+    fn gemm_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
+        let (a, b) = (self.input(node, 0)?.dims, self.input(node, 1)?.dims);
+        let ([a0, a1], [b0, b1]) = (&a[..], &b[..]) else {
+            return Err(unsupported(node, "of such operands"));
+        };
+        let (m, k) = if node.int("transA", 0) != 0 { (a1, a0) } else { (a0, a1) };
+        let n = if node.int("transB", 0) != 0 { b0 } else { b1 };
+        self.count_product(node, &[*m, *k, *n])?;
+        Ok(Bound::of(vec![*m, *n]))
+    }
+
+    fn matmul_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
+        let (mut a, mut b) = (self.input(node, 0)?.dims, self.input(node, 1)?.dims);
+        let is_vector = [a.len() == 1, b.len() == 1];
+        if is_vector[0] {
+            a.insert(0, Dim::fixed(1));
+        }
+        if is_vector[1] {
+            b.push(Dim::fixed(1));
+        }
+        let (Some((n, b)), Some((k, a))) = (b.split_last(), a.split_last()) else {
+            return Err(malformed("MatMul of a scalar"));
+        };
+        let (Some((m, a)), Some((_, b))) = (a.split_last(), b.split_last()) else {
+            return Err(malformed("MatMul of a scalar"));
+        };
+        let mut dims = merge(a, b);
+        self.count_product(node, &[&dims[..], &[*m, *k, *n]].concat())?;
+        dims.extend((!is_vector[0]).then_some(m));
+        dims.extend((!is_vector[1]).then_some(n));
+        Ok(Bound::of(dims))
+    }
+
+    /// Counts the multiply-adds of a product over all of `dims`.
+    fn count_product(&mut self, node: &NodeProto, dims: &[Dim]) -> Result<(), Stop> {
+        let count = |dims: &[Dim]| {
+            let each = dims.iter().map(|dim| for_a_sample(dim.most));
+            each.fold(1u64, u64::saturating_mul)
+        };
+        if dims.iter().any(|dim| dim.most.batches != 0) && elements(dims).is_none() {
+            return Err(unsupported(node, "of samples with each other"));
+        }
+        self.multiply(count(dims));
+        Ok(())
+    }
+
+    fn einsum_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
+        let equation: String = node.text("equation").split_whitespace().collect();
+        let form = || unsupported(node, &format!("`{equation}`"));
+        let (inputs, out) = equation.split_once("->").ok_or_else(form)?;
+        let mut labels: Vec<(char, Dim)> = Vec::new();
+        for (i, names) in inputs.split(',').enumerate() {
+            let dims = self.input(node, i)?.dims;
+            if names.chars().count() != dims.len() || !names.chars().all(char::is_alphabetic) {
+                return Err(form());
+            }
+            // rten may copy an operand in another order of its axes.
+            self.spend(node, &dims)?;
+            for (name, dim) in names.chars().zip(dims) {
+                match labels.iter_mut().find(|(label, _)| *label == name) {
+                    Some((_, known)) => *known = known.broadcast(dim),
+                    None => labels.push((name, dim)),
+                }
+            }
+        }
+        let all: Vec<Dim> = labels.iter().map(|(_, dim)| *dim).collect();
+        self.count_product(node, &all)?;
+        if inputs.split(',').count() > 2 {
+            self.spend(node, &all)?;
+        }
+        let dim = |name| labels.iter().find(|(label, _)| *label == name).map(|(_, dim)| *dim);
+        let dims: Option<Vec<Dim>> = out.chars().map(dim).collect();
+        Ok(Bound::of(dims.ok_or_else(form)?))
+    }
+
+    /// Returns the bound of `Conv` and of a pooling.
+    fn windows(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
+        let x = self.input(node, 0)?.dims;
+        let w = if node.op_type() == "Conv" { self.input(node, 1)?.dims } else { Vec::new() };
+        let rank = x.len().saturating_sub(2);
+        let weights: Option<Vec<i64>> = w.iter().skip(2).map(|dim| dim.constant()).collect();
+        let sizes = match node.ints("kernel_shape") {
+            Some(sizes) if w.is_empty() => sizes.to_vec(),
+            _ => weights.unwrap_or_default(),
+        };
+        if rank == 0 || sizes.len() != rank || (node.op_type() == "Conv" && w.len() != x.len()) {
+            return Err(unsupported(node, "of such operands"));
+        }
+
+        let list = |name: &str, i: usize, default: i64| {
+            node.ints(name).map_or(default, |list| list.get(i).copied().unwrap_or(default))
+        };
+        let mut dims = vec![x[0], if w.is_empty() { x[1] } else { w[0] }];
+        for (i, &size) in sizes.iter().enumerate() {
+            let pads = list("pads", i, 0).saturating_add(list("pads", rank + i, 0));
+            let (stride, dilation) = (list("strides", i, 1), list("dilations", i, 1));
+            let window = Window { size, stride, dilation, pads };
+            let dim = window.over(x[2 + i], node).ok_or_else(|| unsupported(node, "of such pads"));
+            dims.push(dim?);
+        }
+        let inner = w.get(1).map_or(Dim::fixed(1), |channels| *channels);
+        let size = sizes.iter().map(|&n| Dim::fixed(usize::try_from(n).unwrap_or(usize::MAX)));
+        self.count_product(
+            node,
+            &dims.iter().copied().chain([inner]).chain(size).collect::<Vec<_>>(),
+        )?;
+        Ok(Bound::of(dims))
+    }
+
+    /// Returns the bounds of `GRU` and `LSTM`: all states, the last ones and the last cells.
+    fn recurrent(&mut self, node: &NodeProto) -> Result<Vec<Bound>, Stop> {
+        let (x, w, r) =
+            (self.input(node, 0)?.dims, self.input(node, 1)?.dims, self.input(node, 2)?.dims);
+        let ([steps, batch, width], [directions, gates, _], [_, _, hidden]) =
+            (&x[..], &w[..], &r[..])
+        else {
+            return Err(unsupported(node, "of such operands"));
+        };
+        if node.int("layout", 0) != 0 {
+            return Err(unsupported(node, "with the batch first"));
+        }
+        for k in [width, hidden] {
+            self.count_product(node, &[*steps, *batch, *directions, *gates, *k])?;
+        }
+        self.spend(node, &[*steps, *batch, *directions, *gates])?;
+        let last = Bound::of(vec![*directions, *batch, *hidden]);
+        let all = Bound::of(vec![*steps, *directions, *batch, *hidden]);
+        Ok(vec![all, last.clone(), last])
+    }
+
+    /// Returns the bound of `Attention` on `[batch, heads, length, width]`, without a cache.
+    fn attention_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
+        let all = [self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?];
+        let [q, k, v] = all.map(|bound| bound.dims);
+        let ([b, heads, rows, width], [_, _, keys, _], [_, _, _, columns]) =
+            (&q[..], &k[..], &v[..])
+        else {
+            return Err(unsupported(node, "of such operands"));
+        };
+        if node.input.iter().skip(4).any(|name| !name.is_empty()) {
+            return Err(unsupported(node, "with a cache"));
+        }
+        for k in [width, columns] {
+            self.count_product(node, &[*b, *heads, *rows, *keys, *k])?;
+        }
+        // The scores, twice, and copies of keys and values for each head.
+        for _ in 0..2 {
+            self.spend(node, &[*b, *heads, *rows, *keys])?;
+            self.spend(node, &[*b, *heads, *keys, columns.broadcast(*width)])?;
+        }
+        Ok(Bound::of(vec![*b, *heads, *rows, *columns]))
+    }
+
+    fn top_k(&self, node: &NodeProto) -> Result<Vec<Bound>, Stop> {
+        let mut dims = self.input(node, 0)?.dims;
+        let axis = axis_of(node, node.int("axis", -1), dims.len())?;
+        let k = self.sizes(node, 1, "k").ok().flatten();
+        dims[axis] = match k.as_deref() {
+            Some([k]) => Dim::of(*k),
+            _ => dims[axis].at_most(),
+        };
+        Ok(vec![Bound::of(dims); 2])
+    }
+
+    fn split_bound(&self, node: &NodeProto) -> Result<Vec<Bound>, Stop> {
+        let x = self.input(node, 0)?;
+        let axis = axis_of(node, node.int("axis", 0), x.dims.len())?;
+        let parts = self.sizes(node, 1, "split").ok().flatten();
+        let n = node.output.len();
+        let equal = x.dims[axis].constant().filter(|size| n > 0 && size % n as i64 == 0);
+        let mut first = Some(0);
+        let results = (0..n).map(|i| {
+            let part = match &parts {
+                Some(parts) => parts.get(i).map(|size| Dim::of(*size)),
+                None => equal.map(|size| Dim::fixed(size as usize / n)),
+            };
+            let part = part.unwrap_or_else(|| x.dims[axis].at_most());
+            let mut dims = x.dims.clone();
+            dims[axis] = part;
+            let start = first;
+            first = first.zip(short(part)).map(|(at, count)| at + count);
+            let values = x.values.as_ref().zip(start.zip(first));
+            let values = values.and_then(|(all, (from, to))| all.get(from..to));
+            match values {
+                Some(values) => Bound::known(values.to_vec(), true),
+                None => Bound::of(dims),
+            }
+        });
+        Ok(results.collect())
+    }
+
+    fn shape_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let dims = self.input(node, 0)?.dims;
+        let rank = dims.len() as i64;
+        let clip =
+            |at: i64| if at < 0 { at.saturating_add(rank) } else { at }.clamp(0, rank) as usize;
+        let (start, end) = (clip(node.int("start", 0)), clip(node.int("end", rank)));
+        let part = dims.get(start..end).unwrap_or_default();
+        Ok(Bound::known(part.iter().map(|d| Some(d.most).filter(|_| d.exact)).collect(), true))
+    }
+
+    fn reshape_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let (x, target) = (self.input(node, 0)?, self.required(node, 1, "shape")?);
+        let zero_is_zero = self.opset >= 14 && node.int("allowzero", 0) != 0;
+        let mut dims = Vec::new();
+        let mut open = None;
+        for (axis, size) in target.into_iter().enumerate() {
+            dims.push(match size.constant() {
+                Some(-1) if open.is_none() => {
+                    open = Some(axis);
+                    Dim::fixed(1)
+                }
+                Some(0) if !zero_is_zero => {
+                    let own = x.dims.get(axis).copied();
+                    own.ok_or_else(|| malformed("Reshape copies the size of a missing axis"))?
+                }
+                Some(n) if n < 0 => return Err(malformed("Reshape to a negative size")),
+                _ => Dim::of(size),
+            });
+        }
+        if let Some(axis) = open {
+            dims[axis] = quotient(product(node, &x.dims)?, product(node, &dims)?);
+        }
+        Ok(Bound { dims, ..x }.as_list())
+    }
+
+    fn squeeze_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let x = self.input(node, 0)?;
+        let axes = match self.integers(node, 1, "axes")? {
+            Some(axes) => axes_of(node, &axes, x.dims.len())?,
+            None => {
+                let axes: Vec<usize> = (0..x.dims.len()).filter(|&a| x.dims[a].is(1)).collect();
+                // An axis that has one value for some batch only would move the others.
+                let may_be_one = x.dims.iter().any(|dim| dim.constant().is_none());
+                if may_be_one && axes.len() + 1 < x.dims.len() {
+                    return Err(unsupported(node, "of axes that the batch chooses"));
+                }
+                axes
+            }
+        };
+        let kept = (0..x.dims.len()).filter(|axis| !axes.contains(axis)).map(|axis| x.dims[axis]);
+        Ok(Bound { dims: kept.collect(), ..x }.as_list())
+    }
+
+    fn concat_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let first = self.input(node, 0)?;
+        let mut dims = first.dims;
+        let axis = axis_of(node, node.int("axis", 1), dims.len())?;
+        let mut values = first.values;
+        for i in 1..node.input.len() {
+            let next = self.input(node, i)?;
+            if next.dims.len() != dims.len() {
+                return Err(malformed("Concat of tensors with different axes"));
+            }
+            for (a, dim) in next.dims.into_iter().enumerate() {
+                if a == axis {
+                    let sum = zip_sizes(Zip::Add, [dims[a].most, dim.most]);
+                    let most = sum.ok_or_else(|| unsupported(node, "of such sizes"))?;
+                    dims[a] = Dim { most, exact: dims[a].exact && dim.exact };
+                } else {
+                    dims[a] = dims[a].broadcast(dim);
+                }
+            }
+            values = values.zip(next.values).map(|(a, b)| [a, b].concat());
+        }
+        Ok(Bound { dims, values, ..Bound::default() }.as_list())
+    }
+
+    fn pad_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let mut dims = self.input(node, 0)?.dims;
+        let missing = || malformed("Pad without pads");
+        let pads = self.integers(node, 1, "pads")?.ok_or_else(missing)?;
+        let axes = match self.integers(node, 3, "axes")? {
+            Some(axes) => axes_of(node, &axes, dims.len())?,
+            None => (0..dims.len()).collect(),
+        };
+        if pads.len() != 2 * axes.len() {
+            return Err(malformed("Pad by numbers that are not two for each axis"));
+        }
+        for (i, &axis) in axes.iter().enumerate() {
+            let sum = pads[i].saturating_add(pads[axes.len() + i]);
+            let size = zip_sizes(Zip::Add, [dims[axis].most, Size::fixed(sum)]);
+            let size = Dim::of(size.ok_or_else(|| unsupported(node, "by such pads"))?);
+            dims[axis] = Dim { exact: size.exact && dims[axis].exact, ..size };
+        }
+        Ok(Bound::of(dims))
+    }
+
+    fn slice_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let x = self.input(node, 0)?;
+        let rank = x.dims.len();
+        let list = |i, name| self.sizes(node, i, name).ok().flatten();
+        let (starts, ends) = (list(1, "starts"), list(2, "ends"));
+        let axes = self.integers(node, 3, "axes")?;
+        let count = starts.as_ref().map_or(rank, Vec::len).min(rank) as i64;
+        let axes = axes.unwrap_or_else(|| (0..count).collect());
+        let steps = self.integers(node, 4, "steps")?.unwrap_or_else(|| vec![1; axes.len()]);
+
+        let (mut dims, mut values) = (x.dims.clone(), None);
+        for (i, &axis) in axes.iter().enumerate() {
+            let axis = axis_of(node, axis, rank)?;
+            let at = |list: &Option<Vec<Size>>| list.as_ref().and_then(|all| all.get(i)).copied();
+            let (start, end, step) = (at(&starts), at(&ends), steps.get(i).copied().unwrap_or(0));
+            let dim = dims[axis];
+            let is_whole = start == Some(Size::fixed(0))
+                && step == 1
+                && end.is_some_and(|e| e == dim.most || e.constant() >= Some(i64::from(i32::MAX)));
+            let bounds = start.and_then(Size::constant).zip(end.and_then(Size::constant));
+            dims[axis] = match (bounds, dim.constant()) {
+                _ if is_whole => dim,
+                (Some((start, end)), Some(n)) => {
+                    let missing = || malformed("Slice by step 0");
+                    let n = usize::try_from(n).unwrap_or(0);
+                    let (first, count) = slice_range([start, end, step], n).ok_or_else(missing)?;
+                    let at = |i: usize| usize::try_from(first + i as i64 * step).ok();
+                    let value = |all: &Vec<Option<Size>>, i| *all.get(at(i)?)?;
+                    values =
+                        x.values.as_ref().map(|all| (0..count).map(|i| value(all, i)).collect());
+                    Dim::fixed(count)
+                }
+                _ => dim.at_most(),
+            };
+        }
+        Ok(if axes.is_empty() { x } else { Bound { dims, values, ..x }.as_list() })
+    }
+
+    fn gather_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
+        let axis = axis_of(node, node.int("axis", 0), x.dims.len())?;
+        let mut dims = x.dims;
+        dims.splice(axis..=axis, indices.dims);
+        let values = x.values.zip(indices.values).map(|(all, indices)| {
+            let value = |i: Option<Size>| {
+                let i = i?.constant()?;
+                let i = if i < 0 { i.checked_add(all.len() as i64)? } else { i };
+                *all.get(usize::try_from(i).ok()?)?
+            };
+            indices.into_iter().map(value).collect()
+        });
+        Ok(Bound { dims, values, ..Bound::default() })
+    }
+
+    fn range_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let unknown = || unsupported(node, "with bounds that do not follow from shapes");
+        let mut bounds = Vec::new();
+        for i in 0..3 {
+            let values = self.input(node, i)?.values.filter(|values| values.len() == 1);
+            bounds.push(values.and_then(|values| values[0]).ok_or_else(unknown)?);
+        }
+        let [start, limit, step] = [bounds[0], bounds[1], bounds[2]];
+        let step = step.constant().filter(|step| *step != 0).ok_or_else(unknown)?;
+        let (from, to) = if step > 0 { (start, limit) } else { (limit, start) };
+        let span = Dim::of(zip_sizes(Zip::Sub, [to, from]).ok_or_else(unknown)?);
+        let dim = quotient(span, Dim { most: Size::fixed(step.saturating_abs()), exact: true });
+        let (Some(count), Some(first)) = (short(dim), start.constant()) else {
+            return Ok(Bound::of(vec![dim]));
+        };
+        let value = |i: i64| Some(Size::fixed(first.saturating_add(step.saturating_mul(i))));
+        Ok(Bound::known((0..count as i64).map(value).collect(), true))
+    }
+}
+
+impl Bound {
+    /// Keeps the integers that are known only where they are a scalar or a list.
+    fn as_list(self) -> Self {
+        let count = match self.dims.as_slice() {
+            [] => Some(1),
+            [dim] => short(*dim),
+            _ => None,
+        };
+        let values = self.values.filter(|values| Some(values.len()) == count);
+        Self { values, ..self }
+    }
+}
+
+impl Window {
+    /// Returns the number of windows along an axis.
+    fn over(&self, dim: Dim, node: &NodeProto) -> Option<Dim> {
+        let Self { size, stride, dilation, pads } = *self;
+        if size < 1 || stride < 1 || dilation < 1 || pads < 0 {
+            return None;
+        }
+        if node.text("auto_pad").starts_with("SAME") {
+            return Some(Dim { exact: dim.exact && stride == 1, ..dim });
+        }
+        let Some(n) = dim.constant().filter(|_| node.int("ceil_mode", 0) == 0) else {
+            let most = zip_sizes(Zip::Add, [dim.most, Size::fixed(pads)])?;
+            return Some(Dim { most, exact: false });
+        };
+        let span = dilation.checked_mul(size - 1)?.checked_add(1)?;
+        let rest = n.checked_add(pads)?.checked_sub(span)?;
+        Some(Dim::of(Size::fixed(if rest < 0 { 0 } else { rest / stride + 1 })))
+    }
+}
+
+/// Returns the value of `op` for known operands; `None` if it is not known.
+fn fold(op: &str, operands: &[Option<Size>]) -> Option<Size> {
+    match (op, operands) {
+        ("Where", &[condition, yes, no]) => {
+            if condition?.constant()? != 0 {
+                yes
+            } else {
+                no
+            }
+        }
+        ("Greater", &[a, b]) => zip_sizes(Zip::Less, [b?, a?]),
+        ("GreaterOrEqual", &[a, b]) => zip_sizes(Zip::LessEqual, [b?, a?]),
+        ("And", &[a, b]) => zip_sizes(Zip::Min, [a?, b?]),
+        ("Or", &[a, b]) => zip_sizes(Zip::Max, [a?, b?]),
+        ("Mod", &[a, b]) => {
+            let (a, b) = (a?.constant()?, b?.constant()?);
+            (a >= 0 && b > 0).then(|| Size::fixed(a % b))
+        }
+        ("Pow" | "PRelu", _) => None,
+        (_, &[a, b]) => zip_sizes(zip_of(op)?, [a?, b?]),
+        _ => None,
+    }
+}
+
+fn constant(node: &NodeProto) -> Bound {
+    let scalar = |value| Bound::known(vec![value], false);
+    if let Some(tensor) = node.tensor("value") {
+        Bound::stored(tensor)
+    } else if let Some(value) = node.maybe_int("value_int") {
+        scalar(Some(Size::fixed(value)))
+    } else if let Some(values) = node.ints("value_ints").filter(|v| v.len() <= KNOWN_MAX) {
+        Bound::known(values.iter().map(|&n| Some(Size::fixed(n))).collect(), true)
+    } else if let Some(values) = node.ints("value_ints") {
+        Bound::of(vec![Dim::fixed(values.len())])
+    } else {
+        let list = node.floats("value_floats").map(<[f32]>::len);
+        list.map_or_else(|| scalar(None), |n| Bound::of(vec![Dim::fixed(n)]))
+    }
+}
+
+/// Returns the length of an axis if it has one that the pass follows.
+fn short(dim: Dim) -> Option<usize> {
+    usize::try_from(dim.constant()?).ok().filter(|n| *n <= KNOWN_MAX)
+}
+
+/// Returns the axes that ONNX axes refer to, in ascending order.
+fn axes_of(node: &NodeProto, axes: &[i64], rank: usize) -> Result<Vec<usize>, Stop> {
+    let mut all = axes.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
+    all.sort_unstable();
+    all.dedup();
+    Ok(all)
+}
+
+/// Returns the axes to which two tensors broadcast.
+fn merge(a: &[Dim], b: &[Dim]) -> Vec<Dim> {
+    let rank = a.len().max(b.len());
+    let at = |dims: &[Dim], axis: usize| {
+        let axis = (axis + dims.len()).checked_sub(rank);
+        axis.map_or(Dim::fixed(1), |axis| dims[axis])
+    };
+    (0..rank).map(|axis| at(a, axis).broadcast(at(b, axis))).collect()
+}
+
+/// Returns several axes as one.
+fn product(node: &NodeProto, dims: &[Dim]) -> Result<Dim, Stop> {
+    let most = elements(dims).ok_or_else(|| unsupported(node, "of samples with each other"))?;
+    Ok(Dim { most, exact: dims.iter().all(|dim| dim.exact) })
+}
+
+/// Returns an axis of `all` values, `part` at a time, rounded up.
+fn quotient(all: Dim, part: Dim) -> Dim {
+    let exact = all.exact && part.exact;
+    let up = |a: i64, b: i64| (a.max(0) / b.max(1)) + i64::from(a.max(0) % b.max(1) != 0);
+    let (a, b) = (all.most, part.most);
+    match (a.fixed, b.fixed) {
+        // The batch cancels out.
+        (0, 0) if b.batches > 0 && part.exact => Dim {
+            most: Size::fixed(up(a.batches, b.batches)),
+            exact: exact && a.batches % b.batches == 0,
+        },
+        _ => {
+            // A part is the smallest with one sample, and where it may be smaller, one value.
+            let part = if part.exact { b.fixed.saturating_add(b.batches).max(1) } else { 1 };
+            let whole = b.batches == 0 && a.fixed % part == 0 && a.batches % part == 0;
+            let [fixed, batches] = [a.fixed, a.batches].map(|n| match whole {
+                true => n / part,
+                false => up(n, part),
+            });
+            Dim { most: Size { fixed, batches }, exact: exact && whole }
+        }
+    }
+}
