@@ -140,12 +140,21 @@ impl Fallback {
         }
 
         let run = || self.model.run(fed, &[self.output], Some(self.options.clone()));
-        let mut values = guarded(|| run().map_err(|e| e.to_string())).map_err(DenseError::Run)?;
+        let mut values = guarded(|| run().map_err(|e| e.to_string())).map_err(run_error)?;
         let value = values.pop().ok_or_else(|| DenseError::NoOutput(self.output_name.clone()))?;
         let tensor: rten_tensor::Tensor<f32> = value.try_into().map_err(|_| {
             DenseError::Run(format!("output `{}` is not a float tensor", self.output_name))
         })?;
         Ok(tensor.into_data())
+    }
+}
+
+/// Returns the error of a failed run. rten has some forms of operators by name only.
+fn run_error(problem: String) -> DenseError {
+    if problem.contains("unsupported") {
+        DenseError::Unsupported(problem)
+    } else {
+        DenseError::Run(problem)
     }
 }
 

@@ -5,3 +5,4 @@
 mod fuzz_smoke;
 mod hostile_bundle;
 mod hostile_flash;
+mod hostile_network;

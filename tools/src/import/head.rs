@@ -2,12 +2,12 @@
 //! allocates more than the file has. Never interprets what it reads.
 
 use std::fs;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::error::ImportError;
 use crate::limits::HEADER_BYTES_MAX;
+use crate::report::input;
 
 /// Returns the size of a regular file.
 pub(super) fn file_size(file: &Path) -> Result<u64, ImportError> {
@@ -38,7 +38,7 @@ impl Head {
                 format!("does not fit a header of {length} bytes (at most {HEADER_BYTES_MAX})");
             return Err(ImportError::size(file, size, why));
         }
-        let opened = File::open(file).map_err(|error| ImportError::io(file, "header", error))?;
+        let opened = input::open(file).map_err(|error| ImportError::io(file, "header", error))?;
         let mut bytes = Vec::new();
         opened
             .take(length)

@@ -10,7 +10,7 @@ use crate::dense::graph::operators::zip_of;
 use crate::dense::graph::selections::slice_range;
 use crate::dense::graph::shape_operators::axis_of;
 use crate::dense::graph::stop::{Stop, malformed, unsupported};
-use crate::dense::graph::tensor::{Size, Values};
+use crate::dense::graph::tensor::{Layout, Size, strides};
 
 /// Operators whose result has the shape of the first operand.
 #[rustfmt::skip]
@@ -75,7 +75,7 @@ impl Bounds {
             "Size" => {
                 let dims = self.input(node, 0)?.dims;
                 let is_exact = dims.iter().all(|dim| dim.exact);
-                Ok(Bound::known(vec![elements(&dims).filter(|_| is_exact)], false))
+                Ok(Bound::known(Vec::new(), vec![elements(&dims).filter(|_| is_exact)]))
             }
             "Reshape" => self.reshape_bound(node),
             "Flatten" => {
@@ -93,15 +93,9 @@ impl Bounds {
                 let axes = axes_of(node, &axes, x.dims.len() + axes.len())?;
                 let mut dims = x.dims;
                 axes.iter().for_each(|&axis| dims.insert(axis.min(dims.len()), Dim::fixed(1)));
-                Ok(Bound { dims, ..x }.as_list())
+                Ok(Bound::with(dims, x.values))
             }
-            "Transpose" => {
-                let dims = self.input(node, 0)?.dims;
-                let reversed: Vec<i64> = (0..dims.len() as i64).rev().collect();
-                let perm = node.ints("perm").unwrap_or(&reversed).iter();
-                let dim = |&a: &i64| axis_of(node, a, dims.len()).map(|a| dims[a]);
-                Ok(Bound::of(perm.map(dim).collect::<Result<_, _>>()?))
-            }
+            "Transpose" => self.transposed_bound(node),
             "Expand" => {
                 let (x, target) = (self.input(node, 0)?, self.required(node, 1, "shape")?);
                 let target: Vec<Dim> = target.into_iter().map(Dim::of).collect();
@@ -129,15 +123,13 @@ impl Bounds {
             }
             "ConstantOfShape" => {
                 let target = self.required(node, 0, "shape")?;
-                let value = node.tensor("value").filter(|t| t.dims.len() <= 1);
-                let value = value.and_then(|t| t.values());
+                let value = node.tensor("value").and_then(|tensor| Bound::stored(tensor).values);
                 let dims: Vec<Dim> = target.into_iter().map(Dim::of).collect();
-                match (dims.as_slice(), value) {
-                    ([dim], Some(Values::Ints(v))) if v.len() == 1 && short(*dim).is_some() => {
-                        Ok(Bound::known(vec![Some(v[0]); short(*dim).unwrap_or(0)], true))
-                    }
-                    _ => Ok(Bound::of(dims)),
-                }
+                let values = match (value.as_deref(), count(&dims)) {
+                    (Some([value]), Some(count)) => Some(vec![*value; count]),
+                    _ => None,
+                };
+                Ok(Bound::with(dims, values))
             }
             "Range" => self.range_bound(node),
             "OneHot" => {
@@ -177,7 +169,7 @@ impl Bounds {
             }
             _ => return Ok(Bound::of(x.dims)),
         };
-        Ok(Bound { dims: x.dims, values: Some(values), ..Bound::default() })
+        Ok(Bound::known(x.dims, values))
     }
 
     fn broadcast(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -189,20 +181,18 @@ impl Bounds {
             lists.push(next.values);
         }
         let lists: Option<Vec<_>> = lists.into_iter().collect();
-        let count = match dims.as_slice() {
-            [] => Some(1),
-            [dim] => short(*dim),
+        let (Some(lists), Some(count)) = (lists, count(&dims)) else { return Ok(Bound::of(dims)) };
+        // Of the operands that repeat, only those of one value are followed.
+        let value = |list: &Vec<Option<Size>>, i: usize| match list.len() {
+            1 => list[0],
+            n if n == count => list[i],
             _ => None,
-        };
-        let (Some(lists), Some(count)) = (lists, count) else { return Ok(Bound::of(dims)) };
-        let value = |list: &Vec<Option<Size>>, i: usize| {
-            *list.get(if list.len() == 1 { 0 } else { i }).unwrap_or(&None)
         };
         let all = (0..count).map(|i| {
             let operands: Vec<_> = lists.iter().map(|list| value(list, i)).collect();
             fold(node.op_type(), &operands)
         });
-        Ok(Bound::known(all.collect(), !dims.is_empty()))
+        Ok(Bound::known(dims, all.collect()))
     }
 
     fn reduced(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -233,7 +223,7 @@ impl Bounds {
         let total = values.and_then(|values| {
             values.into_iter().reduce(|a, b| zip_sizes(zip, [a?, b?])).unwrap_or_default()
         });
-        Ok(if axes == [0] { Bound::known(vec![total], !dims.is_empty()) } else { Bound::of(dims) })
+        Ok(if axes == [0] { Bound::known(dims, vec![total]) } else { Bound::of(dims) })
     }
 
     fn gemm_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -389,6 +379,24 @@ impl Bounds {
         Ok(Bound::of(vec![*b, *heads, *rows, *columns]))
     }
 
+    fn transposed_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
+        let x = self.input(node, 0)?;
+        let rank = x.dims.len();
+        let reversed: Vec<i64> = (0..rank as i64).rev().collect();
+        let perm = node.ints("perm").unwrap_or(&reversed).iter();
+        let perm = perm.map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
+        let dims: Vec<Dim> = perm.iter().map(|&a| x.dims[a]).collect();
+        let values = x.values.filter(|_| count(&dims).is_some()).map(|all| {
+            let size = |dim: &Dim| usize::try_from(dim.most.fixed).unwrap_or(0);
+            let own = strides(&x.dims.iter().map(size).collect::<Vec<_>>());
+            let shape = dims.iter().map(size).collect();
+            let strides = perm.iter().map(|&a| own[a]).collect();
+            let picks = Layout { shape, batch: None, strides, first: 0 }.picks();
+            picks.into_iter().map(|i| all.get(i as usize).copied().flatten()).collect()
+        });
+        Ok(Bound::with(dims, values))
+    }
+
     fn top_k(&self, node: &NodeProto) -> Result<Vec<Bound>, Stop> {
         let mut dims = self.input(node, 0)?.dims;
         let axis = axis_of(node, node.int("axis", -1), dims.len())?;
@@ -415,14 +423,11 @@ impl Bounds {
             let part = part.unwrap_or_else(|| x.dims[axis].at_most());
             let mut dims = x.dims.clone();
             dims[axis] = part;
-            let start = first;
-            first = first.zip(short(part)).map(|(at, count)| at + count);
+            let start = first.filter(|_| dims.len() == 1);
+            first = first.zip(count(&[part])).map(|(at, count)| at + count);
             let values = x.values.as_ref().zip(start.zip(first));
             let values = values.and_then(|(all, (from, to))| all.get(from..to));
-            match values {
-                Some(values) => Bound::known(values.to_vec(), true),
-                None => Bound::of(dims),
-            }
+            Bound::with(dims, values.map(<[_]>::to_vec))
         });
         Ok(results.collect())
     }
@@ -434,7 +439,7 @@ impl Bounds {
             |at: i64| if at < 0 { at.saturating_add(rank) } else { at }.clamp(0, rank) as usize;
         let (start, end) = (clip(node.int("start", 0)), clip(node.int("end", rank)));
         let part = dims.get(start..end).unwrap_or_default();
-        Ok(Bound::known(part.iter().map(|d| Some(d.most).filter(|_| d.exact)).collect(), true))
+        Ok(Bound::list(part.iter().map(|d| Some(d.most).filter(|_| d.exact)).collect()))
     }
 
     fn reshape_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -459,7 +464,7 @@ impl Bounds {
         if let Some(axis) = open {
             dims[axis] = quotient(product(node, &x.dims)?, product(node, &dims)?);
         }
-        Ok(Bound { dims, ..x }.as_list())
+        Ok(Bound::with(dims, x.values))
     }
 
     fn squeeze_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -477,7 +482,7 @@ impl Bounds {
             }
         };
         let kept = (0..x.dims.len()).filter(|axis| !axes.contains(axis)).map(|axis| x.dims[axis]);
-        Ok(Bound { dims: kept.collect(), ..x }.as_list())
+        Ok(Bound::with(kept.collect(), x.values))
     }
 
     fn concat_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -501,7 +506,7 @@ impl Bounds {
             }
             values = values.zip(next.values).map(|(a, b)| [a, b].concat());
         }
-        Ok(Bound { dims, values, ..Bound::default() }.as_list())
+        Ok(Bound::with(dims, values.filter(|_| axis == 0)))
     }
 
     fn pad_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -530,11 +535,11 @@ impl Bounds {
         let list = |i, name| self.sizes(node, i, name).ok().flatten();
         let (starts, ends) = (list(1, "starts"), list(2, "ends"));
         let axes = self.integers(node, 3, "axes")?;
-        let count = starts.as_ref().map_or(rank, Vec::len).min(rank) as i64;
-        let axes = axes.unwrap_or_else(|| (0..count).collect());
+        let first = starts.as_ref().map_or(rank, Vec::len).min(rank) as i64;
+        let axes = axes.unwrap_or_else(|| (0..first).collect());
         let steps = self.integers(node, 4, "steps")?.unwrap_or_else(|| vec![1; axes.len()]);
 
-        let (mut dims, mut values) = (x.dims.clone(), None);
+        let (mut dims, mut values) = (x.dims, x.values);
         for (i, &axis) in axes.iter().enumerate() {
             let axis = axis_of(node, axis, rank)?;
             let at = |list: &Option<Vec<Size>>| list.as_ref().and_then(|all| all.get(i)).copied();
@@ -549,25 +554,27 @@ impl Bounds {
                 (Some((start, end)), Some(n)) => {
                     let missing = || malformed("Slice by step 0");
                     let n = usize::try_from(n).unwrap_or(0);
-                    let (first, count) = slice_range([start, end, step], n).ok_or_else(missing)?;
-                    let at = |i: usize| usize::try_from(first + i as i64 * step).ok();
-                    let value = |all: &Vec<Option<Size>>, i| *all.get(at(i)?)?;
-                    values =
-                        x.values.as_ref().map(|all| (0..count).map(|i| value(all, i)).collect());
-                    Dim::fixed(count)
+                    let (first, steps) = slice_range([start, end, step], n).ok_or_else(missing)?;
+                    let inner = count(&dims[axis + 1..]);
+                    values = values.zip(inner).map(|(all, inner)| {
+                        let at = |i: usize| (first + i as i64 * step) as usize;
+                        along(&all, n, inner, &(0..steps).map(at).collect::<Vec<_>>())
+                    });
+                    Dim::fixed(steps)
                 }
                 _ => dim.at_most(),
             };
         }
-        Ok(if axes.is_empty() { x } else { Bound { dims, values, ..x }.as_list() })
+        Ok(Bound::with(dims, values))
     }
 
     fn gather_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
         let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
         let axis = axis_of(node, node.int("axis", 0), x.dims.len())?;
         let mut dims = x.dims;
+        let values = x.values.filter(|_| dims.len() == 1);
         dims.splice(axis..=axis, indices.dims);
-        let values = x.values.zip(indices.values).map(|(all, indices)| {
+        let values = values.zip(indices.values).map(|(all, indices)| {
             let value = |i: Option<Size>| {
                 let i = i?.constant()?;
                 let i = if i < 0 { i.checked_add(all.len() as i64)? } else { i };
@@ -575,7 +582,7 @@ impl Bounds {
             };
             indices.into_iter().map(value).collect()
         });
-        Ok(Bound { dims, values, ..Bound::default() })
+        Ok(Bound::with(dims, values))
     }
 
     fn range_bound(&self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -590,24 +597,11 @@ impl Bounds {
         let (from, to) = if step > 0 { (start, limit) } else { (limit, start) };
         let span = Dim::of(zip_sizes(Zip::Sub, [to, from]).ok_or_else(unknown)?);
         let dim = quotient(span, Dim { most: Size::fixed(step.saturating_abs()), exact: true });
-        let (Some(count), Some(first)) = (short(dim), start.constant()) else {
-            return Ok(Bound::of(vec![dim]));
-        };
-        let value = |i: i64| Some(Size::fixed(first.saturating_add(step.saturating_mul(i))));
-        Ok(Bound::known((0..count as i64).map(value).collect(), true))
-    }
-}
-
-impl Bound {
-    /// Keeps the integers that are known only where they are a scalar or a list.
-    fn as_list(self) -> Self {
-        let count = match self.dims.as_slice() {
-            [] => Some(1),
-            [dim] => short(*dim),
-            _ => None,
-        };
-        let values = self.values.filter(|values| Some(values.len()) == count);
-        Self { values, ..self }
+        let values = start.constant().zip(count(&[dim])).map(|(first, count)| {
+            let value = |i: i64| Some(Size::fixed(first.saturating_add(step.saturating_mul(i))));
+            (0..count as i64).map(value).collect()
+        });
+        Ok(Bound::with(vec![dim], values))
     }
 }
 
@@ -656,13 +650,13 @@ fn fold(op: &str, operands: &[Option<Size>]) -> Option<Size> {
 }
 
 fn constant(node: &NodeProto) -> Bound {
-    let scalar = |value| Bound::known(vec![value], false);
+    let scalar = |value| Bound::known(Vec::new(), vec![value]);
     if let Some(tensor) = node.tensor("value") {
         Bound::stored(tensor)
     } else if let Some(value) = node.maybe_int("value_int") {
         scalar(Some(Size::fixed(value)))
     } else if let Some(values) = node.ints("value_ints").filter(|v| v.len() <= KNOWN_MAX) {
-        Bound::known(values.iter().map(|&n| Some(Size::fixed(n))).collect(), true)
+        Bound::list(values.iter().map(|&n| Some(Size::fixed(n))).collect())
     } else if let Some(values) = node.ints("value_ints") {
         Bound::of(vec![Dim::fixed(values.len())])
     } else {
@@ -671,9 +665,19 @@ fn constant(node: &NodeProto) -> Bound {
     }
 }
 
-/// Returns the length of an axis if it has one that the pass follows.
-fn short(dim: Dim) -> Option<usize> {
-    usize::try_from(dim.constant()?).ok().filter(|n| *n <= KNOWN_MAX)
+/// Returns the number of values in a tensor if the pass follows so many.
+fn count(dims: &[Dim]) -> Option<usize> {
+    let sizes = dims.iter().map(|dim| dim.constant()).collect::<Option<Vec<_>>>()?;
+    let count = sizes.iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
+    usize::try_from(count).ok().filter(|n| *n <= KNOWN_MAX)
+}
+
+/// Returns the values at `positions` of an axis of `n`, with `inner` values at each position.
+fn along<T: Copy>(all: &[T], n: usize, inner: usize, positions: &[usize]) -> Vec<T> {
+    let rows = all.chunks_exact((n * inner).max(1));
+    rows.flat_map(|row| positions.iter().flat_map(|&at| row[at * inner..][..inner].iter()))
+        .copied()
+        .collect()
 }
 
 /// Returns the axes that ONNX axes refer to, in ascending order.

@@ -35,7 +35,7 @@ pub(super) struct Dim {
 #[derive(Clone, Default)]
 pub(super) struct Bound {
     pub dims: Vec<Dim>,
-    /// The integers of a scalar or a short list, as far as they are known.
+    /// The integers in it, in order, as far as they are known; `None` for many, and for floats.
     pub values: Option<Vec<Option<Size>>>,
     /// Nodes that the tensor needs in a row.
     pub depth: usize,
@@ -142,9 +142,26 @@ impl Bound {
         Self { dims, ..Self::default() }
     }
 
-    /// Returns a list of integers, or one alone without an axis.
-    pub fn known(values: Vec<Option<Size>>, is_list: bool) -> Self {
-        let dims = if is_list { vec![Dim::fixed(values.len())] } else { Vec::new() };
+    /// Returns a tensor whose integers may be known.
+    pub fn with(dims: Vec<Dim>, values: Option<Vec<Option<Size>>>) -> Self {
+        match values {
+            Some(values) => Self::known(dims, values),
+            None => Self::of(dims),
+        }
+    }
+
+    /// Returns a list of integers.
+    pub fn list(values: Vec<Option<Size>>) -> Self {
+        Self::known(vec![Dim::fixed(values.len())], values)
+    }
+
+    /// Returns a tensor of integers. The pass follows them if their number does not change.
+    pub fn known(dims: Vec<Dim>, values: Vec<Option<Size>>) -> Self {
+        let is_whole = dims.iter().all(|dim| dim.exact)
+            && elements(&dims) == Some(Size::fixed(values.len() as i64));
+        if !is_whole {
+            return Self::of(dims);
+        }
         let in_range = |size: &Size| {
             let most = size.batches.saturating_mul(BATCH_MAX).saturating_add(size.fixed);
             [size.fixed, most].iter().all(|&n| i32::try_from(n).is_ok())
@@ -157,7 +174,7 @@ impl Bound {
         let dims = tensor.sizes().into_iter().map(Dim::fixed).collect::<Vec<_>>();
         let count: usize = tensor.sizes().iter().product();
         let is_int = matches!(tensor.kind(), Some(Kind::Int64 | Kind::Int32 | Kind::Bool));
-        if !is_int || dims.len() > 1 || count > KNOWN_MAX {
+        if !is_int || count > KNOWN_MAX {
             return Self::of(dims);
         }
         let Some(Values::Ints(all)) = tensor.values() else { return Self::of(dims) };
@@ -165,7 +182,7 @@ impl Bound {
         let clip = |size: Size| {
             Some(Size::fixed(size.fixed.clamp(i64::from(i32::MIN), i64::from(i32::MAX))))
         };
-        Self::known(all.into_iter().map(clip).collect(), dims.len() == 1)
+        Self::known(dims, all.into_iter().map(clip).collect())
     }
 }
 

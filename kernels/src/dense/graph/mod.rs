@@ -11,6 +11,7 @@ pub(crate) mod interface;
 pub(crate) mod joined_outputs;
 pub mod onnx;
 pub(crate) mod onnx_graph;
+mod onnx_scan;
 mod operators;
 mod padding;
 mod products;

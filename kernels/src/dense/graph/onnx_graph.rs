@@ -216,7 +216,9 @@ impl<'a> Builder<'a> {
         let width = product(shape).filter(|w| (1..VALUES_MAX).contains(w));
         let width = width.filter(|_| shape.len() <= RANK_MAX);
         let Some(width) = width else {
-            return Err(malformed(&format!("a result of shape {shape:?}")));
+            return Err(limit(format!(
+                "a result of shape {shape:?}, over {VALUES_MAX} values or empty"
+            )));
         };
         self.spend(width)?;
         self.widths.push(width);
