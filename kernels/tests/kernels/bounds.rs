@@ -315,17 +315,17 @@ fn no_network_of_the_field_makes_more_values_than_its_bound() {
     }
 }
 
+/// Checks that the network of `nodes` runs on rten, within its bounds.
+fn runs_on_rten(name: &str, nodes: Vec<NodeProto>, tensors: Vec<TensorProto>) {
+    let model = network(nodes, tensors);
+    let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
+    assert!(engine.falls_back_for().is_some(), "{name}");
+    let ratio = within_bounds(name, &model.encode_to_vec(), &[("x".to_owned(), 4)], "out");
+    assert!(ratio.is_some_and(|ratio| ratio < 4.0), "{name}: {ratio:?}");
+}
+
 #[test]
-fn what_the_models_of_the_field_need_runs_on_rten() {
-    let shapes = || {
-        vec![
-            tensor("zero", &[], &[0]),
-            ints("first", &[0]),
-            ints("rest", &[3, 3]),
-            ints("open", &[-1, 9]),
-            ints("one", &[1]),
-        ]
-    };
+fn masks_of_the_models_of_the_field_run_on_rten() {
     let batch = || {
         vec![
             node("Shape", &["x"], &["shape"], &[]),
@@ -333,63 +333,73 @@ fn what_the_models_of_the_field_need_runs_on_rten() {
         ]
     };
     // `masked_select` by a constant mask that is expanded to the batch.
-    let masked = [
-        batch(),
-        vec![
-            node("Concat", &["batch", "rest"], &["to"], &[("axis", 0)]),
-            node("Expand", &["mask", "to"], &["all"], &[]),
-            node("NonZero", &["all"], &["at"], &[]),
-            node("Transpose", &["at"], &["rows"], &[]),
-            node("Expand", &["column", "to"], &["wide"], &[]),
-            node("GatherND", &["wide", "rows"], &["some"], &[]),
-            node("Reshape", &["some", "open"], &["r"], &[]),
-            node("Sin", &["r"], &["out"], &[]),
-        ],
-    ]
-    .concat();
-    let mask = || [tensor("mask", &[3, 3], &[1; 9]), floats("column", &[3, 1])];
+    let masked = vec![
+        node("Concat", &["batch", "rest"], &["to"], &[("axis", 0)]),
+        node("Expand", &["mask", "to"], &["all"], &[]),
+        node("NonZero", &["all"], &["at"], &[]),
+        node("Transpose", &["at"], &["rows"], &[]),
+        node("Expand", &["column", "to"], &["wide"], &[]),
+        node("GatherND", &["wide", "rows"], &["some"], &[]),
+        node("Reshape", &["some", "open"], &["r"], &[]),
+        node("Sin", &["r"], &["out"], &[]),
+    ];
+    let tensors = vec![
+        ints("first", &[0]),
+        ints("rest", &[3, 3]),
+        ints("open", &[-1, 9]),
+        tensor("mask", &[3, 3], &[1; 9]),
+        floats("column", &[3, 1]),
+    ];
+    runs_on_rten("masked_select", [batch(), masked].concat(), tensors);
+
     // `repeat_interleave` of a mask: a OneHot whose depth is a size.
-    let repeated = [
-        batch(),
-        vec![
-            node("Gather", &["shape", "end"], &["width"], &[]),
-            node("OneHot", &["list", "width", "pair"], &["hot"], &[]),
-            node("MatMul", &["x", "hot"], &["m"], &[]),
-            node("Sin", &["m"], &["out"], &[]),
-        ],
-    ]
-    .concat();
-    let list = || [ints("list", &[0, 1, 2, 3]), ints("end", &[1]), floats("pair", &[2])];
+    let repeated = vec![
+        node("Gather", &["shape", "end"], &["width"], &[]),
+        node("OneHot", &["list", "width", "pair"], &["hot"], &[]),
+        node("MatMul", &["x", "hot"], &["m"], &[]),
+        node("Sin", &["m"], &["out"], &[]),
+    ];
+    let tensors = vec![
+        ints("first", &[0]),
+        ints("list", &[0, 1, 2, 3]),
+        ints("end", &[1]),
+        floats("pair", &[2]),
+    ];
+    runs_on_rten("repeat_interleave", [batch(), repeated].concat(), tensors);
+}
+
+#[test]
+fn layers_of_the_models_of_the_field_run_on_rten() {
     let recurrent = vec![
         node("Unsqueeze", &["x", "first"], &["steps"], &[]),
         node("LSTM", &["steps", "w", "r"], &["all", "last"], &[("hidden_size", 3)]),
         node("Squeeze", &["last", "first"], &["out"], &[]),
     ];
-    let weights = || [floats("w", &[1, 12, 4]), floats("r", &[1, 12, 3])];
+    let weights = vec![ints("first", &[0]), floats("w", &[1, 12, 4]), floats("r", &[1, 12, 3])];
+    runs_on_rten("LSTM", recurrent, weights);
+
+    let list = |name: &str, ints: &[i64]| AttributeProto {
+        name: Some(name.to_owned()),
+        ints: ints.to_vec(),
+        r#type: Some(7),
+        ..AttributeProto::default()
+    };
+    let mut convolution = node("Conv", &["u", "k"], &["c"], &[]);
+    convolution.attribute = vec![list("strides", &[1, 1]), list("pads", &[0; 4])];
     let convolved = vec![
         node("Reshape", &["x", "image"], &["u"], &[]),
-        node("Conv", &["u", "k"], &["c"], &[]),
+        convolution,
         node("GlobalMaxPool", &["c"], &["p"], &[]),
         node("Flatten", &["p"], &["out"], &[]),
     ];
+    let weights = vec![floats("k", &[2, 1, 2, 1]), ints("image", &[-1, 1, 2, 2])];
+    runs_on_rten("Conv", convolved, weights);
+
     let top = vec![
         node("TopK", &["x", "one"], &["most", "at"], &[]),
         node("Sin", &["most"], &["out"], &[]),
     ];
-    for (name, nodes, more) in [
-        ("masked_select", masked, mask().to_vec()),
-        ("repeat_interleave", repeated, list().to_vec()),
-        ("LSTM", recurrent, weights().to_vec()),
-        ("Conv", convolved, vec![floats("k", &[2, 1, 2, 1]), ints("image", &[-1, 1, 2, 2])]),
-        ("TopK", top, vec![]),
-    ] {
-        let model = network(nodes, [shapes(), more].concat());
-        let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
-        assert!(engine.falls_back_for().is_some(), "{name}");
-        let inputs = [("x".to_owned(), 4)];
-        let ratio = within_bounds(name, &model.encode_to_vec(), &inputs, "out");
-        assert!(ratio.is_some_and(|ratio| ratio < 4.0), "{name}: {ratio:?}");
-    }
+    runs_on_rten("TopK", top, vec![ints("one", &[1])]);
 }
 
 /// `squeeze(1)` of PyTorch is an `If` whose condition follows from a shape.

@@ -6,3 +6,4 @@ mod bounds;
 mod cases;
 mod dense;
 mod onnx_cases;
+mod small_graphs;

@@ -20,6 +20,8 @@ pub(crate) use crate::dense::graph::stop::{Stop, limit, malformed, unsupported};
 
 /// Floats of one sample in all results together, and entries of all index tables, at most.
 pub(crate) const VALUES_MAX: usize = 1 << 24;
+/// Nodes of the graph, at most. One node of a file may become several.
+const STEPS_MAX: usize = 1 << 18;
 /// Multiply-adds of one sample, at most. A small file could request hours of them.
 pub(crate) const MULTIPLY_ADDS_MAX: u64 = 1 << 32;
 /// Weights in all packed matrices together, padding counted, at most. Also known values.
@@ -256,6 +258,9 @@ impl<'a> Builder<'a> {
         shape: Vec<usize>,
         batch: Option<Batch>,
     ) -> Result<Tensor, Stop> {
+        if self.nodes.len() == STEPS_MAX {
+            return Err(limit(format!("over {STEPS_MAX} steps")));
+        }
         let output = self.value(&shape)?;
         self.nodes.push(Node { inputs, op, output });
         let (data, weights) = (Data::Computed(output), Weights::F32);
