@@ -385,7 +385,8 @@ fn layers_of_the_models_of_the_field_run_on_rten() {
         ..AttributeProto::default()
     };
     let mut convolution = node("Conv", &["u", "k"], &["c"], &[]);
-    convolution.attribute = vec![list("strides", &[1, 1]), list("pads", &[0; 4])];
+    convolution.attribute =
+        vec![list("strides", &[1, 1]), list("dilations", &[1, 1]), list("pads", &[0; 4])];
     let convolved = vec![
         node("Reshape", &["x", "image"], &["u"], &[]),
         convolution,
