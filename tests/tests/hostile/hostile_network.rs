@@ -111,7 +111,8 @@ fn networks_that_take_all_memory_or_never_end_are_refused() {
     let deep = [deep, vec![node("Identity", &["d10000"], "big")]].concat();
     refused("nodes in a row", &deep, &[]);
     let long: Vec<_> = (0..1_000_000).map(|_| NodeProto::default()).collect();
-    refused("nodes", &long, &[]);
+    refused("bytes of memory", &long, &[]);
+    refused("nodes, over", &long[..40_000], &[]);
     let nested = (0..200).fold(node("Cos", &["dense"], "big"), |inner, _| {
         with_body(node("Loop", &[], "big"), vec![inner])
     });
