@@ -288,7 +288,7 @@ impl Builder<'_> {
     }
 }
 
-/// Returns `f` of the `n` values along an axis, in their order, with `inner` values at each position.
+/// Returns `f` of the `n` values along an axis, in their order. Each position has `inner` values.
 fn fold_axis<T: Copy>(
     all: &[T],
     n: usize,
