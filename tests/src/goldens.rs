@@ -332,9 +332,7 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
         "onnx" => {
             let ours = crate::onnx::concat(&[("dense".to_owned(), 2), ("a".to_owned(), 34)], "out");
             let network = |f| file(&format!("tests/data/families/{f}/dense.onnx"));
-            let narrow = [Weights::F16, Weights::Int8]
-                .into_iter()
-                .zip(["dlrm", "dien"])
+            let narrow = [(Weights::F16, "dlrm"), (Weights::Int8, "dien")]
                 .map(|(weights, family)| narrow_all(&network(family), weights).unwrap());
             let ours = families.into_iter().map(network).chain([ours]).chain(narrow);
             ours.chain(families.map(|family| for_rten(&network(family)))).collect()
