@@ -223,6 +223,12 @@ fn networks_that_are_too_deep_too_long_or_too_slow_are_refused() {
     let longest = std::thread::spawn(move || load(&network(row(2000, "Cos"), vec![])).map(|_| ()));
     longest.join().unwrap().unwrap();
 
+    // As many nodes as a file may have, beside each other.
+    let names: Vec<String> = (0..16_000).map(|i| format!("w{i}")).collect();
+    let mut wide: Vec<_> = names.iter().map(|name| node("Cos", &["x"], &[name], &[])).collect();
+    wide.push(node("Sum", &names.iter().map(String::as_str).collect::<Vec<_>>(), &["out"], &[]));
+    assert!(load(&network(wide, vec![])).unwrap().falls_back_for().is_some());
+
     // One large product, on both engines.
     for first in ["Identity", "Sin"] {
         let mut nodes = vec![
