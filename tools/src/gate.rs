@@ -4,7 +4,9 @@
 //! refusal names each metric, its bound, and by how much the metric misses the bound. Never signs.
 
 use crate::eval::{Evaluation, evaluate};
+use crate::limits::HEADER_BYTES_MAX;
 use crate::pack::read_samples;
+use crate::report::input;
 use crate::repository::approval::{approve, withdraw};
 use crate::serve::open_flash;
 use crate::{report, say};
@@ -105,7 +107,8 @@ impl GatePolicy {
     /// # Errors
     /// The file cannot be read, a key or a value is wrong, or it has no bound.
     pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let text =
+            input::read_text(path, HEADER_BYTES_MAX).with_context(|| path.display().to_string())?;
         let policy: Self = toml::from_str(&text).with_context(|| path.display().to_string())?;
         let (name, format) = (path.display(), policy.format);
         ensure!(

@@ -4,10 +4,12 @@
 
 use crate::dense::error::DenseError;
 use crate::dense::fallback::Fallback;
+use crate::dense::graph::bounds;
 use crate::dense::graph::forms::widen_model;
 use crate::dense::graph::interface::match_interface;
 use crate::dense::graph::onnx;
 use crate::dense::graph::onnx_graph::{Graph, Stop};
+use crate::dense::graph::tensor::Size;
 use crate::dense::matrix::math;
 use crate::dense::matrix::microkernel;
 use crate::dense::run::layout::Layout;
@@ -42,8 +44,9 @@ impl DenseEngine {
     /// file stores them: f32, f16 or int8. The fallback keeps them as f32.
     ///
     /// # Errors
-    /// [`DenseError::Load`] if the file is malformed, and `NoInput`, `NotFed`, `NoOutput` or
-    /// `Width` if its inputs and outputs are not those of the schema.
+    /// [`DenseError::Load`] if the file is malformed, `Unsupported` if it has what this version
+    /// does not run, and `NoInput`, `NotFed`, `NoOutput` or `Width` if its inputs and outputs are
+    /// not those of the schema.
     pub fn load(
         onnx: Vec<u8>,
         inputs: &[(&str, usize)],
@@ -70,12 +73,22 @@ impl DenseEngine {
         let shaped: Vec<_> =
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
 
-        let backend = match Graph::build(&model, &shaped, output) {
+        let mut graph = Graph::build(&model, &shaped, output);
+        let mut values = Size::default();
+        if let Err(Stop::Unsupported(_)) = &graph {
+            let bounded = bounds::bound(&model, &shaped)?;
+            values = bounded.values;
+            if let Some(flat) = bounded.without_branches {
+                model = flat;
+                graph = Graph::build(&model, &shaped, output);
+            }
+        }
+        let backend = match graph {
             Ok(graph) => Backend::Plan(Plan::new(Layout::for_cpu(graph), isa)),
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
                 widen_model(&mut model);
-                let network = Box::new(Fallback::load(&model, shaped, output)?);
+                let network = Box::new(Fallback::load(&model, shaped, output, values)?);
                 Backend::Fallback { network, operator }
             }
         };
@@ -168,9 +181,12 @@ impl DenseEngine {
         DenseScratch { batch_max, plan }
     }
 
-    /// Returns the bytes of the memory for runs of up to `batch_max` samples.
+    /// Returns the bytes of the memory for runs of up to `batch_max` samples, at most.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
-        if let Backend::Plan(plan) = &self.backend { plan.scratch_bytes(batch_max) } else { 0 }
+        match &self.backend {
+            Backend::Plan(plan) => plan.scratch_bytes(batch_max),
+            Backend::Fallback { network, .. } => network.run_bytes(batch_max),
+        }
     }
 
     /// Scores `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, `scores` is

@@ -4,9 +4,12 @@
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // The messages say what each field is.
 pub enum DenseError {
-    /// The ONNX file does not parse, contradicts itself, or has an unsupported operator.
+    /// The ONNX file does not parse, or contradicts itself.
     #[error("dense network: {0}")]
     Load(String),
+    /// This version does not run an operator, a form or a type, or the network is over a limit.
+    #[error("dense network: this version does not run {0}")]
+    Unsupported(String),
     /// The schema names an input that the network does not have.
     #[error("dense network: no input named `{0}`")]
     NoInput(String),
@@ -45,4 +48,12 @@ pub enum DenseError {
     /// The network failed during a run.
     #[error("dense network: {0}")]
     Run(String),
+}
+
+impl DenseError {
+    /// Returns whether a later version may run the network, because it only has what this version
+    /// does not know or does not allow. Other networks are broken.
+    pub fn is_unsupported(&self) -> bool {
+        matches!(self, Self::Unsupported(_) | Self::InputType { .. })
+    }
 }

@@ -1,10 +1,15 @@
 //! The fallback: rten runs a network with an operator that this crate's kernels do not have. The
-//! fallback loads only files that were read and checked before. It allocates in every run.
+//! fallback loads only files that were read, checked and bounded before: rten allocates what a file
+//! asks for. It allocates in every run.
 
 use crate::dense::error::DenseError;
 use crate::dense::graph::onnx::ModelProto;
+use crate::dense::graph::tensor::Size;
 use prost::Message;
-use rten::{Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
+use rten::{
+    Model, ModelOptions, NodeId, RunOptions, ShapeInferenceMode, ThreadPool, ValueOrView, ValueView,
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Difference by which a sample's output may depend on the samples beside it, because they change
@@ -19,18 +24,27 @@ pub(super) struct Fallback {
     output: NodeId,
     output_name: String,
     options: RunOptions,
+    /// The values of all results of one run, at most.
+    values: Size,
 }
 
 impl Fallback {
     /// Loads `model` from a new encoding and not from the bytes of the file, so that rten parses
-    /// only what the check has seen. `inputs` are names and shapes of one sample.
+    /// only what the check has seen. `inputs` are names and shapes of one sample, and `values` is
+    /// what `bounds.rs` found.
     pub fn load(
         model: &ModelProto,
         inputs: Vec<(&str, Vec<usize>)>,
         output: &str,
+        values: Size,
     ) -> Result<Self, DenseError> {
-        let model =
-            Model::load(model.encode_to_vec()).map_err(|e| DenseError::Load(e.to_string()))?;
+        let mut options = ModelOptions::with_all_ops();
+        // The inferred sizes are terms of the batch, and a few nodes can double a term to any
+        // length.
+        options.shape_inference(ShapeInferenceMode::Off);
+        let file = model.encode_to_vec();
+        let model = guarded(|| options.load(file).map_err(|e| e.to_string()))
+            .map_err(|e| DenseError::Unsupported(format!("a network that rten refuses: {e}")))?;
         let find = |ids: &[NodeId], name: &str| {
             let has_name =
                 |&id: &NodeId| model.node_info(id).is_some_and(|n| n.name() == Some(name));
@@ -48,11 +62,18 @@ impl Fallback {
 
         let mut options = RunOptions::default();
         options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
-        Ok(Self { model, inputs, output, output_name, options })
+        Ok(Self { model, inputs, output, output_name, options, values })
     }
 
     pub fn parameters(&self) -> usize {
         self.model.total_params()
+    }
+
+    /// Returns the bytes of all results of a run of `batch` samples, at most.
+    pub fn run_bytes(&self, batch: usize) -> usize {
+        let Size { fixed, batches } = self.values;
+        let values = i64::try_from(batch).unwrap_or(i64::MAX).saturating_mul(batches);
+        usize::try_from(values.saturating_add(fixed.max(0)).saturating_mul(4)).unwrap_or(usize::MAX)
     }
 
     pub fn output_name(&self) -> &str {
@@ -118,14 +139,26 @@ impl Fallback {
             fed.push((*id, view.into()));
         }
 
-        let mut values = self
-            .model
-            .run(fed, &[self.output], Some(self.options.clone()))
-            .map_err(|e| DenseError::Run(e.to_string()))?;
+        let run = || self.model.run(fed, &[self.output], Some(self.options.clone()));
+        let mut values = guarded(|| run().map_err(|e| e.to_string())).map_err(run_error)?;
         let value = values.pop().ok_or_else(|| DenseError::NoOutput(self.output_name.clone()))?;
         let tensor: rten_tensor::Tensor<f32> = value.try_into().map_err(|_| {
             DenseError::Run(format!("output `{}` is not a float tensor", self.output_name))
         })?;
         Ok(tensor.into_data())
     }
+}
+
+/// Returns the error of a failed run. rten has some forms of operators by name only.
+fn run_error(problem: String) -> DenseError {
+    if problem.contains("unsupported") {
+        DenseError::Unsupported(problem)
+    } else {
+        DenseError::Run(problem)
+    }
+}
+
+/// Returns what `call` returns; a panic inside rten is an error of the network that caused it.
+fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err("rten panicked".to_owned()))
 }

@@ -16,8 +16,6 @@ mod fallback;
 pub mod graph;
 pub(crate) mod matrix;
 pub(crate) mod run;
-#[cfg(test)]
-mod tests;
 mod weights;
 
 pub use engine::{DenseEngine, DenseScratch};

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod bounds;
 mod cases;
 mod dense;
 mod onnx_cases;
+mod small_graphs;

@@ -6,3 +6,4 @@ mod fuzz_smoke;
 mod hostile_bundle;
 mod hostile_callers;
 mod hostile_flash;
+mod hostile_network;

@@ -10,6 +10,7 @@ mod reader;
 
 use crate::hps_kafka::{GatheredRows, HpsMessage, KeyWidth, topic_name};
 use crate::report::args::mib_to_bytes;
+use crate::report::input;
 use crate::window::folder::{closed_windows, window_folder};
 use crate::window::writer::{TableChanges, WindowContent, write_window};
 use crate::window::{KafkaOffsets, Window, WindowError};
@@ -20,6 +21,7 @@ use group::{GroupShare, Member, Partition};
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk::{self, Lock};
+use hatchback::limits::DENSE_BYTES_MAX;
 use hatchback::schema::Table;
 use rdkafka::config::ClientConfig;
 use rdkafka::message::{BorrowedMessage, Message};
@@ -358,7 +360,9 @@ impl<'a> Consumer<'a> {
             })
             .collect();
 
-        let read = |path: &PathBuf| std::fs::read(path).with_context(|| path.display().to_string());
+        let read = |path: &PathBuf| {
+            input::read(path, DENSE_BYTES_MAX).with_context(|| path.display().to_string())
+        };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let messages: i64 = offsets.values().flat_map(BTreeMap::values).sum();
         let content = WindowContent {

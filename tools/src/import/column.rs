@@ -6,6 +6,7 @@ use std::io::{Read, Seek, SeekFrom};
 use super::array::Array;
 use super::dtype::{Decode, Dtype};
 use super::error::ImportError;
+use crate::report::input;
 
 /// An open array with a read position.
 #[derive(Debug)]
@@ -22,7 +23,7 @@ pub(super) struct Column<T> {
 impl<T> Column<T> {
     pub(super) fn open(array: &Array, decode: Decode<T>) -> Result<Self, ImportError> {
         let fail = |error| ImportError::io(&array.file, "data", error);
-        let mut file = File::open(&array.file).map_err(fail)?;
+        let mut file = input::open(&array.file).map_err(fail)?;
         file.seek(SeekFrom::Start(array.start)).map_err(fail)?;
         let (name, dtype, row_bytes) =
             (array.name.clone(), array.dtype, array.width * array.dtype.size());

@@ -1,26 +1,17 @@
 //! The size and the first bytes of a file. Reads at most `HEADER_BYTES_MAX` bytes, and never
 //! allocates more than the file has. Never interprets what it reads.
 
-use std::fs;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::error::ImportError;
 use crate::limits::HEADER_BYTES_MAX;
+use crate::report::input;
 
 /// Returns the size of a regular file.
 pub(super) fn file_size(file: &Path) -> Result<u64, ImportError> {
-    let metadata = fs::metadata(file).map_err(|error| ImportError::io(file, "size", error))?;
-    match metadata.is_file() {
-        true => Ok(metadata.len()),
-        false => Err(ImportError::field(
-            file,
-            "file type",
-            format!("{:?}", metadata.file_type()),
-            "not a regular file",
-        )),
-    }
+    let size = input::open(file).and_then(|opened| Ok(opened.metadata()?.len()));
+    size.map_err(|error| ImportError::io(file, "size", error))
 }
 
 /// The first bytes of a file, held in memory.
@@ -38,7 +29,7 @@ impl Head {
                 format!("does not fit a header of {length} bytes (at most {HEADER_BYTES_MAX})");
             return Err(ImportError::size(file, size, why));
         }
-        let opened = File::open(file).map_err(|error| ImportError::io(file, "header", error))?;
+        let opened = input::open(file).map_err(|error| ImportError::io(file, "header", error))?;
         let mut bytes = Vec::new();
         opened
             .take(length)
@@ -58,6 +49,7 @@ impl Head {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn a_header_longer_than_the_file_is_refused_unread() {

@@ -3,6 +3,7 @@
 //! input. The loss is left out, and its input becomes an output. Never reads a row.
 
 use crate::import::onnx_writer::{Graph, Type, int, ints};
+use crate::report::input;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::limits::{DENSE_BYTES_MAX, INPUT_WIDTH_MAX};
 use serde::Deserialize;
@@ -116,10 +117,7 @@ impl HugectrNetwork {
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>> {
-    let name = || path.display().to_string();
-    let bytes = std::fs::metadata(path).with_context(name)?.len();
-    ensure!(bytes <= DENSE_BYTES_MAX, "{}: {bytes} bytes, over {DENSE_BYTES_MAX}", name());
-    std::fs::read(path).with_context(name)
+    input::read(path, DENSE_BYTES_MAX).with_context(|| path.display().to_string())
 }
 
 /// A conversion in progress.

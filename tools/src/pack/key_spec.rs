@@ -1,7 +1,8 @@
 //! `key = { function = "...", ... }` of a `[[feature]]` in model.toml: how raw values become keys.
 //! Reads the file of a vocabulary; never reads rows.
 
-use anyhow::{Context, Result, anyhow, ensure};
+use crate::report::input;
+use anyhow::{Context, Result, anyhow};
 use hatchback::limits::VOCABULARY_BYTES_MAX;
 use hatchback::schema::key_function::{IntegerType, KeyFunction, KeyHash, Side, Unknown};
 use hatchback::schema::vocabulary::Vocabulary;
@@ -156,13 +157,7 @@ impl KeySpec {
 /// lower count are left out before the words are numbered.
 fn read_words(path: &Path, first: u64, min_count: Option<u64>) -> Result<Vocabulary> {
     let name = || path.display().to_string();
-    let bytes = std::fs::metadata(path).with_context(name)?.len();
-    ensure!(
-        bytes <= 4 * VOCABULARY_BYTES_MAX as u64,
-        "{}: {bytes} bytes, too many for a vocabulary",
-        name()
-    );
-    let text = std::fs::read_to_string(path).with_context(name)?;
+    let text = input::read_text(path, 4 * VOCABULARY_BYTES_MAX as u64).with_context(name)?;
 
     let mut words = Vec::new();
     for (number, line) in text.lines().enumerate() {

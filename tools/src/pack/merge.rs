@@ -5,10 +5,10 @@ use super::ending::Ending;
 use super::share::{Head, ReadModel, blobs_path, check_model, head_path, read_head};
 use super::{Overrides, Packed};
 use super::{read_network, read_probe, sum_left_out};
+use crate::report::input;
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::TableBlobs;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// A packed table: the folder of its share, and its head.
@@ -31,7 +31,7 @@ impl PackedTable {
     /// Copies the table, which is number `number`, into `bundle`.
     fn copy(&self, bundle: &mut BundleWriter, number: usize) -> Result<TableBlobs> {
         let path = blobs_path(&self.folder, number);
-        let mut file = File::open(&path).with_context(|| path.display().to_string())?;
+        let mut file = input::open(&path).with_context(|| path.display().to_string())?;
         let first = bundle.blobs().len() as u32;
         bundle.copy_part(&self.head.blobs, &path, &mut file)?;
         let TableBlobs { segment, hot } = self.head.tables;

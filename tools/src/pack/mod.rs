@@ -19,11 +19,13 @@ mod table_major;
 pub(crate) mod weights;
 
 use crate::import::{FrequentRows, RowSource};
+use crate::limits::HEADER_BYTES_MAX;
 use crate::pack::ending::{Ended, Ending};
 use crate::pack::learn::{Learnt, learn};
 use crate::pack::spec::ModelSpec;
 use crate::pack::spec_line::{at_line, line_of};
 use crate::pack::table::{Destination, write_table};
+use crate::report::input;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, TableBlobs};
@@ -83,8 +85,8 @@ pub fn pack_file_onto(
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
-    let text =
-        std::fs::read_to_string(spec_path).with_context(|| spec_path.display().to_string())?;
+    let text = input::read_text(spec_path, HEADER_BYTES_MAX)
+        .with_context(|| spec_path.display().to_string())?;
     let spec = ModelSpec::parse(&text, spec_path)?;
     let base = spec_path.parent().unwrap_or(Path::new("."));
 
@@ -341,7 +343,7 @@ fn read_probe(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Option<V
 /// # Errors
 /// The file cannot be read, or a line is not a sample of the schema; the error names the line.
 pub fn read_samples(path: &Path, schema: &Schema) -> Result<Vec<Sample>> {
-    let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
+    let file = input::open(path).with_context(|| path.display().to_string())?;
     let mut samples = Vec::new();
     for (number, line) in BufReader::new(file).lines().enumerate() {
         let at = || at_line(path, Some(number + 1));

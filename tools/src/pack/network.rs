@@ -2,9 +2,10 @@
 //! file for the network, so these weights are moved into it. Never reads a file outside the folder
 //! of the ONNX file.
 
+use crate::report::input;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::limits::DENSE_BYTES_MAX;
-use hatchback_kernels::dense::graph::onnx::{GraphProto, ModelProto, TensorProto};
+use hatchback_kernels::dense::graph::onnx::{GraphProto, TensorProto, parse};
 use prost::Message;
 use std::collections::HashMap;
 use std::path::{Component, Path};
@@ -17,9 +18,9 @@ const EXTERNAL: i32 = 1;
 /// # Errors
 /// A file cannot be read, a tensor is not in the file that it names, or all of it is too large.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
-    let onnx = read_file(path, DENSE_BYTES_MAX)?;
-    // If the file does not parse, the loader reports the error.
-    let Ok(mut model) = ModelProto::decode(onnx.as_slice()) else { return Ok(onnx) };
+    let shown = || path.display().to_string();
+    let onnx = input::read(path, DENSE_BYTES_MAX).with_context(shown)?;
+    let mut model = parse(onnx.clone().into()).with_context(shown)?;
     let Some(graph) = model.graph.as_mut().filter(|graph| has_external(graph)) else {
         return Ok(onnx);
     };
@@ -82,7 +83,9 @@ impl Folder<'_> {
             "external data in `{location}`, which is outside the folder of the ONNX file"
         );
         if !self.files.contains_key(&location) {
-            let file = read_file(&self.path.join(place), DENSE_BYTES_MAX)?;
+            let path = self.path.join(place);
+            let shown = || path.display().to_string();
+            let file = input::read(&path, DENSE_BYTES_MAX).with_context(shown)?;
             self.files.insert(location.clone(), file);
         }
         let file = &self.files[&location];
@@ -100,17 +103,11 @@ impl Folder<'_> {
     }
 }
 
-fn read_file(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
-    let bytes = std::fs::metadata(path).with_context(|| path.display().to_string())?.len();
-    ensure!(bytes <= bytes_max, "{}: {bytes} bytes, over {bytes_max}", path.display());
-    std::fs::read(path).with_context(|| path.display().to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::workload::onnx::{Graph, Type};
-    use hatchback_kernels::dense::graph::onnx::StringStringEntryProto;
+    use hatchback_kernels::dense::graph::onnx::{ModelProto, StringStringEntryProto};
 
     /// Writes a network with weights in `w.data`, and changes the tensor's entries.
     fn network(entries: &[(&str, &str)]) -> (tempfile::TempDir, std::path::PathBuf) {

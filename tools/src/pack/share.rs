@@ -8,7 +8,8 @@ use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_table};
 use super::{Learnt, OpenedSource, Overrides, check_name, check_rows_left, learn};
-use crate::report;
+use crate::limits::HEADER_BYTES_MAX;
+use crate::report::{self, input};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Blob, Generation, TableBlobs, sha256};
@@ -50,7 +51,8 @@ pub(super) struct ReadModel {
 
 impl ReadModel {
     pub(super) fn read(path: &Path, overrides: Overrides) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let text =
+            input::read_text(path, HEADER_BYTES_MAX).with_context(|| path.display().to_string())?;
         let spec = ModelSpec::parse(&text, path)?;
         let base = path.parent().unwrap_or(Path::new(".")).to_owned();
         let keys = spec.key_functions(&base)?;
@@ -195,7 +197,7 @@ impl Work<'_> {
 pub(super) fn read_head(folder: &Path, number: usize) -> Result<Head> {
     let path = head_path(folder, number);
     let shown = || path.display().to_string();
-    let bytes = std::fs::read(&path).with_context(shown)?;
+    let bytes = input::read(&path, HEADER_BYTES_MAX).with_context(shown)?;
     let head: Head = postcard::from_bytes(&bytes).with_context(shown)?;
     ensure!(head.format == HEAD_FORMAT, "{}: format: is {}", shown(), head.format);
     ensure!(head.number as usize == number, "{}: number: is {}", shown(), head.number);

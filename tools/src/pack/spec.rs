@@ -2,9 +2,11 @@
 //! of a schema; never reads rows. `docs/model.md` is the reference of its keys.
 
 use crate::import::Source;
+use crate::limits::HEADER_BYTES_MAX;
 use crate::pack::hugectr_network::HugectrNetwork;
 use crate::pack::key_spec::KeySpec;
 use crate::pack::spec_line::{at_line, line_at, line_of};
+use crate::report::input;
 use anyhow::{Context, Result, anyhow, ensure};
 use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::{
@@ -265,7 +267,8 @@ impl ModelSpec {
     /// # Errors
     /// The file cannot be read, or as [`ModelSpec::parse`].
     pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let text =
+            input::read_text(path, HEADER_BYTES_MAX).with_context(|| path.display().to_string())?;
         Self::parse(&text, path)
     }
 

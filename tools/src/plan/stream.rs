@@ -3,11 +3,11 @@
 
 use crate::pack::spec::ModelSpec;
 use crate::plan::simulate::{Curve, Lookup};
+use crate::report::input;
 use anyhow::{Context, Result, ensure};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{Feature, KeySpace, Schema};
 use hatchback::{RowKey, mix};
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
@@ -38,7 +38,7 @@ pub fn read_log(
     curve: &mut Curve,
 ) -> Result<Vec<Sample>> {
     let shown = || log.display().to_string();
-    let file = File::open(log).with_context(shown)?;
+    let file = input::open(log).with_context(shown)?;
     let warm_up = file.metadata().with_context(shown)?.len() / 100 * rules.warm_up_percent;
     let (mut kept, mut lookups, mut samples, mut bytes) = (Vec::new(), Vec::new(), 0, 0);
     for (number, line) in (1..).zip(BufReader::new(file).lines()) {

@@ -2,6 +2,7 @@
 //! plots. Never measures and never computes what it shows.
 
 pub mod args;
+pub mod input;
 pub mod metrics;
 pub mod output;
 pub mod plot;

@@ -3,6 +3,7 @@
 //! hashes. Never changes a window.
 
 use crate::limits::WINDOW_HEAD_BYTES_MAX;
+use crate::report::input;
 use crate::window::columns::{ColumnPlace, TableColumns, read_columns};
 use crate::window::error::WindowError;
 use crate::window::head::{DENSE, HEAD, PROBE, ROWS, WindowFile, WindowHead};
@@ -63,7 +64,7 @@ impl Window {
         }
 
         let path = folder.join(ROWS);
-        let rows = File::open(&path).map_err(WindowError::io(&path))?;
+        let rows = input::open(&path).map_err(WindowError::io(&path))?;
         let bytes = rows.metadata().map_err(WindowError::io(&path))?.len();
         let columns = read_columns(&path, &rows, bytes)?;
         let tables =
@@ -91,7 +92,7 @@ impl Window {
 
     fn verify_file(&self, file: &WindowFile) -> Result<(), WindowError> {
         let path = self.folder.join(&file.name);
-        let mut input = File::open(&path).map_err(WindowError::io(&path))?;
+        let mut input = input::open(&path).map_err(WindowError::io(&path))?;
         let (mut context, mut block) = (Context::new(&SHA256), vec![0; READ_BYTES]);
         loop {
             let read = input.read(&mut block).map_err(WindowError::io(&path))?;

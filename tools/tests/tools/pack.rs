@@ -86,6 +86,60 @@ fn what_needs_no_rows_is_refused_before_a_row_is_read() {
     }
 }
 
+/// A FIFO without a writer would keep `pack` waiting, and a device has no end.
+#[test]
+fn an_input_that_is_no_regular_file_is_refused_at_once() {
+    for file in ["model.toml", "dense.onnx", "tables.safetensors", "probe.jsonl", "dense.data"] {
+        for device in [false, true] {
+            let desk = Desk::new();
+            let path = desk.folder.path().join(file);
+            if file == "dense.data" {
+                desk.change("dense.onnx", |onnx| {
+                    let mut model = ModelProto::decode(onnx.as_slice()).unwrap();
+                    let tensor = &mut model.graph.as_mut().unwrap().initializer[0];
+                    (tensor.raw_data, tensor.data_location) = (None, Some(1));
+                    tensor.float_data.clear();
+                    let (key, value) = (Some("location".to_owned()), Some(file.to_owned()));
+                    tensor.external_data = vec![StringStringEntryProto { key, value }];
+                    model.encode_to_vec()
+                });
+            } else {
+                std::fs::remove_file(&path).unwrap();
+            }
+            if device {
+                std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+            } else {
+                let made = Command::new("mkfifo").arg(&path).status().unwrap();
+                assert!(made.success());
+            }
+            let error = desk.refused(&[]);
+            assert!(error.contains(file) && error.contains("not a regular file"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_network_without_bounds_is_refused_before_a_row_is_read() {
+    let desk = Desk::new();
+    desk.change("tables.safetensors", |mut bytes| {
+        let at = bytes.len() - 4;
+        bytes[at..].copy_from_slice(&f32::NAN.to_le_bytes());
+        bytes
+    });
+    desk.change("dense.onnx", |onnx| {
+        let mut model = ModelProto::decode(onnx.as_slice()).unwrap();
+        let graph = model.graph.as_mut().unwrap();
+        let mut endless = graph.node[0].clone();
+        endless.op_type = Some("Loop".to_owned());
+        (endless.name, endless.output) = (Some("endless".to_owned()), vec!["never".to_owned()]);
+        graph.node.push(endless);
+        model.encode_to_vec()
+    });
+    let error = desk.refused(&[]);
+    let named = error.contains("does not run Loop, node `endless`");
+    assert!(named && error.contains("dense.onnx") && !error.contains("NaN"), "{error}");
+}
+
 #[test]
 fn a_bundle_whose_probe_scores_differ_is_not_kept() {
     let desk = Desk::new();

@@ -1,6 +1,9 @@
 //! From an ONNX file to typed nodes: `onnx.rs` reads and checks the file, `onnx_graph.rs` builds
 //! the graph, and the other files translate the operators. Runs nothing.
 
+mod bound_products;
+mod bound_rules;
+pub(crate) mod bounds;
 mod casts;
 mod folding;
 pub(crate) mod forms;
@@ -9,6 +12,7 @@ pub(crate) mod interface;
 pub(crate) mod joined_outputs;
 pub mod onnx;
 pub(crate) mod onnx_graph;
+mod onnx_scan;
 mod operators;
 mod padding;
 mod products;

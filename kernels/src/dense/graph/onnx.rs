@@ -4,6 +4,7 @@
 //! form only.
 
 use crate::dense::error::DenseError;
+use crate::dense::graph::onnx_scan;
 use crate::dense::graph::tensor::{Kind, Size, Values};
 use half::f16;
 use prost::Message;
@@ -170,8 +171,7 @@ const NODES_MAX: usize = 1 << 14;
 /// [`DenseError::Load`] if the bytes are not an ONNX file, or if a tensor's data does not have the
 /// size of its shape.
 pub(crate) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
-    let model = ModelProto::decode(bytes)
-        .map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
+    let model = parse(bytes)?;
     let graph = model
         .graph
         .as_ref()
@@ -180,9 +180,20 @@ pub(crate) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
     Ok(model)
 }
 
+/// Parses a file, whose tensors may still be in files beside it.
+///
+/// # Errors
+/// [`DenseError::Load`] if the bytes are not an ONNX file, and [`DenseError::Unsupported`] if they
+/// would take too much memory.
+pub fn parse(bytes: Bytes) -> Result<ModelProto, DenseError> {
+    onnx_scan::check(&bytes)?;
+    ModelProto::decode(bytes).map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))
+}
+
 fn check_graph(graph: &GraphProto) -> Result<(), DenseError> {
     if graph.node.len() > NODES_MAX {
-        return Err(DenseError::Load(format!("{} nodes, over {NODES_MAX}", graph.node.len())));
+        let nodes = graph.node.len();
+        return Err(DenseError::Unsupported(format!("{nodes} nodes, over {NODES_MAX}")));
     }
     graph.initializer.iter().try_for_each(check_tensor)?;
     for attribute in graph.node.iter().flat_map(|n| &n.attribute) {
@@ -193,8 +204,8 @@ fn check_graph(graph: &GraphProto) -> Result<(), DenseError> {
 }
 
 fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
-    let refuse =
-        |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
+    let at = |problem: String| format!("tensor `{}`: {problem}", tensor.name());
+    let refuse = |problem: String| Err(DenseError::Load(at(problem)));
     if tensor.data_location.unwrap_or(0) != 0 {
         return refuse("its data is stored in another file, which `pack` reads".to_owned());
     }
@@ -210,7 +221,7 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
         INT32 => (4, tensor.int32_data.len()),
         FLOAT16 => (2, tensor.int32_data.len()),
         DOUBLE => (8, tensor.double_data.len()),
-        other => return refuse(format!("element type {other}")),
+        other => return Err(DenseError::Unsupported(at(format!("element type {other}")))),
     };
     let whole = match &tensor.raw_data {
         Some(raw) => values.checked_mul(bytes) == Some(raw.len()),
@@ -338,6 +349,11 @@ impl NodeProto {
     /// Returns an attribute that is a list of integers.
     pub fn ints(&self, name: &str) -> Option<&[i64]> {
         self.attribute(name).map(|a| a.ints.as_slice())
+    }
+
+    /// Returns an attribute that is a graph.
+    pub fn graph(&self, name: &str) -> Option<&GraphProto> {
+        self.attribute(name).and_then(|a| a.g.as_deref())
     }
 
     /// Returns an attribute that is a tensor.

@@ -3,6 +3,7 @@
 //! becomes another name of the same values. `operators.rs` translates each operator. This file runs
 //! nothing.
 
+use crate::dense::error::DenseError;
 use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::dense::graph::stored::stored;
@@ -15,10 +16,14 @@ use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-pub(crate) use crate::dense::graph::stop::{Stop, malformed, unsupported};
+pub(crate) use crate::dense::graph::stop::{Stop, limit, malformed, unsupported};
 
 /// Floats of one sample in all results together, and entries of all index tables, at most.
-const VALUES_MAX: usize = 1 << 24;
+pub(crate) const VALUES_MAX: usize = 1 << 24;
+/// Nodes of the graph, at most. One node of a file may become several.
+const STEPS_MAX: usize = 1 << 18;
+/// Multiply-adds of one sample, at most. A small file could request hours of them.
+pub(crate) const MULTIPLY_ADDS_MAX: u64 = 1 << 32;
 /// Weights in all packed matrices together, padding counted, at most. Also known values.
 const WEIGHTS_MAX: usize = 1 << 28;
 /// The versions of ONNX's operators that `operators.rs` knows.
@@ -59,6 +64,20 @@ pub(crate) enum Op {
     Concat { outer: usize, parts: Vec<usize> },
     /// Value `i` of the result is value `picks[i]` of the operand.
     Pick(Vec<u32>),
+}
+
+impl Op {
+    /// Returns the multiply-adds of one sample, whose result has `width` values.
+    fn multiply_adds(&self, width: usize) -> u64 {
+        let factors = match self {
+            Self::Matrix { matrix, .. } => [width, matrix.k, 1],
+            Self::Products { k, .. } | Self::Pairs { k, .. } => [width, *k, 1],
+            Self::Sum { n, .. } | Self::Fold { n, .. } => [width, *n, 1],
+            Self::Gru { hidden, .. } => [width, 3, *hidden],
+            _ => [width, 1, 1],
+        };
+        factors.iter().fold(1, |product, &n| product.saturating_mul(n as u64))
+    }
 }
 
 /// A function of several values, in their order.
@@ -151,6 +170,9 @@ impl<'a> Builder<'a> {
         for node in &graph.node {
             let results = self.operator(node).map_err(|stop| match stop {
                 Stop::Unsupported(form) => Stop::Unsupported(at_node(node, &form)),
+                Stop::Refused(DenseError::Unsupported(form)) => {
+                    limit(at_node(node, &format!("{}: {form}", node.op_type())))
+                }
                 refused => refused,
             })?;
             let named = node.output.iter().filter(|name| !name.is_empty()).count();
@@ -183,6 +205,11 @@ impl<'a> Builder<'a> {
             )));
         }
         let Data::Computed(output) = tensor.data else { return Err(constant()) };
+        let all = self.nodes.iter().map(|node| node.op.multiply_adds(self.widths[node.output]));
+        let all = all.fold(0u64, u64::saturating_add);
+        if all > MULTIPLY_ADDS_MAX {
+            return Err(limit(format!("{all} multiply-adds a sample, over {MULTIPLY_ADDS_MAX}")));
+        }
         Ok(Graph { output, widths: self.widths, nodes: self.nodes })
     }
 
@@ -191,7 +218,9 @@ impl<'a> Builder<'a> {
         let width = product(shape).filter(|w| (1..VALUES_MAX).contains(w));
         let width = width.filter(|_| shape.len() <= RANK_MAX);
         let Some(width) = width else {
-            return Err(malformed(&format!("a result of shape {shape:?}")));
+            return Err(limit(format!(
+                "a result of shape {shape:?}, over {VALUES_MAX} values or empty"
+            )));
         };
         self.spend(width)?;
         self.widths.push(width);
@@ -201,14 +230,14 @@ impl<'a> Builder<'a> {
     /// Counts floats and index entries, of which a small file could request any number.
     pub fn spend(&mut self, values: usize) -> Result<(), Stop> {
         self.values = self.values.saturating_add(values);
-        let problem = || malformed(&format!("over {VALUES_MAX} values a sample"));
+        let problem = || limit(format!("over {VALUES_MAX} values a sample"));
         if self.values <= VALUES_MAX { Ok(()) } else { Err(problem()) }
     }
 
     /// Counts packed weights and known values, of which a small file could request any number.
     pub fn pack(&mut self, weights: usize) -> Result<(), Stop> {
         self.packed = self.packed.saturating_add(weights);
-        let problem = || malformed(&format!("over {WEIGHTS_MAX} weights"));
+        let problem = || limit(format!("over {WEIGHTS_MAX} weights"));
         if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
     }
 
@@ -229,6 +258,9 @@ impl<'a> Builder<'a> {
         shape: Vec<usize>,
         batch: Option<Batch>,
     ) -> Result<Tensor, Stop> {
+        if self.nodes.len() == STEPS_MAX {
+            return Err(limit(format!("over {STEPS_MAX} steps")));
+        }
         let output = self.value(&shape)?;
         self.nodes.push(Node { inputs, op, output });
         let (data, weights) = (Data::Computed(output), Weights::F32);
@@ -325,7 +357,11 @@ impl<'a> Builder<'a> {
         if let Some(tensor) = self.tensors.get(name) {
             return Ok(Some(tensor.clone()));
         }
-        let Some(proto) = self.stored.get(name) else { return Ok(None) };
+        let Some(proto) = self.stored.get(name).copied() else { return Ok(None) };
+        // Integers take more memory here than in the file.
+        if proto.kind().is_some_and(|kind| kind.is_int() || kind == Kind::Bool) {
+            self.spend(proto.sizes().iter().product())?;
+        }
         let tensor = stored(proto)?;
         self.tensors.insert(name.to_owned(), tensor.clone());
         Ok(Some(tensor))
@@ -353,7 +389,7 @@ impl<'a> Builder<'a> {
 }
 
 /// Returns the reason with the node that it is about.
-fn at_node(node: &NodeProto, form: &str) -> String {
+pub(crate) fn at_node(node: &NodeProto, form: &str) -> String {
     match node.name() {
         "" => form.to_owned(),
         name => format!("{form}, node `{name}`"),

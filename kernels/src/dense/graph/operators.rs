@@ -397,7 +397,7 @@ impl Builder<'_> {
     }
 }
 
-fn zip_of(operator: &str) -> Option<Zip> {
+pub(crate) fn zip_of(operator: &str) -> Option<Zip> {
     Some(match operator {
         "Add" => Zip::Add,
         "Sub" => Zip::Sub,

@@ -1,12 +1,14 @@
 //! Translates sums and other functions of several values, and what is made of them: softmax,
 //! normalisations and attention. All sums are in the order of their values.
 
+use crate::dense::graph::folding::zip_sizes;
 use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::NodeProto;
-use crate::dense::graph::onnx_graph::{Builder, Fold, Op, Stop, malformed, unsupported};
+use crate::dense::graph::onnx_graph::{Builder, Fold, Op, Stop, folded, malformed, unsupported};
 use crate::dense::graph::products::{in_operator, swapped};
 use crate::dense::graph::shape_operators::{axis_of, squeezed};
 use crate::dense::graph::tensor::{Kind, Tensor, Values};
+use std::rc::Rc;
 
 /// A function of the values along axes.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -149,12 +151,21 @@ impl Builder<'_> {
         };
         let mut result = x.clone();
         for &axis in axes {
-            let mut sum = self.take(&result, axis, &[0])?;
-            for i in 1..result.shape[axis] {
-                let next = self.take(&result, axis, &[i])?;
-                sum = self.zip(zip, [&sum, &next])?;
-            }
-            result = sum;
+            let Some(values) = result.known_values().map(Rc::clone) else { return Err(of_type(x)) };
+            self.pack(values.len())?;
+            let (n, inner) = (result.shape[axis], result.shape[axis + 1..].iter().product());
+            let values = match &*values {
+                Values::Floats(v) => {
+                    fold_axis(v, n, inner, |a, b| Some(zip.apply(a, b))).map(Values::Floats)
+                }
+                Values::Ints(v) => {
+                    fold_axis(v, n, inner, |a, b| zip_sizes(zip, [a, b])).map(Values::Ints)
+                }
+            };
+            let by_batch = || Stop::Unsupported("by the batch".to_owned());
+            let mut shape = result.shape;
+            shape[axis] = 1;
+            result = folded(x.kind, shape, result.batch, values.ok_or_else(by_batch)?);
         }
         if reduction != Reduction::Mean {
             return Ok(result);
@@ -275,6 +286,18 @@ impl Builder<'_> {
         let weights = self.softmax(&scores, &[3])?;
         self.matmul(&weights, &v).map_err(named)
     }
+}
+
+/// Returns `f` of the `n` values along an axis, in their order. Each position has `inner` values.
+fn fold_axis<T: Copy>(
+    all: &[T],
+    n: usize,
+    inner: usize,
+    f: impl Fn(T, T) -> Option<T>,
+) -> Option<Vec<T>> {
+    let column = |row: &[T], j: usize| (1..n).try_fold(row[j], |sum, i| f(sum, row[i * inner + j]));
+    let rows = all.chunks_exact((n * inner).max(1));
+    rows.flat_map(|row| (0..inner).map(|j| column(row, j))).collect()
 }
 
 fn scalar(value: f32) -> Tensor {

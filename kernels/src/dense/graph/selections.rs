@@ -164,9 +164,12 @@ impl Builder<'_> {
                 continue;
             }
             let end = ends[i].constant().ok_or_else(|| unsupported(node, "by the batch"))?;
-            let positions = slice_positions([starts[i], end, steps[i]], x.shape[axis]);
-            let Some(positions) = positions else { return Err(malformed("Slice by step 0")) };
-            x = self.take(&x, axis, &positions)?;
+            let Some((first, count)) = slice_range([starts[i], end, steps[i]], x.shape[axis])
+            else {
+                return Err(malformed("Slice by step 0"));
+            };
+            let position = |k: usize| (first + k as i64 * steps[i]) as usize;
+            x = self.take(&x, axis, &(0..count).map(position).collect::<Vec<_>>())?;
         }
         Ok(x)
     }
@@ -214,26 +217,14 @@ impl Builder<'_> {
     }
 }
 
-/// Returns the positions from `start` to before `end` in steps; `None` for a step of 0.
-fn slice_positions([start, end, step]: [i64; 3], n: usize) -> Option<Vec<usize>> {
+/// Returns the first position from `start` to before `end` on an axis of `n` values, and the number
+/// of steps; `None` for a step of 0.
+pub(crate) fn slice_range([start, end, step]: [i64; 3], n: usize) -> Option<(i64, usize)> {
     let len = n as i64;
     let absolute = |i: i64| if i < 0 { i.saturating_add(len) } else { i };
-    if step == 0 {
-        return None;
-    }
-    let mut positions = Vec::new();
-    if step > 0 {
-        let (mut at, end) = (absolute(start).clamp(0, len), absolute(end).clamp(0, len));
-        while at < end {
-            positions.push(at as usize);
-            at = at.saturating_add(step);
-        }
-    } else {
-        let (mut at, end) = (absolute(start).clamp(-1, len - 1), absolute(end).clamp(-1, len - 1));
-        while at > end {
-            positions.push(at as usize);
-            at = at.saturating_add(step);
-        }
-    }
-    Some(positions)
+    let (least, most) = if step > 0 { (0, len) } else { (-1, len - 1) };
+    let (first, end) = (absolute(start).clamp(least, most), absolute(end).clamp(least, most));
+    let span = if step > 0 { end - first } else { first - end };
+    let steps = (span.max(0) as u64).checked_next_multiple_of(step.unsigned_abs())?;
+    Some((first, (steps / step.unsigned_abs()) as usize))
 }

@@ -4,7 +4,7 @@
 
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{
-    Builder, Op, Stop, Transposed, folded, malformed, unsupported,
+    Builder, Op, Stop, Transposed, folded, limit, malformed, unsupported,
 };
 use crate::dense::graph::tensor::{
     Batch, Kind, Layout, RANK_MAX, Size, Tensor, Values, broadcast, broadcast_layout, product,
@@ -361,12 +361,12 @@ impl Builder<'_> {
             let fixed = self.integers(node, i, "")?.filter(|v| v.len() == 1);
             bounds.push(fixed.ok_or_else(|| malformed("Range of no integers"))?[0]);
         }
-        let [start, limit, delta] = [bounds[0], bounds[1], bounds[2]];
-        let span = limit.checked_sub(start).filter(|_| delta != 0);
+        let [start, end, delta] = [bounds[0], bounds[1], bounds[2]];
+        let span = end.checked_sub(start).filter(|_| delta != 0);
         let n = span.and_then(|s| s.checked_add(delta - delta.signum())?.checked_div(delta));
         let n = n.map_or(usize::MAX, |n| n.max(0) as usize);
         if n > LIST_MAX {
-            return Err(malformed(&format!("Range of {start}, {limit}, {delta}")));
+            return Err(limit(format!("Range of {start}, {end}, {delta}: over {LIST_MAX} values")));
         }
         self.spend(n)?;
         let all = (0..n as i64).map(|i| Size::fixed(start + i * delta)).collect();

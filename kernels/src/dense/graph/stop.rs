@@ -22,6 +22,11 @@ pub(crate) fn malformed(problem: &str) -> Stop {
     Stop::Refused(DenseError::Load(problem.to_owned()))
 }
 
+/// Returns the error of a file beyond a limit of this version, which holds for the fallback too.
+pub(crate) fn limit(problem: String) -> Stop {
+    Stop::Refused(DenseError::Unsupported(problem))
+}
+
 /// Returns the stop of an operator in a form that has no node.
 pub(crate) fn unsupported(node: &NodeProto, form: &str) -> Stop {
     Stop::Unsupported(format!("{} {form}", node.op_type()).trim_end().to_owned())

@@ -4,6 +4,7 @@
 //! the arithmetic of shapes and positions. It knows no operator.
 
 use crate::dense::weights::Weights;
+use std::fmt;
 use std::rc::Rc;
 
 /// Axes of a tensor, at most.
@@ -27,7 +28,7 @@ pub(crate) enum Kind {
 }
 
 /// A number of shape arithmetic: `fixed + batches * batch`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Size {
     pub fixed: i64,
     pub batches: i64,
@@ -104,6 +105,17 @@ impl Size {
         let batch = self.fixed.checked_neg()?.checked_div(self.batches)?;
         let decides = batch >= 1 && batch.checked_mul(self.batches)? == -self.fixed;
         (!decides).then_some(false)
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.fixed, self.batches) {
+            (fixed, 0) => write!(f, "{fixed}"),
+            (0, 1) => write!(f, "batch"),
+            (0, batches) => write!(f, "{batches} * batch"),
+            (fixed, batches) => write!(f, "{batches} * batch + {fixed}"),
+        }
     }
 }
 

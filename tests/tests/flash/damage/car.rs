@@ -151,7 +151,15 @@ impl TestCar {
         let clock: Arc<dyn Clock> = self.clock.clone();
         let serving = Arc::new(Serving::new(1 << 30, 16, clock).stepped());
         let (name, root) = (NAME.to_owned(), Some(self.root.clone()));
-        let update = ModelUpdates { name, updater: self.updater(), budget, policy, root, boot: 1 };
+        let update = ModelUpdates {
+            name,
+            updater: self.updater(),
+            budget,
+            policy,
+            root,
+            version: hatchback::VERSION.to_owned(),
+            boot: 1,
+        };
         update.begin(self.now);
         if !update.awaits_first_release_at(&self.folder.join("flash"))
             && let Ok(flash) = Flash::open(&disk::system(), &self.folder.join("flash"))

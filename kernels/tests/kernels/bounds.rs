@@ -1,0 +1,435 @@
+//! Tests of the bounds of networks that run on rten. What the models of the field have is accepted,
+//! and no result is larger than its bound. A network that would take all memory or time is refused
+//! by name, before anything of it is allocated or run.
+
+use hatchback_kernels::dense::graph::onnx::*;
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+use prost::Message;
+use rten::{ModelOptions, ValueOrView, ValueView};
+use rten_tensor::layout::Layout;
+
+/// A size that no machine has.
+const HUGE: i64 = 1 << 40;
+
+fn tensor(name: &str, dims: &[i64], ints: &[i64]) -> TensorProto {
+    TensorProto {
+        name: Some(name.to_owned()),
+        dims: dims.to_vec(),
+        data_type: Some(INT64),
+        int64_data: ints.to_vec(),
+        ..TensorProto::default()
+    }
+}
+
+fn ints(name: &str, values: &[i64]) -> TensorProto {
+    tensor(name, &[values.len() as i64], values)
+}
+
+fn floats(name: &str, dims: &[i64]) -> TensorProto {
+    let count = dims.iter().product::<i64>() as usize;
+    TensorProto {
+        data_type: Some(FLOAT),
+        int64_data: Vec::new(),
+        float_data: vec![0.25; count],
+        ..tensor(name, dims, &[])
+    }
+}
+
+/// Returns a node whose name is that of its first output.
+fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, i64)]) -> NodeProto {
+    let owned = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect();
+    let attribute = |(name, value): &(&str, i64)| AttributeProto {
+        name: Some((*name).to_owned()),
+        i: Some(*value),
+        r#type: Some(2),
+        ..AttributeProto::default()
+    };
+    NodeProto {
+        input: owned(inputs),
+        output: owned(outputs),
+        name: Some(outputs[0].to_owned()),
+        op_type: Some(op.to_owned()),
+        attribute: attributes.iter().map(attribute).collect(),
+        domain: None,
+    }
+}
+
+fn with_graphs(node: NodeProto, graphs: &[(&str, GraphProto)]) -> NodeProto {
+    let attribute = |(name, graph): &(&str, GraphProto)| AttributeProto {
+        name: Some((*name).to_owned()),
+        g: Some(Box::new(graph.clone())),
+        r#type: Some(5),
+        ..AttributeProto::default()
+    };
+    NodeProto { attribute: graphs.iter().map(attribute).collect(), ..node }
+}
+
+fn branch(node: Vec<NodeProto>) -> GraphProto {
+    let name = node.last().unwrap().output.first().cloned();
+    let output = vec![ValueInfoProto { name, r#type: None }];
+    GraphProto { node, output, ..GraphProto::default() }
+}
+
+/// Returns a network with the input `x`, `[batch, 4]`, and the output `out`.
+fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
+    let info = |name: &str| ValueInfoProto { name: Some(name.to_owned()), r#type: None };
+    let (input, output) = (vec![info("x")], vec![info("out")]);
+    let graph = GraphProto { node, initializer, input, output, ..GraphProto::default() };
+    let opset = OperatorSetIdProto { domain: Some(String::new()), version: Some(17) };
+    let (graph, opset_import) = (Some(graph), vec![opset]);
+    ModelProto { ir_version: Some(8), graph, opset_import, ..ModelProto::default() }
+}
+
+fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
+    DenseEngine::load(model.encode_to_vec(), &[("x", 4)], "out", Activation::None)
+}
+
+/// Checks that the network of `nodes` is refused with a text that has all of `parts`.
+fn refused(nodes: Vec<NodeProto>, tensors: Vec<TensorProto>, parts: &[&str]) {
+    let error = load(&network(nodes, tensors)).err().expect("a refusal");
+    let text = error.to_string();
+    assert!(error.is_unsupported(), "{text}");
+    assert!(parts.iter().all(|part| text.contains(part)), "{text}: not {parts:?}");
+}
+
+/// Returns the end of a network, which reads `from` whatever its shape is, and runs on rten.
+fn ended(mut nodes: Vec<NodeProto>, from: &str) -> Vec<NodeProto> {
+    nodes.push(node("ReduceSum", &[from], &["sum"], &[]));
+    nodes.push(node("Sin", &["x"], &["sin"], &[]));
+    nodes.push(node("Add", &["sin", "sum"], &["out"], &[]));
+    nodes
+}
+
+#[test]
+fn results_without_end_are_refused_by_name() {
+    let over = "values a sample";
+    let single = |op: &str, inputs: &[&str], attributes: &[(&str, i64)]| {
+        ended(vec![node(op, inputs, &["big"], attributes)], "big")
+    };
+    let huge = || ints("huge", &[1, HUGE]);
+    let scalars = || [("zero", 0), ("one", 1), ("end", HUGE)].map(|(n, v)| tensor(n, &[], &[v]));
+    for (nodes, tensors) in [
+        (single("Tile", &["x", "huge"], &[]), vec![huge()]),
+        (single("Expand", &["x", "huge"], &[]), vec![ints("huge", &[HUGE, 1, 4])]),
+        (single("ConstantOfShape", &["huge"], &[]), vec![huge()]),
+        (single("Range", &["zero", "end", "one"], &[]), scalars().to_vec()),
+        (single("Pad", &["x", "pads"], &[]), vec![ints("pads", &[0, 0, 0, HUGE])]),
+        (
+            single("OneHot", &["i", "end", "two"], &[]),
+            [&scalars()[..], &[ints("i", &[0]), floats("two", &[2])]].concat(),
+        ),
+        // rten computes the constants of a file in its load.
+        (
+            ended(
+                vec![node("Sin", &["w"], &["s"], &[]), node("Tile", &["s", "huge"], &["big"], &[])],
+                "big",
+            ),
+            vec![floats("w", &[1, 1]), huge()],
+        ),
+    ] {
+        let op = nodes.iter().find(|node| node.output[0] == "big").unwrap().op_type().to_owned();
+        refused(nodes, tensors, &[&op]);
+    }
+
+    // Each node doubles its operand, or multiplies it by itself.
+    let chain = |op: &str, first: &[&str], attributes: &[(&str, i64)]| {
+        let mut nodes = vec![node("Sin", &["x"], &["d0"], &[])];
+        for i in 0..40 {
+            let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
+            let inputs: Vec<&str> =
+                first.iter().map(|n| if *n == "d" { &from } else { *n }).collect();
+            nodes.push(node(op, &inputs, &[&to], attributes));
+        }
+        ended(nodes, "d40")
+    };
+    refused(chain("Concat", &["d", "d"], &[("axis", 1)]), vec![], &["Concat", over]);
+    refused(chain("Tile", &["d", "two"], &[]), vec![ints("two", &[1, 2])], &["Tile", over]);
+    let again = tensor("again", &[8, 8], &[0; 64]);
+    refused(chain("Gather", &["d", "again"], &[("axis", 1)]), vec![again], &["Gather", over]);
+    // Sizes that grow as i64 wrap around in rten's i32.
+    let mut nodes = vec![node("Shape", &["x"], &["d0"], &[])];
+    for i in 0..40 {
+        let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
+        nodes.push(node("Mul", &[&from, "two"], &[&to], &[]));
+    }
+    nodes.push(node("Expand", &["x", "d40"], &["big"], &[]));
+    refused(ended(nodes, "big"), vec![ints("two", &[2])], &["Expand"]);
+    // The batch squared.
+    let square =
+        vec![node("Transpose", &["x"], &["t"], &[]), node("MatMul", &["x", "t"], &["big"], &[])];
+    refused(ended(square, "big"), vec![], &["MatMul", "samples"]);
+}
+
+#[test]
+fn shapes_that_follow_from_values_are_refused_by_name() {
+    let cast = node("Cast", &["x"], &["i"], &[("to", 7)]);
+    let zero = || vec![tensor("zero", &[], &[0]), tensor("one", &[], &[1])];
+    let from_values = |op: &str, inputs: &[&str], tensors: Vec<TensorProto>| {
+        let first = node("ReduceMax", &["i"], &["most"], &[("keepdims", 0)]);
+        let nodes = vec![cast.clone(), first, node(op, inputs, &["big"], &[])];
+        refused(ended(nodes, "big"), tensors, &[op, "node `big`"]);
+    };
+    from_values("Range", &["zero", "most", "one"], zero());
+    from_values("Tile", &["x", "i"], vec![]);
+    from_values("Expand", &["x", "i"], vec![]);
+    from_values("ConstantOfShape", &["i"], vec![]);
+    from_values("Reshape", &["x", "i"], vec![]);
+    from_values("OneHot", &["i", "most", "x"], vec![]);
+    from_values("Pad", &["x", "i"], vec![]);
+    for op in ["Resize", "NonMaxSuppression", "Compress", "Unique", "SequenceConstruct", "Optional"]
+    {
+        from_values(op, &["x"], vec![]);
+    }
+}
+
+#[test]
+fn loops_branches_by_values_and_foreign_operators_are_refused_by_name() {
+    let body = || branch(vec![node("Identity", &["x"], &["b"], &[])]);
+    let trips = || vec![tensor("trips", &[], &[1 << 62]), tensor("yes", &[], &[1])];
+    for op in ["Loop", "Scan"] {
+        let node = node(op, &["trips", "yes", "x"], &["out"], &[]);
+        refused(vec![with_graphs(node, &[("body", body())])], trips(), &[op, "node `out`"]);
+    }
+    let condition = || {
+        vec![
+            node("ReduceSum", &["x"], &["sum"], &[("keepdims", 0)]),
+            node("Cast", &["sum"], &["c"], &[("to", 9)]),
+        ]
+    };
+    let branches = [("then_branch", body()), ("else_branch", body())];
+    let by_value = with_graphs(node("If", &["c"], &["out"], &[]), &branches);
+    refused([condition(), vec![by_value]].concat(), vec![], &["If by a condition", "node `out`"]);
+    let sine = with_graphs(node("Sin", &["x"], &["out"], &[]), &branches);
+    refused(vec![sine], vec![], &["Sin with a graph of its own"]);
+    let foreign = NodeProto {
+        domain: Some("com.microsoft".to_owned()),
+        ..node("FusedMatMul", &["x", "x"], &["out"], &[])
+    };
+    refused(vec![foreign], vec![], &["com.microsoft.FusedMatMul", "node `out`"]);
+    refused(vec![node("Frobnicate", &["x"], &["out"], &[])], vec![], &["Frobnicate", "`out`"]);
+}
+
+#[test]
+fn networks_that_are_too_deep_too_long_or_too_slow_are_refused() {
+    let row = |count: usize, op: &str| {
+        let name = |i: usize| if i == count { "out".to_owned() } else { format!("d{i}") };
+        let one = |i: usize| node(op, &[&name(i)], &[&name(i + 1)], &[]);
+        let first = node("Sin", &["x"], &["d0"], &[]);
+        std::iter::once(first).chain((0..count).map(one)).collect::<Vec<_>>()
+    };
+    refused(row(1 << 12, "Cos"), vec![], &["nodes in a row"]);
+    refused(row(1 << 15, "Cos"), vec![], &["nodes, over"]);
+    // The longest row that is allowed, on a thread with the usual stack.
+    let longest = std::thread::spawn(move || load(&network(row(2000, "Cos"), vec![])).map(|_| ()));
+    longest.join().unwrap().unwrap();
+
+    // As many nodes as a file may have, beside each other.
+    let names: Vec<String> = (0..16_000).map(|i| format!("w{i}")).collect();
+    let mut wide: Vec<_> = names.iter().map(|name| node("Cos", &["x"], &[name], &[])).collect();
+    wide.push(node("Sum", &names.iter().map(String::as_str).collect::<Vec<_>>(), &["out"], &[]));
+    assert!(load(&network(wide, vec![])).unwrap().falls_back_for().is_some());
+
+    // One large product, on both engines.
+    for first in ["Identity", "Sin"] {
+        let mut nodes = vec![
+            node("Tile", &["x", "wide"], &["t"], &[]),
+            node(first, &["t"], &["s"], &[]),
+            node("Reshape", &["s", "square"], &["m"], &[]),
+        ];
+        nodes.push(node("MatMul", &["m", "w"], &["p"], &[]));
+        nodes.push(node("ReduceSum", &["p", "axes"], &["out"], &[("keepdims", 0)]));
+        let tensors = vec![
+            ints("wide", &[1, 1 << 19]),
+            ints("square", &[-1, 1 << 11, 1 << 10]),
+            floats("w", &[1 << 10, 1 << 12]),
+            ints("axes", &[1, 2]),
+        ];
+        refused(nodes, tensors, &["multiply-adds a sample"]);
+    }
+
+    let cycle = vec![node("Sin", &["b"], &["a"], &[]), node("Cos", &["a"], &["b"], &[])];
+    let error = load(&network(ended(cycle, "b"), vec![])).err().unwrap();
+    assert!(error.to_string().contains("reads `b`, which nothing writes"), "{error}");
+    assert!(!error.is_unsupported());
+    let twice = vec![node("Sin", &["x"], &["a"], &[]), node("Cos", &["x"], &["a"], &[])];
+    let error = load(&network(ended(twice, "a"), vec![])).err().unwrap();
+    assert!(error.to_string().contains("`a` is written twice"), "{error}");
+}
+
+/// The values that rten makes in a run of `batch` samples, in all results together.
+fn values_made(model: &ModelProto, inputs: &[(String, usize)], batch: usize) -> usize {
+    let graph = model.graph.as_ref().unwrap();
+    let mut options = ModelOptions::with_all_ops();
+    options.enable_optimization(false);
+    let loaded = options.load(model.encode_to_vec()).unwrap();
+    let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| vec![0.5; w * batch]).collect();
+    let mut fed = Vec::new();
+    for ((name, width), data) in inputs.iter().zip(&data) {
+        let info = graph.input.iter().find(|value| value.name() == name).unwrap();
+        let shape = info.sizes().unwrap_or_else(|| vec![*width]);
+        let shape: Vec<usize> = std::iter::once(batch).chain(shape).collect();
+        let view: ValueOrView = ValueView::from_shape(&shape, data).unwrap().into();
+        fed.push((loaded.find_node(name).unwrap(), view));
+    }
+    let is_made = |node: &&NodeProto| node.op_type() != "Constant";
+    let names = graph.node.iter().filter(is_made).flat_map(|node| &node.output);
+    let ids: Vec<_> = names.filter_map(|name| loaded.find_node(name)).collect();
+    let all = loaded.run(fed, &ids, None).unwrap();
+    all.iter().map(|value| value.len()).sum()
+}
+
+/// Checks that no run of a network makes more values than its bound. Returns the bound divided by
+/// the values; `None` for what rten does not run.
+fn within_bounds(name: &str, onnx: &[u8], inputs: &[(String, usize)], output: &str) -> Option<f64> {
+    let mut model = ModelProto::decode(onnx).unwrap();
+    // An operator that only rten has, whose result no node reads.
+    let only_rten = node("Sin", &[&inputs[0].0], &["only rten"], &[]);
+    model.graph.as_mut().unwrap().node.push(only_rten);
+    let names: Vec<(&str, usize)> = inputs.iter().map(|(n, w)| (n.as_str(), *w)).collect();
+    let engine = DenseEngine::load(model.encode_to_vec(), &names, output, Activation::None);
+    let engine = match engine {
+        Ok(engine) => engine,
+        // What only our engine has, or rten has in a form of its own.
+        Err(e @ (DenseError::Unsupported(_) | DenseError::Run(_))) => {
+            println!("{name}: {e}");
+            return None;
+        }
+        Err(e) => panic!("{name}: {e}"),
+    };
+    assert!(engine.falls_back_for().is_some());
+    let mut most = 1.0f64;
+    for batch in [1, 2, 5] {
+        let (made, bound) = (values_made(&model, inputs, batch), engine.scratch_bytes(batch) / 4);
+        assert!(made <= bound, "{name}, batch {batch}: {made} values, bound {bound}");
+        most = most.max(bound as f64 / made as f64);
+    }
+    Some(most)
+}
+
+#[test]
+fn no_network_of_the_field_makes_more_values_than_its_bound() {
+    for (file, bounded_min) in [("zoo.bin", 100), ("random.bin", 220)] {
+        let path = format!("{}/../tests/data/onnx/{file}", env!("CARGO_MANIFEST_DIR"));
+        let mut bounded = 0;
+        for case in crate::cases::read(&std::fs::read(path).unwrap()) {
+            let ratio = within_bounds(&case.name, &case.onnx, &case.inputs, &case.output);
+            let Some(ratio) = ratio else { continue };
+            assert!(ratio < 4.0, "{}: {ratio}", case.name);
+            bounded += 1;
+        }
+        assert!(bounded >= bounded_min, "{file}: only {bounded} have bounds");
+    }
+}
+
+/// Checks that the network of `nodes` runs on rten, within its bounds.
+fn runs_on_rten(name: &str, nodes: Vec<NodeProto>, tensors: Vec<TensorProto>) {
+    let model = network(nodes, tensors);
+    let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
+    assert!(engine.falls_back_for().is_some(), "{name}");
+    let ratio = within_bounds(name, &model.encode_to_vec(), &[("x".to_owned(), 4)], "out");
+    assert!(ratio.is_some_and(|ratio| ratio < 4.0), "{name}: {ratio:?}");
+}
+
+#[test]
+fn masks_of_the_models_of_the_field_run_on_rten() {
+    let batch = || {
+        vec![
+            node("Shape", &["x"], &["shape"], &[]),
+            node("Gather", &["shape", "first"], &["batch"], &[]),
+        ]
+    };
+    // `masked_select` by a constant mask that is expanded to the batch.
+    let masked = vec![
+        node("Concat", &["batch", "rest"], &["to"], &[("axis", 0)]),
+        node("Expand", &["mask", "to"], &["all"], &[]),
+        node("NonZero", &["all"], &["at"], &[]),
+        node("Transpose", &["at"], &["rows"], &[]),
+        node("Expand", &["column", "to"], &["wide"], &[]),
+        node("GatherND", &["wide", "rows"], &["some"], &[]),
+        node("Reshape", &["some", "open"], &["r"], &[]),
+        node("Sin", &["r"], &["out"], &[]),
+    ];
+    let tensors = vec![
+        ints("first", &[0]),
+        ints("rest", &[3, 3]),
+        ints("open", &[-1, 9]),
+        tensor("mask", &[3, 3], &[1; 9]),
+        floats("column", &[3, 1]),
+    ];
+    runs_on_rten("masked_select", [batch(), masked].concat(), tensors);
+
+    // `repeat_interleave` of a mask: a OneHot whose depth is a size.
+    let repeated = vec![
+        node("Gather", &["shape", "end"], &["width"], &[]),
+        node("OneHot", &["list", "width", "pair"], &["hot"], &[]),
+        node("MatMul", &["x", "hot"], &["m"], &[]),
+        node("Sin", &["m"], &["out"], &[]),
+    ];
+    let tensors = vec![
+        ints("first", &[0]),
+        ints("list", &[0, 1, 2, 3]),
+        ints("end", &[1]),
+        floats("pair", &[2]),
+    ];
+    runs_on_rten("repeat_interleave", [batch(), repeated].concat(), tensors);
+}
+
+#[test]
+fn layers_of_the_models_of_the_field_run_on_rten() {
+    let recurrent = vec![
+        node("Unsqueeze", &["x", "first"], &["steps"], &[]),
+        node("LSTM", &["steps", "w", "r"], &["all", "last"], &[("hidden_size", 3)]),
+        node("Squeeze", &["last", "first"], &["out"], &[]),
+    ];
+    let weights = vec![ints("first", &[0]), floats("w", &[1, 12, 4]), floats("r", &[1, 12, 3])];
+    runs_on_rten("LSTM", recurrent, weights);
+
+    let list = |name: &str, ints: &[i64]| AttributeProto {
+        name: Some(name.to_owned()),
+        ints: ints.to_vec(),
+        r#type: Some(7),
+        ..AttributeProto::default()
+    };
+    let mut convolution = node("Conv", &["u", "k"], &["c"], &[]);
+    convolution.attribute =
+        vec![list("strides", &[1, 1]), list("dilations", &[1, 1]), list("pads", &[0; 4])];
+    let convolved = vec![
+        node("Reshape", &["x", "image"], &["u"], &[]),
+        convolution,
+        node("GlobalMaxPool", &["c"], &["p"], &[]),
+        node("Flatten", &["p"], &["out"], &[]),
+    ];
+    let weights = vec![floats("k", &[2, 1, 2, 1]), ints("image", &[-1, 1, 2, 2])];
+    runs_on_rten("Conv", convolved, weights);
+
+    let top = vec![
+        node("TopK", &["x", "one"], &["most", "at"], &[]),
+        node("Sin", &["most"], &["out"], &[]),
+    ];
+    runs_on_rten("TopK", top, vec![ints("one", &[1])]);
+}
+
+/// `squeeze(1)` of PyTorch is an `If` whose condition follows from a shape.
+#[test]
+fn a_branch_that_follows_from_shapes_runs_on_our_engine() {
+    let squeeze = branch(vec![node("Squeeze", &["sum", "one"], &["s"], &[])]);
+    let same = branch(vec![node("Identity", &["sum"], &["i"], &[])]);
+    let nodes = vec![
+        node("ReduceSum", &["x", "one"], &["sum"], &[]),
+        node("Shape", &["sum"], &["shape"], &[]),
+        node("Gather", &["shape", "one"], &["size"], &[]),
+        node("Equal", &["size", "one"], &["c"], &[]),
+        with_graphs(
+            node("If", &["c"], &["q"], &[]),
+            &[("then_branch", squeeze), ("else_branch", same)],
+        ),
+        node("Tanh", &["q"], &["out"], &[]),
+    ];
+    let engine = load(&network(nodes, vec![ints("one", &[1])])).unwrap();
+    assert_eq!(engine.falls_back_for(), None);
+    let (x, mut scores) = ([vec![0.1, 0.2, 0.3, -0.2, 1.0, 0.0, 0.0, 0.0]], [0.0; 2]);
+    engine.run(2, &x, &mut scores, &mut engine.scratch(2)).unwrap();
+    for (score, sum) in scores.iter().zip([0.4f32, 1.0]) {
+        assert!((score - sum.tanh()).abs() < 1e-6, "{scores:?}");
+    }
+}
