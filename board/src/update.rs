@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Longest time for which the end of the process waits for a step of the update.
-const STOP_WAIT: Duration = Duration::from_secs(10);
+const STOP_WAIT: Duration = Duration::from_secs(60);
 
 /// Interval at which the thread looks for the first answers of a release on probation.
 const ANSWER_INTERVAL: Duration = Duration::from_millis(50);
@@ -80,12 +80,12 @@ impl UpdateThread {
             loop {
                 background.resume();
                 let yield_now = |urgency| background.yield_now(urgency, pause);
-                // A panic over the content of a release must not end updates for good. The step was
-                // counted before it began, so a release that panics each time is given up.
+                // A panic over the content of a release must not end updates for good. It counts as
+                // a failed step, and in an install as a crash.
                 let mut step = || {
                     let stepped = catch_unwind(AssertUnwindSafe(|| steps.step(now(), &yield_now)));
                     stepped.unwrap_or_else(|_| {
-                        log::error!("a step of the update panicked");
+                        steps.record_panic(now());
                         false
                     })
                 };

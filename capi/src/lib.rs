@@ -12,6 +12,7 @@ pub use logger::Logger;
 pub use outcome::Outcome;
 
 use handles::Handles;
+use hatchback::Feature;
 use hatchback::model::Model;
 use hatchback::request::pipeline::Answer;
 use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
@@ -278,9 +279,14 @@ impl Request {
             let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
             check_offsets(&schema.features[f], offsets)?;
             let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
-            // Weights of a feature without any are refused by the batch.
-            let has_weights = schema.features[f].weighted || !sparse[f].weights.is_null();
-            let needed = if has_weights { keys.len() } else { 0 };
+            let Feature { name, weighted, .. } = &schema.features[f];
+            // A pointer that the caller left from another call may point to nothing, so it is
+            // refused without a read.
+            if !weighted && !sparse[f].weights.is_null() {
+                let problem = "must be NULL, because the feature has no weights";
+                return Err(request(format!("weights of feature `{name}`: {problem}")));
+            }
+            let needed = if *weighted { keys.len() } else { 0 };
             let weights = values("weights", sparse[f].weights, needed)?;
             Ok(Columns { keys, offsets, weights })
         };

@@ -163,7 +163,8 @@ static int mistakes(const char *target, const char *flash, hatchback_process pro
     EXPECT(hatchback_score(model, 1, NULL, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "dense is NULL");
     EXPECT(hatchback_score(model, 1, dense, NULL, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "sparse is NULL");
     EXPECT(hatchback_score(model, 1, dense, bags, 0, NULL, NULL, NULL), HATCHBACK_REQUEST, "scores is NULL");
-    bags[0].weights = scores;
+    bags[0].weights = (const float *)(uintptr_t)1; /* points to nothing */
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "weights of feature");
     bags[0].keys = &key;
     bags[0].offsets = one_key;
     key = 0;

@@ -22,6 +22,13 @@ impl Array {
             let problem = "is big-endian; pass array.astype(array.dtype.newbyteorder(\"=\"))";
             return Err(PyTypeError::new_err(format!("{name}: {problem}")));
         }
+        // The buffer of a masked array has the values under the mask, but not the mask.
+        if from.get_type().name()? == "MaskedArray"
+            && from.getattr("mask")?.call_method0("any")?.is_truthy()?
+        {
+            let problem = "has masked values; pass array.filled(value)";
+            return Err(PyTypeError::new_err(format!("{name}: {problem}")));
+        }
         Ok(Self { name, buffer })
     }
 

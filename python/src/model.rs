@@ -114,6 +114,8 @@ impl Model {
         weights: Option<usize>,
     ) -> Result<usize, Refusal> {
         let (features, width) = (self.features.len(), self.dense_features.len());
+        // Without features there are no bags, so both [] and [0] are their offsets.
+        let offsets = if features == 0 && offsets.is_empty() { &[0] } else { offsets };
         let values = offsets.len();
         let [first, end] =
             [offsets.first(), offsets.last()].map(|at| at.map_or(0, |at| *at as usize));
@@ -135,8 +137,8 @@ impl Model {
             format!("dense: has shape {dense:?}, the model takes {:?}", [samples, width])
         } else if weights.is_some() && !self.has_weights {
             "weights: the model has no feature with weights; pass None".to_owned()
-        } else if weights.is_some_and(|weights| weights != keys) {
-            format!("weights: {weights:?} values for {keys} keys")
+        } else if let Some(weights) = weights.filter(|weights| *weights != keys) {
+            format!("weights: {weights} values for {keys} keys")
         } else {
             return Ok(samples);
         }))

@@ -38,6 +38,23 @@ def answers_of_run(bundle, samples):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def tanh_network():
+    """Returns an ONNX file whose output `score` is the tanh of its input `dense`, `[n, 1]`."""
+
+    def field(number, value):
+        if isinstance(value, int):
+            return bytes([number << 3, value])
+        value = value.encode() if isinstance(value, str) else value
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    shape = field(1, field(2, "n")) + field(1, field(1, 1))
+    float32 = field(2, field(1, field(1, 1) + field(2, shape)))
+    node = field(1, "dense") + field(2, "score") + field(4, "Tanh")
+    dense, score = field(1, "dense") + float32, field(1, "score") + float32
+    graph = field(1, node) + field(2, "tanh") + field(11, dense) + field(12, score)
+    return field(1, 8) + field(7, graph) + field(8, field(2, 17))
+
+
 class Package(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -144,6 +161,37 @@ class Package(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "keys: is big-endian"):
             model.prefetch("age", np.array([1], ">i8"))
 
+    def test_masked_values_are_refused(self):
+        model = self.open()
+        arrays = columns(model, self.samples[:3])
+        for at, name in enumerate(("dense", "keys", "offsets")):
+            masked = list(arrays)
+            masked[at] = np.ma.array(arrays[at])
+            model.score(*masked)
+            masked[at][-1] = np.ma.masked
+            with self.assertRaisesRegex(TypeError, f"{name}: has masked values; pass array.filled"):
+                model.score(*masked)
+
+    def test_a_model_without_sparse_features_takes_empty_offsets(self):
+        folder = self.folder / "dense"
+        folder.mkdir()
+        (folder / "dense.onnx").write_bytes(tanh_network())
+        (folder / "model.toml").write_text(
+            'format = 1\nname = "dense"\nsequence = 1\ndense_features = ["speed"]\n'
+            "table = []\nfeature = []\n"
+            '[network]\nonnx = "dense.onnx"\noutput = "score"\nactivation = "none"\n'
+            '[[network.input]]\nname = "dense"\ndense = true\n'
+        )
+        hatchback.pack(folder / "model.toml", folder / "dense.hatch")
+        with hatchback.Model.open(folder / "dense.hatch") as model:
+            dense, no_keys = np.array([[0.5], [-1]], np.float32), np.zeros(0, np.int64)
+            for offsets in (np.zeros(0, np.int64), np.zeros(0, np.uint32), np.array([0])):
+                scores = model.score(dense, no_keys, offsets).scores
+                np.testing.assert_allclose(scores, np.tanh(dense), rtol=1e-5)
+            for keys, offsets in (([], [1]), ([], [0, 0]), ([5], []), ([5], [0])):
+                with self.assertRaisesRegex(hatchback.RequestError, "offsets: "):
+                    model.score(dense, np.array(keys, np.int64), np.array(offsets, np.int64))
+
     def test_a_single_axis_of_dense_features_is_one_sample(self):
         model = self.open()
         dense, keys, offsets = columns(model, self.samples[:1])
@@ -187,6 +235,8 @@ class Package(unittest.TestCase):
             for wrong in (None, weights[:-1], np.append(weights, weights[:1])):
                 with self.assertRaisesRegex(hatchback.RequestError, "weights"):
                     model.score(dense, keys, offsets, weights=wrong)
+            with self.assertRaisesRegex(hatchback.RequestError, "weights: 1 values for"):
+                model.score(dense, keys, offsets, weights=weights[:1])
             weights[0] = np.inf
             with self.assertRaisesRegex(hatchback.RequestError, "the weight of key 0"):
                 model.score(dense, keys, offsets, weights=weights)

@@ -153,6 +153,12 @@ pub const SET_ASIDE_MAX: usize = 64;
 pub const FETCH_FAILURES_MAX: u32 = 4;
 /// Polls for which a release is set aside at most.
 pub const SET_ASIDE_POLLS_MAX: u32 = 64;
+/// Bytes of a reason in the status of an update.
+pub const NOTE_BYTES_MAX: usize = 1024;
+/// Attempts of a release that faults of the car ended, after which another path is preferred.
+pub const ATTEMPTS_MAX: u32 = 4;
+/// Bytes of the fields that later formats may append to a record, each as short as it can be.
+pub const APPENDED_BYTES_MAX: usize = 256;
 /// Bytes of a status record of an update.
 pub const STATUS_BYTES_MAX: u64 = 256 << 10;
 /// Bytes of the record of the newest accepted root and targets.

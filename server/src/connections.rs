@@ -3,7 +3,9 @@
 //! never closed for that. If too many bytes wait for callers, the connection that holds most of
 //! them is closed. Never reads or writes the bytes of a connection.
 
-use crate::limits::{FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SILENT_TIME_MIN, TURN_BYTES_MAX};
+use crate::limits::{
+    FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, TURN_BYTES_MAX,
+};
 use crate::log_limit::LogLimit;
 use crate::memory::{ByteBudget, Reservation, Share};
 use crate::problem::{Code, Problem};
@@ -41,6 +43,8 @@ pub struct Connection {
     opened: Instant,
     /// When the caller last sent or took bytes, in µs since `opened`.
     active_us: AtomicU64,
+    /// When a part of what the connection holds had last moved, in µs since `opened`.
+    moved_us: AtomicU64,
     close: Notify,
     /// Bytes that may be read before other connections have their turn.
     turn_bytes: AtomicUsize,
@@ -72,6 +76,7 @@ impl Connection {
             state: AtomicU32::new(0),
             opened: Instant::now(),
             active_us: AtomicU64::new(0),
+            moved_us: AtomicU64::new(0),
             close: Notify::new(),
             turn_bytes: AtomicUsize::new(TURN_BYTES_MAX),
             idle_bytes: AtomicUsize::new(0),
@@ -86,6 +91,21 @@ impl Connection {
     /// Notes that the caller sent or took bytes now.
     pub fn note_activity(&self) {
         self.active_us.store(self.age_us(), Ordering::Relaxed);
+    }
+
+    /// Notes that `bytes` of a body came; with 0, looks only whether answers went. Other frames,
+    /// and few bytes beside many that are held, are no progress: they cost a caller nothing.
+    pub fn note_moved(&self, bytes: usize) {
+        if self.share.has_moved(bytes) {
+            self.moved_us.store(self.age_us(), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the bytes that wait for the caller. They weigh more if they do not move.
+    fn weight(&self) -> usize {
+        let moved = Duration::from_micros(self.moved_us.load(Ordering::Relaxed));
+        let is_stuck = self.opened.elapsed().saturating_sub(moved) >= SILENT_TIME_MIN;
+        self.share.waiting().saturating_mul(if is_stuck { SHARES } else { 1 })
     }
 
     /// Begins a turn, in which `TURN_BYTES_MAX` bytes may be read.
@@ -299,33 +319,42 @@ impl Connections {
     fn check_room(&self, memory: &Reservation, more: usize) -> Result<(), Problem> {
         let needed = memory.share().waiting().saturating_add(more);
         let excess = self.bytes.excess(more, needed);
-        match excess > 0 && !self.make_room(needed, excess) {
+        match excess > 0 && !self.make_room(memory.share(), needed, excess) {
             true => Err(memory.share().refusal(more)),
             false => Ok(()),
         }
     }
 
-    /// Closes the connection that holds most bytes for one that needs `needed`. Only a small one
-    /// displaces callers that still send. Returns false if no other one holds more.
-    fn make_room(&self, needed: usize, excess: usize) -> bool {
+    /// Makes room for what could not be decoded in `memory`, if bytes that wait for callers leave
+    /// none. The caller finds the room when it repeats its request.
+    pub fn make_room_to_decode(&self, memory: &Reservation) {
         let open = self.open();
-        let closing = open.iter().filter(|connection| connection.is_closing());
+        // Many small connections may hold what one request needs.
+        while memory.excess() > closing_bytes(&open)
+            && self.close_heaviest(&open, memory.share(), memory.share().waiting())
+        {}
+    }
+
+    /// Closes a connection for that of `share`, which needs `needed`. Returns false if none holds
+    /// enough.
+    fn make_room(&self, share: &Arc<Share>, needed: usize, excess: usize) -> bool {
+        let open = self.open();
         // A connection that closes already makes room.
-        if closing.map(|connection| connection.share.waiting()).sum::<usize>() >= excess {
-            return true;
-        }
-        let is_small = self.bytes.is_small(needed);
-        let others = open.iter().filter(|connection| {
-            let is_silent = || connection.last_activity().elapsed() >= SILENT_TIME_MIN;
-            !connection.is_closing() && (is_small || is_silent())
-        });
-        let largest = others.max_by_key(|connection| connection.share.waiting());
-        let Some(largest) = largest.filter(|largest| largest.share.waiting() > needed) else {
-            return false;
-        };
-        largest.close();
-        let (peer, held) = (largest.peer, largest.share.waiting());
-        self.closed.warn(&format!("that of {peer:?} held {held} of server.bytes_max, most of all"));
+        closing_bytes(&open) >= excess || self.close_heaviest(&open, share, needed)
+    }
+
+    /// Closes the heaviest of `open` for the connection of `share`. It must outweigh `needed`, and
+    /// twice that if `needed` is not small: two callers of one size must not close each other.
+    fn close_heaviest(&self, open: &[Arc<Connection>], share: &Arc<Share>, needed: usize) -> bool {
+        let least = if self.bytes.is_small(needed) { needed } else { needed.saturating_mul(2) };
+        let is_other = |c: &&Arc<Connection>| !Arc::ptr_eq(&c.share, share) && !c.is_closing();
+        // Weighed once, because a weight changes meanwhile.
+        let others = open.iter().filter(is_other).map(|other| (other.weight(), other));
+        let heaviest = others.max_by_key(|other| other.0).filter(|other| other.0 > least);
+        let Some((_, heaviest)) = heaviest else { return false };
+        heaviest.close();
+        let (peer, held) = (heaviest.peer, heaviest.share.waiting());
+        self.closed.warn(&format!("that of {peer:?} held {held} of server.bytes_max"));
         true
     }
 
@@ -339,6 +368,12 @@ impl Connections {
         self.closed.end();
         open.len()
     }
+}
+
+/// Returns the bytes of those connections of `open` that close already.
+fn closing_bytes(open: &[Arc<Connection>]) -> usize {
+    let closing = open.iter().filter(|connection| connection.is_closing());
+    closing.map(|connection| connection.share.waiting()).sum()
 }
 
 #[cfg(test)]
@@ -419,6 +454,44 @@ mod tests {
         memory[1].shrink(0);
         connections.resize(&mut memory[2], 1600).unwrap();
         assert!(places[0].connection().is_closing() && closing() == 2);
+    }
+
+    #[test]
+    fn a_connection_whose_bytes_do_not_move_makes_room_whatever_else_it_sends() {
+        let connections = connections(3);
+        let places: Vec<Place> = (0..3).map(|_| connections.admit(PEER).unwrap()).collect();
+        let mut memory: Vec<Reservation> =
+            places.iter().map(|place| place.connection().share.reservation()).collect();
+        connections.grow(&mut memory[0], 1600).unwrap();
+        connections.grow(&mut memory[1], 1600).unwrap();
+        std::thread::sleep(SILENT_TIME_MIN);
+        places[0].connection().note_activity();
+        places[0].connection().note_moved(1600 / SHARES - 1);
+        places[1].connection().note_moved(1600 / SHARES);
+        connections.grow(&mut memory[2], 1500).unwrap();
+        assert!(places[0].connection().is_closing(), "a trickle is no progress");
+        assert!(!places[1].connection().is_closing());
+    }
+
+    /// 4800 bytes wait in small connections, and 3200 are needed.
+    #[test]
+    fn what_cannot_be_decoded_finds_room_when_it_is_asked_for_again() {
+        let connections = connections(49);
+        let mut places: Vec<Place> = (0..49).map(|_| connections.admit(PEER).unwrap()).collect();
+        let mut memory: Vec<Reservation> =
+            places.iter().map(|place| place.connection().share.reservation()).collect();
+        let mut own = memory.pop().unwrap();
+        memory.iter_mut().for_each(|memory| connections.grow(memory, 99).unwrap());
+        connections.grow(&mut own, 48).unwrap();
+        connections.make_room_to_decode(&own);
+        assert!(places.iter().all(|place| !place.connection().is_closing()), "none was refused");
+        assert_eq!(own.grow(3200).unwrap_err().code, Code::Busy);
+        connections.make_room_to_decode(&own);
+        places.retain(|place| !place.connection().is_closing());
+        assert_eq!(49 - places.len(), (48usize * 99 + 48 + 3200 - 6400).div_ceil(99));
+        memory.truncate(places.len() - 1);
+        own.grow(3200).unwrap();
+        assert_eq!(own.grow(3200).unwrap_err().code, Code::TooLarge);
     }
 
     #[test]

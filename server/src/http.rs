@@ -127,6 +127,7 @@ async fn read_frames(
         let Ok(data) = frame.into_data() else { continue };
         // With the heads of its frames, unless they are tiny.
         call.connection.count_used(data.len() + data.len() / 64);
+        call.connection.note_moved(data.len());
         let bytes = read.len() + data.len();
         if bytes > bytes_max {
             return Err(too_large(bytes_max));

@@ -29,7 +29,8 @@ pub const CONTROL_BYTES_MAX: usize = 64 << 10;
 /// One connection holds at most this part of `server.bytes_max`, or one request of the largest
 /// size. One with this part of a share is small: for it, any larger connection makes room.
 pub const SHARES: usize = 8;
-/// Time without a byte after which a connection makes room for any smaller one.
+/// Time in which a part of what a connection holds must move: one byte in `SHARES`, of a body or of
+/// an answer. Otherwise its bytes weigh `SHARES` times when a connection is closed to make room.
 pub const SILENT_TIME_MIN: Duration = Duration::from_secs(1);
 /// Bytes that one connection reads before the others have their turn.
 pub const TURN_BYTES_MAX: usize = 16 << 10;
@@ -42,7 +43,8 @@ pub const REQUEST_FRAME_BYTES: usize = 1 << 10;
 pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which the body of a request must arrive.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(10);
-/// Time in which the headers of a request must arrive once its first byte came.
+/// Time in which the headers of a request must arrive. With HTTP/1.1 it begins when the connection
+/// opens and after each answer, so a connection without a request is closed after this time.
 pub const HEADER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which a caller must show its certificate.
 pub const HANDSHAKE_TIME_MAX: Duration = Duration::from_secs(5);

@@ -406,6 +406,7 @@ impl<S> Watched<S> {
     fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         if let Poll::Ready(Ok(bytes)) = &written {
             self.connection.note_activity();
+            self.connection.note_moved(0);
             // A caller that takes answers sends frames that say so.
             self.connection.count_used(bytes / 64);
         }

@@ -3,7 +3,7 @@
 //! kept. Never waits.
 
 use crate::limits::{RETRY_MAX, SHARES};
-use crate::problem::Problem;
+use crate::problem::{Code, Problem};
 use hyper::body::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -35,6 +35,11 @@ impl ByteBudget {
         self.used.load(Ordering::Relaxed)
     }
 
+    /// Returns the bytes that wait for callers.
+    fn waiting(&self) -> usize {
+        self.used().saturating_sub(self.decoded.load(Ordering::Relaxed))
+    }
+
     /// Returns whether a connection with `bytes` is small. Larger ones leave room for small ones.
     pub fn is_small(&self, bytes: usize) -> bool {
         bytes <= self.bytes_max / (SHARES * SHARES)
@@ -44,8 +49,7 @@ impl ByteBudget {
     /// then has `needed`: small connections may use three quarters, larger ones half.
     pub fn excess(&self, more: usize, needed: usize) -> usize {
         let quarters = if self.is_small(needed) { 3 } else { 2 };
-        let waiting = self.used().saturating_sub(self.decoded.load(Ordering::Relaxed));
-        waiting.saturating_add(more).saturating_sub(self.bytes_max / 4 * quarters)
+        self.waiting().saturating_add(more).saturating_sub(self.bytes_max / 4 * quarters)
     }
 }
 
@@ -58,14 +62,16 @@ pub struct Share {
     /// Answers that wait for the caller, by the parity of the period in which they were made.
     answers: [AtomicU32; 2],
     period: AtomicUsize,
+    /// Bytes of bodies that came and of answers that went since `has_moved` was true.
+    moved: AtomicUsize,
 }
 
 impl Share {
     /// Returns a share of `budget`, of which none is used.
     pub fn new(budget: &Arc<ByteBudget>) -> Arc<Self> {
-        let [used, decoded, period] = [0; 3].map(AtomicUsize::new);
+        let [used, decoded, period, moved] = [0; 4].map(AtomicUsize::new);
         let (budget, answers) = (Arc::clone(budget), Default::default());
-        Arc::new(Self { budget, used, decoded, answers, period })
+        Arc::new(Self { budget, used, decoded, answers, period, moved })
     }
 
     /// Returns the bytes that wait for the caller.
@@ -74,9 +80,20 @@ impl Share {
         self.used.load(Ordering::Relaxed).saturating_sub(decoded)
     }
 
+    /// Counts `bytes` that moved. Returns whether a part of the bytes that wait has moved since the
+    /// last time that it had.
+    pub fn has_moved(&self, bytes: usize) -> bool {
+        let moved = self.moved.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let is_part = moved > 0 && moved >= self.waiting() / SHARES;
+        if is_part {
+            self.moved.store(0, Ordering::Relaxed);
+        }
+        is_part
+    }
+
     /// Returns a reservation without bytes.
     pub fn reservation(self: &Arc<Self>) -> Reservation {
-        Reservation { share: Arc::clone(self), bytes: 0, decoded: 0 }
+        Reservation { share: Arc::clone(self), bytes: 0, decoded: 0, refused: 0 }
     }
 
     /// Begins the next period. Returns whether the caller has taken every answer that was made
@@ -104,6 +121,8 @@ pub struct Reservation {
     share: Arc<Share>,
     bytes: usize,
     decoded: usize,
+    /// Bytes that could not be reserved for decoding, though the budget may have them later.
+    refused: usize,
 }
 
 impl Reservation {
@@ -115,13 +134,27 @@ impl Reservation {
     /// Reserves `more` bytes for what is decoded or encoded now, until the next change.
     ///
     /// # Errors
-    /// The budget has no room for them. The reservation is then unchanged.
+    /// The budget has no room for them now, or never has. The reservation is then unchanged.
     pub fn grow(&mut self, more: usize) -> Result<(), Problem> {
-        self.reserve(more, usize::MAX)?;
+        let (bytes_max, needed) = (self.share.budget.bytes_max, self.bytes.saturating_add(more));
+        if needed > bytes_max {
+            // No retry would help.
+            let message = format!("{needed} bytes in memory, server.bytes_max = {bytes_max}");
+            return Err(Problem::new(Code::TooLarge, message + "; send fewer or binary values"));
+        }
+        self.reserve(more, usize::MAX).inspect_err(|_| self.refused = more)?;
         self.decoded += more;
         self.share.decoded.fetch_add(more, Ordering::Relaxed);
         self.share.budget.decoded.fetch_add(more, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Returns how many bytes too many wait for callers to decode what was refused.
+    pub fn excess(&self) -> usize {
+        let ByteBudget { bytes_max, .. } = *self.share.budget;
+        // What others decode is given back soon, so no caller must go for that.
+        let needed = self.share.budget.waiting() + self.decoded + self.refused;
+        if self.refused > 0 { needed.saturating_sub(bytes_max) } else { 0 }
     }
 
     /// Reserves `more` bytes that wait for the caller. Only [`Connections`] calls this.
@@ -202,6 +235,7 @@ impl AsRef<[u8]> for Held {
 impl Drop for Held {
     fn drop(&mut self) {
         self.memory.share.answers[self.period].fetch_sub(1, Ordering::Relaxed);
+        self.memory.share.moved.fetch_add(self.data.len(), Ordering::Relaxed);
     }
 }
 

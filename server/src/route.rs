@@ -10,7 +10,9 @@ use crate::grpc_infer;
 use crate::http::{Answered, header_text, json_reply, read_body, refusal, reply};
 use crate::http_infer::{self, Target};
 use crate::infer::Call;
-use crate::limits::{CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX};
+use crate::limits::{
+    CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
+};
 use crate::memory::Reservation;
 use crate::page::page;
 use crate::problem::{Code, Problem, checked};
@@ -21,7 +23,7 @@ use crate::proto::{
 use crate::repository;
 use crate::trace::Protocol;
 use hatchback::Shortened;
-use hyper::body::{Bytes, Incoming};
+use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::{Method, Request, StatusCode};
@@ -121,7 +123,7 @@ impl Head {
 /// taken it.
 pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Received) -> Answered {
     let Received { at: received, protocol, trace, may_change, memory, head, body } = request;
-    let (model, header) = (String::new(), trace.clone());
+    let (model, header, has_body) = (String::new(), trace.clone(), !body.is_end_stream());
     let mut call = Call { front, connection, protocol, received, memory, model, trace, may_change };
     let answered = match (head, protocol) {
         (Err(problem), _) => Err(problem),
@@ -132,10 +134,17 @@ pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Receiv
     let Call { model, mut memory, .. } = call;
     let answered = answered.and_then(|answered| {
         let bytes = REQUEST_BYTES + answered.body().data.len();
+        // The time to take the answer begins now, however long the request took.
+        connection.note_moved(bytes);
         front.connections.resize(&mut memory, bytes).map(|()| answered)
     });
     let mut answered = answered.unwrap_or_else(|problem| {
         front.metrics.refuse(&model, protocol, &problem, received.elapsed());
+        if has_body {
+            // What is left of the body is read and dropped. It belongs to a request.
+            connection.count_used(WINDOW_BYTES_MAX as usize);
+        }
+        front.connections.make_room_to_decode(&memory);
         // `REQUEST_BYTES` has room for a message.
         memory.shrink(REQUEST_BYTES);
         match protocol {

@@ -191,7 +191,8 @@ fn with_valid_checksum(bytes: &[u8], parse: impl Fn(&[u8])) {
     parse(bytes);
     let mut fixed = bytes.to_vec();
     if let Some((header, body)) = fixed.split_at_mut_checked(16) {
-        header[12..].copy_from_slice(&crc32c::crc32c(body).to_le_bytes());
+        let checksum = crc32c::crc32c_append(crc32c::crc32c(&header[..12]), body);
+        header[12..].copy_from_slice(&checksum.to_le_bytes());
         parse(&fixed);
     }
 }

@@ -17,18 +17,18 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 17_200),
-    ("runtime", 16_700),
+    ("kernels", 18_100),
+    ("runtime", 17_350),
     ("link", 500),
-    ("server", 5_150),
+    ("server", 5_400),
     ("board", 1_850),
-    ("capi", 760),
-    ("python", 380),
-    ("tools", 13_000),
+    ("capi", 770),
+    ("python", 440),
+    ("tools", 13_120),
     ("bench", 11_100),
-    ("tests", 5_700),
+    ("tests", 5_850),
 ];
-const WORDS_MAX: usize = 42_000;
+const WORDS_MAX: usize = 43_200;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;

@@ -74,10 +74,10 @@ impl DenseEngine {
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
 
         let mut graph = Graph::build(&model, &shaped, output);
-        let mut values = Size::default();
+        let mut held = Size::default();
         if let Err(Stop::Unsupported(_)) = &graph {
             let bounded = bounds::bound(&model, &shaped)?;
-            values = bounded.values;
+            held = bounded.held;
             if let Some(flat) = bounded.without_branches {
                 model = flat;
                 graph = Graph::build(&model, &shaped, output);
@@ -88,7 +88,7 @@ impl DenseEngine {
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
                 widen_model(&mut model);
-                let network = Box::new(Fallback::load(&model, shaped, output, values)?);
+                let network = Box::new(Fallback::load(&model, shaped, output, held)?);
                 Backend::Fallback { network, operator }
             }
         };

@@ -24,19 +24,19 @@ pub(super) struct Fallback {
     output: NodeId,
     output_name: String,
     options: RunOptions,
-    /// The values of all results of one run, at most.
-    values: Size,
+    /// The values that a run holds at once, at most.
+    held: Size,
 }
 
 impl Fallback {
     /// Loads `model` from a new encoding and not from the bytes of the file, so that rten parses
-    /// only what the check has seen. `inputs` are names and shapes of one sample, and `values` is
+    /// only what the check has seen. `inputs` are names and shapes of one sample, and `held` is
     /// what `bounds.rs` found.
     pub fn load(
         model: &ModelProto,
         inputs: Vec<(&str, Vec<usize>)>,
         output: &str,
-        values: Size,
+        held: Size,
     ) -> Result<Self, DenseError> {
         let mut options = ModelOptions::with_all_ops();
         // The inferred sizes are terms of the batch, and a few nodes can double a term to any
@@ -62,16 +62,16 @@ impl Fallback {
 
         let mut options = RunOptions::default();
         options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
-        Ok(Self { model, inputs, output, output_name, options, values })
+        Ok(Self { model, inputs, output, output_name, options, held })
     }
 
     pub fn parameters(&self) -> usize {
         self.model.total_params()
     }
 
-    /// Returns the bytes of all results of a run of `batch` samples, at most.
+    /// Returns the bytes that a run of `batch` samples holds at once, at most.
     pub fn run_bytes(&self, batch: usize) -> usize {
-        let Size { fixed, batches } = self.values;
+        let Size { fixed, batches } = self.held;
         let values = i64::try_from(batch).unwrap_or(i64::MAX).saturating_mul(batches);
         usize::try_from(values.saturating_add(fixed.max(0)).saturating_mul(4)).unwrap_or(usize::MAX)
     }

@@ -160,6 +160,103 @@ fn results_without_end_are_refused_by_name() {
     refused(ended(square, "big"), vec![], &["MatMul", "samples"]);
 }
 
+/// rten's `Range` counts in i32: a step beyond the last value wraps around, and the loop goes on.
+#[test]
+fn ranges_that_wrap_around_are_refused_by_name() {
+    for [limit, step] in [[i32::MAX, 1 << 30], [i32::MIN, -(1 << 30)]] {
+        let nodes = vec![node("Range", &["zero", "end", "step"], &["big"], &[])];
+        let values = [("zero", 0), ("end", i64::from(limit)), ("step", i64::from(step))];
+        let tensors = values.map(|(name, value)| tensor(name, &[], &[value])).to_vec();
+        refused(ended(nodes, "big"), tensors, &["Range with bounds", "node `big`"]);
+    }
+
+    // The largest limit whose next value is an i32.
+    let nodes = vec![node("Range", &["zero", "end", "step"], &["r"], &[])];
+    let nodes = [nodes, vec![node("Cast", &["r"], &["f"], &[("to", 1)])]].concat();
+    let values = [("zero", 0), ("end", i64::from(i32::MAX) - (1 << 30)), ("step", 1 << 30)];
+    let tensors = values.map(|(name, value)| tensor(name, &[], &[value])).to_vec();
+    runs_on_rten("Range", ended(nodes, "f"), tensors);
+}
+
+/// rten and our engine walk the axes beside an empty one, and allocate by them.
+#[test]
+fn empty_tensors_with_other_axes_of_any_size_are_refused_by_name() {
+    let slice = |op: &str| {
+        let list = |name: &str, value: i64| AttributeProto {
+            name: Some(name.to_owned()),
+            ints: vec![value],
+            r#type: Some(7),
+            ..AttributeProto::default()
+        };
+        let attribute = vec![list("starts", 1), list("ends", 1 << 62), list("axes", 1)];
+        NodeProto { attribute, ..node(op, &["w"], &["big"], &[]) }
+    };
+    for op in ["Transpose", "Slice", "TopK", "ReverseSequence", "Identity"] {
+        let nodes = match op {
+            "Slice" => vec![slice(op)],
+            _ => vec![node(op, &["w", "one"], &["big"], &[("axis", 1)])],
+        };
+        let tensors = vec![tensor("w", &[0, 1 << 62], &[]), ints("one", &[1])];
+        refused(ended(nodes.clone(), "big"), tensors.clone(), &["tensor `w`: shape [0, 46"]);
+        let own = [nodes, vec![node("Tanh", &["x"], &["out"], &[])]].concat();
+        refused(own, tensors, &["tensor `w`: shape [0, 46"]);
+    }
+
+    // Empty tensors that a node makes.
+    let made = |shape: &[i64], last: &str| {
+        let nodes = vec![
+            node("ConstantOfShape", &["shape"], &["w"], &[]),
+            node("Transpose", &["w"], &["t"], &[]),
+            node(last, &["x"], &["out"], &[]),
+        ];
+        load(&network(nodes, vec![ints("shape", shape)]))
+    };
+    let wide = [0, 1 << 20, 1 << 20, 1 << 20];
+    assert!(made(&wide, "Tanh").is_ok_and(|engine| engine.falls_back_for().is_none()));
+    for shape in [&wide[..], &[1 << 40, 0], &[1 << 22, 1 << 22, 0]] {
+        let error = made(shape, "Sin").err().expect("a refusal");
+        assert!(error.is_unsupported() && error.to_string().contains("ConstantOfShape"), "{error}");
+    }
+    assert!(made(&[0, 1 << 10], "Sin").is_ok());
+}
+
+/// What an operator of rten makes beside its result, or by sums that wrap around.
+#[test]
+fn copies_and_spans_without_end_are_refused_by_name() {
+    let einsum = |equation: &str, inputs: &[&str], tensors: Vec<TensorProto>| {
+        let text = AttributeProto {
+            name: Some("equation".to_owned()),
+            s: Some(equation.as_bytes().to_vec().into()),
+            r#type: Some(3),
+            ..AttributeProto::default()
+        };
+        let product = NodeProto { attribute: vec![text], ..node("Einsum", inputs, &["out"], &[]) };
+        load(&network(vec![node("Sin", &["x"], &["s"], &[]), product], tensors))
+    };
+    // Two axes are summed, and each operand has one of them: rten repeats both operands.
+    let sides = || vec![floats("a", &[1 << 14, 1]), floats("b", &[1, 1 << 14])];
+    let error = einsum("ab,ab->", &["a", "b"], sides()).err().expect("a refusal");
+    assert!(error.is_unsupported() && error.to_string().contains("Einsum"), "{error}");
+    for equation in ["...a,ac->...c", "ba,ac"] {
+        let engine = einsum(equation, &["s", "a"], vec![floats("a", &[4, 3])]);
+        engine.unwrap_or_else(|e| panic!("{equation}: {e}"));
+    }
+
+    // A span of 3 * dilation + 1 positions wraps around to -2^33 - 1.
+    let list = |name: &str, ints: &[i64]| AttributeProto {
+        name: Some(name.to_owned()),
+        ints: ints.to_vec(),
+        r#type: Some(7),
+        ..AttributeProto::default()
+    };
+    let dilation = ((1i128 << 64) - (1 << 33)) / 3;
+    let mut convolution = node("Conv", &["u", "k"], &["big"], &[("ceil_mode", 1)]);
+    convolution.attribute.push(list("dilations", &[1, dilation as i64]));
+    let nodes = vec![node("Reshape", &["x", "image"], &["u"], &[]), convolution];
+    let tensors = vec![floats("k", &[1, 1, 1, 4]), ints("image", &[-1, 1, 1, 4])];
+    refused(ended(nodes, "big"), tensors, &["Conv of such pads"]);
+}
+
 #[test]
 fn shapes_that_follow_from_values_are_refused_by_name() {
     let cast = node("Cast", &["x"], &["i"], &[("to", 7)]);
@@ -197,6 +294,8 @@ fn loops_branches_by_values_and_foreign_operators_are_refused_by_name() {
         ]
     };
     let branches = [("then_branch", body()), ("else_branch", body())];
+    let yes = |output: &str| with_graphs(node("If", &["yes"], &[output], &[]), &branches);
+    refused(vec![yes("p"), yes("out")], trips(), &["a branch that writes `b` again"]);
     let by_value = with_graphs(node("If", &["c"], &["out"], &[]), &branches);
     refused([condition(), vec![by_value]].concat(), vec![], &["If by a condition", "node `out`"]);
     let sine = with_graphs(node("Sin", &["x"], &["out"], &[]), &branches);
@@ -256,7 +355,8 @@ fn networks_that_are_too_deep_too_long_or_too_slow_are_refused() {
     assert!(error.to_string().contains("`a` is written twice"), "{error}");
 }
 
-/// The values that rten makes in a run of `batch` samples, in all results together.
+/// The values that rten makes in a run of `batch` samples, in all results that do not take the
+/// place of their operand.
 fn values_made(model: &ModelProto, inputs: &[(String, usize)], batch: usize) -> usize {
     let graph = model.graph.as_ref().unwrap();
     let mut options = ModelOptions::with_all_ops();
@@ -271,7 +371,19 @@ fn values_made(model: &ModelProto, inputs: &[(String, usize)], batch: usize) -> 
         let view: ValueOrView = ValueView::from_shape(&shape, data).unwrap().into();
         fed.push((loaded.find_node(name).unwrap(), view));
     }
-    let is_made = |node: &&NodeProto| node.op_type() != "Constant";
+    let makes = |name: &String| {
+        graph.node.iter().any(|n| n.op_type() != "Constant" && n.output.contains(name))
+    };
+    let reads = |name: &String| {
+        let inputs = graph.node.iter().flat_map(|node| &node.input).filter(|n| *n == name).count();
+        inputs + graph.output.iter().filter(|output| output.name() == name).count()
+    };
+    let is_in_place = |node: &NodeProto| {
+        ["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"].contains(&node.op_type())
+            && makes(&node.input[0])
+            && reads(&node.input[0]) == 1
+    };
+    let is_made = |node: &&NodeProto| node.op_type() != "Constant" && !is_in_place(node);
     let names = graph.node.iter().filter(is_made).flat_map(|node| &node.output);
     let ids: Vec<_> = names.filter_map(|name| loaded.find_node(name)).collect();
     let all = loaded.run(fed, &ids, None).unwrap();

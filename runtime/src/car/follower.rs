@@ -2,7 +2,7 @@
 //! generation, and swaps to the next one after the other process made it live. Never writes to the
 //! directory.
 
-use crate::bundle::manifest::{Generation, Hash};
+use crate::bundle::manifest::Generation;
 use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::{Disk, Lock};
@@ -31,9 +31,9 @@ pub struct Follower {
     directory: PathBuf,
     name: String,
     budget: Budget,
-    /// The manifest's hash of the live generation that was refused, and the number of looks since.
-    /// A look is a call of [`Follower::look`].
-    refused: Option<(Hash, u32)>,
+    /// The live generation that was refused, and the number of looks since. A look is a call of
+    /// [`Follower::look`].
+    refused: Option<(LiveId, u32)>,
 }
 
 impl Follower {
@@ -73,7 +73,7 @@ impl Follower {
     ) -> Result<Option<(Generation, Swapped)>, FollowError> {
         let Some(served) = serving.id(&self.name) else { return Ok(None) };
         let refused = &mut self.refused;
-        let is_refused = |live: Hash| match refused {
+        let is_refused = |live: LiveId| match refused {
             Some((refused, looks)) if *refused == live && *looks < REFUSED_LOOKS => {
                 *looks += 1;
                 true
@@ -96,7 +96,7 @@ impl Follower {
             lock => lock.ok(),
         };
         let swapped = serving.swap(&self.name, &flash, self.budget, yield_now);
-        self.refused = swapped.is_err().then_some((flash.record().live.manifest, 0));
+        self.refused = swapped.is_err().then_some((flash.record().id(), 0));
         Ok(Some((flash.manifest().generation.clone(), swapped?)))
     }
 }
@@ -111,20 +111,20 @@ pub(crate) enum Changed {
     Open(Box<Flash>, Result<Lock, FlashError>),
 }
 
-/// Opens the live generation of `directory` unless it is `served` or `is_refused`. The lock keeps a merge from removing segments that are
-/// being opened.
+/// Opens the live generation of `directory` unless it is `served` or `is_refused`. The lock keeps a
+/// merge from removing segments that are being opened.
 pub(crate) fn open_changed(
     disk: &Arc<dyn Disk>,
     directory: &Path,
     served: Option<LiveId>,
-    is_refused: impl FnOnce(Hash) -> bool,
+    is_refused: impl FnOnce(LiveId) -> bool,
 ) -> Result<Changed, FlashError> {
     let flash = Flash::open(disk, directory)?;
     if served == Some(flash.record().id()) {
         return Ok(Changed::Served);
     }
     flash.check_servable()?;
-    if is_refused(flash.record().live.manifest) {
+    if is_refused(flash.record().id()) {
         return Ok(Changed::Refused);
     }
 

@@ -2,8 +2,9 @@
 //! probe and probation. They also serve the live generation of the flash directory, whichever
 //! process made it live. Never opens a link.
 
-use crate::bundle::manifest::{Generation, Hash};
+use crate::bundle::manifest::Generation;
 use crate::car::follower::{Changed, open_changed};
+use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Lock;
 use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
@@ -92,8 +93,8 @@ pub type LatencyP99 = Box<dyn Fn(&str, &Generation) -> u64 + Send>;
 
 /// Why the live generation is not served.
 struct Failure {
-    /// Its manifest.
-    manifest: Hash,
+    /// Its identity.
+    id: LiveId,
     reason: String,
     cause: Cause,
     /// Looks in a row at which it could not be served. Each [`UpdateSteps::step`] looks once.
@@ -169,6 +170,11 @@ impl UpdateSteps {
         }
     }
 
+    /// Records that a call of [`UpdateSteps::step`] panicked: this counts as a failed step.
+    pub fn record_panic(&mut self, now: u64) {
+        self.wait("a step panicked", now);
+    }
+
     /// Logs why a step could not be taken. Abandons the attempt after [`FAILED_STEPS_MAX`] failures
     /// in a row.
     fn wait(&mut self, reason: &str, now: u64) {
@@ -205,8 +211,11 @@ impl UpdateSteps {
         let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
         let budget = Budget { memory_bytes_max, ..*budget };
         let failure = self.failure.as_ref().filter(|failure| failure.is_final());
-        let unservable =
-            failure.map(|Failure { reason, cause, .. }| Unservable { reason, cause: *cause });
+        let unservable = failure.map(|Failure { id, reason, cause, .. }| Unservable {
+            id: *id,
+            reason,
+            cause: *cause,
+        });
         let (watched, root) = (Some(self.watched()), root.as_deref());
         let (policy, boot) = (*policy, *boot);
         let host = Host { policy, budget, watched, unservable, version, root, boot, yield_now };
@@ -279,7 +288,7 @@ impl UpdateSteps {
                 }
                 log::info!("serving {live} as `{name}`; {swapped}");
             }
-            Err(e) => self.fail(flash.record().live.manifest, &e),
+            Err(e) => self.fail(flash.record().id(), &e),
         }
     }
 
@@ -290,7 +299,7 @@ impl UpdateSteps {
         let served = if name.is_empty() { None } else { self.serving.id(name) };
         let failure = self.failure.as_ref();
         let is_rejected =
-            |live: Hash| failure.is_some_and(|f| f.manifest == live && f.cause == Cause::Release);
+            |live: LiveId| failure.is_some_and(|f| f.id == live && f.cause == Cause::Release);
         match open_changed(&updater.disk, &updater.flash, served, is_rejected)? {
             Changed::Served => {
                 // An earlier failure of this generation no longer counts: a snapshot has replaced
@@ -303,13 +312,13 @@ impl UpdateSteps {
         }
     }
 
-    /// Records that the generation with `manifest` cannot be served.
-    fn fail(&mut self, manifest: Hash, error: &ServingError) {
+    /// Records that the generation `id` cannot be served.
+    fn fail(&mut self, id: LiveId, error: &ServingError) {
         let reason = error.to_string();
-        let before = self.failure.take().filter(|failure| failure.manifest == manifest);
+        let before = self.failure.take().filter(|failure| failure.id == id);
         let looks = before.map_or(0, |failure| failure.looks) + 1;
         let cause = cause_of(error);
-        self.failure = Some(Failure { manifest, reason: reason.clone(), cause, looks });
+        self.failure = Some(Failure { id, reason: reason.clone(), cause, looks });
 
         self.report_unserved(&reason);
         // An error of the device that persists is treated like a lost file.

@@ -15,7 +15,6 @@ use crate::limits::{
     DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
 use crate::schema::sample::Sample;
-use hatchback_kernels::dense::DenseEngine;
 use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -96,6 +95,17 @@ impl Flash {
     /// generation cannot be opened.
     pub fn has_live_record(disk: &dyn Disk, directory: &Path) -> bool {
         !matches!(read_live(disk, directory), Ok(None))
+    }
+
+    /// Returns the live record, even if its generation is damaged.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if the device refuses.
+    pub(crate) fn last_record(
+        disk: &dyn Disk,
+        directory: &Path,
+    ) -> Result<Option<LiveRecord>, FlashError> {
+        Ok(stored_record(disk, directory)?.map(|stored| stored.value))
     }
 
     /// Restores a lost or damaged copy of the live record from the other copy.
@@ -332,16 +342,6 @@ impl Flash {
         self.read(self.file("dense.onnx"), hash, DENSE_BYTES_MAX)
     }
 
-    /// Loads the dense network.
-    ///
-    /// # Errors
-    /// [`FlashError::Dense`] if it does not load, and those of [`Flash::dense`].
-    pub(crate) fn load_dense(&self) -> Result<DenseEngine, FlashError> {
-        let path = self.file("dense.onnx");
-        let loaded = self.manifest.schema.load_dense(self.dense()?);
-        loaded.map_err(|source| FlashError::Dense { path, source })
-    }
-
     /// Reads the probe set. Returns no sample if the bundle had no probe set.
     ///
     /// # Errors
@@ -521,16 +521,19 @@ fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveReco
     })
 }
 
-/// Returns the number of writes of the live record, even if its generation is damaged.
-pub(super) fn writes_of(disk: &dyn Disk, directory: &Path) -> u64 {
-    // The caller has excluded an error of the device. If both copies are damaged, no copy with a
-    // higher count can return.
-    read_live(disk, directory).ok().flatten().map_or(0, |stored| stored.writes)
-}
-
-/// Returns the live record, even if its generation is damaged; `None` if no copy can be read.
-pub(super) fn record_of(disk: &dyn Disk, directory: &Path) -> Option<LiveRecord> {
-    read_live(disk, directory).ok().flatten().map(|stored| stored.value)
+/// Returns the live record, even if its generation is damaged; `None` if every copy is damaged or
+/// missing.
+///
+/// # Errors
+/// [`FlashError::Io`] if the device refuses a copy, which may return later.
+pub(super) fn stored_record(
+    disk: &dyn Disk,
+    directory: &Path,
+) -> Result<Option<Stored<LiveRecord>>, FlashError> {
+    match read_live(disk, directory) {
+        Err(e) if e.is_damage() => Ok(None),
+        stored => stored,
+    }
 }
 
 /// Replaces both copies of the live record: the commit point of installs, rollbacks and

@@ -5,7 +5,7 @@
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
 use crate::flash::directory::{
-    Flash, Found, check_space, lock, reclaim, record_of, write_live, writes_of,
+    Flash, Found, check_space, lock, reclaim, stored_record, write_live,
 };
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
@@ -59,7 +59,8 @@ impl Flash {
     ) -> Result<Self, FlashError> {
         let prepared = Self::prepare(disk, directory, bundle, progress)?;
         // A network that does not load would keep the model from being served after the commit.
-        prepared.flash.load_dense()?;
+        let loaded = prepared.flash.manifest.schema.load_dense(prepared.flash.dense()?);
+        loaded.map_err(|source| FlashError::Dense { path: bundle.path().to_owned(), source })?;
         prepared.commit()
     }
 
@@ -111,7 +112,7 @@ impl Flash {
             let (path, live) = (bundle.path().to_owned(), "nothing that can be used".to_owned());
             return Err(FlashError::Parent { path, parent, live });
         }
-        let before = record_of(disk.as_ref(), directory);
+        let before = Flash::last_record(disk.as_ref(), directory)?;
         if let Some(live) = before.as_ref().map(|record| &record.live.generation)
             && live.lineage != offered.lineage
         {
@@ -135,6 +136,7 @@ fn write_next(
     progress: impl FnMut(u64),
     lock: Lock,
 ) -> Result<Prepared, FlashError> {
+    let before = stored_record(disk.as_ref(), directory)?;
     // Files of an interrupted install must not take space that this install needs.
     reclaim(disk.as_ref(), directory, live.as_ref());
     let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
@@ -150,8 +152,8 @@ fn write_next(
 
     let hash = sha256(bundle.manifest_bytes());
     let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
-    let writes = writes_of(disk.as_ref(), directory) + 1;
-    let record = next_record(next, live.is_some(), record_of(disk.as_ref(), directory));
+    let writes = before.as_ref().map_or(0, |before| before.writes) + 1;
+    let record = next_record(next, live.is_some(), before.map(|before| before.value));
     let (disk, directory) = (Arc::clone(disk), directory.to_owned());
     let manifest = bundle.manifest().clone();
     let flash = Flash { disk, directory, record, writes, manifest };

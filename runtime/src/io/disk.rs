@@ -8,10 +8,10 @@ use crate::io::reader::{PageFile, ReadMethod, read_at};
 use crate::limits::PAGE_BYTES;
 use rustix::fs::{Advice, FlockOperation, OFlags, fadvise, flock};
 use rustix::io::{Errno, preadv};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, IoSliceMut, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
@@ -263,6 +263,20 @@ fn open_regular_with(path: &Path, options: &mut OpenOptions, extra: OFlags) -> i
     if file.metadata()?.is_file() { Ok(file) } else { Err(not_regular()) }
 }
 
+/// Creates a directory and its missing parents durably, each with `mode` less the umask.
+///
+/// # Errors
+/// The system refused.
+pub fn create_directories(path: &Path, mode: u32) -> io::Result<()> {
+    let is_new = |directory: &&Path| !directory.as_os_str().is_empty() && !directory.is_dir();
+    let new: Vec<&Path> = path.ancestors().take_while(is_new).collect();
+    DirBuilder::new().recursive(true).mode(mode).create(path)?;
+    // A directory's name is in its parent. Without these syncs a power cut could remove the new
+    // directories, and with them every file that was synced into them.
+    let mut parents = new.iter().rev().filter_map(|directory| directory.parent());
+    parents.try_for_each(|parent| File::open(Path::new(".").join(parent))?.sync_all())
+}
+
 /// Removes whatever is at `path`, but follows no link.
 fn clear(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() {
@@ -378,20 +392,14 @@ impl Disk for SystemDisk {
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
-        let is_new = |directory: &&Path| !directory.as_os_str().is_empty() && !directory.is_dir();
-        let new: Vec<&Path> = path.ancestors().take_while(is_new).collect();
-        match fs::create_dir_all(path) {
+        match create_directories(path, 0o777) {
             Err(e) if fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir()) => {
                 log::warn!("{}: is not a directory and is replaced by one: {e}", path.display());
                 clear(path)?;
-                fs::create_dir_all(path)?;
+                create_directories(path, 0o777)
             }
-            created => created?,
+            created => created,
         }
-        // A directory's name is in its parent. Without these syncs a power cut could remove the new
-        // directories, and with them every file that was synced into them.
-        let parents = new.iter().rev().filter_map(|directory| directory.parent());
-        parents.map(|parent| Path::new(".").join(parent)).try_for_each(|p| self.sync_dir(&p))
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {

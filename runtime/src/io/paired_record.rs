@@ -99,6 +99,11 @@ impl PairedRecord {
         value: &impl Serialize,
     ) -> Result<(), (PathBuf, io::Error)> {
         let bytes = self.encode(writes, value);
+        if bytes.len() as u64 > self.bytes_max {
+            // No read would take it, and the copy that can be read would be gone.
+            let problem = format!("{} bytes, over {}", bytes.len(), self.bytes_max);
+            return Err((directory.join(self.names[0]), io::Error::other(problem)));
+        }
         self.names.iter().try_for_each(|name| {
             let path = directory.join(name);
             atomic_write::replace(disk, &path, &bytes).map_err(|e| (path, e))

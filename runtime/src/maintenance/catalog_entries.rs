@@ -61,6 +61,12 @@ impl CatalogEntries {
         Self { wear: self.wear, ..Self::default() }
     }
 
+    /// Forgets the segments: a rebuild has other files of the same names.
+    pub fn forget_segments(&mut self) {
+        self.segments.clear();
+        self.scrub.damage.clear();
+    }
+
     /// Updates the entries to the live generation: adds the counts of its segments and removes
     /// those of other segments.
     pub fn follow(&mut self, flash: &Flash) {

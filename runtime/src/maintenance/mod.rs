@@ -12,7 +12,7 @@ pub mod scrub;
 pub mod share;
 pub mod step_size;
 
-use crate::flash::live::LiveState;
+use crate::flash::live::LiveRecord;
 use crate::flash::{Flash, FlashError};
 use crate::io::daily_bytes::{DailyBudget, DailyBytes};
 use crate::limits::PAGE_BYTES;
@@ -163,8 +163,8 @@ pub struct Maintenance {
     rules: MaintenanceRules,
     catalog: Option<Catalog>,
     entries: CatalogEntries,
-    /// The live state at the last step.
-    live: Option<LiveState>,
+    /// The live record at the last step.
+    live: Option<LiveRecord>,
     loads: BTreeMap<usize, MergeLoad>,
     compaction: Option<Compaction>,
     /// Bytes charged to the budget of `paid_day` and not yet written.
@@ -270,22 +270,25 @@ impl Maintenance {
 
     /// Updates the entries and loads if the live state changed. Drops a merge of another state.
     fn follow(&mut self, flash: &Flash, now: Duration) {
-        let live = &flash.record().live;
-        if self.live.as_ref() == Some(live) {
+        let record = flash.record();
+        if self.live.as_ref() == Some(record) {
             return;
         }
 
         (self.compaction, self.unsynced) = (None, 0);
         self.loads.clear();
-        for number in 0..live.tables.len() {
+        for number in 0..record.live.tables.len() {
             match MergeLoad::of(flash, number) {
                 Ok(load) => drop(self.loads.insert(number, load)),
                 Err(e) => log::warn!("table {number} is not merged before its repair: {e}"),
             }
         }
 
+        if self.live.as_ref().is_some_and(|live| live.rebuilds != record.rebuilds) {
+            self.entries.forget_segments();
+        }
         self.entries.follow(flash);
-        self.live = Some(live.clone());
+        self.live = Some(record.clone());
         self.record(now);
     }
 

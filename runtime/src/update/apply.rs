@@ -6,80 +6,25 @@
 
 use crate::bundle::manifest::{Generation, sha256};
 use crate::bundle::{BundleError, BundleReader};
-use crate::flash::segment::SegmentError;
+use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError, Prepared};
 use crate::io::disk::Lock;
-use crate::limits::TRIALS_MAX;
 use crate::maintenance::background::outside_idle_class;
-use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::history::last_order;
 use crate::update::install_status::{Blame, InstallState, InstallStatus, Repair, Retry};
-use crate::update::probe::{ProbeFault, Probed, probe};
+use crate::update::probe::{ProbeFault, probe};
 use crate::update::release::{Release, releases};
 use crate::update::staging::Staging;
 use crate::update::updater::Updater;
-use serde::Deserialize;
+use crate::update::verdict::{
+    Verdict, abandon, abandon_for, blames_bundle, judge_probe, judge_requests, judge_trial,
+};
 
-/// The conditions that a release must meet before it is committed.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Policy {
-    /// The owner must consent before a release becomes live.
-    pub consent: bool,
-    /// Probe samples with recorded scores that a release must have.
-    pub probe_samples_min: u32,
-    /// Largest allowed difference between a probe score and its recorded score.
-    pub probe_difference_max: f32,
-    /// Requests that a new generation serves on probation.
-    pub requests_min: u64,
-    /// Failed requests that are allowed on probation.
-    pub faults_max: u64,
-    /// 99th percentile of the latency that is allowed on probation, µs; 0 for no limit.
-    pub latency_us_p99_max: u64,
-    /// Share of the time that applying a release gets while requests are served, per cent.
-    pub busy_percent_min: u64,
-    /// Share of the time that applying a release may take while requests are served, per cent.
-    pub busy_percent_max: u64,
-}
-
-impl Policy {
-    /// Returns the least and the most share of the time that applying a release takes.
-    pub fn busy(&self) -> BusyBounds {
-        BusyBounds { percent_min: self.busy_percent_min, percent_max: self.busy_percent_max }
-    }
-}
-
-impl Default for Policy {
-    /// Returns the policy of a desk: a release needs no probe set, but the recorded scores that it
-    /// has must be reproduced.
-    fn default() -> Self {
-        Self {
-            consent: false,
-            probe_samples_min: 0,
-            probe_difference_max: 0.05,
-            requests_min: 0,
-            faults_max: 0,
-            latency_us_p99_max: 0,
-            busy_percent_min: 25,
-            busy_percent_max: 100,
-        }
-    }
-}
-
-/// Observations of the live generation since the process began to serve it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Watched {
-    /// Requests served.
-    pub requests: u64,
-    /// Requests that failed.
-    pub faults: u64,
-    /// 99th percentile of the latency, µs.
-    pub latency_us_p99: u64,
-}
+pub use crate::update::verdict::{Policy, Watched};
 
 /// The inputs of a step from the process that applies updates.
 #[derive(Clone, Copy)]
@@ -119,31 +64,13 @@ pub enum Cause {
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Unservable<'a> {
+    pub id: LiveId,
     pub reason: &'a str,
     pub cause: Cause,
 }
 
-/// How a step ended.
-enum Verdict {
-    /// The install enters this state.
-    Advance(InstallState),
-    /// The state stays: it needs an offer, consent or more requests.
-    Wait,
-    /// The release is wrong, for this reason. It is rolled back and never installed again.
-    Reject(String),
-    /// This version of the program cannot read the release. It is rolled back, and another version
-    /// of the program may install it.
-    Unreadable(String),
-    /// The publisher revoked the release, or this car cannot serve it. It is rolled back and may be
-    /// installed later.
-    Withdraw(String),
-    /// This attempt ended through a fault that is not the release's. The release may be tried
-    /// again.
-    Abandon { reason: String, repair: Repair, retry: Retry },
-}
-
-/// The rebuild of a live generation that cannot be opened: until the sequence `least` is live again,
-/// nothing is served.
+/// The rebuild of a live generation that cannot be opened: until the sequence `least` is live
+/// again, nothing is served.
 #[derive(Clone, Copy)]
 struct Rebuild {
     least: u64,
@@ -165,14 +92,6 @@ impl From<UpdateError> for Ended {
     fn from(error: UpdateError) -> Self {
         Self::Run(error)
     }
-}
-
-fn abandon(reason: impl Into<String>) -> Verdict {
-    abandon_for(reason, Repair::None)
-}
-
-fn abandon_for(reason: impl Into<String>, repair: Repair) -> Verdict {
-    Verdict::Abandon { reason: reason.into(), repair, retry: Retry::AtStart }
 }
 
 impl Updater {
@@ -462,17 +381,19 @@ impl Updater {
         self.check_release(release, host)?;
 
         // Counted before the first byte of the bundle is read: a crash in any part must count.
-        if !status.count_install(host.boot) {
-            let reason = format!("the process ended {TRIALS_MAX} times during the install");
+        if let Some(reason) = status.count_install(host.boot) {
+            status.end_trial();
             let retry = Retry::AfterPause;
             return Err(Verdict::Abandon { reason, repair: Repair::None, retry }.into());
         }
         self.write_install(status)?;
         let applied = self.install_and_probe(status, release, rebuild, host);
-        status.end_trial();
         if matches!(applied, Err(Ended::Run(_))) {
             // No verdict writes the record now, and the end of this step was no crash.
+            status.uncount_install();
             self.write_install(status)?;
+        } else {
+            status.end_trial();
         }
         applied
     }
@@ -523,21 +444,34 @@ impl Updater {
         if release.parent.is_some() {
             return Ok(None);
         }
-        let live = self.live()?;
-        let sequence = live.as_ref().map_or(0, |live| live.record().live.generation.sequence);
-        let least = status.committed.as_ref().map_or(sequence, |newest| newest.sequence);
-        let Some(live) = live else { return Ok(Some(Rebuild { least })) };
+        let rebuild = Rebuild { least: self.least(status)? };
+        let Some(live) = self.live()? else { return Ok(Some(rebuild)) };
+        let is_newer = release.generation.sequence > live.manifest().generation.sequence;
+        let is_it = live.record().live.manifest == release.manifest;
+        if !live.record().may_serve() && !is_newer && !is_it {
+            // No path led on from a step of a rebuild, so the rebuild begins again.
+            return Ok(Some(rebuild));
+        }
         if status.repair < Repair::AnySnapshot {
             return Ok(None);
         }
+        let unservable = host.unservable.filter(|u| u.id == live.record().id());
+        if unservable.is_some_and(|unservable| unservable.cause == Cause::Flash) {
+            return Ok(Some(rebuild));
+        }
 
+        // A merge must not remove segments while they are opened here.
+        let _lock = live.lock().map_err(UpdateError::from)?;
+        let live = Flash::open(&self.disk, &self.flash).map_err(UpdateError::from)?;
         // The fault may have been one of the device that has passed. The files of a generation that
         // can be opened must not be replaced by an older one.
         let checked = live.check_whole().map_err(OpenError::from);
         let opened = checked
             .and_then(|()| Model::open_to_probe(&live, host.budget, host.yield_now).map(drop));
         match opened.map_err(ProbeFault::from) {
-            Err(ProbeFault::Car { is_damage: true, .. }) => Ok(Some(Rebuild { least })),
+            Err(ProbeFault::Car { is_damage: true, .. }) => Ok(Some(rebuild)),
+            // The device may read the files later. A newer snapshot is installed without them.
+            Err(ProbeFault::Car { .. }) if is_newer => Ok(None),
             Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }.into()),
             Ok(()) | Err(_) => {
                 status.repair = Repair::NewerSnapshot;
@@ -615,7 +549,8 @@ impl Updater {
         if flash.record().live.manifest != release.manifest {
             return Ok(abandon("another generation became live during probation"));
         }
-        if let Some(Unservable { reason, cause }) = host.unservable {
+        let unservable = host.unservable.filter(|u| u.id == flash.record().id());
+        if let Some(Unservable { reason, cause, .. }) = unservable {
             let reason = format!("it could not be served: {reason}");
             return Ok(match cause {
                 Cause::Release => Verdict::Unreadable(reason),
@@ -676,51 +611,23 @@ impl Updater {
     }
 }
 
-/// Judges the probe of a release that is not live yet; `repair` is what the car needs already.
-fn judge_trial(
-    probed: Result<Probed, ProbeFault>,
-    release: &Release,
-    repair: Repair,
-    policy: &Policy,
-) -> Result<(), Verdict> {
-    let is_delta = release.parent.is_some();
-    let probed = probed.map_err(|fault| match fault {
-        ProbeFault::Release(problem) => Verdict::Reject(problem),
-        ProbeFault::Version(problem) => Verdict::Unreadable(problem),
-        ProbeFault::Car { problem, is_damage } => {
-            // The files of its base do not open. A snapshot replaces them if that is true of the
-            // live generation too.
-            let is_base = is_damage && is_delta;
-            abandon_for(problem, if is_base { Repair::AnySnapshot } else { Repair::None })
-        }
-    })?;
-
-    // A delta keeps the damaged rows of its base, and a snapshot replaces them. So a delta gives
-    // way to a snapshot, but only once: without a newer snapshot the car would never update again.
-    // If no sample could be compared, the probe says nothing of the release, and it must not pass.
-    let is_unproven = probed.samples == 0;
-    if probed.damaged > 0 && is_delta && (repair == Repair::None || is_unproven) {
-        let damaged = probed.damaged;
-        let reason = format!(
-            "{damaged} probe samples use damaged rows of the generation before; a snapshot is \
-             taken instead if there is one"
-        );
-        return Err(abandon_for(reason, Repair::NewerSnapshot));
-    }
-    judge_probe(probed, policy).map_or(Ok(()), |reason| Err(Verdict::Reject(reason)))
-}
-
 /// Takes the offer in `fetch` if it is new, or drops a release that waits for consent and is no
 /// longer offered.
 fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) -> Verdict {
     let is_waiting = status.state == InstallState::AwaitConsent;
     match &fetch.offer {
-        Some(offer) if offer.number != status.offer => {
+        // A lineage of any length would make the record too long.
+        Some(offer) if offer.number != status.offer && offer.release.generation.check().is_ok() => {
             status.take_up(offer);
             if status.is_refused(&offer.release) {
                 return abandon("the release was rejected before");
             }
-            let consent = host.policy.consent;
+            // The owner has consented to what this car rebuilds.
+            let (committed, offered) = (&status.committed, &offer.release.generation);
+            let is_known = |newest: &Generation| {
+                newest.lineage == offered.lineage && newest.sequence >= offered.sequence
+            };
+            let consent = host.policy.consent && !committed.as_ref().is_some_and(is_known);
             Verdict::Advance(if consent {
                 InstallState::AwaitConsent
             } else {
@@ -754,60 +661,4 @@ fn commit(status: &mut InstallStatus) {
 /// Returns whether `listed` has `release` for cars with `cohort`.
 fn is_listed(listed: &[Release], release: &Release, cohort: u8) -> bool {
     listed.iter().any(|r| r.manifest == release.manifest && cohort < r.share)
-}
-
-/// Returns the verdict on the requests of a probation, or `None` if the probe set decides.
-fn judge_requests(watched: Watched, policy: &Policy) -> Option<Verdict> {
-    let Watched { requests, faults, latency_us_p99 } = watched;
-    let Policy { faults_max, latency_us_p99_max, .. } = *policy;
-    if faults > faults_max {
-        return Some(Verdict::Reject(format!(
-            "{faults} faults in {requests} requests on probation; the policy allows {faults_max}"
-        )));
-    }
-    if requests < policy.requests_min {
-        return Some(Verdict::Wait);
-    }
-    if latency_us_p99_max > 0 && latency_us_p99 > latency_us_p99_max {
-        return Some(Verdict::Reject(format!(
-            "p99 latency of {latency_us_p99} µs on probation; the policy allows \
-             {latency_us_p99_max} µs"
-        )));
-    }
-    None
-}
-
-/// Returns why the policy rejects the result of a probe, or `None` if the policy accepts it.
-fn judge_probe(probed: Probed, policy: &Policy) -> Option<String> {
-    let Probed { samples, damaged, difference } = probed;
-    let Policy { probe_samples_min, probe_difference_max, .. } = *policy;
-    // Damage is the car's fault, so samples that use damaged rows count as present.
-    if samples.saturating_add(damaged) < probe_samples_min {
-        return Some(format!(
-            "the bundle has {samples} probe samples with a score; the policy requires \
-             {probe_samples_min}"
-        ));
-    }
-    (difference > probe_difference_max).then(|| {
-        format!(
-            "a probe score differs by {difference} from the recorded one; the policy allows \
-             {probe_difference_max}"
-        )
-    })
-}
-
-/// Returns whether the bundle caused `error`, and not the car's device or state. The bundle's
-/// manifest and chunks match the signed hashes.
-fn blames_bundle(error: &FlashError) -> bool {
-    match error {
-        FlashError::Bundle(e) => !matches!(e, BundleError::Io { .. } | BundleError::Hash { .. }),
-        FlashError::Segment(e) => !matches!(e, SegmentError::Io { .. }),
-        e => matches!(
-            e,
-            FlashError::Dense { .. }
-                | FlashError::Probe { .. }
-                | FlashError::Schema { .. }
-                | FlashError::Lineage { .. }
-        ),
-    }
 }

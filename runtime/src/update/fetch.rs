@@ -147,7 +147,7 @@ impl Updater {
             // A link that breaks off, but brings some chunks each time, will bring them all.
             let has_progress = first.is_some_and(|first| first < last);
             let weight = e.weight();
-            if weight > 1 || !has_progress {
+            if weight > 1 || weight > 0 && !has_progress {
                 run.status.count_failure(&release, weight);
             }
             return Err(e);
@@ -251,10 +251,7 @@ impl Updater {
     ) -> Result<Listing, UpdateError> {
         let live = self.live()?;
         let is_full = live.as_ref().is_some_and(|live| live.is_full());
-        let record = live.as_ref().map(|live| live.record());
-        let committed = install.committed.as_ref().map(|newest| newest.sequence);
-        let committed = committed.or(record.map(|record| record.live.generation.sequence));
-        let least = record.map_or(0, |record| record.least).max(committed.unwrap_or(0));
+        let least = self.least(install)?;
         let live = live.map(|live| live.manifest().generation.clone());
         let known = live.as_ref().or(install.committed.as_ref());
         let lineage = lineage_of(known, self.lineage.as_deref(), &listed)?;
@@ -266,8 +263,8 @@ impl Updater {
     }
 }
 
-/// Returns the release to fetch next. Releases that are set aside count only if no others lead
-/// forward.
+/// Returns the release to fetch next. Releases that are set aside, or that the car fails to
+/// install, count only if no others lead forward.
 fn next_release(
     listing: &Listing,
     install: &InstallStatus,
@@ -276,7 +273,7 @@ fn next_release(
     let mut usable = listing.eligible.clone();
     usable.retain(|r| !install.is_refused(r));
     let mut preferred = usable.clone();
-    preferred.retain(|r| !status.is_set_aside(r));
+    preferred.retain(|r| !status.is_set_aside(r) && !install.gives_way(r));
     match first_step(listing, install.repair, &preferred) {
         Ok(None) | Err(UpdateError::NoPath { .. }) if preferred.len() < usable.len() => {
             first_step(listing, install.repair, &usable)
@@ -293,17 +290,20 @@ fn first_step(
 ) -> Result<Option<Release>, UpdateError> {
     let live = listing.live.as_ref().map(|g| g.sequence);
     let path = |live, takes_deltas, usable: &[Release]| {
-        cheapest_path(live, takes_deltas, &listing.lineage, usable)
+        let path = cheapest_path(live, takes_deltas, &listing.lineage, usable)?;
+        // A path that ends below what this car has served leads nowhere.
+        match path.last() {
+            Some(last) if last.generation.sequence < listing.least => Err(UpdateError::NoPath {
+                live: live.map_or("nothing".to_owned(), |live| format!("sequence {live}")),
+                newest: listing.newest().unwrap_or(0),
+                lineage: listing.lineage.clone(),
+            }),
+            _ => Ok(path),
+        }
     };
-    let no_path = |e: &UpdateError| matches!(e, UpdateError::NoPath { .. });
-    // A path that ends below what this car has served leads nowhere.
-    let to_least = |path: Vec<Release>| match path.last() {
-        Some(last) if last.generation.sequence < listing.least => Err(UpdateError::NoPath {
-            live: live.map_or("nothing".to_owned(), |live| format!("sequence {live}")),
-            newest: listing.newest().unwrap_or(0),
-            lineage: listing.lineage.clone(),
-        }),
-        _ => Ok(path),
+    let or_else = |found: Result<Vec<Release>, UpdateError>, other: &dyn Fn() -> _| match found {
+        Err(UpdateError::NoPath { .. }) => other(),
+        found => found,
     };
     let rebuilt = || {
         let mut newer = usable.to_vec();
@@ -312,25 +312,22 @@ fn first_step(
         if newer.is_empty() {
             return Ok(Vec::new());
         }
-        match path(None, false, &newer) {
-            Err(e) if no_path(&e) => path(None, false, usable).and_then(to_least),
-            direct => direct,
-        }
+        or_else(path(None, false, &newer), &|| path(None, false, usable))
     };
+    let forward = || path(live, !listing.is_full, usable);
 
-    let path = match (live, repair) {
+    let found = match (live, repair) {
         (None, _) => rebuilt(),
         // One less, so that a snapshot of the damaged generation's own number counts as newer.
-        (Some(live), Repair::AnySnapshot) => match path(live.checked_sub(1), false, usable) {
-            Err(e) if no_path(&e) => rebuilt(),
-            path => path,
-        },
+        (Some(live), Repair::AnySnapshot) => {
+            or_else(path(live.checked_sub(1), false, usable), &rebuilt)
+        }
         // No newer snapshot may be listed yet. Until then deltas keep the model up to date.
-        (live, Repair::NewerSnapshot) => match path(live, false, usable) {
-            Err(e) if no_path(&e) => path(live, !listing.is_full, usable),
-            path => path,
-        },
-        (live, Repair::None) => path(live, !listing.is_full, usable),
+        (live, Repair::NewerSnapshot) => or_else(path(live, false, usable), &forward),
+        (_, Repair::None) => forward(),
     };
-    Ok(path.and_then(to_least)?.into_iter().next())
+    // A step of a rebuild from which no path leads on is replaced by another first step.
+    let is_step = live.is_some_and(|live| live < listing.least);
+    let found = if is_step { or_else(found, &rebuilt) } else { found };
+    Ok(found?.into_iter().next())
 }

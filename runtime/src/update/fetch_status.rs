@@ -8,7 +8,7 @@ use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::{FETCH_FAILURES_MAX, SET_ASIDE_MAX, SET_ASIDE_POLLS_MAX, STATUS_BYTES_MAX};
 use crate::update::error::UpdateError;
-use crate::update::history::{UpdateEvent, UpdateState, append, last_order};
+use crate::update::history::{UpdateEvent, UpdateState, append, cut, last_order};
 use crate::update::release::Release;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -155,8 +155,8 @@ impl FetchStatus {
         self.set_aside.iter_mut().for_each(|s| s.polls = s.polls.saturating_sub(1));
     }
 
-    /// Counts a failed fetch of `release` with the weight `failures`. After enough of them it is set
-    /// aside for some polls, each time for longer.
+    /// Counts a failed fetch of `release` with the weight `failures`. After enough of them it is
+    /// set aside for some polls, each time for longer.
     pub(super) fn count_failure(&mut self, release: &Release, failures: u32) {
         let known = self.set_aside.iter().position(|s| s.manifest == release.manifest);
         let known = known.unwrap_or_else(|| {
@@ -185,7 +185,7 @@ impl FetchStatus {
         assert!(is_legal, "a fetch goes from {:?} to {state:?}", self.state);
 
         self.state = state;
-        self.error = note.clone().filter(|_| state == FetchState::Failed);
+        self.error = note.clone().filter(|_| state == FetchState::Failed).map(cut);
         let release = match state {
             FetchState::Staged => self.offer.as_ref().map(|offer| &offer.release),
             _ => self.release.as_ref(),

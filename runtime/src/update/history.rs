@@ -1,7 +1,7 @@
 //! The states and the history of an update. The sync process's record and the serving process's
 //! record hold one history each.
 
-use crate::limits::HISTORY_MAX;
+use crate::limits::{HISTORY_MAX, NOTE_BYTES_MAX};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -73,7 +73,8 @@ pub struct UpdateEvent {
 
 /// Appends `event` to a history of at most `HISTORY_MAX` events. An event that equals the last one,
 /// except for its time, replaces it: a link that fails every hour is one step.
-pub(super) fn append(history: &mut Vec<UpdateEvent>, event: UpdateEvent) {
+pub(super) fn append(history: &mut Vec<UpdateEvent>, mut event: UpdateEvent) {
+    event.note = event.note.map(cut);
     let is_like = |e: &UpdateEvent| {
         (e.state, &e.release, &e.note) == (event.state, &event.release, &event.note)
     };
@@ -83,6 +84,12 @@ pub(super) fn append(history: &mut Vec<UpdateEvent>, event: UpdateEvent) {
     }
     let excess = history.len().saturating_sub(HISTORY_MAX);
     history.drain(..excess);
+}
+
+/// Returns `note` with at most `NOTE_BYTES_MAX` bytes: a reason may quote names of a bundle.
+pub(super) fn cut(mut note: String) -> String {
+    note.truncate(note.floor_char_boundary(NOTE_BYTES_MAX));
+    note
 }
 
 /// Returns the order of the last event of `history`.

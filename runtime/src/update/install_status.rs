@@ -4,10 +4,12 @@
 use crate::bundle::manifest::{Generation, Hash};
 use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
-use crate::limits::{REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX, TRIALS_MAX};
+use crate::limits::{
+    ATTEMPTS_MAX, REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX, TRIALS_MAX,
+};
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::Offer;
-use crate::update::history::{UpdateEvent, UpdateState, append, last_order};
+use crate::update::history::{UpdateEvent, UpdateState, append, cut, last_order};
 use crate::update::release::Release;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -148,6 +150,8 @@ pub struct InstallStatus {
     /// Installs of the release in a row, in one boot, that a crash of the process ended, and the
     /// open one.
     pub installs: u32,
+    /// Installs of the release in a row that a restart of the machine ended.
+    pub install_cuts: u32,
     /// The boot of the machine in which the last install began.
     pub install_boot: u64,
     /// Attempts of the release in a row that a fault of the car ended.
@@ -225,15 +229,36 @@ impl InstallStatus {
         self.refused.drain(..excess);
     }
 
-    /// Counts the start of an install in the boot `boot`. Returns false if too many in a row ended
-    /// with the process. A restart of the machine says nothing of the release.
-    pub(super) fn count_install(&mut self, boot: u64) -> bool {
-        let is_same = self.install_boot == boot;
-        self.installs = if is_same { self.installs.saturating_add(1) } else { 1 };
+    /// Counts the start of an install in the boot `boot`. If crashes or restarts of the machine
+    /// ended too many in a row, returns the reason to give up this attempt.
+    pub(super) fn count_install(&mut self, boot: u64) -> Option<String> {
+        let is_first = self.installs == 0 && self.install_cuts == 0;
+        if is_first || self.install_boot == boot {
+            self.installs = self.installs.saturating_add(1);
+        } else {
+            (self.installs, self.install_cuts) = (1, self.install_cuts.saturating_add(1));
+        }
         self.install_boot = boot;
-        let may_start = self.installs <= TRIALS_MAX;
-        self.installs *= u32::from(may_start);
-        may_start
+
+        if self.installs > TRIALS_MAX {
+            return Some(format!("the process ended {TRIALS_MAX} times during the install"));
+        }
+        (self.install_cuts > TRIAL_CUTS_MAX)
+            .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times during the install"))
+    }
+
+    /// Takes back the last count of an install, which ended without a verdict and without a crash.
+    pub(super) fn uncount_install(&mut self) {
+        self.installs = self.installs.saturating_sub(1);
+    }
+
+    /// Returns whether another path is preferred to one over `release`: the car's attempts to
+    /// install it keep failing.
+    pub(super) fn gives_way(&self, release: &Release) -> bool {
+        let is_it = self.release.as_ref().is_some_and(|r| r.manifest == release.manifest);
+        let has_failed =
+            self.attempts >= ATTEMPTS_MAX || self.attempts > 0 && self.retry == Retry::AfterPause;
+        is_it && has_failed
     }
 
     /// Counts the start of a trial in the boot `boot`. If crashes or restarts of the machine ended
@@ -242,7 +267,8 @@ impl InstallStatus {
         let is_first = self.trials == 0 && self.cuts == 0;
         let counter = if is_first || self.boot == boot { &mut self.trials } else { &mut self.cuts };
         *counter = counter.saturating_add(1);
-        (self.boot, self.installs) = (boot, 0);
+        self.boot = boot;
+        (self.installs, self.install_cuts) = (0, 0);
 
         let trial = "between opening the release and its first answers";
         if self.trials > TRIALS_MAX {
@@ -252,9 +278,10 @@ impl InstallStatus {
             .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times {trial}"))
     }
 
-    /// Ends the open install or trial as passed.
+    /// Ends the open install and trial as passed.
     pub(super) fn end_trial(&mut self) {
-        (self.trials, self.cuts, self.installs) = (0, 0, 0);
+        (self.trials, self.cuts) = (0, 0);
+        (self.installs, self.install_cuts) = (0, 0);
     }
 
     /// Returns whether the release is live and its requests are observed.
@@ -262,9 +289,9 @@ impl InstallStatus {
         self.state == InstallState::Probation
     }
 
-    /// Returns whether an install or a trial is open.
+    /// Returns whether a trial is open.
     pub(super) fn is_on_trial(&self) -> bool {
-        (self.trials, self.cuts, self.installs) != (0, 0, 0)
+        self.trials > 0 || self.cuts > 0
     }
 
     /// Begins a run of the program's `version`. A new process has its memory, its target and its
@@ -314,7 +341,7 @@ impl InstallStatus {
 
         (self.state, self.at) = (state, at);
         let has_error = matches!(state, InstallState::Failed | InstallState::RollingBack);
-        self.error = note.clone().filter(|_| has_error);
+        self.error = note.clone().filter(|_| has_error).map(cut);
         let release = self.release.as_ref().map(|r| r.generation.to_string());
         let order = known.max(last_order(&self.history)) + 1;
         append(&mut self.history, UpdateEvent { order, at, state: state.shown(), release, note });

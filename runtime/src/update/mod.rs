@@ -39,5 +39,6 @@ pub mod staging;
 pub mod status;
 pub mod trust;
 mod updater;
+mod verdict;
 
 pub use updater::Updater;

@@ -19,7 +19,7 @@ pub struct UpdateStatus {
     pub state: UpdateState,
     /// Time of the last step, seconds since 1970.
     pub at: u64,
-    /// The live generation; `None` also if it cannot be opened.
+    /// The live generation; `None` also if it cannot be opened or is being rebuilt.
     pub live: Option<String>,
     /// The current release, if there is one.
     pub release: Option<Release>,

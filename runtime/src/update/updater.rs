@@ -38,8 +38,24 @@ impl Updater {
     /// `UpdateError::Io` if the device cannot read the serving process's record.
     pub fn status(&self) -> Result<UpdateStatus, UpdateError> {
         // The status must be readable although the flash is not.
-        let live = self.live().ok().flatten().map(|flash| flash.manifest().generation.to_string());
+        let live = self.live().ok().flatten().filter(|flash| flash.record().may_serve());
+        let live = live.map(|flash| flash.manifest().generation.to_string());
         Ok(UpdateStatus::merge(self.fetch_status(), self.install_status()?, live))
+    }
+
+    /// Returns the lowest sequence that this car may serve: that of the newest generation which it
+    /// committed, or without one, of the generation that was live last.
+    ///
+    /// # Errors
+    /// `UpdateError::Flash` if the device refused.
+    pub(super) fn least(&self, install: &InstallStatus) -> Result<u64, UpdateError> {
+        let Some(record) = Flash::last_record(self.disk.as_ref(), &self.flash)? else {
+            return Ok(install.committed.as_ref().map_or(0, |newest| newest.sequence));
+        };
+        let live = &record.live.generation;
+        // The directory may have another model since.
+        let committed = install.committed.as_ref().filter(|g| g.lineage == live.lineage);
+        Ok(committed.unwrap_or(live).sequence.max(record.least))
     }
 
     /// Returns the sync process's record. A missing or damaged record is read as the default.

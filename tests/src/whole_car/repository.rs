@@ -235,8 +235,8 @@ impl Publisher<'_> {
         bundle
     }
 
-    /// Finds the objects that must not be lost for good: those of the newest listed snapshot, and of
-    /// the deltas after it.
+    /// Finds the objects that must not be lost for good: those of the newest listed snapshot, and
+    /// of the deltas after it.
     fn find_vital(&mut self) {
         let states = &self.history.states;
         let snapshots = (1..=self.history.last).rev().map(snapshot);

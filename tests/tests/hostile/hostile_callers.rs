@@ -246,6 +246,50 @@ impl Frames {
     }
 }
 
+impl Frames {
+    /// Reads a frame. Returns its kind, its stream and its payload.
+    fn read(&mut self) -> io::Result<(u8, u32, Vec<u8>)> {
+        let mut head = [0; 9];
+        self.stream.read_exact(&mut head)?;
+        let [a, b, c, kind, _, stream @ ..] = head;
+        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+        self.stream.read_exact(&mut payload)?;
+        Ok((kind, u32::from_be_bytes(stream), payload))
+    }
+
+    /// Sends `bytes` of the body of each of `streams`, as the windows allow it.
+    fn send_bodies(&mut self, streams: [u32; 2], bytes: usize) -> io::Result<()> {
+        // The windows that each connection begins with: the connection's, and both streams'.
+        let (mut windows, mut left) = ([65_535; 3], [bytes; 2]);
+        while left != [0; 2] {
+            let mut is_waiting = true;
+            for (number, stream) in streams.into_iter().enumerate() {
+                let part = left[number].min(windows[0]).min(windows[1 + number]).min(16_384);
+                if part > 0 {
+                    self.stream.write_all(&frame(DATA, 0, stream, &vec![b' '; part]))?;
+                    windows[0] -= part;
+                    windows[1 + number] -= part;
+                    left[number] -= part;
+                    is_waiting = false;
+                }
+            }
+            if is_waiting {
+                let (kind, stream, payload) = self.read()?;
+                let window = [0, streams[0], streams[1]].iter().position(|own| *own == stream);
+                match (kind, window) {
+                    (WINDOW_UPDATE, Some(window)) => {
+                        let more = u32::from_be_bytes(payload.try_into().unwrap());
+                        windows[window] += more as usize;
+                    }
+                    (HEADERS, _) => return Err(io::Error::other("refused")),
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Reads frames until a stream ends. Returns the data before its end; `None` if the connection
 /// ends.
 fn answer_of(mut stream: impl Read) -> Option<Vec<u8>> {
@@ -461,6 +505,103 @@ fn callers_that_never_end_their_large_requests_keep_no_caller_out() {
         ask_until(&open, &|| start.elapsed().as_secs() >= 2);
         is_over.store(true, Ordering::Relaxed);
     });
+}
+
+/// One connection holds all but the end of two requests of nearly the largest size, which is half
+/// of the budget. It sends PINGs, so it is never silent.
+fn hold_half(open: &Open, is_held: &AtomicBool, is_over: &AtomicBool) -> io::Result<()> {
+    // Less than the most, so that the heads of both requests have room in the share.
+    let length = RULES.request_bytes_max as usize - 8192;
+    let headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/v2/models/m/infer"),
+        (":authority", "localhost"),
+        ("content-length", &length.to_string()),
+    ];
+    let mut frames = Frames::new(open.unix(), 1 << 20);
+    let streams = [0; 2].map(|_| frames.request(&block(&headers, &[]), 0));
+    frames.send_bodies(streams, length - 1)?;
+    while !is_over.load(Ordering::Relaxed) {
+        frames.stream.write_all(&frame(PING, 0, 0, &[7; 8]))?;
+        loop {
+            match frames.read()?.0 {
+                PING => break,
+                HEADERS => return Err(io::Error::other("refused")),
+                _ => {}
+            }
+        }
+        is_held.store(true, Ordering::Relaxed);
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+#[test]
+fn one_connection_that_holds_half_of_the_budget_keeps_no_larger_caller_out() {
+    let open = Open::new();
+    // A field that the server skips. With it, the request is larger than a small one.
+    let mut message = infer().encode_to_vec();
+    message.extend([0xfa, 0x3f, 0x80, 0xe0, 0x12]);
+    message.extend(vec![0; 300 << 10]);
+    let body = [&[0], &(message.len() as u32).to_be_bytes()[..], &message].concat();
+    let grpc = format!("POST {SERVICE}ModelInfer HTTP/1.1\r\n{LOCAL}");
+    let head = grpc + "content-type: application/grpc\r\n";
+
+    let (is_held, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let answers = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                let _ = hold_half(&open, &is_held, &is_over);
+                is_held.store(false, Ordering::Relaxed);
+            }
+        });
+        let ask = || {
+            while !is_held.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            let answers = [0; 2].map(|_| text(&open.exchange(&head, &body)));
+            answers.into_iter().find(|answer| answer.contains("score")).ok_or("refused twice")
+        };
+        let answers: Vec<_> = (0..10).map(|_| ask()).collect();
+        // Before anything is asserted: the other thread must end first.
+        is_over.store(true, Ordering::Relaxed);
+        answers
+    });
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+}
+
+/// The bodies of refused requests are not read, and yet belong to requests.
+#[test]
+fn refused_requests_with_bodies_are_no_flood() {
+    let open = Open::new();
+    let headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/v2/models/m/infer"),
+        (":authority", "localhost"),
+        ("content-encoding", "gzip"),
+    ];
+    let (mut frames, mut window) = (Frames::new(open.unix(), 1 << 20), 65_535);
+    let (body, mut sent) = ([0; 8 << 10], 0);
+    for _ in 0..400 {
+        let stream = frames.request(&block(&headers, &[]), 0);
+        // Otherwise the answers were faster than the updates of the window.
+        if window >= body.len() {
+            frames.stream.write_all(&frame(DATA, END_STREAM, stream, &body)).unwrap();
+            window -= body.len();
+            sent += body.len();
+        }
+        loop {
+            let (kind, other, payload) = frames.read().expect("the connection stays open");
+            if kind == WINDOW_UPDATE && other == 0 {
+                window += u32::from_be_bytes(payload.try_into().unwrap()) as usize;
+            } else if kind == HEADERS && other == stream {
+                break;
+            }
+        }
+    }
+    assert!(sent > 2 << 20, "{sent} bytes are no flood anyway");
 }
 
 /// Refusals and scores that a caller asks for and never takes: the window of HTTP/2 is 0. Their

@@ -93,6 +93,11 @@ fn networks_that_take_all_memory_or_never_end_are_refused() {
     refused("Pad", &one("Pad", &["dense", "to"]), &[ints("to", &[4], &[0, 0, 0, HUGE])]);
     let range = [ints("zero", &[], &[0]), ints("to", &[], &[HUGE]), ints("one", &[], &[1])];
     refused("Range", &one("Range", &["zero", "to", "one"]), &range);
+    // A step beyond the limit wraps around in rten, below the limit again.
+    let values = [("zero", 0), ("to", i64::from(i32::MAX)), ("step", 1 << 30)];
+    let wraps = values.map(|(name, value)| ints(name, &[], &[value]));
+    refused("Range", &one("Range", &["zero", "to", "step"]), &wraps);
+    refused("tensor `to`", &one("Transpose", &["to"]), &[ints("to", &[0, 1 << 62], &[])]);
     refused("Resize", &one("Resize", &["dense", "", "", "to"]), &to);
     let trips = [ints("trips", &[], &[1 << 62]), ints("yes", &[], &[1])];
     for op in ["Loop", "Scan"] {

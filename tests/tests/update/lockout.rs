@@ -2,12 +2,14 @@
 //! one version of the program cannot read or dies of, pauses whose cause is gone, and a live
 //! generation that is lost although its bytes are still listed.
 
+use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::update::apply::Host;
 use hatchback::update::error::UpdateError;
+use hatchback::update::fetch_status::Offer;
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::release::{manifest_path, target_name};
 use hatchback::update::status::UpdateState;
@@ -222,13 +224,13 @@ fn short_drives_do_not_count_against_an_install() {
     let (mut link, clock) = (fleet.link(), Ticks::still());
     let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
     car.sync.fetch(&mut fetcher, T0 + 11, |_, _| {}).unwrap();
-    for boot in 0..40 {
+    for boot in 0..25 {
         let host = Host { boot, yield_now: &|| panic!("the power is cut"), ..car.host() };
         let died =
             catch_unwind(AssertUnwindSafe(|| while car.sync.advance(&host, T0 + 12).unwrap() {}));
         assert!(died.is_err(), "drive {boot}");
     }
-    while car.sync.advance(&Host { boot: 40, ..car.host() }, T0 + 13).unwrap() {}
+    while car.sync.advance(&Host { boot: 25, ..car.host() }, T0 + 13).unwrap() {}
     assert_eq!(car.live(), 2);
 }
 
@@ -378,6 +380,96 @@ fn a_path_that_ends_below_the_committed_generation_is_none() {
     assert_eq!(car.live(), 0);
     fleet.publish(T0 + 50, &VERSIONS.snapshots[3]);
     reaches(&car, &fleet, 4, 2);
+}
+
+/// What was live counts, although this car never committed it: a generation that was installed by
+/// hand is not replaced by an older one either.
+#[test]
+fn a_generation_installed_by_hand_is_rebuilt_too() {
+    let fleet = Fleet::new();
+    fleet.delta(T0 + 10, 2);
+    fleet.delta(T0 + 20, 3);
+    let car = Car::new(&fleet);
+    for bundle in [&VERSIONS.snapshots[0], &VERSIONS.deltas[1], &VERSIONS.deltas[2]] {
+        let path = Path::new("/bundle");
+        car.disk.put(path, std::fs::read(bundle).unwrap());
+        let mut bundle = BundleReader::open_on(&car.disk, path).unwrap();
+        Flash::install(&car.sync.disk, &car.sync.flash, &mut bundle, |_| ()).unwrap();
+    }
+    car.disk.lose(&car.sync.flash.join("g000000000003/manifest"));
+    let (mut link, clock) = (fleet.link(), Ticks::still());
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    for now in T0 + 30..T0 + 36 {
+        let _ = car.sync.fetch(&mut fetcher, now, |_, _| {});
+        while car.sync.advance(&car.host(), now).unwrap() {}
+        if let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) {
+            let sequence = flash.record().live.generation.sequence;
+            assert!(sequence == 3 || Model::from_flash(&flash, Budget::default()).is_err());
+        }
+    }
+    assert_eq!(car.live(), 3);
+}
+
+/// The owner consented to what is rebuilt, and is asked again for what is new only.
+#[test]
+fn a_rebuild_needs_no_consent() {
+    let fleet = Fleet::new();
+    let mut car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    car.policy.consent = true;
+    ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    reaches(&car, &fleet, 2, 6);
+    fleet.delta(T0 + 110, 3);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 111).unwrap().state, UpdateState::AwaitConsent);
+}
+
+/// The first step of a rebuild was possible, and the second one is not: a snapshot ends it.
+#[test]
+fn a_rebuild_that_cannot_go_on_waits_for_another_way() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    for (generation, now) in [(2, T0 + 10), (3, T0 + 20), (4, T0 + 30)] {
+        fleet.delta(now, generation);
+    }
+    car.run(&mut fleet.link(), T0 + 31).unwrap();
+    ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    fleet.publish(T0 + 40, &VERSIONS.snapshots[1]);
+    let (mut link, clock) = (fleet.link(), Ticks::still());
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    car.sync.fetch(&mut fetcher, T0 + 41, |_, _| {}).unwrap();
+    while car.sync.advance(&car.host(), T0 + 41).unwrap() {}
+    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    assert!(!flash.record().may_serve());
+    assert_eq!(car.sync.status().unwrap().live, None, "a step is not shown as live");
+
+    // Generation 3 goes, and with it the way over the deltas.
+    fleet.revoke(T0 + 50, 3);
+    car.run(&mut fleet.link(), T0 + 51).unwrap_err();
+    assert_eq!(car.live(), flash.record().live.generation.sequence as usize);
+    fleet.publish(T0 + 60, &VERSIONS.snapshots[3]);
+    reaches(&car, &fleet, 4, 4);
+}
+
+/// An offer of a taken-over sync process with an endless name does not destroy the record of what
+/// was refused.
+#[test]
+fn an_offer_of_any_length_leaves_the_record_whole() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    publish_unreadable(&fleet);
+    car.run(&mut fleet.link(), T0 + 11).unwrap_err();
+    let mut fetch = car.sync.fetch_status();
+    let mut release = release_of(&VERSIONS.snapshots[2]);
+    release.generation.lineage = "x".repeat(120_000);
+    let number = car.sync.install_status().unwrap().offer + 1;
+    fetch.offer = Some(Offer { number, release });
+    fetch.write(&car.disk, &car.sync.directory).unwrap();
+    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    let install = car.sync.install_status().unwrap();
+    assert_eq!((install.refused.len(), install.offer), (1, number - 1));
+    fleet.publish(T0 + 20, &VERSIONS.snapshots[2]);
+    reaches(&car, &fleet, 3, 2);
 }
 
 /// A taken-over sync process offers a release that is signed by nobody, beside honest metadata: the

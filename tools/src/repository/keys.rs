@@ -7,14 +7,14 @@ use crate::report;
 use crate::repository::clock::{DAY_S, now, signing_time, timestamp, unix_s};
 use crate::repository::store::create_folder;
 use crate::say;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::signature::Ed25519KeyPair;
 use clap::{Args, Subcommand};
 use hatchback::update::release::hex;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{HashMap, HashSet};
-use std::fs::{File, Permissions};
+use std::fs::{File, Permissions, TryLockError};
 use std::io::Write;
 use std::num::NonZeroU64;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -122,9 +122,11 @@ pub struct RoleCounts {
 /// which expires at `expires` (seconds since 1970). Returns the root's path.
 ///
 /// # Errors
-/// The folder already has a root or cannot be written, or a threshold is not possible.
+/// The folder already has a root or cannot be written, another command changes it, or a threshold
+/// is not possible.
 pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result<PathBuf> {
     create_folder(folder, PRIVATE)?;
+    let _lock = FolderLock::take(folder)?;
     ensure!(
         roots(folder)?.is_empty(),
         "{}: the folder already has a root; rotate its keys with `hatchback keys rotate`",
@@ -164,8 +166,10 @@ pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result
 /// Returns the root's path.
 ///
 /// # Errors
-/// The folder has no root or too few of the root role's keys, or cannot be written.
+/// The folder has no root or too few of the root role's keys, another command changes it, or it
+/// cannot be written.
 pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
+    let _lock = FolderLock::take(folder)?;
     let (old, bytes) = newest_root(folder)?;
     let revoked = &old
         .signed
@@ -179,6 +183,32 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
     let old_root = OldRoot { root: &old.signed, bytes: &bytes };
     let fresh = [NewKeys { role, keys: revoked.len() }];
     write_root(folder, Some(old_root), root, &fresh)
+}
+
+/// A lock on a folder of keys, held by the one command that may change it. A second command would
+/// remove the first one's staged keys, and could leave a root whose private keys are gone.
+struct FolderLock(File);
+
+impl FolderLock {
+    fn take(folder: &Path) -> Result<Self> {
+        let held = File::open(folder).with_context(|| folder.display().to_string())?;
+        match held.try_lock() {
+            Err(TryLockError::WouldBlock) => bail!(
+                "{}: another `hatchback keys` command is changing the folder. Nothing was changed",
+                folder.display()
+            ),
+            locked => locked.with_context(|| folder.display().to_string())?,
+        }
+        Ok(Self(held))
+    }
+}
+
+impl Drop for FolderLock {
+    fn drop(&mut self) {
+        // A child process between `fork` and `exec` has a copy of the file, which would hold the
+        // lock after this process closed its own.
+        let _ = self.0.unlock();
+    }
 }
 
 /// Moves the keys that `root` does not list to the folder `retired`.
@@ -284,9 +314,34 @@ struct NewKeys {
     keys: usize,
 }
 
+/// Makes the new keys of `fresh` in the folder `staged`, and lists them in `root`, which then lists
+/// no key that is not of a role.
+fn make_keys(staged: &Path, root: &mut Root, fresh: &[NewKeys]) -> Result<()> {
+    for &NewKeys { role, keys } in fresh {
+        let mut keyids = Vec::new();
+        for _ in 0..keys {
+            let private = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())
+                .context("the system has no random numbers")?;
+            let (id, key) = public(private.as_ref())?;
+            // The name has the key's id, so that no file is ever overwritten.
+            let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
+            write_new(&staged.join(name), private.as_ref(), 0o600)?;
+            keyids.push(id.clone());
+            root.keys.insert(id, key);
+        }
+        root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids =
+            keyids;
+    }
+
+    let listed: HashSet<KeyId> =
+        root.roles.values().flat_map(|keys| &keys.keyids).cloned().collect();
+    root.keys.retain(|id, _| listed.contains(id));
+    Ok(())
+}
+
 /// Gives `root` the new keys of `fresh`, signs it with its own keys and with those of the `old`
 /// root, and writes the keys and then the root. Retires the keys that it does not list. Returns the
-/// root's path.
+/// root's path. The caller holds the folder's lock.
 fn write_root(
     folder: &Path,
     old: Option<OldRoot<'_>>,
@@ -298,25 +353,7 @@ fn write_root(
     let mut staging = tempfile::Builder::new();
     staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(PRIVATE));
     let staged = staging.tempdir_in(folder).with_context(|| folder.display().to_string())?;
-    for &NewKeys { role, keys } in fresh {
-        let mut keyids = Vec::new();
-        for _ in 0..keys {
-            let private = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())
-                .context("the system has no random numbers")?;
-            let (id, key) = public(private.as_ref())?;
-            // The name has the key's id, so that no file is ever overwritten.
-            let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
-            write_new(&staged.path().join(name), private.as_ref(), 0o600)?;
-            keyids.push(id.clone());
-            root.keys.insert(id, key);
-        }
-        root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids =
-            keyids;
-    }
-
-    let listed: HashSet<KeyId> =
-        root.roles.values().flat_map(|keys| &keys.keyids).cloned().collect();
-    root.keys.retain(|id, _| listed.contains(id));
+    make_keys(staged.path(), &mut root, fresh)?;
 
     let mut signers = sources(folder)?;
     signers.extend(sources(staged.path())?);
@@ -350,6 +387,10 @@ fn write_root(
     // The root comes last. A kill before it leaves keys that no root lists: the next rotation
     // retires them. A kill after it leaves nothing to do.
     let moved = [key_files(staged.path())?, vec![staged.path().join(&name)]].concat();
+    // The folder's lock keeps other commands out, but not other programs: a root without its new
+    // private keys would lock the fleet out.
+    let needed = 1 + fresh.iter().map(|new| new.keys).sum::<usize>();
+    ensure!(moved.len() == needed, "{}: the staged keys have changed", folder.display());
     for file in moved {
         std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
         File::open(folder)?.sync_all()?;

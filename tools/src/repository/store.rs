@@ -4,11 +4,10 @@
 use crate::repository::clock::unix_s;
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
+use hatchback::io::disk::create_directories;
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion};
-use std::fs::{DirBuilder, File};
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
 use url::Url;
@@ -127,15 +126,7 @@ impl Objects {
 /// # Errors
 /// The system refused.
 pub(super) fn create_folder(folder: &Path, mode: u32) -> Result<()> {
-    let is_new = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
-    let new: Vec<&Path> = folder.ancestors().take_while(is_new).collect();
-    let create = || {
-        DirBuilder::new().recursive(true).mode(mode).create(folder)?;
-        // The name of each folder is in its parent.
-        let mut parents = new.iter().rev().filter_map(|path| path.parent());
-        parents.try_for_each(|parent| File::open(Path::new(".").join(parent))?.sync_all())
-    };
-    create().with_context(|| folder.display().to_string())
+    create_directories(folder, mode).with_context(|| folder.display().to_string())
 }
 
 /// Splits the path of what a killed upload left in a directory into the path of its object and a

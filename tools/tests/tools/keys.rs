@@ -5,6 +5,7 @@ use hatchback_tools::repository::keys::{ROLES, RoleCounts, new_fleet, roots, rot
 use serde_json::Value;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -146,6 +147,36 @@ fn keys_that_are_elsewhere_stay_in_force() {
         car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap())
             .unwrap();
     }
+}
+
+/// Without the lock the second command removes the first one's staged keys.
+#[test]
+fn while_one_command_changes_the_keys_another_is_refused() {
+    let (folder, here, _) = fleet();
+    let held = content(&here);
+    let new = folder.path().join("new");
+    std::fs::create_dir(&new).unwrap();
+    let one = RoleCounts { keys: 1, threshold: 1 };
+    let locks = [&here, &new].map(|folder| {
+        let lock = File::open(folder).unwrap();
+        lock.try_lock().unwrap();
+        lock
+    });
+    let refusals = ROLES
+        .map(|role| rotate(&here, role, 2_000_000_001))
+        .into_iter()
+        .chain([new_fleet(&new, [one; 4], 2_000_000_001)]);
+    for refused in refusals {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("another `hatchback keys` command"), "{refused}");
+    }
+    assert_eq!(content(&here), held);
+    assert!(names(&new).is_empty());
+
+    // Closing alone does not release a lock while a child of another test has a copy of the file.
+    locks.iter().for_each(|lock| lock.unlock().unwrap());
+    rotate(&here, RoleType::Root, 2_000_000_001).unwrap();
+    new_fleet(&new, [one; 4], 2_000_000_001).unwrap();
 }
 
 #[test]

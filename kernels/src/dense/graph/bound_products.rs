@@ -7,7 +7,7 @@ use crate::dense::graph::folding::zip_sizes;
 use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::stop::{Stop, malformed, unsupported};
-use crate::dense::graph::tensor::Size;
+use crate::dense::graph::tensor::{RANK_MAX, Size};
 
 /// How a window moves along an axis.
 struct Window {
@@ -16,6 +16,17 @@ struct Window {
     dilation: i64,
     pads: i64,
 }
+
+/// An axis that an equation of `Einsum` names.
+struct Label {
+    name: char,
+    dim: Dim,
+    /// Whether one operand has it, and only once.
+    is_once: bool,
+}
+
+/// The name of the last axis that `...` stands for. The axes before it have the names after it.
+const DOTS: u32 = 0xe000;
 
 impl Bounds {
     pub fn gemm_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
@@ -67,29 +78,43 @@ impl Bounds {
     pub fn einsum_bound(&mut self, node: &NodeProto) -> Result<Bound, Stop> {
         let equation: String = node.text("equation").split_whitespace().collect();
         let form = || unsupported(node, &format!("`{equation}`"));
-        let (inputs, out) = equation.split_once("->").ok_or_else(form)?;
-        let mut labels: Vec<(char, Dim)> = Vec::new();
-        for (i, names) in inputs.split(',').enumerate() {
+        let (inputs, out) = match equation.split_once("->") {
+            Some((inputs, out)) => (inputs, Some(out)),
+            None => (equation.as_str(), None),
+        };
+        let mut labels: Vec<Label> = Vec::new();
+        let mut repeats = false;
+        for (i, term) in inputs.split(',').enumerate() {
             let dims = self.input(node, i)?.dims;
-            if names.chars().count() != dims.len() || !names.chars().all(char::is_alphabetic) {
-                return Err(form());
-            }
+            let names = names_of(term, dims.len()).ok_or_else(form)?;
             // rten may copy an operand in another order of its axes.
             self.spend(node, &dims)?;
-            for (name, dim) in names.chars().zip(dims) {
-                match labels.iter_mut().find(|(label, _)| *label == name) {
-                    Some((_, known)) => *known = known.broadcast(dim),
-                    None => labels.push((name, dim)),
-                }
+            for (name, dim) in names.into_iter().zip(dims) {
+                let Some(at) = labels.iter().position(|label| label.name == name) else {
+                    labels.push(Label { name, dim, is_once: true });
+                    continue;
+                };
+                let known = labels[at].dim;
+                repeats |= known.most != dim.most || !known.exact || !dim.exact;
+                labels[at] = Label { name, dim: known.broadcast(dim), is_once: false };
+            }
+            if labels.len() > RANK_MAX {
+                return Err(form());
             }
         }
-        let all: Vec<Dim> = labels.iter().map(|(_, dim)| *dim).collect();
+
+        let all: Vec<Dim> = labels.iter().map(|label| label.dim).collect();
         self.count_product(node, &all)?;
-        if inputs.split(',').count() > 2 {
+        // rten makes a result for each further operand. It copies both operands of a product of
+        // which one has an axis of one value that the other has longer.
+        let operands = inputs.split(',').count();
+        let copies = if repeats { 2 * (operands - 1) } else { 0 };
+        for _ in 0..operands.saturating_sub(2) + copies {
             self.spend(node, &all)?;
         }
-        let dim = |name| labels.iter().find(|(label, _)| *label == name).map(|(_, dim)| *dim);
-        let dims: Option<Vec<Dim>> = out.chars().map(dim).collect();
+        let out = result_names(out, &labels).ok_or_else(form)?;
+        let dim = |name| labels.iter().find(|label| label.name == name).map(|label| label.dim);
+        let dims: Option<Vec<Dim>> = out.into_iter().map(dim).collect();
         Ok(Bound::of(dims.ok_or_else(form)?))
     }
 
@@ -172,6 +197,33 @@ impl Bounds {
     }
 }
 
+/// Returns the names of the axes of a `term` of `Einsum` with `rank` axes; `None` for another form.
+fn names_of(term: &str, rank: usize) -> Option<Vec<char>> {
+    let (before, after) = term.split_once("...").unwrap_or((term, ""));
+    let letters = [before, after].concat();
+    let dots = rank.checked_sub(letters.chars().count())?;
+    if !letters.chars().all(char::is_alphabetic) || (dots > 0 && !term.contains("...")) {
+        return None;
+    }
+    let dots = (0..dots as u32).rev().filter_map(|n| char::from_u32(DOTS + n));
+    Some(before.chars().chain(dots).chain(after.chars()).collect())
+}
+
+/// Returns the names of the axes of a result. Without `out` they are those of `...`, and then the
+/// letters that are used once, in their order.
+fn result_names(out: Option<&str>, labels: &[Label]) -> Option<Vec<char>> {
+    let is_dot = |label: &&Label| !label.name.is_alphabetic();
+    let dots = labels.iter().filter(is_dot).count();
+    if let Some(out) = out {
+        let letters = out.chars().filter(|c| *c != '.').count();
+        return names_of(out, if out.contains("...") { letters + dots } else { letters });
+    }
+    let once = labels.iter().filter(|label| !is_dot(label) && label.is_once);
+    let mut once: Vec<char> = once.map(|label| label.name).collect();
+    once.sort_unstable();
+    Some([names_of("...", dots)?, once].concat())
+}
+
 impl Window {
     /// Returns the number of windows along an axis.
     fn over(&self, dim: Dim, node: &NodeProto) -> Option<Dim> {
@@ -179,6 +231,8 @@ impl Window {
         if size < 1 || stride < 1 || dilation < 1 || pads < 0 {
             return None;
         }
+        // In rten a span beyond i64 wraps around, and the result becomes larger than the operand.
+        let span = dilation.checked_mul(size - 1)?.checked_add(1)?;
         if node.text("auto_pad").starts_with("SAME") {
             return Some(Dim { exact: dim.exact && stride == 1, ..dim });
         }
@@ -186,7 +240,6 @@ impl Window {
             let most = zip_sizes(Zip::Add, [dim.most, Size::fixed(pads)])?;
             return Some(Dim { most, exact: false });
         };
-        let span = dilation.checked_mul(size - 1)?.checked_add(1)?;
         let rest = n.checked_add(pads)?.checked_sub(span)?;
         Some(Dim::of(Size::fixed(if rest < 0 { 0 } else { rest / stride + 1 })))
     }

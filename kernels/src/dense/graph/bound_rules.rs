@@ -2,7 +2,7 @@
 //! from which other shapes follow. A rule gives the shapes that rten gives, or larger ones. It
 //! leaves the check of shapes that do not fit each other to rten. This file runs nothing.
 
-use crate::dense::graph::bounds::{Bound, Bounds, Dim, KNOWN_MAX, elements};
+use crate::dense::graph::bounds::{Bound, Bounds, Dim, KNOWN_MAX, elements, in_range};
 use crate::dense::graph::folding::zip_sizes;
 use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::{BOOL, INT32, INT64, NodeProto};
@@ -443,6 +443,9 @@ impl Bounds {
         }
         let [start, limit, step] = [bounds[0], bounds[1], bounds[2]];
         let step = step.constant().filter(|step| *step != 0).ok_or_else(unknown)?;
+        // rten counts in i32 and stops beyond the limit. A count that wraps around never stops.
+        let past = zip_sizes(Zip::Add, [limit, Size::fixed(step)]);
+        past.filter(in_range).ok_or_else(unknown)?;
         let (from, to) = if step > 0 { (start, limit) } else { (limit, start) };
         let span = Dim::of(zip_sizes(Zip::Sub, [to, from]).ok_or_else(unknown)?);
         let dim = quotient(span, Dim { most: Size::fixed(step.saturating_abs()), exact: true });

@@ -11,10 +11,12 @@ use crate::dense::graph::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::dense::graph::onnx_graph::{MULTIPLY_ADDS_MAX, VALUES_MAX, at_node};
 use crate::dense::graph::stop::{Stop, malformed, unsupported};
 use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Values};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// Integers of a list that the pass follows: sizes, axes and positions.
 pub(super) const KNOWN_MAX: usize = 256;
+/// Operators that rten runs in place if no other node reads their operand.
+const IN_PLACE: &[&str] = &["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"];
 /// Nodes that depend on each other in a row. rten's planner calls itself for each.
 const DEPTH_MAX: usize = 1 << 11;
 /// `If` nodes within each other.
@@ -43,8 +45,9 @@ pub(super) struct Bound {
 
 /// The bounds of a network.
 pub(crate) struct Bounded {
-    /// Values in all results together, at most.
-    pub values: Size,
+    /// Values that a run holds at once, at most: all results but those that take the place of
+    /// their operand.
+    pub held: Size,
     /// The network with each `If` replaced by its branch; `None` for a network without one.
     pub without_branches: Option<ModelProto>,
 }
@@ -54,9 +57,17 @@ pub(crate) struct Bounded {
 pub(super) struct Bounds {
     pub opset: i64,
     tensors: HashMap<String, Bound>,
+    /// The nodes without branches; empty for a network without an `If`.
     nodes: Vec<NodeProto>,
+    has_branches: bool,
     stored: Vec<TensorProto>,
     values: Size,
+    /// Values of results that take the place of their operand.
+    in_place: Size,
+    /// How often a node or the caller reads each tensor.
+    reads: HashMap<String, usize>,
+    /// Tensors that a run makes.
+    made: HashSet<String>,
     pub multiply_adds: u64,
 }
 
@@ -70,7 +81,8 @@ pub(crate) fn bound(
     inputs: &[(&str, Vec<usize>)],
 ) -> Result<Bounded, DenseError> {
     let graph = model.graph.as_ref().ok_or_else(|| DenseError::Load("no graph".to_owned()))?;
-    let mut bounds = Bounds { opset: model.opset(), ..Bounds::default() };
+    let has_branches = graph.node.iter().any(|node| node.op_type() == "If");
+    let mut bounds = Bounds { opset: model.opset(), has_branches, ..Bounds::default() };
     let in_error = |stop| match stop {
         Stop::Unsupported(form) => DenseError::Unsupported(form),
         Stop::Refused(e) => e,
@@ -80,17 +92,18 @@ pub(crate) fn bound(
         let dims = std::iter::once(batch).chain(shape.iter().map(|&n| Dim::fixed(n))).collect();
         bounds.tensors.insert((*name).to_owned(), Bound { dims, ..Bound::default() });
     }
+    bounds.count_reads(graph);
     bounds.add_stored(graph).map_err(in_error)?;
     bounds.walk(&graph.node, 0).map_err(in_error)?;
 
-    let has_branches = graph.node.iter().any(|node| node.op_type() == "If");
     let without_branches = has_branches.then(|| {
         let mut flat = graph.clone();
         flat.node = bounds.nodes;
         flat.initializer.append(&mut bounds.stored);
         ModelProto { graph: Some(flat), ..model.clone() }
     });
-    Ok(Bounded { values: bounds.values, without_branches })
+    let held = zip_sizes(Zip::Sub, [bounds.values, bounds.in_place]).unwrap_or(bounds.values);
+    Ok(Bounded { held, without_branches })
 }
 
 impl Dim {
@@ -157,15 +170,14 @@ impl Bound {
 
     /// Returns a tensor of integers. The pass follows them if their number does not change.
     pub fn known(dims: Vec<Dim>, values: Vec<Option<Size>>) -> Self {
+        // Rules that move values walk the other axes of an empty tensor too.
+        let lanes = lanes(&dims).and_then(Size::constant);
         let is_whole = dims.iter().all(|dim| dim.exact)
-            && elements(&dims) == Some(Size::fixed(values.len() as i64));
+            && elements(&dims) == Some(Size::fixed(values.len() as i64))
+            && lanes.is_some_and(|n| n <= KNOWN_MAX as i64);
         if !is_whole {
             return Self::of(dims);
         }
-        let in_range = |size: &Size| {
-            let most = size.batches.saturating_mul(BATCH_MAX).saturating_add(size.fixed);
-            [size.fixed, most].iter().all(|&n| i32::try_from(n).is_ok())
-        };
         let kept = values.into_iter().map(|value| value.filter(in_range)).collect();
         Self { dims, values: Some(kept), depth: 0 }
     }
@@ -191,6 +203,19 @@ pub(super) fn elements(dims: &[Dim]) -> Option<Size> {
     dims.iter().try_fold(Size::fixed(1), |n, dim| zip_sizes(Zip::Mul, [n, dim.most]))
 }
 
+/// Returns the number of values of a tensor as if no axis was empty; `None` as for [`elements`].
+/// rten walks the other axes of an empty tensor, and allocates by them.
+fn lanes(dims: &[Dim]) -> Option<Size> {
+    let is_empty = |dim: &&Dim| dim.most == Size::fixed(0);
+    elements(&dims.iter().filter(|dim| !is_empty(dim)).copied().collect::<Vec<_>>())
+}
+
+/// Returns whether `size` is an i32 for every batch.
+pub(super) fn in_range(size: &Size) -> bool {
+    let most = size.batches.saturating_mul(BATCH_MAX).saturating_add(size.fixed);
+    [size.fixed, most].iter().all(|&n| i32::try_from(n).is_ok())
+}
+
 /// Returns the number for one sample, at most.
 pub(super) fn for_a_sample(size: Size) -> u64 {
     u64::try_from(size.fixed.max(0).saturating_add(size.batches)).unwrap_or(0)
@@ -209,6 +234,24 @@ impl Bounds {
         graph.initializer.iter().try_for_each(|t| self.add(t.name(), Bound::stored(t)))
     }
 
+    /// Counts the reads of `graph`, those of graphs inside it too.
+    fn count_reads(&mut self, graph: &GraphProto) {
+        let outputs = graph.output.iter().map(|output| output.name());
+        let inputs = graph.node.iter().flat_map(|node| node.input.iter().map(String::as_str));
+        for name in outputs.chain(inputs) {
+            *self.reads.entry(name.to_owned()).or_default() += 1;
+        }
+        let attributes = graph.node.iter().flat_map(|node| &node.attribute);
+        attributes.filter_map(|a| a.g.as_deref()).for_each(|inner| self.count_reads(inner));
+    }
+
+    /// Returns whether the result of `node` takes the place of its operand.
+    fn is_in_place(&self, node: &NodeProto) -> bool {
+        // rten copies what the file stores and what the caller feeds.
+        let is_free = |name: &String| self.made.contains(name) && self.reads.get(name) == Some(&1);
+        IN_PLACE.contains(&node.op_type()) && node.input.first().is_some_and(is_free)
+    }
+
     fn walk(&mut self, nodes: &[NodeProto], level: usize) -> Result<(), Stop> {
         for node in nodes {
             let at = |stop| match stop {
@@ -219,7 +262,7 @@ impl Bounds {
                 self.branch(node, level).map_err(at)?;
             } else {
                 self.node(node).map_err(at)?;
-                self.nodes.push(node.clone());
+                self.nodes.extend(self.has_branches.then(|| node.clone()));
             }
         }
         Ok(())
@@ -241,6 +284,14 @@ impl Bounds {
         };
         if level == LEVELS_MAX {
             return Err(unsupported(node, &format!("within {LEVELS_MAX} others")));
+        }
+
+        // Branches are scopes of their own in ONNX, and one scope without branches.
+        let stored = branch.initializer.iter().map(TensorProto::name);
+        let mut names =
+            stored.chain(branch.node.iter().flat_map(|n| n.output.iter().map(|o| &**o)));
+        if let Some(name) = names.find(|n| !n.is_empty() && self.tensors.contains_key(*n)) {
+            return Err(unsupported(node, &format!("with a branch that writes `{name}` again")));
         }
 
         self.add_stored(branch)?;
@@ -271,7 +322,7 @@ impl Bounds {
         for i in 0..node.input.len() {
             let Some(input) = self.maybe(node, i)? else { continue };
             depth = depth.max(input.depth + 1);
-            self.multiply(elements(&input.dims).map_or(0, for_a_sample));
+            self.multiply(lanes(&input.dims).map_or(u64::MAX, for_a_sample));
         }
         if depth > DEPTH_MAX {
             return Err(unsupported(node, &format!("after over {DEPTH_MAX} nodes in a row")));
@@ -283,9 +334,17 @@ impl Bounds {
             return Err(unsupported(node, &format!("with {named} outputs")));
         }
         let is_stored = node.op_type() == "Constant";
+        let is_in_place = self.is_in_place(node);
         for (name, result) in node.output.iter().zip(results) {
             if !is_stored {
+                let before = self.values;
                 self.spend(node, &result.dims)?;
+                self.made.insert(name.clone());
+                if is_in_place {
+                    let size = zip_sizes(Zip::Sub, [self.values, before]);
+                    let sum = size.and_then(|size| zip_sizes(Zip::Add, [self.in_place, size]));
+                    self.in_place = sum.unwrap_or(self.in_place);
+                }
             }
             self.add(name, Bound { depth, ..result })?;
         }
@@ -302,7 +361,7 @@ impl Bounds {
             let sizes: Vec<String> = dims.iter().map(|dim| dim.most.to_string()).collect();
             unsupported(node, &format!("with a result [{}], {limit}", sizes.join(", ")))
         };
-        let size = elements(dims).filter(|_| dims.len() <= RANK_MAX);
+        let size = lanes(dims).filter(|_| dims.len() <= RANK_MAX);
         let size = size.ok_or_else(|| over("which no number of values a sample bounds"))?;
         let sum = zip_sizes(Zip::Add, [self.values, size]).unwrap_or(Size::fixed(i64::MAX));
         if for_a_sample(sum) > VALUES_MAX as u64 {

@@ -260,6 +260,10 @@ pub(crate) struct Layout {
 impl Layout {
     /// Returns the position of each value, in order.
     pub fn picks(&self) -> Vec<u32> {
+        // The axes before an empty one may have any size.
+        if self.shape.contains(&0) {
+            return Vec::new();
+        }
         let mut picks = vec![self.first as u32];
         for (&n, &stride) in self.shape.iter().zip(&self.strides) {
             let mut next = Vec::with_capacity(picks.len() * n);
