@@ -121,7 +121,7 @@ impl Objects {
     }
 }
 
-/// Creates a folder and its missing parents durably, each with `mode` less the umask.
+/// Creates a folder durably with `mode` less the umask, and its missing parents.
 ///
 /// # Errors
 /// The system refused.
