@@ -428,6 +428,12 @@ mod tests {
         assert!(held[1].begin_work().is_none(), "a closing connection begins no request");
     }
 
+    /// Makes the bytes of `place` move, whatever the time is, or rest since it was opened.
+    fn set_moving(place: &Place, is_moving: bool) {
+        let moved_us = if is_moving { u64::MAX } else { 0 };
+        place.connection().moved_us.store(moved_us, Ordering::Relaxed);
+    }
+
     /// 3200 of 6400 bytes may wait for large callers, and 4800 for small ones of up to 100 bytes.
     #[test]
     fn the_largest_connection_makes_room_for_a_small_one_and_a_silent_one_for_any() {
@@ -436,6 +442,7 @@ mod tests {
         let mut memory: Vec<Reservation> =
             places.iter().map(|place| place.connection().share.reservation()).collect();
         let closing = || places.iter().filter(|place| place.connection().is_closing()).count();
+        places.iter().for_each(|place| set_moving(place, true));
         connections.grow(&mut memory[0], 1700).unwrap();
         connections.grow(&mut memory[1], 1500).unwrap();
         assert!(connections.grow(&mut memory[1], 1).is_err(), "a caller that sends stays");
@@ -449,6 +456,7 @@ mod tests {
 
         memory[1].resize(1500).unwrap();
         std::thread::sleep(SILENT_TIME_MIN);
+        set_moving(&places[0], false);
         connections.grow(&mut memory[3], 1300).unwrap();
         assert_eq!(closing(), 1, "a closing one makes room already");
         memory[1].shrink(0);
@@ -467,7 +475,12 @@ mod tests {
         std::thread::sleep(SILENT_TIME_MIN);
         places[0].connection().note_activity();
         places[0].connection().note_moved(1600 / SHARES - 1);
+        let moved = |place: &Place| place.connection().moved_us.load(Ordering::Relaxed);
+        let before = moved(&places[1]);
         places[1].connection().note_moved(1600 / SHARES);
+        assert!(moved(&places[1]) > before && moved(&places[0]) == before);
+        // The machine may pause here for longer than bytes may rest.
+        set_moving(&places[1], true);
         connections.grow(&mut memory[2], 1500).unwrap();
         assert!(places[0].connection().is_closing(), "a trickle is no progress");
         assert!(!places[1].connection().is_closing());
