@@ -12,7 +12,7 @@ use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::Offer;
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::release::{manifest_path, target_name};
-use hatchback::update::status::UpdateState;
+use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, release_of};
 use hatchback_tests::rewrite::Parts;
 use hatchback_tools::repository::keys::rotate;
@@ -23,7 +23,19 @@ use tough::schema::RoleType;
 
 const DAY_S: u64 = 24 * 3600;
 
-/// Polls until `live` is live, at most `polls` times.
+/// Lets the sync process poll once.
+fn poll(car: &Car, fleet: &Fleet, now: u64) -> Result<UpdateStatus, UpdateError> {
+    let (mut link, clock) = (fleet.link(), Ticks::still());
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    car.sync.fetch(&mut fetcher, now, |_, _| {})
+}
+
+/// Lets the serving process take steps until it waits.
+fn apply(car: &Car, now: u64) {
+    while car.sync.advance(&car.host(), now).unwrap() {}
+}
+
+/// Runs both processes until `live` is live, at most `polls` times.
 #[track_caller]
 fn reaches(car: &Car, fleet: &Fleet, live: usize, polls: u64) {
     let errors: Vec<String> = (0..polls)
@@ -153,11 +165,7 @@ fn another_version_tries_what_this_one_cannot_read() {
     let car = Car::at_first_release(&fleet);
     publish_unreadable(&fleet);
     car.run(&mut fleet.link(), T0 + 11).unwrap_err();
-    let fetch = |now| {
-        let (mut link, clock) = (fleet.link(), Ticks::still());
-        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-        car.sync.fetch(&mut fetcher, now, |_, _| {}).unwrap().state
-    };
+    let fetch = |now| poll(&car, &fleet, now).unwrap().state;
     assert_ne!(fetch(T0 + 12), UpdateState::Staged, "refused by this version");
 
     for version in ["0.2.0", "0.3.0", hatchback::VERSION] {
@@ -180,11 +188,7 @@ fn a_release_that_kills_every_install_gives_way() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     fleet.delta(T0 + 10, 2);
-    let fetch = |now| {
-        let (mut link, clock) = (fleet.link(), Ticks::still());
-        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-        car.sync.fetch(&mut fetcher, now, |_, _| {}).unwrap().state
-    };
+    let fetch = |now| poll(&car, &fleet, now).unwrap().state;
     assert_eq!(fetch(T0 + 11), UpdateState::Staged);
     let deaths = Cell::new(0);
     for start in 0..12 {
@@ -211,7 +215,7 @@ fn a_release_that_kills_every_install_gives_way() {
     // No fault of the release: after the pause it is tried again, and now it passes.
     assert_eq!(fetch(T0 + 30), UpdateState::Staged);
     assert!(car.sync.advance(&car.host(), T0 + 1_000).unwrap());
-    while car.sync.advance(&car.host(), T0 + 1_000).unwrap() {}
+    apply(&car, T0 + 1_000);
     assert_eq!(car.live(), 2);
 }
 
@@ -221,9 +225,7 @@ fn short_drives_do_not_count_against_an_install() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     fleet.delta(T0 + 10, 2);
-    let (mut link, clock) = (fleet.link(), Ticks::still());
-    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-    car.sync.fetch(&mut fetcher, T0 + 11, |_, _| {}).unwrap();
+    poll(&car, &fleet, T0 + 11).unwrap();
     for boot in 0..25 {
         let host = Host { boot, yield_now: &|| panic!("the power is cut"), ..car.host() };
         let died =
@@ -242,17 +244,13 @@ fn a_pause_ends_with_its_cause() {
         let fleet = Fleet::new();
         let car = Car::at_first_release(&fleet);
         fleet.delta(T0 + 10, 2);
-        let fetch = |now| {
-            let (mut link, clock) = (fleet.link(), Ticks::still());
-            let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-            car.sync.fetch(&mut fetcher, now, |_, _| {}).unwrap()
-        };
+        let fetch = |now| poll(&car, &fleet, now).unwrap();
         fetch(T0 + 11);
         car.disk.set_room(&car.sync.flash, Some(40_000));
         for now in [T0 + 12, T0 + 100, T0 + 300] {
             fetch(now);
             assert!(!car.sync.is_paused(now).unwrap());
-            while car.sync.advance(&car.host(), now).unwrap() {}
+            apply(&car, now);
         }
         let status = car.sync.status().unwrap();
         assert!(status.error.as_ref().unwrap().contains("bytes are needed"), "{status:?}");
@@ -266,7 +264,7 @@ fn a_pause_ends_with_its_cause() {
         }
         assert!(!car.sync.is_paused(T0 + 311).unwrap(), "restarted: {has_restarted}");
         car.disk.set_room(&car.sync.flash, None);
-        while car.sync.advance(&car.host(), T0 + 312).unwrap() {}
+        apply(&car, T0 + 312);
         assert_eq!(car.live(), 2);
     }
 }
@@ -312,11 +310,9 @@ fn a_lost_generation_is_rebuilt_from_what_is_listed() {
             let repair = hatchback::update::install_status::Repair::AnySnapshot;
             car.sync.require_repair(repair).unwrap();
 
-            let (mut link, clock) = (fleet.link(), Ticks::still());
-            let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
             for now in T0 + 40..T0 + 50 {
-                let _ = car.sync.fetch(&mut fetcher, now, |_, _| {});
-                while car.sync.advance(&car.host(), now).unwrap() {}
+                let _ = poll(&car, &fleet, now);
+                apply(&car, now);
                 let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) else { continue };
                 let sequence = flash.record().live.generation.sequence;
                 let served = Model::from_flash(&flash, Budget::default());
@@ -397,11 +393,9 @@ fn a_generation_installed_by_hand_is_rebuilt_too() {
         Flash::install(&car.sync.disk, &car.sync.flash, &mut bundle, |_| ()).unwrap();
     }
     car.disk.lose(&car.sync.flash.join("g000000000003/manifest"));
-    let (mut link, clock) = (fleet.link(), Ticks::still());
-    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
     for now in T0 + 30..T0 + 36 {
-        let _ = car.sync.fetch(&mut fetcher, now, |_, _| {});
-        while car.sync.advance(&car.host(), now).unwrap() {}
+        let _ = poll(&car, &fleet, now);
+        apply(&car, now);
         if let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) {
             let sequence = flash.record().live.generation.sequence;
             assert!(sequence == 3 || Model::from_flash(&flash, Budget::default()).is_err());
@@ -435,10 +429,8 @@ fn a_rebuild_that_cannot_go_on_waits_for_another_way() {
     car.run(&mut fleet.link(), T0 + 31).unwrap();
     ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
     fleet.publish(T0 + 40, &VERSIONS.snapshots[1]);
-    let (mut link, clock) = (fleet.link(), Ticks::still());
-    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-    car.sync.fetch(&mut fetcher, T0 + 41, |_, _| {}).unwrap();
-    while car.sync.advance(&car.host(), T0 + 41).unwrap() {}
+    poll(&car, &fleet, T0 + 41).unwrap();
+    apply(&car, T0 + 41);
     let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
     assert!(!flash.record().may_serve());
     assert_eq!(car.sync.status().unwrap().live, None, "a step is not shown as live");
@@ -465,7 +457,7 @@ fn an_offer_of_any_length_leaves_the_record_whole() {
     let number = car.sync.install_status().unwrap().offer + 1;
     fetch.offer = Some(Offer { number, release });
     fetch.write(&car.disk, &car.sync.directory).unwrap();
-    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    apply(&car, T0 + 12);
     let install = car.sync.install_status().unwrap();
     assert_eq!((install.refused.len(), install.offer), (1, number - 1));
     fleet.publish(T0 + 20, &VERSIONS.snapshots[2]);
@@ -492,9 +484,9 @@ fn a_release_that_the_targets_do_not_list_is_not_installed() {
     let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
     car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());
 
-    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    apply(&car, T0 + 12);
     car.sync.consent(T0 + 13).unwrap();
-    while car.sync.advance(&car.host(), T0 + 14).unwrap() {}
+    apply(&car, T0 + 14);
     let status = car.sync.status().unwrap();
     assert!(status.error.as_ref().is_some_and(|e| e.contains("not listed")), "{status:?}");
     assert_eq!(car.live(), 1);
