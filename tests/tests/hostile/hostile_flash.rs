@@ -168,3 +168,30 @@ fn a_flipped_bit_beside_the_segments() {
     std::fs::remove_file(folder.join("t0002.hot")).unwrap();
     open().unwrap();
 }
+
+/// No call of the disk follows a link at the end of a path: another user of a folder could lead a
+/// write, or a read, to any file.
+#[test]
+fn a_link_is_never_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+    std::fs::write(&file, [7; 8192]).unwrap();
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    let disk = hatchback::io::disk::system();
+    assert!(disk.read(&file, 8192).is_ok() && disk.open(&file).is_ok());
+    assert!(disk.open_pages(&file).is_ok());
+
+    assert!(disk.read(&link, 8192).is_err(), "read");
+    assert!(disk.open(&link).is_err(), "open");
+    assert!(disk.open_pages(&link).is_err(), "open_pages");
+    assert!(disk.append(&link, 8).is_err(), "append");
+    // A file or a lock takes the place of the link.
+    let mut output = disk.create(&link).unwrap();
+    output.write_all(b"new").and_then(|()| output.flush()).unwrap();
+    assert_eq!(std::fs::read(&link).unwrap(), b"new");
+    std::fs::remove_file(&link).unwrap();
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    assert!(disk.lock(&link, std::time::Duration::ZERO).unwrap().is_some());
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_file(), "lock");
+    assert_eq!(std::fs::read(&file).unwrap(), [7; 8192]);
+}
