@@ -12,6 +12,8 @@ use std::fmt;
 ///             ^           |          |                           |           |
 ///             +--- Failed <----------+------- Failed <-----------+--- RollingBack
 /// ```
+///
+/// A step of a rebuild goes from `Applying` to `Committed`, because nothing serves it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum UpdateState {

@@ -3,6 +3,7 @@
 //! generation that is lost although its bytes are still listed.
 
 use hatchback::bundle::BundleReader;
+use hatchback::flash::live::LiveRecord;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use hatchback::model::budget::Budget;
@@ -22,6 +23,16 @@ use std::path::{Path, PathBuf};
 use tough::schema::RoleType;
 
 const DAY_S: u64 = 24 * 3600;
+
+/// Publishes the deltas to generations 2, 3 and 4; the only snapshot stays that of generation 1.
+fn publish_deltas(fleet: &Fleet) {
+    (2..=4).for_each(|generation| fleet.delta(T0 + 10 * (generation as u64 - 1), generation));
+}
+
+/// Loses both copies of the live record.
+fn lose_live_record(car: &Car) {
+    LiveRecord::file_names().iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+}
 
 /// Lets the sync process poll once.
 fn poll(car: &Car, fleet: &Fleet, now: u64) -> Result<UpdateStatus, UpdateError> {
@@ -288,9 +299,7 @@ fn losses(car: &Car) -> Vec<(&'static str, Vec<PathBuf>)> {
 fn a_lost_generation_is_rebuilt_from_what_is_listed() {
     let fleet = Fleet::new();
     let template = Car::at_first_release(&fleet);
-    for (generation, now) in [(2, T0 + 10), (3, T0 + 20), (4, T0 + 30)] {
-        fleet.delta(now, generation);
-    }
+    publish_deltas(&fleet);
     for (what, paths) in losses(&template) {
         for is_cut in [false, true] {
             let mut car = Car::at_first_release(&fleet);
@@ -342,7 +351,7 @@ fn a_power_cut_in_a_rebuild() {
     loop {
         let car = Car::at_first_release(&fleet);
         car.run(&mut fleet.link(), T0 + 21).unwrap();
-        ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+        lose_live_record(&car);
         car.disk.cut_after(calls);
         let _ = car.run(&mut fleet.link(), T0 + 22);
         let is_cut = car.disk.is_off();
@@ -365,12 +374,10 @@ fn a_power_cut_in_a_rebuild() {
 fn a_path_that_ends_below_the_committed_generation_is_none() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
-    for (generation, now) in [(2, T0 + 10), (3, T0 + 20), (4, T0 + 30)] {
-        fleet.delta(now, generation);
-    }
+    publish_deltas(&fleet);
     car.run(&mut fleet.link(), T0 + 31).unwrap();
     fleet.revoke(T0 + 40, 3);
-    ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    lose_live_record(&car);
     let error = car.run(&mut fleet.link(), T0 + 41).unwrap_err();
     assert!(matches!(error, UpdateError::NoPath { newest: 4, .. }), "{error}");
     assert_eq!(car.live(), 0);
@@ -412,7 +419,7 @@ fn a_rebuild_needs_no_consent() {
     fleet.delta(T0 + 10, 2);
     car.run(&mut fleet.link(), T0 + 11).unwrap();
     car.policy.consent = true;
-    ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    lose_live_record(&car);
     reaches(&car, &fleet, 2, 6);
     fleet.delta(T0 + 110, 3);
     assert_eq!(car.run(&mut fleet.link(), T0 + 111).unwrap().state, UpdateState::AwaitConsent);
@@ -423,11 +430,9 @@ fn a_rebuild_needs_no_consent() {
 fn a_rebuild_that_cannot_go_on_waits_for_another_way() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
-    for (generation, now) in [(2, T0 + 10), (3, T0 + 20), (4, T0 + 30)] {
-        fleet.delta(now, generation);
-    }
+    publish_deltas(&fleet);
     car.run(&mut fleet.link(), T0 + 31).unwrap();
-    ["live.a", "live.b"].iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    lose_live_record(&car);
     fleet.publish(T0 + 40, &VERSIONS.snapshots[1]);
     poll(&car, &fleet, T0 + 41).unwrap();
     apply(&car, T0 + 41);
