@@ -8,7 +8,7 @@ or publishes a bundle: the `hatchback` tool does. Nothing in this package runs i
 def __getattr__(name):
     """Loads `export` when it is first used: windows need no torch."""
     if name == "export":
-        from .own_model import export
+        from .exporter import export
 
         return export
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,15 +26,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Feature:
-    """A bag of at most `hotness_max` keys into one table. Two features may share a table."""
+    """A bag of at most `hotness_max` keys, looked up in a table or in each of a tuple of tables."""
 
     name: str
-    table: str
+    table: str | tuple
     # "sum" | "mean" | "sqrtn" | "max" | "none" (rows side by side, zero-padded)
     pooling: str = "sum"
     hotness_max: int = 1
     # Each key has a weight, which multiplies its row; "max" and "none" take none.
     weighted: bool = False
+    key: dict | None = None  # the key function, as in model.toml
+    padding: int | None = None  # key that counts as no key in masks
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,17 @@ def table_toml(schema, table):
     return "\n".join(lines) + "\n"
 
 
+def inline_toml(fields):
+    return "{ " + ", ".join(f"{key} = {quoted(value)}" for key, value in fields.items()) + " }"
+
+
 def feature_toml(feature):
     return (
         f"\n[[feature]]\nname = {quoted(feature.name)}\ntable = {quoted(feature.table)}\n"
         f"pooling = {quoted(feature.pooling)}\nhotness_max = {feature.hotness_max}\n"
         + ("weights = true\n" if feature.weighted else "")
+        + (f"padding = {feature.padding}\n" if feature.padding is not None else "")
+        + (f"key = {inline_toml(feature.key)}\n" if feature.key is not None else "")
     )
 
 

@@ -1,0 +1,337 @@
+"""Captures a model as one graph of tensor operations, with the number of samples left open.
+
+PyTorch's own `torch.export` does it. While it captures, three kinds of call have stand-ins, because
+their sizes come from data: TorchRec's `EmbeddingBagCollection`, packed sequences, and a choice of
+values by a constant mask. The model itself is not changed.
+"""
+
+import contextlib
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+from torch.overrides import TorchFunctionMode
+
+OLDEST = (2, 7)
+OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def check_version():
+    """Refuses a torch whose capture is not known to work."""
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < OLDEST:
+        raise RuntimeError(
+            f"export needs torch 2.7 or later, and this is torch {torch.__version__}: "
+            "load the weights in an environment with a later torch and export there"
+        )
+
+
+def user_line(error):
+    """Returns `FILE:LINE, CODE` of the user's own line that an error passed through."""
+    seen = []
+    while error is not None:
+        seen += traceback.extract_tb(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    own = [frame for frame in seen if not frame.filename.startswith((*OWN, "<"))]
+    inside = [frame for frame in own if frame.name != "<module>" and "site-packages/torch" not in frame.filename]
+    return f"{inside[-1].filename}:{inside[-1].lineno}, `{inside[-1].line}`" if inside else None
+
+
+# --- collections of TorchRec ---
+
+
+class Pooled:
+    """Takes the place of TorchRec's `KeyedTensor` while the model is captured."""
+
+    def __init__(self, vectors):
+        self.vectors = vectors
+
+    def __getitem__(self, key):
+        return self.vectors[key]
+
+    def keys(self):
+        return list(self.vectors)
+
+    def values(self):
+        return torch.cat(list(self.vectors.values()), dim=1)
+
+    def to_dict(self):
+        return self.vectors
+
+
+class Sealed:
+    """Takes the place of a `KeyedJaggedTensor`: only a collection may read its keys."""
+
+    def __getattr__(self, name):
+        raise ValueError(
+            f"the model reads `{name}` of a KeyedJaggedTensor outside of an "
+            "EmbeddingBagCollection; pass what it needs as a tensor of its own"
+        )
+
+
+@dataclass
+class CollectionCall:
+    """What one feature of a collection looked up: bags of keys, and the pooled vectors."""
+
+    feature: str
+    table: str
+    pooling: str
+    bags: list  # a list of keys for each sample
+    weights: list | None  # a list of weights for each sample
+    output: torch.Tensor  # [B, dim]
+
+
+def collections_of(model):
+    return {
+        name: module for name, module in model.named_modules()
+        if hasattr(module, "embedding_bag_configs")
+    }
+
+
+def collection_calls(name, module, features, output):
+    """Returns the calls of one `EmbeddingBagCollection`."""
+    pooled, calls = output.to_dict(), []
+    for config in module.embedding_bag_configs():
+        pooling = config.pooling.name.lower()
+        shared = lambda feature: f"{feature}@{config.name}"  # TorchRec's name in several tables
+        for feature in config.feature_names:
+            jagged = features[feature]
+            ends = jagged.offsets().tolist()
+            cut = lambda values: [values[a:b].tolist() for a, b in zip(ends, ends[1:])]
+            weights = getattr(jagged, "weights_or_none", lambda: None)()
+            if weights is not None and pooling != "sum":
+                raise ValueError(
+                    f"collection `{name}`: weights with pooling `{pooling}` of table "
+                    f"`{config.name}`: FBGEMM divides them in its own way; use SUM"
+                )
+            vector = pooled[feature] if feature in pooled else pooled[shared(feature)]
+            calls.append(CollectionCall(
+                feature, f"{name}.{config.name}", pooling, cut(jagged.values()),
+                None if weights is None else cut(weights), vector
+            ))
+    return calls
+
+
+@contextlib.contextmanager
+def collections(model, answer):
+    """Answers the calls of all collections by `answer(name, module, forward, features)`."""
+    found = collections_of(model)
+    for name, module in found.items():
+        forward = module.forward
+        module.forward = (
+            lambda features, name=name, module=module, forward=forward:
+            answer(name, module, forward, features)
+        )
+    try:
+        yield
+    finally:
+        for module in found.values():
+            del module.__dict__["forward"]
+
+
+# --- packed sequences ---
+
+
+@dataclass
+class Padded:
+    """Takes the place of a `PackedSequence`: padded rows `[B, L, D]` and their lengths `[B]`."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+
+
+def pack_padded(input, lengths, batch_first=False, enforce_sorted=True):
+    rows = input if batch_first else input.transpose(0, 1)
+    return Padded(rows, torch.as_tensor(lengths).to(torch.int64))
+
+
+def pad_packed(sequence, batch_first=False, padding_value=0.0, total_length=None):
+    keep = torch.arange(sequence.rows.shape[1]) < sequence.lengths[:, None]
+    rows = torch.where(keep[..., None], sequence.rows, padding_value)
+    return rows if batch_first else rows.transpose(0, 1), sequence.lengths
+
+
+def over_padded(real):
+    """Returns a `forward` of GRU, RNN or LSTM that also takes `Padded` rows."""
+
+    def forward(self, input, hx=None):
+        if not isinstance(input, Padded):
+            return real(self, input, hx)
+        if self.bidirectional or getattr(self, "proj_size", 0):
+            raise ValueError("a packed sequence in both directions has no counterpart in the car")
+        rows, states = input.rows, []
+        for layer in range(self.num_layers):
+            states.append(one_padded_layer(self, rows, hx, layer))
+            rows = states[-1][0]
+        last = [last_of(rows, input.lengths) for rows, _ in states]
+        hidden = torch.stack(last)
+        return Padded(rows, input.lengths), hidden if self.mode != "LSTM" else (hidden, Sealed())
+
+    return forward
+
+
+def one_padded_layer(module, rows, hx, layer):
+    """Returns the outputs `[B, L, D]` of one layer, and its last state."""
+    weights = module.all_weights[layer]
+    zeros = rows.new_zeros(1, rows.shape[0], module.hidden_size)
+    first = lambda state: zeros if state is None else state[layer : layer + 1]
+    options = (weights, module.bias, 1, 0.0, False, False, True)
+    if module.mode == "LSTM":
+        states = [first(None if hx is None else one) for one in (hx or (None, None))]
+        return torch.lstm(rows, states, *options)
+    call = {"GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[module.mode]
+    return call(rows, first(hx), *options)
+
+
+def last_of(rows, lengths):
+    """Returns the last row of each sequence, `[B, D]`, of `rows` `[B, L, D]`."""
+    at = (lengths - 1).reshape(-1, 1, 1).expand(-1, 1, rows.shape[2])
+    return rows.gather(1, at).squeeze(1)
+
+
+@contextlib.contextmanager
+def padded_sequences():
+    """Lets packed sequences stay padded: their lengths then are values and no sizes."""
+    swaps = {rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed}
+    places = [
+        (module, name, value) for module in list(sys.modules.values())
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if isinstance(value, type(pack_padded)) and value in swaps
+    ]
+    real = {kind: kind.forward for kind in (nn.GRU, nn.LSTM, nn.RNN)}
+    for module, name, value in places:
+        setattr(module, name, swaps[value])
+    for kind, forward in real.items():
+        kind.forward = over_padded(forward)
+    try:
+        yield
+    finally:
+        for module, name, value in places:
+            setattr(module, name, value)
+        for kind, forward in real.items():
+            kind.forward = forward
+
+
+# --- constant masks ---
+
+
+def is_mask(value):
+    return torch.is_tensor(value) and value.dtype == torch.bool and value.dim() > 0
+
+
+class Masks(TorchFunctionMode):
+    """Records the boolean masks that choose values, or replaces them by constant positions."""
+
+    SELECT = (torch.masked_select, torch.Tensor.masked_select)
+
+    def __init__(self, known=None):
+        super().__init__()
+        self.seen, self.known = [], known
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in self.SELECT:
+            mask = args[1] if len(args) > 1 else kwargs["mask"]
+            constant = self.next_of(mask, args[0])
+            if constant is not None:
+                return select(args[0], mask, constant)
+        elif function is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(is_mask, index)):
+                made = []
+                for one in index:
+                    constant = self.next_of(one) if is_mask(one) else None
+                    made += [one] if constant is None else constant.nonzero(as_tuple=True)
+                args = (args[0], tuple(made))
+        return function(*args, **kwargs)
+
+    def next_of(self, mask, values=None):
+        """Records a mask; returns its constant value if there is one."""
+        place = len(self.seen)
+        self.seen.append(None)
+        if self.known is not None:
+            return self.known[place] if place < len(self.known) else None
+        if values is None:
+            self.seen[place] = mask.clone()
+        else:  # the mask of one sample, if all samples have the same
+            whole = mask.expand(torch.broadcast_shapes(mask.shape, values.shape))
+            same = len(whole) > 0 and bool((whole == whole[:1]).all())
+            self.seen[place] = whole[:1].clone() if same else None
+        return None
+
+
+def select(values, mask, constant):
+    """Returns `values.masked_select(mask)` for a mask that is `constant` in each sample."""
+    whole = values.expand(torch.broadcast_shapes(mask.shape, values.shape))
+    return whole.flatten(1)[:, constant.flatten().nonzero()[:, 0]].flatten()
+
+
+def constant_masks(one, other):
+    """Returns the masks that two runs on different samples have in common; None for the others."""
+    same = lambda a, b: a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
+    return [a if same(a, b) else None for a, b in zip(one, other)] if len(one) == len(other) else []
+
+
+# --- the capture ---
+
+
+class Captured(nn.Module):
+    """The model as a function of flat tensors: leaves of the batch, then vectors of collections."""
+
+    def __init__(self, model, call, flat, pick, masks):
+        super().__init__()
+        self.model = model
+        self.call = lambda *values, **named: call(*values, **named)  # no submodule twice
+        self.flat, self.pick, self.masks = flat, pick, masks
+
+    def forward(self, *tensors):
+        leaves = len(self.flat.tensors)
+        vectors = list(tensors[leaves:])
+
+        def answer(name, module, forward, features):
+            names = [
+                feature for config in module.embedding_bag_configs()
+                for feature in config.feature_names
+            ]
+            keys = [
+                f"{feature}@{config.name}" if names.count(feature) > 1 else feature
+                for config in module.embedding_bag_configs() for feature in config.feature_names
+            ]
+            return Pooled({key: vectors.pop(0) for key in keys})
+
+        positional, named = self.flat.rebuild(tensors[:leaves], lambda value: Sealed())
+        with collections(self.model, answer), padded_sequences(), Masks(self.masks):
+            return self.pick(self.call(*positional, **named))
+
+
+def capture(captured, tensors, per_sample):
+    """Returns the graph of `captured` as a GraphModule. `per_sample` has a bool for each tensor.
+
+    # Errors
+    ValueError with the user's line if a size or a branch follows from values.
+    """
+    batch = torch.export.Dim("batch", min=2)
+    shapes = tuple(
+        {0: batch} if whole else ({0: torch.export.Dim.AUTO} if tensor.dim() else {})
+        for tensor, whole in zip(tensors, per_sample)
+    )
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                captured, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False
+            )
+            return program.run_decompositions({}).module()
+    except Exception as error:  # torch.export has no common class of its errors
+        where = user_line(error)
+        said = str(error).strip().splitlines()
+        raise ValueError(
+            "the model cannot be captured as one graph"
+            + (f" because of {where}" if where else "")
+            + ": a Python branch, loop or size must not depend on values of the inputs or on the "
+            "number of samples; write it with tensor operations such as torch.where and masks. "
+            f"torch says: {type(error).__name__}: {said[0] if said else ''}"
+        ) from error

@@ -1,0 +1,612 @@
+"""Cuts a captured graph at its lookups: sparse features in front, the dense network behind.
+
+A lookup whose row numbers are columns of the batch becomes a vector that the car looks up. Masks of
+a column become masks of its feature. What else the network reads of the batch becomes dense.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .graph import ATEN, LEAF, ROW, op_name, source_line
+
+KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
+COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
+
+
+@dataclass
+class Column:
+    """One sparse feature: columns of a leaf, and what the car makes of their values."""
+
+    name: str
+    leaf: int
+    columns: tuple
+    shift: int = 0
+    modulus: int | None = None
+    pooling: str = "sum"  # "none" with several columns that the network pools itself
+    padding: int | None = None  # value of a column that is no key
+    tables: list = field(default_factory=list)
+    call: object = None  # the call of a collection, which has bags of its own
+    jagged: object = None  # the lookup that takes offsets
+    size: int = 0  # number of rows that its values can reach
+
+    @property
+    def hotness(self):
+        return len(self.columns)
+
+
+@dataclass
+class Part:
+    """The vectors of one column in one table: elements `first..first + count` of a lookup."""
+
+    column: Column
+    table: str
+    first: int
+    count: int
+
+
+@dataclass
+class Element:
+    """What one row number of a lookup is made of."""
+
+    leaf: int
+    column: int
+    shift: int
+    modulus: int | None
+
+
+def elements_of(followed, lookup):
+    """Returns the elements of a lookup's row numbers, the same for each sample; None if a row
+    number is computed in another way."""
+    origin, index = followed.origin.get(lookup.index), followed.value[lookup.index]
+    if origin is None or isinstance(origin, list):
+        return None
+    code, shift = origin.code, origin.shift.expand(origin.code.shape)
+    if lookup.pooling is not None:  # embedding_bag takes flat row numbers and the offsets
+        if not followed.is_constant(lookup.bounds):
+            return None
+        bags = followed.value[lookup.bounds]
+        bags = len(bags) - 1 if lookup.last_bound else len(bags)
+        code, shift = code.reshape(bags, -1), shift.reshape(bags, -1)
+    if code.dim() == 0:
+        return None
+    code, shift = code.reshape(len(code), -1), shift.reshape(len(code), -1)
+    rows = torch.arange(len(code)).reshape(-1, 1) * ROW
+    if not bool((code == code[:1] + rows).all()) or not bool((shift == shift[:1]).all()):
+        return None
+    return [
+        Element(value // LEAF, value % ROW, offset, origin.modulus)
+        for value, offset in zip(code[0].tolist(), shift[0].tolist())
+    ]
+
+
+def runs_of(elements, named):
+    """Splits elements into runs of columns that one feature may have."""
+    alike = lambda a, b: (
+        (a.leaf, a.shift, a.modulus) == (b.leaf, b.shift, b.modulus)
+        and named(a.leaf, a.column) == named(b.leaf, b.column) is not False
+    )
+    runs = []
+    for element in elements:
+        if runs and alike(runs[-1][-1], element):
+            runs[-1].append(element)
+        else:
+            runs.append([element])
+    return runs
+
+
+class Names:
+    """The names of a batch's columns: of the caller, of the model, or of the argument."""
+
+    def __init__(self, leaves, given, model):
+        self.leaves, self.names = leaves, {}
+        found = columns_of_model(model)
+        for place, leaf in enumerate(leaves):
+            names = given.get(leaf.name)
+            if isinstance(names, (list, tuple)):
+                if len(names) != leaf.width:
+                    raise ValueError(
+                        f"columns[{leaf.name!r}] has {len(names)} names, and `{leaf.name}` has "
+                        f"{leaf.width} columns"
+                    )
+                self.names[place] = {column: (name, 1) for column, name in enumerate(names)}
+            elif leaf.width > 1 and leaf.width in found:
+                self.names[place] = found[leaf.width]
+
+    def of(self, leaf, column):
+        """Returns the name of one column; None if it has none of its own."""
+        return self.names.get(leaf, {}).get(column, (None, 0))[0]
+
+    def separate(self, leaf, column):
+        """Returns what columns of one feature have in common; False if each stands alone."""
+        if leaf not in self.names:
+            return None
+        name, width = self.names[leaf].get(column, (None, 1))
+        return name if width > 1 else False
+
+    def feature(self, leaf, columns):
+        """Returns the name of the feature that has these columns."""
+        own, whole = self.of(leaf, columns[0]), self.leaves[leaf]
+        if own is not None:
+            return own
+        if len(columns) == whole.width:
+            return whole.name
+        return f"{whole.name}{columns[0]}" + (f"_{columns[-1]}" if len(columns) > 1 else "")
+
+    def dense(self, leaf, column):
+        name, width = self.names.get(leaf, {}).get(column, (None, 1))
+        if name is not None and width == 1:
+            return name
+        own = self.leaves[leaf]
+        return own.name if own.width == 1 else f"{name or own.name}{column}"
+
+
+def columns_of_model(model):
+    """Maps the width of a matrix to the names of its columns, as packages keep them: a dict of the
+    model from names to a column, or to a first and an end column."""
+    found = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if not isinstance(value, dict) or not value or not all(isinstance(k, str) for k in value):
+                continue
+            spans = []
+            for name, place in value.items():
+                if isinstance(place, int) and not isinstance(place, bool):
+                    spans.append((place, place + 1, name))
+                elif (isinstance(place, (tuple, list)) and len(place) == 2
+                      and all(type(end) is int for end in place)):
+                    spans.append((*place, name))
+            spans.sort()
+            ends = [0] + [end for _, end, _ in spans]
+            if len(spans) == len(value) and all(a == e for (a, _, _), e in zip(spans, ends)):
+                names = {
+                    column: (name, end - begin)
+                    for begin, end, name in spans for column in range(begin, end)
+                }
+                found.setdefault(ends[-1], names)
+    return found
+
+
+class Cut:
+    """What a captured graph becomes: `columns`, `parts` of each lookup, `dense` columns, `masks`,
+    and `network`, the graph behind them."""
+
+    def __init__(self, followed, leaves, calls, names, note):
+        self.followed, self.leaves, self.names, self.note = followed, leaves, names, note
+        self.columns, self.tables, self.parts, self.kept = [], {}, {}, {}
+        self.lines = {}
+        self.outputs = next(n for n in followed.graph.nodes if n.op == "output").args[0]
+        self.calls = dict(zip(followed.placeholders[len(leaves):], calls))
+        self.find_lookups()
+        self.find_reads()
+        self.build()
+
+    # --- lookups ---
+
+    def needed(self, stop):
+        """Returns the nodes that the outputs need, in the graph's order. `stop` ends a search."""
+        seen, rest = set(), list(self.outputs)
+        while rest:
+            node = rest.pop()
+            if node not in seen:
+                seen.add(node)
+                rest += [] if stop(node) else node.all_input_nodes
+        return [node for node in self.followed.graph.nodes if node in seen]
+
+    def table_name(self, node):
+        """Returns the name of a table, and keeps its rows `[rows, dim]`."""
+        rows = self.followed.value[node]
+        for name, known in self.tables.items():
+            if known.data_ptr() == rows.data_ptr() and known.shape[0] == rows.shape[0]:
+                return name
+        name = str(node.target) if node.op == "get_attr" else node.name
+        name = name.removeprefix("model.").removesuffix(".weight")
+        self.tables[name] = rows.detach().reshape(len(rows), -1)
+        return name
+
+    def find_lookups(self):
+        found = []
+        for node in self.needed(lambda node: self.followed.lookup_of(node) is not None):
+            lookup = self.followed.lookup_of(node)
+            if lookup is None:
+                continue
+            if lookup.weights is not None:
+                raise ValueError(
+                    f"{source_line(node)}: per_sample_weights have no counterpart outside of a "
+                    "KeyedJaggedTensor; multiply the rows of an nn.Embedding instead"
+                )
+            if lookup.bounds is not None and not self.followed.is_constant(lookup.bounds):
+                self.cut_jagged(lookup)
+                continue
+            elements = elements_of(self.followed, lookup)
+            if elements is None or lookup.padding is not None and len(elements) > 1:
+                self.keep(lookup)
+            else:
+                found.append((lookup, runs_of(elements, self.names.separate)))
+        alone = overlaps([
+            (run[0].leaf, tuple(one.column for one in run)) for _, runs in found for run in runs
+        ])
+        for lookup, runs in found:
+            self.cut_lookup(lookup, runs, alone)
+        for node, call in self.calls.items():
+            self.cut_call(node, call)
+        for number, column in enumerate(self.columns):  # two features never get one name
+            same = [one for one in self.columns[:number] if one.name == column.name]
+            if same:
+                column.name = f"{column.name}_{len(same) + 1}"
+
+    def keep(self, lookup):
+        """Leaves a lookup in the network, whose row numbers are computed."""
+        rows = self.followed.value[lookup.table]
+        if rows.numel() > KEPT_VALUES_MAX and integer_made(self.followed, lookup.index):
+            inputs = ", ".join(f"`{self.leaves[one].name}`" for one in sorted(
+                self.followed.needs[lookup.index]) if one < len(self.leaves))
+            raise ValueError(
+                f"{source_line(lookup.node)}: the row number of a table of {len(rows)} rows is "
+                f"computed from {inputs}; give the row number as a column of the batch"
+            )
+        self.kept[lookup.node] = lookup
+
+    def cut_lookup(self, lookup, runs, alone):
+        table, first, parts = self.table_name(lookup.table), 0, []
+        split = [
+            [one] if run[0].leaf in alone else run
+            for run in runs for one in (run if run[0].leaf in alone else run[:1])
+        ]
+        for run in split:
+            pooling = lookup.pooling or ("none" if len(run) > 1 else "sum")
+            if len(split) > 1 and lookup.pooling is not None:
+                raise ValueError(
+                    f"{source_line(lookup.node)}: one bag of an EmbeddingBag has values of several "
+                    "columns; look each column up by itself"
+                )
+            rows = len(self.followed.value[lookup.table])
+            size = run[0].modulus or rows - run[0].shift
+            column = self.column(run, "sum" if len(run) == 1 else pooling, table)
+            column.size = min(column.size or size, size)
+            parts.append(Part(column, table, first, len(run)))
+            first += len(run)
+        self.parts[lookup.node] = parts
+        self.lines[lookup.node] = source_line(lookup.node)
+
+    def column(self, run, pooling, table):
+        key = (run[0].leaf, tuple(one.column for one in run), run[0].shift, run[0].modulus, pooling)
+        for known in self.columns:
+            if (known.leaf, known.columns, known.shift, known.modulus, known.pooling) == key:
+                break
+        else:
+            known = Column(self.names.feature(key[0], key[1]), *key)
+            self.columns.append(known)
+        if table not in known.tables:
+            known.tables.append(table)
+        return known
+
+    def cut_jagged(self, lookup):
+        """Cuts an `embedding_bag` with offsets: its keys are one whole argument."""
+        needs = self.followed.needs[lookup.index]
+        place = min(needs)
+        values, keys = self.followed.value[lookup.index], self.followed.value.get(
+            self.followed.placeholders[place])
+        shift = values - keys.reshape(values.shape) if len(needs) == 1 and (
+            keys.numel() == values.numel()) else torch.arange(2)
+        if bool((shift != shift[:1]).any()):
+            raise ValueError(
+                f"{source_line(lookup.node)}: the keys of a bag must be an argument of the model"
+            )
+        table = self.table_name(lookup.table)
+        column = Column(
+            self.leaves[place].name, place, (), int(shift[0]) if len(shift) else 0, None,
+            lookup.pooling, None, [table], None, lookup
+        )
+        self.columns.append(column)
+        self.parts[lookup.node] = [Part(column, table, 0, 1)]
+
+    def cut_call(self, node, call):
+        self.tables[call.table] = call.weight
+        for known in self.columns:
+            same = known.call and known.call.feature == call.feature
+            if same and known.call.bags == call.bags and known.pooling == call.pooling:
+                column = known
+                break
+        else:
+            column = Column(call.feature, -1, (), pooling=call.pooling, call=call)
+            self.columns.append(column)
+        column.tables.append(call.table)
+        self.parts[node] = [Part(column, call.table, 0, 1)]
+
+    # --- what the network reads of the batch ---
+
+    def moved(self, node):
+        origin = self.followed.origin.get(node)
+        return origin is not None and not isinstance(origin, list) and origin.moved
+
+    def is_end(self, node):
+        """Returns whether the network takes a node as it is: a vector, a constant or a read."""
+        constant = self.followed.is_constant(node) and node not in self.followed.by_shape
+        return node in self.parts or constant or self.moved(node)
+
+    def find_reads(self):
+        """Decides for each column that the network reads whether it is a mask or dense."""
+        self.reads, uses = [], {}
+        for node in self.needed(self.is_end):
+            if not self.is_end(node):
+                sizes = op_name(node).startswith("sym_size")
+                self.reads += [
+                    (one, node) for one in node.all_input_nodes if self.moved(one) and not sizes
+                ]
+        self.reads += [(one, None) for one in self.outputs if self.moved(one)]
+        owner = {
+            (one.leaf, place): one for one in self.columns if one.call is None
+            for place in one.columns
+        }
+        for node, user in self.reads:
+            places = self.places(node)
+            compared = compared_with(user, node, self.followed)
+            for place in places:
+                column = owner.get(place)
+                if column is not None:
+                    uses.setdefault(id(column), (column, set()))[1].add(
+                        compared[1] if compared else None)
+        for column, values in uses.values():
+            value = next(iter(values))
+            if len(values) == 1 and value is not None and column.modulus is None and (
+                    0 <= value < column.size):
+                column.padding = value
+            else:
+                self.note(
+                    f"the network computes with the values of `{column.name}` themselves: a request "
+                    f"sends them as dense features too, and they must be row numbers"
+                )
+        self.dense, self.masked = [], {}
+        for node, user in self.reads:
+            columns = [owner.get(place) for place in self.places(node)]
+            compared = compared_with(user, node, self.followed)
+            if compared and all(one is not None and one.padding is not None for one in columns):
+                self.masked[node, user] = compared[0]
+            else:
+                self.dense += [one for one in self.places(node) if one not in self.dense]
+        self.dense.sort()
+        self.owner = owner
+        used = {leaf for leaf, _ in self.dense} | {one.leaf for one in self.columns}
+        used |= {
+            place for one in self.columns if one.jagged
+            for place in self.followed.needs[one.jagged.bounds]
+        }
+        for place, leaf in enumerate(self.leaves):
+            if place not in used:
+                self.note(f"`{leaf.name}` does not reach the scores and is left out")
+
+    def places(self, node):
+        """Returns leaf and column of each value of one sample of a moved node."""
+        code = self.followed.origin[node].code
+        samples = code.reshape(len(code), -1) if code.dim() else code.reshape(1, 1)
+        rows = torch.arange(len(samples)).reshape(-1, 1) * ROW
+        if not bool((samples == samples[:1] + rows).all()):
+            names = {self.leaves[int(one) // LEAF].name for one in samples[0]}
+            raise ValueError(
+                f"{source_line(node)}: `{', '.join(names)}`: the samples must be on the first axis "
+                "and must not reach each other"
+            )
+        return [(value // LEAF, value % ROW) for value in samples[0].tolist()]
+
+    # --- the network ---
+
+    def build(self):
+        self.graph, self.made, self.buffers = torch.fx.Graph(), {}, {}
+        self.inputs = {}  # name -> width
+        self.refs = {}
+        if self.dense:
+            self.inputs["dense"] = len(self.dense)
+        for parts in self.parts.values():
+            for part in parts:
+                rows = self.tables[part.table]
+                count = part.count if part.column.pooling == "none" else 1
+                self.refs[f"emb_{reference(part)}"] = part
+                self.inputs[f"emb_{reference(part)}"] = count * rows.shape[1]
+        for column in self.columns:
+            if column.padding is not None:
+                self.inputs[f"mask_{column.name}"] = column.hotness
+        if not self.inputs:
+            raise ValueError("the scores depend on no input")
+        self.placeholders = {
+            name: self.graph.placeholder(f"in_{number}") for number, name in enumerate(self.inputs)
+        }
+        self.samples = self.call(ATEN.sym_size.int, next(iter(self.placeholders.values())), 0)
+        for node in self.needed(self.is_end):
+            if not self.is_end(node):
+                self.copy(node)
+        outputs = [self.take(node, None) for node in self.outputs]
+        outputs = [self.call(ATEN.view.default, one, [self.samples, -1]) for one in outputs]
+        self.graph.output(tuple(outputs))
+        root = torch.nn.Module()
+        for name, value in self.buffers.items():
+            root.register_buffer(name, value)
+        self.network = torch.fx.GraphModule(root, self.graph)
+
+    def call(self, target, *args, **kwargs):
+        return self.graph.call_function(target, args, kwargs)
+
+    def copy(self, node):
+        name, sizes = op_name(node), node.all_input_nodes
+        if name.startswith(("_assert", "sym_constrain")):
+            return
+        if name.startswith("sym_size") and sizes[0] in self.followed.placeholders:
+            place = self.followed.placeholders.index(sizes[0])
+            if place < len(self.leaves) and not self.leaves[place].per_sample:
+                raise ValueError(
+                    f"{source_line(node)}: the network depends on the size of "
+                    f"`{self.leaves[place].name}`, whose first axis is not the samples"
+                )
+            self.made[node] = self.samples
+            return
+        if name == "squeeze":
+            self.made[node] = self.squeeze(node)
+            return
+        if node in self.kept:
+            self.note_kept(self.kept[node])
+        change = lambda one: self.take(one, node)
+        self.made[node] = self.graph.node_copy(node, change)
+
+    def note_kept(self, lookup):
+        rows = self.followed.value[lookup.table]
+        self.note(
+            f"{source_line(lookup.node)}: the network computes row numbers of a table of "
+            f"{len(rows)} rows; the table stays in the network, {4 * rows.numel():,} bytes"
+        )
+
+    def squeeze(self, node):
+        """Squeezes only axes that have one value in every batch."""
+        value, before = self.take(node.args[0], node), self.followed.value[node.args[0]]
+        given = node.args[1] if len(node.args) > 1 else list(range(before.dim()))
+        given = [given] if isinstance(given, int) else given
+        meta = node.args[0].meta.get("val")
+        sizes = before.shape if meta is None else meta.shape
+        axes = [axis % before.dim() for axis in given if before.dim()]
+        axes = [axis for axis in axes if isinstance(sizes[axis], int) and sizes[axis] == 1]
+        return self.call(ATEN.squeeze.dims, value, axes) if axes else value
+
+    def take(self, node, user):
+        """Returns the new node that stands for `node`, which `user` reads."""
+        if node in self.made:
+            return self.made[node]
+        if node in self.parts:
+            self.made[node] = self.vectors(node)
+            return self.made[node]
+        if self.moved(node):
+            if (node, user) in self.masked:
+                return self.mask(node)
+            return self.read(node)
+        return self.constant(node)
+
+    def constant(self, node):
+        value = self.followed.value[node]
+        if not torch.is_tensor(value):
+            return value
+        name = f"constant_{len(self.buffers)}"
+        self.buffers[name] = value.detach().clone()
+        if value.numel() > KEPT_VALUES_MAX:
+            label = str(node.target).removeprefix("model.")
+            self.note(f"the network carries `{label}`, {4 * value.numel():,} bytes")
+        self.made[node] = self.graph.get_attr(name)
+        return self.made[node]
+
+    def read(self, node):
+        """Returns dense columns in the form of a moved node."""
+        value = self.followed.value[node]
+        at = [self.dense.index(place) for place in self.places(node)]
+        dense = self.placeholders["dense"]
+        if at == list(range(at[0], at[0] + len(at))):
+            chosen = self.call(ATEN.slice.Tensor, dense, 1, at[0], at[0] + len(at))
+        else:
+            name = f"columns_{len(self.buffers)}"
+            self.buffers[name] = torch.tensor(at)
+            chosen = self.call(ATEN.index_select.default, dense, 1, self.graph.get_attr(name))
+        shaped = self.call(ATEN.view.default, chosen, [self.samples, *value.shape[1:]])
+        if not value.is_floating_point():
+            shaped = self.call(ATEN._to_copy.default, shaped, dtype=value.dtype)
+        self.made[node] = shaped
+        return shaped
+
+    def mask(self, node):
+        """Returns a value that the user's own comparison takes as it takes the moved node: the
+        padding for no key, and the padding plus 1 for a key."""
+        parts, padding = [], 0
+        for place in self.places(node):
+            column = self.owner[place]
+            mask = self.placeholders[f"mask_{column.name}"]
+            at = column.columns.index(place[1])
+            if parts and parts[-1][0] is column and parts[-1][2] == at:
+                parts[-1][2] = at + 1
+            else:
+                parts.append([column, at, at + 1, mask])
+            padding = column.padding
+        chosen = [self.call(ATEN.slice.Tensor, mask, 1, a, b) for _, a, b, mask in parts]
+        whole = chosen[0] if len(chosen) == 1 else self.call(ATEN.cat.default, chosen, 1)
+        if padding:
+            whole = self.call(ATEN.add.Scalar, whole, padding)
+        value = self.followed.value[node]
+        return self.call(ATEN.view.default, whole, [self.samples, *value.shape[1:]])
+
+    def vectors(self, node):
+        """Returns the looked up vectors in the form of the lookup's result."""
+        result = self.followed.value[node]
+        result = result[0] if isinstance(result, (tuple, list)) else result
+        made = [self.part(part) for part in self.parts[node]]
+        whole = made[0] if len(made) == 1 else self.call(ATEN.cat.default, made, 1)
+        shaped = self.call(ATEN.view.default, whole, [self.samples, *result.shape[1:]])
+        return [shaped] if op_name(node) == "embedding_bag" else shaped
+
+    def part(self, part):
+        vector = self.placeholders[f"emb_{reference(part)}"]
+        column, rows = part.column, self.tables[part.table]
+        if column.padding is None or column.pooling not in ("none", "sum"):
+            return vector
+        padding = rows[column.padding + column.shift]
+        if not bool(padding.any()):
+            return vector
+        # A request may leave the padding out: its rows are then zeros, not the table's row.
+        mask = self.call(ATEN.gt.Scalar, self.placeholders[f"mask_{column.name}"], 0.5)
+        mask = self.call(ATEN.unsqueeze.default, mask, 2)
+        shaped = self.call(ATEN.view.default, vector, [self.samples, column.hotness, rows.shape[1]])
+        name = f"padding_{len(self.buffers)}"
+        self.buffers[name] = padding.clone()
+        filled = self.call(ATEN.where.self, mask, shaped, self.graph.get_attr(name))
+        return self.call(ATEN.view.default, filled, [self.samples, column.hotness * rows.shape[1]])
+
+
+def reference(part):
+    """Returns how model.toml names the vector of a column in a table."""
+    several = len(part.column.tables) > 1
+    return f"{part.column.name}@{part.table}" if several else part.column.name
+
+
+def overlaps(runs):
+    """Returns the leaves of which two runs share some columns and not all."""
+    found = set()
+    for leaf, columns in runs:
+        for other, others in runs:
+            if leaf == other and columns != others and set(columns) & set(others):
+                found.add(leaf)
+    return found
+
+
+def integer_made(followed, node):
+    """Returns whether a row number is made of inputs by whole numbers alone."""
+    seen, rest = set(), [node]
+    while rest:
+        one = rest.pop()
+        if one in seen or one.op == "placeholder":
+            continue
+        seen.add(one)
+        value = followed.value.get(one)
+        if torch.is_tensor(value) and value.is_floating_point() and one not in followed.origin:
+            return False
+        rest += one.all_input_nodes
+    return True
+
+
+def compared_with(user, node, followed):
+    """Returns how `user` compares the values of a column with its padding: the operation and the
+    padding; None if it does something else."""
+    if user is None:
+        return None
+    name = op_name(user)
+    if name in ("_to_copy", "to") and user.kwargs.get("dtype") is torch.bool:
+        return "bool", 0
+    if name == "logical_not":
+        return "logical_not", 0
+    if name not in COMPARES or user.args[0] is not node:
+        return None
+    value = user.args[1]
+    if isinstance(value, torch.fx.Node):
+        if not followed.is_constant(value) or followed.value[value].numel() != 1:
+            return None
+        value = followed.value[value].item()
+    if value != int(value):
+        return None
+    value = int(value)
+    if name in ("eq", "ne"):
+        return name, value
+    # Keys are 0 or more, so `> 0` and `>= 1` say `!= 0`.
+    return {("gt", 0): ("ne", 0), ("ge", 1): ("ne", 0), ("lt", 1): ("eq", 0), ("le", 0): ("eq", 0)}.get(
+        (name, value))

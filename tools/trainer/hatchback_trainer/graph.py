@@ -1,0 +1,214 @@
+"""Follows the values of a batch through a captured graph: which lookups there are, and what each
+row number is made of.
+
+Every node has its value on the sample batch. A node that only moves values of one input about also
+has their origins: the leaf, the sample and the column of each value. Nothing here changes a graph.
+"""
+
+import operator
+from dataclasses import dataclass
+
+import torch
+
+ATEN = torch.ops.aten
+
+# Operations that move values and do not change them; by name, for all overloads.
+MOVES = {
+    "alias", "cat", "chunk", "clone", "contiguous", "detach", "expand", "flatten", "flip", "index",
+    "index_select", "lift_fresh_copy", "narrow", "permute", "repeat", "reshape", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind", "unflatten",
+    "unsafe_view", "unsqueeze", "view", "getitem",
+}
+CASTS = {"_to_copy", "to", "type_as"}
+TABLES = {"embedding", "embedding_bag", "index", "index_select"}
+LEAF, ROW = 1 << 52, 1 << 24  # units of an origin: leaf, then sample, then column
+
+
+def op_name(node):
+    """Returns `embedding` for `aten.embedding.default`."""
+    target = node.target
+    return getattr(target, "__name__", str(target)).split(".")[0]
+
+
+def source_line(node):
+    """Returns the user's line of a node, `FILE:LINE, CODE`."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    for place in range(len(lines) - 1, -1, -1):
+        parts = lines[place].strip().split('"')
+        if parts[0].startswith("File ") and "/torch/" not in parts[1]:
+            number = parts[2].split("line ")[1].split(",")[0]
+            code = lines[place + 1].strip() if place + 1 < len(lines) else ""
+            return f"{parts[1]}:{number}, `{code}`"
+    return f"operation `{op_name(node)}`"
+
+
+@dataclass
+class Origin:
+    """Where each value of a node comes from: `code` plus the constant `shift`, both of the node's
+    shape. With a `modulus` the value is the remainder of the original by it."""
+
+    code: torch.Tensor
+    shift: torch.Tensor
+    modulus: int | None = None
+
+    @property
+    def moved(self):
+        """Returns whether the values are those of the leaf, unchanged."""
+        return self.modulus is None and not bool(self.shift.any())
+
+
+@dataclass
+class Lookup:
+    """A node that looks rows of a constant table up."""
+
+    node: torch.fx.Node
+    table: torch.fx.Node
+    index: torch.fx.Node
+    pooling: str | None = None  # "sum", "mean" or "max" of an embedding_bag
+    bounds: torch.fx.Node | None = None  # the offsets of an embedding_bag
+    padding: int | None = None  # key that an embedding_bag leaves out
+    weights: torch.fx.Node | None = None  # per_sample_weights
+    last_bound: bool = False  # whether the offsets include the end
+
+
+class Followed(torch.fx.Interpreter):
+    """Runs a graph on the sample batch. Afterwards `value`, `origin` and `needs` describe it."""
+
+    def __init__(self, module, leaves):
+        super().__init__(module, garbage_collect_values=False)
+        self.value, self.origin, self.needs, self.by_shape = {}, {}, {}, set()
+        self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        with torch.no_grad():
+            self.run(*(leaf.tensor for leaf in leaves))
+        for place, (node, leaf) in enumerate(zip(self.placeholders, leaves)):
+            self.needs[node] = {place}
+            if leaf.per_sample:
+                shape = leaf.tensor.shape
+                rows = torch.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) * ROW
+                columns = torch.arange(leaf.width).reshape(1, *shape[1:])
+                code = rows + columns + place * LEAF
+                self.origin[node] = Origin(code, torch.zeros_like(code))
+        for node in module.graph.nodes:
+            self.follow(node)
+
+    def run_node(self, node):
+        if op_name(node).startswith(("_assert", "sym_constrain")) or node.op == "call_module":
+            self.value[node] = None
+        else:
+            self.value[node] = super().run_node(node)
+        return self.value[node]
+
+    def follow(self, node):
+        if node.op == "placeholder":
+            return
+        self.needs[node] = set().union(*(self.needs[one] for one in node.all_input_nodes))
+        if op_name(node).startswith("sym_size") or node.op == "get_attr":
+            self.needs[node] = set()
+        if op_name(node).startswith("sym_size"):
+            self.by_shape.add(node)
+        elif any(one in self.by_shape for one in node.all_input_nodes):
+            self.by_shape.add(node)
+        if self.needs[node] and node.op == "call_function":
+            found = self.origin_of(node)
+            if found is not None:
+                self.origin[node] = found
+
+    def is_constant(self, node):
+        """Returns whether no value of the batch reaches a node. Its number of samples may."""
+        return not self.needs[node]
+
+    def origin_of(self, node):
+        name = op_name(node)
+        if name in CASTS:
+            return self.origin.get(node.args[0])
+        if name in MOVES:
+            return self.moved(node)
+        if name in ("add", "sub") and len(node.args) == 2 and not node.kwargs:
+            return self.shifted(node, name)
+        if name == "remainder" and isinstance(node.args[1], int) and node.args[1] > 0:
+            before = self.origin.get(node.args[0])
+            return Origin(before.code, before.shift, node.args[1]) if before and before.moved else None
+        return None
+
+    def moved(self, node):
+        """Moves origins as the node moves values; None if another value takes part."""
+        inputs = [one for one in node.all_input_nodes if self.needs[one]]
+        if not inputs or any(one not in self.origin for one in inputs):
+            return None
+        origins = [self.origin[one] for one in inputs]
+        if isinstance(origins[0], (list, tuple)):  # the parts of a split
+            return origins[0][node.args[1]] if node.target is operator.getitem else None
+        # A table's index that comes from the batch does not only move values.
+        if op_name(node) in ("index", "index_select") and self.needs.get(node.args[0], set()) == set():
+            return None
+        if op_name(node) == "index" and any(
+            isinstance(one, torch.fx.Node) and self.needs[one] for one in node.args[1]
+        ):
+            return None
+        if any(one.modulus != origins[0].modulus for one in origins):
+            return None
+        run = lambda part: node.target(
+            *torch.fx.map_arg(node.args, lambda one: part(self.origin[one]) if one in self.origin
+                              else self.value[one]),
+            **torch.fx.map_arg(node.kwargs, lambda one: self.value[one]),
+        )
+        try:
+            codes, shifts = run(lambda one: one.code), run(lambda one: one.shift)
+        except (RuntimeError, TypeError):
+            return None
+        if isinstance(codes, (list, tuple)):
+            return [Origin(c, s, origins[0].modulus) for c, s in zip(codes, shifts)]
+        return Origin(codes, shifts, origins[0].modulus)
+
+    def shifted(self, node, name):
+        """Returns the origin of a value plus or minus a constant whole number."""
+        sides = list(node.args)
+        known = [self.origin.get(one) if isinstance(one, torch.fx.Node) else None for one in sides]
+        if (known[0] is None) == (known[1] is None) or (name == "sub" and known[0] is None):
+            return None
+        place = 0 if known[0] is not None else 1
+        other = sides[1 - place]
+        if isinstance(other, torch.fx.Node):
+            if not self.is_constant(other):
+                return None
+            other = self.value[other]
+        amount = torch.as_tensor(other)
+        if amount.dtype.is_floating_point or amount.dtype == torch.bool:
+            return None
+        before, sign = known[place], -1 if name == "sub" else 1
+        code, shift = torch.broadcast_tensors(before.code, before.shift + sign * amount)
+        return Origin(code, shift, before.modulus)
+
+    def lookup_of(self, node):
+        """Returns the lookup that a node is; None if it is none."""
+        if node.op != "call_function" or op_name(node) not in TABLES:
+            return None
+        table, index = node.args[0], node.args[1]
+        options = {}
+        if op_name(node) == "index":
+            if len(index) != 1:
+                return None
+            index = index[0]
+        elif op_name(node) == "index_select":
+            if node.args[1] != 0:
+                return None
+            index = node.args[2]
+        elif op_name(node) == "embedding_bag":
+            arguments = dict(zip(
+                ("table", "index", "bounds", "scale", "mode", "sparse", "weights", "last_bound", "padding"),
+                node.args
+            )) | dict(node.kwargs)
+            padding = arguments.get("padding")
+            options = {
+                "pooling": ("sum", "mean", "max")[arguments.get("mode", 0)],
+                "bounds": arguments["bounds"], "weights": arguments.get("weights"),
+                "padding": padding, "last_bound": bool(arguments.get("last_bound")),
+            }
+        if not isinstance(table, torch.fx.Node) or not isinstance(index, torch.fx.Node):
+            return None
+        rows = self.value[table]
+        if not self.is_constant(table) or table in self.by_shape or not self.needs[index]:
+            return None
+        if not rows.is_floating_point() or self.value[index].dtype == torch.bool:
+            return None
+        return Lookup(node, table, index, **options)
