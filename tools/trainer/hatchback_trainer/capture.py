@@ -6,18 +6,19 @@ values by a constant mask. The model itself is not changed.
 """
 
 import contextlib
+import io
 import sys
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.utils import rnn
 from torch.overrides import TorchFunctionMode
 
+from .graph import OWN
+
 OLDEST = (2, 7)
-OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def check_version():
@@ -37,7 +38,7 @@ def user_line(error):
         seen += traceback.extract_tb(error.__traceback__)
         error = error.__cause__ or error.__context__
     own = [frame for frame in seen if not frame.filename.startswith((*OWN, "<"))]
-    inside = [frame for frame in own if frame.name != "<module>" and "site-packages/torch" not in frame.filename]
+    inside = [frame for frame in own if frame.name != "<module>"]
     return f"{inside[-1].filename}:{inside[-1].lineno}, `{inside[-1].line}`" if inside else None
 
 
@@ -238,19 +239,19 @@ class Masks(TorchFunctionMode):
             mask = args[1] if len(args) > 1 else kwargs["mask"]
             constant = self.next_of(mask, args[0])
             if constant is not None:
-                return select(args[0], mask, constant)
+                return select(args[0], mask, constant[-1])
         elif function is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(is_mask, index)):
                 made = []
                 for one in index:
                     constant = self.next_of(one) if is_mask(one) else None
-                    made += [one] if constant is None else constant.nonzero(as_tuple=True)
+                    made += [one] if constant is None else constant[0]
                 args = (args[0], tuple(made))
         return function(*args, **kwargs)
 
     def next_of(self, mask, values=None):
-        """Records a mask; returns its constant value if there is one."""
+        """Records a mask; returns its positions if they are constant."""
         place = len(self.seen)
         self.seen.append(None)
         if self.known is not None:
@@ -264,16 +265,22 @@ class Masks(TorchFunctionMode):
         return None
 
 
-def select(values, mask, constant):
-    """Returns `values.masked_select(mask)` for a mask that is `constant` in each sample."""
+def select(values, mask, positions):
+    """Returns `values.masked_select(mask)` for a mask that is true at `positions` of each sample."""
     whole = values.expand(torch.broadcast_shapes(mask.shape, values.shape))
-    return whole.flatten(1)[:, constant.flatten().nonzero()[:, 0]].flatten()
+    return whole.flatten(1)[:, positions].flatten()
 
 
 def constant_masks(one, other):
-    """Returns the masks that two runs on different samples have in common; None for the others."""
-    same = lambda a, b: a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
-    return [a if same(a, b) else None for a, b in zip(one, other)] if len(one) == len(other) else []
+    """Returns the positions of the masks that two runs on different samples have in common, by axis
+    and in the flat mask; None for the other masks."""
+
+    def positions(a, b):
+        if a is None or b is None or a.shape != b.shape or bool((a != b).any()):
+            return None
+        return a.nonzero(as_tuple=True), a.flatten().nonzero()[:, 0]
+
+    return [positions(a, b) for a, b in zip(one, other)] if len(one) == len(other) else []
 
 
 # --- the capture ---
@@ -308,30 +315,48 @@ class Captured(nn.Module):
             return self.pick(self.call(*positional, **named))
 
 
+def program_of(module, tensors, shapes):
+    """Returns the exported program of `module` for tensors of these dynamic shapes."""
+    # torch prints the graph of a failed capture; the error below has what a user needs.
+    quiet = io.StringIO()
+    with torch.no_grad(), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
+
+
 def capture(captured, tensors, per_sample):
     """Returns the graph of `captured` as a GraphModule. `per_sample` has a bool for each tensor.
 
     # Errors
     ValueError with the user's line if a size or a branch follows from values.
     """
-    batch = torch.export.Dim("batch", min=2)
-    shapes = tuple(
-        {0: batch} if whole else ({0: torch.export.Dim.AUTO} if tensor.dim() else {})
-        for tensor, whole in zip(tensors, per_sample)
-    )
-    try:
-        with torch.no_grad():
-            program = torch.export.export(
-                captured, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False
-            )
-            return program.run_decompositions({}).module()
-    except Exception as error:  # torch.export has no common class of its errors
-        where = user_line(error)
-        said = str(error).strip().splitlines()
-        raise ValueError(
-            "the model cannot be captured as one graph"
-            + (f" because of {where}" if where else "")
-            + ": a Python branch, loop or size must not depend on values of the inputs or on the "
-            "number of samples; write it with tensor operations such as torch.where and masks. "
-            f"torch says: {type(error).__name__}: {said[0] if said else ''}"
-        ) from error
+    auto, batch = torch.export.Dim.AUTO, torch.export.Dim("batch", min=2)
+    errors = []
+    # The second try is for models that split a batch into parts of a fixed size: with one name for
+    # the number of samples torch demands that every number works in the same way.
+    for samples in (batch, auto):
+        shapes = tuple(
+            {0: samples if whole else auto} if tensor.dim() else {}
+            for tensor, whole in zip(tensors, per_sample)
+        )
+        try:
+            program = program_of(captured, tensors, {"tensors": shapes})
+            module = program.run_decompositions({}).module()
+        except Exception as error:  # torch.export has no common class of its errors
+            errors.append(error)
+            continue
+        # AUTO may fix the number of samples to that of the sample batch, without a word.
+        names = program.graph_signature.user_inputs
+        sizes = {node.name: node.meta["val"].shape for node in program.graph.nodes
+                 if node.name in names}
+        if not any(whole and isinstance(sizes[name][0], int)
+                   for name, whole in zip(names, per_sample)):
+            return module
+    error = errors[0]
+    where, said = user_line(error), str(error).strip().splitlines()
+    raise ValueError(
+        "the model cannot be captured as one graph"
+        + (f" because of {where}" if where else "")
+        + ": a Python branch, loop or size must not depend on values of the inputs or on the "
+        "number of samples; write it with tensor operations such as torch.where and masks. "
+        f"torch says: {type(error).__name__}: {' '.join(said)[:300]}"
+    ) from error

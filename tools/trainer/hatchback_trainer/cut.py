@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .graph import ATEN, LEAF, ROW, op_name, source_line
+from .graph import ATEN, FILLED, LEAF, ROW, op_name, source_line
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
 COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
@@ -330,10 +330,9 @@ class Cut:
         self.reads, uses = [], {}
         for node in self.needed(self.is_end):
             if not self.is_end(node):
-                sizes = op_name(node).startswith("sym_size")
-                self.reads += [
-                    (one, node) for one in node.all_input_nodes if self.moved(one) and not sizes
-                ]
+                if op_name(node).startswith("sym_size") or self.fills(node):
+                    continue
+                self.reads += [(one, node) for one in node.all_input_nodes if self.moved(one)]
         self.reads += [(one, None) for one in self.outputs if self.moved(one)]
         owner = {
             (one.leaf, place): one for one in self.columns if one.call is None
@@ -375,6 +374,10 @@ class Cut:
         for place, leaf in enumerate(self.leaves):
             if place not in used:
                 self.note(f"`{leaf.name}` does not reach the scores and is left out")
+
+    def fills(self, node):
+        """Returns whether a node makes a constant of the shape of a value of the batch."""
+        return op_name(node) in FILLED and self.moved(node.args[0])
 
     def places(self, node):
         """Returns leaf and column of each value of one sample of a moved node."""
@@ -439,6 +442,9 @@ class Cut:
                 )
             self.made[node] = self.samples
             return
+        if self.fills(node):
+            self.made[node] = self.filled(node, name)
+            return
         if name == "squeeze":
             self.made[node] = self.squeeze(node)
             return
@@ -453,6 +459,14 @@ class Cut:
             f"{source_line(lookup.node)}: the network computes row numbers of a table of "
             f"{len(rows)} rows; the table stays in the network, {4 * rows.numel():,} bytes"
         )
+
+    def filled(self, node, name):
+        """Returns a constant, whose shape follows from the number of samples alone."""
+        made, given = self.followed.value[node], FILLED[name]
+        value = given if given is not None else node.args[-1]
+        size = [self.samples, *made.shape[1:]] if name.endswith("like") else [
+            self.take(one, node) if isinstance(one, torch.fx.Node) else one for one in node.args[1]]
+        return self.call(ATEN.full.default, size, value, dtype=made.dtype)
 
     def squeeze(self, node):
         """Squeezes only axes that have one value in every batch."""

@@ -5,6 +5,7 @@ the batch that select rows become sparse features, and the rest becomes the ONNX
 the network with the model on other samples before it writes anything. It never changes the model.
 """
 
+import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from .batch import Flat, Leaf
 from .capture import (
     Captured, Masks, capture, check_version, collection_calls, collections, collections_of,
-    constant_masks
+    constant_masks, program_of
 )
 from .cut import Cut, Names
 from .deploy import Deployable
@@ -24,6 +25,7 @@ from .samples import Sample, write_lines
 from .schema import Feature, Input, Schema, Table, model_toml
 
 OPSET = 18  # every supported torch writes it, and every version of the engine reads it
+MANY = 300  # samples of a batch that no sample batch has
 TOLERANCE = 1e-4  # largest difference between the model and the cut network
 
 
@@ -328,11 +330,14 @@ def one_sample(exporter, network):
     inputs = exporter.network_inputs(exporter.made.followed, exporter.leaves, trim=True)
     with torch.no_grad():
         alone = network(*(one[:1] for one in inputs))
-    for name, a, b in zip(exporter.output_names, alone, exporter.scores):
-        if differ(a, b[:1]):
+    many = torch.arange(MANY) % len(inputs[0])
+    with torch.no_grad():
+        together = network(*(one[many] for one in inputs))
+    for name, a, more, b in zip(exporter.output_names, alone, together, exporter.scores):
+        if differ(a, b[:1]) or differ(more, b[many]):
             raise ValueError(
-                f"output `{name}` of a sample differs when the sample is scored alone: the model "
-                "lets the samples of a batch reach each other"
+                f"output `{name}` of a sample differs when the sample is scored alone or in a batch "
+                f"of {MANY}: the model lets the samples of a batch reach each other"
             )
     source, exporter.source.samples = exporter.source, None
     try:
@@ -452,17 +457,21 @@ def is_probability(exporter):
 def write_network(network, inputs, made, names, path, opset):
     """Writes the network as ONNX, with the batch left open."""
     batch = torch.export.Dim("batch", min=2)
-    shapes = tuple({0: batch} for _ in inputs)
+    program = program_of(network, inputs, tuple({0: batch} for _ in inputs))
     with torch.no_grad():
-        program = torch.export.export(network, tuple(inputs), dynamic_shapes=shapes, strict=False)
         write = lambda program: torch.onnx.export(
             program, (), str(path), input_names=list(made.inputs), output_names=list(names),
             opset_version=opset, dynamo=True, external_data=False, verbose=False
         )
+        log = logging.getLogger("torch.onnx")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it warns of every package that is not installed
         try:
             write(program)
         except Exception:  # the exporter has no function for some operations as they are
             write(program.run_decompositions())
+        finally:
+            log.setLevel(level)
 
 
 def samples_of(exporter, leaves, calls, scores, labels):

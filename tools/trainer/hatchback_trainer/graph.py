@@ -7,10 +7,13 @@ has their origins: the leaf, the sample and the column of each value. Nothing he
 
 import operator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 ATEN = torch.ops.aten
+# Frames of these folders are not the user's lines.
+OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 # Operations that move values and do not change them; by name, for all overloads.
 MOVES = {
@@ -20,6 +23,10 @@ MOVES = {
     "unsafe_view", "unsqueeze", "view", "getitem",
 }
 CASTS = {"_to_copy", "to", "type_as"}
+FILLED = {  # operations that read the shape of a value alone, and what they fill
+    "new_zeros": 0, "new_ones": 1, "new_full": None, "zeros_like": 0, "ones_like": 1,
+    "full_like": None, "new_empty": 0, "empty_like": 0,
+}
 TABLES = {"embedding", "embedding_bag", "index", "index_select"}
 LEAF, ROW = 1 << 52, 1 << 24  # units of an origin: leaf, then sample, then column
 
@@ -35,7 +42,7 @@ def source_line(node):
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     for place in range(len(lines) - 1, -1, -1):
         parts = lines[place].strip().split('"')
-        if parts[0].startswith("File ") and "/torch/" not in parts[1]:
+        if parts[0].startswith("File ") and not parts[1].startswith(OWN):
             number = parts[2].split("line ")[1].split(",")[0]
             code = lines[place + 1].strip() if place + 1 < len(lines) else ""
             return f"{parts[1]}:{number}, `{code}`"
@@ -102,9 +109,10 @@ class Followed(torch.fx.Interpreter):
         if node.op == "placeholder":
             return
         self.needs[node] = set().union(*(self.needs[one] for one in node.all_input_nodes))
-        if op_name(node).startswith("sym_size") or node.op == "get_attr":
+        shape_alone = op_name(node).startswith("sym_size") or op_name(node) in FILLED
+        if shape_alone or node.op == "get_attr":
             self.needs[node] = set()
-        if op_name(node).startswith("sym_size"):
+        if shape_alone:
             self.by_shape.add(node)
         elif any(one in self.by_shape for one in node.all_input_nodes):
             self.by_shape.add(node)

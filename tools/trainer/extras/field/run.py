@@ -1,0 +1,145 @@
+"""Exports the model classes of public packages and prints what became of each.
+
+Each is exported with 64 rows. The network's scores by ONNX Runtime are compared with the model's on
+200 other rows, together and one by one. With $HATCHBACK the export is also packed and run.
+
+usage: run.py [--package NAME] [--class NAME] [--json FILE] [--trace]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import onnxruntime
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import hatchback_trainer  # noqa: E402
+from data import rows  # noqa: E402
+from hatchback_trainer.batch import Flat, Leaf  # noqa: E402
+from packages import PACKAGES  # noqa: E402
+
+CLOSE = 2e-4
+
+
+def other_leaves(exporter, batch):
+    flat = Flat(exporter.source.forward, batch)
+    return flat, [
+        Leaf(name, tensor, leaf.per_sample)
+        for name, tensor, leaf in zip(flat.names, flat.tensors, exporter.leaves)
+    ]
+
+
+def runtime_error(exporter, folder, batch):
+    """Returns the largest difference of ONNX Runtime's scores, for all rows and one by one."""
+    flat, leaves = other_leaves(exporter, batch)
+    want = exporter.source.scores(flat)
+    inputs = exporter.network_inputs(exporter.follow(leaves, []), leaves, trim=True)
+    given = dict(zip(exporter.made.inputs, (one.numpy() for one in inputs)))
+    session = onnxruntime.InferenceSession(str(folder / "dense.onnx"))
+    names = {one.name for one in session.get_inputs()}
+    answer = lambda first, end: session.run(
+        None, {name: value[first:end] for name, value in given.items() if name in names})
+    worst = 0.0
+    parts = [(0, len(want[0]))] + [(place, place + 1) for place in range(20)]
+    for first, end in parts:
+        for found, one in zip(answer(first, end), want):
+            scale = 1 + one[first:end].abs()
+            gap = (torch.from_numpy(found).reshape(end - first, -1) - one[first:end]).abs() / scale
+            worst = max(worst, gap.max().item())
+    return worst
+
+
+def program_error(done, batch):
+    """Returns the engine and the largest difference of the scores that the program gives."""
+    said = done.pack(codec="f32")
+    engine = next((line for line in said.splitlines() if line.startswith("dense network")), "")
+    found = done.score(batch)
+    exporter = done.exporter
+    flat, _ = other_leaves(exporter, batch)
+    want = torch.cat([one[:, :1] for one in exporter.source.scores(flat)], dim=1)
+    want = torch.sigmoid(want) if done.schema.activation == "sigmoid" else want
+    value = lambda one: list(one.values()) if isinstance(one, dict) else (
+        one[:1] if isinstance(one, list) else [one])
+    have = torch.tensor([value(one) for one in found])
+    return engine, (have - want).abs().max().item()
+
+
+def attempt(case):
+    torch.manual_seed(1)
+    model = case.build()
+    owner = getattr(model, "__self__", model)
+    owner.eval()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        folder = Path(folder)
+        done = hatchback_trainer.export(model, case.batch(rows(64, 1)), folder, **case.options)
+        held = case.batch(rows(200, 2))
+        result = {
+            "seconds": round(time.monotonic() - began, 1), "notes": done.notes,
+            "dense": list(done.schema.dense_features),
+            "features": [one.name for one in done.schema.features],
+            "lookups": sum(
+                1 if isinstance(one.table, str) else len(one.table)
+                for one in done.schema.features),
+            "error": runtime_error(done.exporter, folder, held),
+        }
+        if "HATCHBACK" in os.environ:
+            result["engine"], result["car"] = program_error(done, held)
+        return result
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--package", action="append")
+    parser.add_argument("--class", dest="kind", action="append")
+    parser.add_argument("--json")
+    parser.add_argument("--trace", action="store_true")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    results = []
+    for name in args.package or PACKAGES:
+        for case in PACKAGES[name]():
+            if args.kind and case.name not in args.kind:
+                continue
+            result = {"package": name, "class": case.name, "sequence": case.sequence}
+            try:
+                result |= attempt(case)
+                good = result["error"] < CLOSE and result.get("car", 0) < CLOSE
+                result["state"] = "right" if good else "WRONG"
+            except Exception as error:
+                lines = (str(error).strip() or "?").splitlines()
+                result |= {"state": "refused", "why": f"{type(error).__name__}: {lines[0][:300]}"}
+                if args.trace:
+                    traceback.print_exc()
+            results.append(result)
+            print(f"{name:17} {case.name:20} {result['state']:8} {line(result)}", flush=True)
+    right = sum(one["state"] == "right" for one in results)
+    wrong = sum(one["state"] == "WRONG" for one in results)
+    print(f"{right} of {len(results)} right, {wrong} wrong")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+    sys.exit(1 if wrong else 0)
+
+
+def line(result):
+    if result["state"] == "refused":
+        return result["why"]
+    car = f" car {result['car']:.0e}, {result['engine']}" if "car" in result else ""
+    return (
+        f"{result['error']:.0e}{car} {result['lookups']} lookups of "
+        f"{','.join(result['features'][:6])}; dense {','.join(result['dense'][:4])}"
+    )
+
+
+if __name__ == "__main__":
+    main()
