@@ -29,6 +29,7 @@ class Column:
     call: object = None  # the call of a collection, which has bags of its own
     jagged: object = None  # the lookup that takes offsets
     size: int = 0  # number of rows that its values can reach
+    ranged: bool = False  # whether the tables have rows of other columns too
 
     @property
     def hotness(self):
@@ -230,10 +231,21 @@ class Cut:
             self.cut_lookup(lookup, runs, alone)
         for node, call in self.calls.items():
             self.cut_call(node, call)
+        self.bound_sizes()
         for number, column in enumerate(self.columns):  # two features never get one name
             same = [one for one in self.columns[:number] if one.name == column.name]
             if same:
                 column.name = f"{column.name}_{len(same) + 1}"
+
+    def bound_sizes(self):
+        """Ends each column's range of rows where that of the next column begins, for tables that
+        hold the rows of several columns one after the other."""
+        for column in self.columns:
+            for other in self.columns:
+                if other.shift > column.shift and set(other.tables) & set(column.tables):
+                    column.size = min(column.size, other.shift - column.shift)
+                    column.ranged = True
+            column.ranged = column.ranged or column.shift > 0
 
     def keep(self, lookup):
         """Leaves a lookup in the network, whose row numbers are computed."""

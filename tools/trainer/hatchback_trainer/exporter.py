@@ -181,7 +181,7 @@ class Exporter:
             )
 
     def follow(self, leaves, calls):
-        vectors = [Leaf(call.feature, call.output.detach(), True) for call in calls]
+        vectors = [Leaf(call.feature, call.output.detach(), False) for call in calls]
         return Followed(self.graph, [*leaves, *vectors])
 
     def bags(self, leaves, calls):
@@ -305,12 +305,27 @@ def compare(exporter, network, leaves):
     difference(exporter, network, leaves, [], scores, "other rows")
 
 
+def answer(network, inputs):
+    """Returns the outputs of the network.
+
+    # Errors
+    ValueError if the network was captured for one number of samples only.
+    """
+    try:
+        with torch.no_grad():
+            return network(*inputs)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the network does not run with {len(inputs[0])} samples, because the model fixes the "
+            f"number of samples of its batch: {str(error).splitlines()[0]}"
+        ) from error
+
+
 def difference(exporter, network, leaves, calls, scores, what):
     followed = exporter.follow(leaves, calls) if leaves is not exporter.leaves else (
         exporter.made.followed)
     inputs = exporter.network_inputs(followed, leaves, trim=True)
-    with torch.no_grad():
-        found = network(*inputs)
+    found = answer(network, inputs)
     for name, a, b in zip(exporter.output_names, found, scores):
         if differ(a, b):
             most = (a - b).abs().max().item()
@@ -328,11 +343,9 @@ def one_sample(exporter, network):
     """Scores one sample alone, which is what a car often asks for."""
     first = [type(leaf)(leaf.name, leaf.tensor[:1], True) for leaf in exporter.leaves]
     inputs = exporter.network_inputs(exporter.made.followed, exporter.leaves, trim=True)
-    with torch.no_grad():
-        alone = network(*(one[:1] for one in inputs))
     many = torch.arange(MANY) % len(inputs[0])
-    with torch.no_grad():
-        together = network(*(one[many] for one in inputs))
+    alone = answer(network, [one[:1] for one in inputs])
+    together = answer(network, [one[many] for one in inputs])
     for name, a, more, b in zip(exporter.output_names, alone, together, exporter.scores):
         if differ(a, b[:1]) or differ(more, b[many]):
             raise ValueError(
@@ -394,7 +407,7 @@ def key_of(column):
     """Returns the key function of a feature whose values are not the row numbers themselves."""
     if column.modulus is not None:
         return {"function": "modulo", "divisor": column.modulus, "first": column.shift}
-    if column.shift:
+    if column.ranged:
         return {"function": "range", "size": column.size, "first": column.shift}
     return None
 
