@@ -223,7 +223,7 @@ impl DenseEngine {
         }
 
         if self.activation == Activation::Sigmoid {
-            microkernel::each(self.isa, scores, math::sigmoid);
+            microkernel::each(self.isa, scores, math::finite_sigmoid);
         }
         Ok(())
     }

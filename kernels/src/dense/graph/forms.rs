@@ -277,7 +277,7 @@ fn axis_of_output(node: &NodeProto, input: usize, rank: usize) -> Option<usize> 
         ("MatMul", 1) if rank >= 2 => Some(rank - 1),
         ("MatMul", 0) if rank >= 2 => Some(rank - 2),
         ("Gemm", 1) if rank == 2 => Some(usize::from(node.int("transB", 0) == 0)),
-        ("GRU", 1 | 2) if rank == 3 => Some(1),
+        ("GRU" | "LSTM" | "RNN", 1 | 2) if rank == 3 => Some(1),
         ("Conv", 1) if rank >= 2 => Some(0),
         _ => None,
     }

@@ -113,9 +113,11 @@ impl Builder<'_> {
         if x.known_values().is_some() {
             return self.fold_known(x, axes, reduction);
         }
-        if x.kind != Kind::Float && matches!(reduction, Reduction::Sum | Reduction::Mean) {
+        let is_number = x.kind == Kind::Float || x.kind.is_int();
+        if !is_number || (x.kind.is_int() && reduction == Reduction::Mean) {
             return Err(of_type(x));
         }
+        let x = &if reduction == Reduction::Sum { self.summable(x, n)? } else { x.clone() };
 
         let together = last - first + 1 == axes.len();
         let (from, inner) = if together {
@@ -132,8 +134,9 @@ impl Builder<'_> {
             Reduction::Fold(fold) => Op::Fold { fold, n, inner },
         };
         let id = self.computed(&from)?;
-        let result = self.node(vec![id], op, shape, x.batch)?;
-        Ok(Tensor { kind: x.kind, ..result })
+        let result = Tensor { kind: x.kind, ..self.node(vec![id], op, shape, x.batch)? };
+        let is_product = reduction == Reduction::Fold(Fold::Product);
+        if is_product && x.kind.is_int() { self.exact(&result) } else { Ok(result) }
     }
 
     /// Reduces a known tensor, value by value in order.
@@ -262,8 +265,10 @@ impl Builder<'_> {
         let has_cache = (4..node.input.len()).any(|i| !node.input[i].is_empty());
         let is_plain = all.iter().all(|t| t.shape.len() == 4 && t.kind == Kind::Float);
         let modes = ["is_causal", "qk_matmul_output_mode"];
+        let windows = ["left_window_size", "right_window_size"];
         if !is_plain
             || has_cache
+            || windows.iter().any(|side| node.int(side, -1) != -1)
             || modes.iter().any(|mode| node.int(mode, 0) != 0)
             || node.float("softcap", 0.0) != 0.0
             || q.shape[1] != k.shape[1]
@@ -277,6 +282,10 @@ impl Builder<'_> {
         let products = self.matmul(&q, &keys).map_err(named)?;
         let mut scores = self.zip(Zip::Mul, [&products, &scalar(scale)])?;
         if let Some(mask) = self.maybe(node, 3)? {
+            // From opset 24 on a shorter mask hides the last keys.
+            if self.opset >= 24 && mask.shape.last() != k.shape.get(2) {
+                return Err(unsupported(node, "with a mask of other keys"));
+            }
             scores = match mask.kind {
                 Kind::Bool => self.choose([mask, scores, scalar(f32::NEG_INFINITY)]),
                 _ => self.zip(Zip::Add, [&scores, &mask]),
