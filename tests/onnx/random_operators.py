@@ -125,14 +125,15 @@ class Operators:
             self.add(names[2], [n, B, h])
 
     def lengths(self, most):
-        """Returns lengths from 1 to `most` of the samples, int32 `[B]`, computed from an input."""
+        """Returns lengths up to `most` of the samples, int32 `[B]`, computed from an input."""
         column = self.node("Gather", ["x", self.ints([self.random.randrange(4)])], axis=1)
         bounded = self.node("Abs", [self.node("Reshape", [column, self.ints([-1])])])
         whole = self.node("Cast", [bounded], to=TensorProto.INT64)
         parts = [whole, self.constant(numpy.int64(most))]
         rest = self.node("Sub", [whole, self.node("Mul", [self.node("Div", parts), parts[1]])])
-        longer = self.node("Add", [rest, self.constant(numpy.int64(1))])
-        return self.node("Cast", [longer], to=TensorProto.INT32)
+        if self.random.random() < 0.7:
+            rest = self.node("Add", [rest, self.constant(numpy.int64(1))])
+        return self.node("Cast", [rest], to=TensorProto.INT32)
 
     # ---- integers
 
@@ -361,7 +362,8 @@ class Operators:
         size = self.node("Gather", [self.node("Shape", [v]), self.ints([1])], axis=0)
         condition = self.node("Equal", [size, self.ints([1])])
         branches = []
-        for op in ["Squeeze", "Identity"]:
+        # ONNX Runtime infers the shapes of the branch that is not taken, too.
+        for op in ["Squeeze" if v.shape[1] == 1 else "Neg", "Identity"]:
             name, axes = self.name(), self.name()
             inputs = [v.name, axes] if op == "Squeeze" else [v.name]
             stored = [numpy_helper.from_array(numpy.array([1]), axes)] if op == "Squeeze" else []

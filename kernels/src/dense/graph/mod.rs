@@ -1,9 +1,6 @@
 //! From an ONNX file to typed nodes: `onnx.rs` reads and checks the file, `onnx_graph.rs` builds
 //! the graph, and the other files translate the operators. Runs nothing.
 
-mod bound_products;
-mod bound_rules;
-pub(crate) mod bounds;
 mod casts;
 mod folding;
 pub(crate) mod forms;

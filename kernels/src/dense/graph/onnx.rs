@@ -1,7 +1,6 @@
 //! ONNX files, as far as the dense network needs them: the protobuf messages, and the checks that
 //! make a file safe to use. In a file that passes, every tensor has the bytes that its shape
-//! declares. Lists are packed or unpacked as in ONNX's own schema, because rten reads them in that
-//! form only.
+//! declares.
 
 use crate::dense::error::DenseError;
 use crate::dense::graph::onnx_scan;
@@ -56,8 +55,12 @@ pub struct NodeProto {
     pub op_type: Option<String>,
     #[prost(message, repeated, tag = "5")]
     pub attribute: Vec<AttributeProto>,
+    #[prost(string, optional, tag = "6")]
+    pub doc_string: Option<String>,
     #[prost(string, optional, tag = "7")]
     pub domain: Option<String>,
+    #[prost(message, repeated, tag = "9")]
+    pub metadata_props: Vec<StringStringEntryProto>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -324,6 +327,21 @@ impl ModelProto {
 }
 
 impl NodeProto {
+    /// Returns the line of Python that made the node, if the exporter wrote it: the last one of the
+    /// new exporter's trace, the first one of the old exporter's.
+    pub fn source(&self) -> Option<String> {
+        const CHARS_MAX: usize = 120;
+        let trace = |p: &&StringStringEntryProto| p.key() == "pkg.torch.onnx.stack_trace";
+        let trace = self.metadata_props.iter().find(trace).map(StringStringEntryProto::value);
+        let is_text = |line: &&str| !line.trim().is_empty();
+        let line = match trace {
+            Some(trace) => trace.lines().rfind(is_text),
+            None => self.doc_string().lines().find(is_text),
+        };
+        let plain = |c: &char| !c.is_control();
+        line.map(|line| line.trim().chars().filter(plain).take(CHARS_MAX).collect())
+    }
+
     fn attribute(&self, name: &str) -> Option<&AttributeProto> {
         self.attribute.iter().find(|a| a.name() == name)
     }

@@ -121,8 +121,8 @@ impl<'a> Builder<'a> {
                 return Err(Stop::Unsupported(at_node(node, &form)));
             }
             for (name, result) in node.output.iter().zip(results) {
-                if !name.is_empty() {
-                    self.tensors.insert(name.clone(), result);
+                if !name.is_empty() && self.tensors.insert(name.clone(), result).is_some() {
+                    return Err(malformed(&format!("`{name}` is written twice")));
                 }
             }
         }
@@ -376,9 +376,13 @@ impl<'a> Builder<'a> {
 
 /// Returns the reason with the node that it is about.
 pub(crate) fn at_node(node: &NodeProto, form: &str) -> String {
-    match node.name() {
+    let at = match node.name() {
         "" => form.to_owned(),
         name => format!("{form}, node `{name}`"),
+    };
+    match node.source() {
+        Some(line) => format!("{at}, from the line `{line}`"),
+        None => at,
     }
 }
 

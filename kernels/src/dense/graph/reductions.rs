@@ -196,6 +196,13 @@ impl Builder<'_> {
 
     /// Returns `e^x` divided by its sum over `axes`, which follow each other.
     fn softmax(&mut self, x: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        if x.known_values().is_some() {
+            let most = self.reduce_axes(x, axes, Reduction::Fold(Fold::Max))?;
+            let below = self.zip(Zip::Sub, [x, &most])?;
+            let exponentials = self.map(&below, Map::Exp)?;
+            let sum = self.reduce_axes(&exponentials, axes, Reduction::Sum)?;
+            return self.zip(Zip::Div, [&exponentials, &sum]);
+        }
         let n = axes.iter().map(|&a| x.shape[a]).product();
         let inner = axes.last().map_or(1, |&last| x.shape[last + 1..].iter().product());
         let id = self.computed(x)?;

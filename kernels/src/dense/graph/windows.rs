@@ -69,7 +69,7 @@ impl Builder<'_> {
     /// Returns the windows of `sizes` over the axes of `x` after the first two.
     fn axes(&self, node: &NodeProto, x: &Tensor, sizes: &[usize]) -> Result<Vec<Axis>, Stop> {
         let rank = x.shape.len();
-        if rank < 3 || sizes.len() != rank - 2 || x.kind != Kind::Float {
+        if rank < 3 || sizes.len() != rank - 2 || x.kind != Kind::Float || x.width() == 0 {
             return Err(unsupported(node, "of such operands"));
         }
         if x.batch.is_none_or(|b| b.axis > 1) {

@@ -101,7 +101,13 @@ impl Recurrent {
 
         if self.has_last {
             let each = states.chunks_exact(hidden).zip(cells.chunks_exact(hidden));
-            for (out, (state, cell)) in out.chunks_exact_mut(rows * hidden).zip(each) {
+            for (sample, (out, (state, cell))) in
+                out.chunks_exact_mut(rows * hidden).zip(each).enumerate()
+            {
+                // A sample without steps has zeros, as in ONNX Runtime, whatever its first state.
+                if self.time(operands, sample, 0).is_none() {
+                    continue;
+                }
                 let (state_out, cell_out) = out[self.steps * hidden..].split_at_mut(hidden);
                 state_out.copy_from_slice(state);
                 if !cell_out.is_empty() {
