@@ -332,6 +332,32 @@ class Operators:
             v = type(v)(self.node("Add", [v, self.constant(numpy.float32(2.5))]), v.shape)
         self.add(self.node(op, [v]), v.shape)
 
+    def op_normal(self):
+        """Normalisations of channels, and the functions of newer opsets."""
+        form = self.random.choice(["Instance", "Group", "Swish", "IsInf"])
+        v = self.any()
+        if form == "Swish" and self.opset >= 24:
+            return self.add(self.node("Swish", [v]), v.shape)
+        if form == "IsInf" and self.opset >= 10:
+            ends = {f"detect_{end}": 1 for end in ["negative", "positive"]}
+            ends[self.random.choice([*ends, "detect_negative"])] = self.random.randint(0, 1)
+            zero = self.constant(numpy.zeros([1], numpy.float32))
+            name = self.node("IsInf", [self.node("Div", [v, zero])], **ends)
+            return self.add(name, v.shape, kind="bool", exact=True) if v.exact else None
+        v = self.image()
+        if not v or form not in ("Instance", "Group"):
+            return
+        c = v.shape[1]
+        inputs = [v, self.floats([c]), self.floats([c])]
+        if form == "Instance":
+            name = self.node("InstanceNormalization", inputs, epsilon=1e-2)
+        elif self.opset >= 21:
+            groups = self.random.choice([g for g in range(1, c + 1) if c % g == 0])
+            name = self.node("GroupNormalization", inputs, epsilon=1e-2, num_groups=groups)
+        else:
+            return
+        self.add(name, v.shape)
+
     def op_wide(self):
         """A computation in double."""
         v = self.any()

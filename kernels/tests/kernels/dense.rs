@@ -12,7 +12,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    pub static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
 struct Counting;

@@ -140,7 +140,7 @@ fn results_without_end_are_refused_by_name() {
         ended(nodes, "d40")
     };
     refused(chain("Concat", &["d", "d"], &[("axis", 1)]), vec![], &["Concat", over]);
-    refused(chain("Tile", &["d", "two"], &[]), vec![ints("two", &[1, 2])], &["Tile", over]);
+    refused(chain("Tile", &["d", "two"], &[]), vec![ints("two", &[1, 2])], &["Tile", "node `d"]);
     let again = tensor("again", &[8, 8], &[0; 64]);
     refused(chain("Gather", &["d", "again"], &[("axis", 1)]), vec![again], &["Gather", over]);
     // Sizes that grow without end.

@@ -4,6 +4,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+use crate::dense::ALLOCATIONS;
+use hatchback_kernels::simd::isa::Isa;
+
 fn read(file: &str) -> Vec<crate::cases::Case> {
     let path = format!("{}/../tests/data/onnx/{file}", env!("CARGO_MANIFEST_DIR"));
     crate::cases::read(&std::fs::read(path).unwrap())
@@ -26,6 +29,18 @@ fn all_run_on_our_engine(file: &str) -> usize {
 #[test]
 fn random_networks_give_the_outputs_of_onnx_runtime() {
     assert!(all_run_on_our_engine("random.bin") >= 200);
+}
+
+#[test]
+fn a_run_of_a_random_network_allocates_nothing() {
+    for case in read("random.bin") {
+        let engine = case.load(Isa::detect()).unwrap();
+        let mut scores = vec![0.0; case.batch * engine.outputs()];
+        let mut scratch = engine.scratch(case.batch);
+        let before = ALLOCATIONS.get();
+        engine.run(case.batch, &case.values, &mut scores, &mut scratch).unwrap();
+        assert_eq!(ALLOCATIONS.get() - before, 0, "{}", case.name);
+    }
 }
 
 #[test]

@@ -58,6 +58,8 @@ impl Builder<'_> {
             "Softmax" | "LogSoftmax" => self.softmax_operator(node),
             "BatchNormalization" => self.batch_norm(node),
             "LayerNormalization" | "RMSNormalization" => self.layer_norm(node),
+            "InstanceNormalization" | "GroupNormalization" => self.group_norm(node),
+            "IsInf" => self.is_infinite(node),
             name if name.starts_with("Reduce") => self.reduce(node),
             _ => return self.shape_operator(node),
         }?;
@@ -96,6 +98,7 @@ impl Builder<'_> {
             "Softplus" => Map::Softplus,
             "Softsign" => Map::Softsign,
             "Mish" => Map::Mish,
+            "Swish" if float("alpha", 1.0) == 1.0 => Map::Silu,
             "Not" => Map::IsZero,
             "IsNaN" => Map::IsNan,
             "Gelu" if node.text("approximate") == "tanh" => Map::GeluTanh,
@@ -343,6 +346,20 @@ impl Builder<'_> {
         let sides = [self.input(node, 0)?, self.input(node, 1)?];
         let zip = if node.int("fmod", 0) == 0 { Zip::Modulo } else { Zip::Remainder };
         self.zip_checked(node, zip, sides.each_ref())
+    }
+
+    /// Translates `IsInf`: an equality with one of the two infinities, or with both.
+    fn is_infinite(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let x = self.input(node, 0)?;
+        let (x, sign) = match (node.int("detect_negative", 1), node.int("detect_positive", 1)) {
+            (0, 0) => return Err(unsupported(node, "of nothing")),
+            (0, _) => (x, 1.0),
+            (_, 0) => (x, -1.0),
+            _ => (self.map_checked(node, &x, Map::Abs)?, 1.0),
+        };
+        let infinity = Values::Floats(vec![sign * f32::INFINITY]);
+        let infinity = Tensor::known(Kind::Float, Vec::new(), infinity);
+        self.zip_checked(node, Zip::Equal, [&x, &infinity])
     }
 
     fn sum_of_inputs(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {

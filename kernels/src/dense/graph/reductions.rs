@@ -7,7 +7,7 @@ use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Fold, Op, Stop, folded, malformed, unsupported};
 use crate::dense::graph::products::{in_operator, swapped};
 use crate::dense::graph::shape_operators::{axis_of, squeezed};
-use crate::dense::graph::tensor::{Kind, Tensor, Values};
+use crate::dense::graph::tensor::{Kind, Size, Tensor, Values};
 use std::rc::Rc;
 
 /// A function of the values along axes.
@@ -246,23 +246,69 @@ impl Builder<'_> {
             return Err(unsupported(node, &format!("of type {:?}", x.kind)));
         }
         let named = |stop| in_operator(node, stop);
-        let difference = if node.op_type() == "LayerNormalization" {
-            let mean = self.reduce_axes(&x, &axes, Reduction::Mean).map_err(named)?;
-            self.zip(Zip::Sub, [&x, &mean])?
-        } else {
-            x
-        };
-        let squares = self.map(&difference, Map::Pow(2.0))?;
-        let variance = self.reduce_axes(&squares, &axes, Reduction::Mean).map_err(named)?;
-        let epsilon = scalar(node.float("epsilon", 1e-5));
-        let variance = self.zip(Zip::Add, [&variance, &epsilon])?;
-        let deviation = self.map(&variance, Map::Sqrt)?;
-        let normal = self.zip(Zip::Div, [&difference, &deviation])?;
+        let is_centred = node.op_type() == "LayerNormalization";
+        let normal = self.normal(node, &x, &axes, is_centred)?;
         let mut result = self.zip(Zip::Mul, [&normal, &scale]).map_err(named)?;
         if let Some(bias) = self.maybe(node, 2)? {
             result = self.zip(Zip::Add, [&result, &bias]).map_err(named)?;
         }
         Ok(result)
+    }
+
+    /// Returns `x`, less its mean over `axes` if `is_centred`, divided by its deviation over them.
+    fn normal(
+        &mut self,
+        node: &NodeProto,
+        x: &Tensor,
+        axes: &[usize],
+        is_centred: bool,
+    ) -> Result<Tensor, Stop> {
+        let named = |stop| in_operator(node, stop);
+        let difference = if is_centred {
+            let mean = self.reduce_axes(x, axes, Reduction::Mean).map_err(named)?;
+            self.zip(Zip::Sub, [x, &mean])?
+        } else {
+            x.clone()
+        };
+        let squares = self.map(&difference, Map::Pow(2.0))?;
+        let variance = self.reduce_axes(&squares, axes, Reduction::Mean).map_err(named)?;
+        let epsilon = scalar(node.float("epsilon", 1e-5));
+        let variance = self.zip(Zip::Add, [&variance, &epsilon])?;
+        let deviation = self.map(&variance, Map::Sqrt)?;
+        self.zip(Zip::Div, [&difference, &deviation])
+    }
+
+    /// Translates `InstanceNormalization` and `GroupNormalization` with a factor a channel.
+    pub fn group_norm(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let (x, scale, bias) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
+        let channels = x.shape.get(1).copied().unwrap_or(0);
+        let is_plain = [&x, &scale, &bias].iter().all(|t| t.kind == Kind::Float);
+        let by_channel = scale.shape == [channels] && bias.shape == [channels];
+        let groups = match node.op_type() {
+            "InstanceNormalization" => channels,
+            _ => usize::try_from(node.int("num_groups", 0)).unwrap_or(0),
+        };
+        let fits = groups > 0 && channels > 0 && channels.is_multiple_of(groups);
+        // Before opset 21 a GroupNormalization has a factor a group.
+        let is_old = node.op_type() == "GroupNormalization" && self.opset < 21;
+        if !is_plain || !by_channel || !fits || is_old || x.shape.len() < 3 || x.is_batch(1) {
+            return Err(unsupported(node, "of such operands"));
+        }
+
+        // The channels of a group become an axis of their own.
+        let mut target: Vec<_> = x.sizes().into_iter().map(Some).collect();
+        let sizes = [groups, channels / groups].map(|n| Some(Size::fixed(n as i64)));
+        target.splice(1..2, sizes);
+        let form = || unsupported(node, "of the batch");
+        let grouped = self.view(&x, &target).ok_or_else(form)?;
+        let axes: Vec<usize> = (2..grouped.shape.len()).collect();
+        let normal = self.normal(node, &grouped, &axes, true)?;
+        let sizes: Vec<_> = x.sizes().into_iter().map(Some).collect();
+        let normal = self.view(&normal, &sizes).ok_or_else(form)?;
+        let shape = [vec![channels], vec![1; x.shape.len() - 2]].concat();
+        let scale = Tensor { shape: shape.clone(), ..scale };
+        let scaled = self.zip(Zip::Mul, [&normal, &scale])?;
+        self.zip(Zip::Add, [&scaled, &Tensor { shape, ..bias }])
     }
 
     /// Translates `Attention` of opset 23 on `[batch, heads, length, width]`, without a cache.

@@ -83,14 +83,17 @@ impl Case {
         Ok(difference)
     }
 
-    fn run_on(&self, isa: Isa) -> Result<Vec<f32>, String> {
+    /// Loads the network on `isa`.
+    pub fn load(&self, isa: Isa) -> Result<DenseEngine, String> {
         let inputs: Vec<(&str, usize)> =
             self.inputs.iter().map(|(name, width)| (name.as_str(), *width)).collect();
-        let activation = Activation::None;
-        let onnx = self.onnx.clone();
-        let engine = DenseEngine::load_for(isa, onnx, &inputs, &self.output, activation)
-            .map_err(|e| e.to_string())?;
+        let (onnx, activation) = (self.onnx.clone(), Activation::None);
+        DenseEngine::load_for(isa, onnx, &inputs, &self.output, activation)
+            .map_err(|e| e.to_string())
+    }
 
+    fn run_on(&self, isa: Isa) -> Result<Vec<f32>, String> {
+        let engine = self.load(isa)?;
         let n = engine.outputs();
         let mut scratch = engine.scratch(self.batch);
         let mut together = vec![f32::NAN; self.batch * n];
