@@ -26,6 +26,7 @@ use hatchback_server::proto::{
     ModelInferRequest, ParameterValue,
 };
 use hatchback_tools::pack::spec::CodecChoice;
+use prost::Message;
 use std::sync::Arc;
 
 /// Returns a file of the repository.

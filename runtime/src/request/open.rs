@@ -1,7 +1,6 @@
 //! Opens a model for serving: on the CPU first, then on a device if there is one. A model beyond
 //! its budget is refused before it serves.
 
-use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::DeviceDepth;
@@ -18,7 +17,6 @@ use crate::request::worker::lookup_limits;
 use crate::schema::{Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::dense::DenseEngine;
 use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
