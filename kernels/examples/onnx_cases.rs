@@ -1,6 +1,6 @@
 //! Runs networks and compares their outputs with those of ONNX Runtime. The programs
-//! `tests/onnx/*.py` write the files. Prints one line a case, with its difference and its engine,
-//! and the counts. With `--time` it prints the microseconds of a run at three batch sizes instead.
+//! `tests/onnx/*.py` write the files. Prints one line a case, with its difference, and the
+//! counts. With `--time` it prints the microseconds of a run at three batch sizes instead.
 //!
 //!     cargo run --release -p hatchback-kernels --example onnx_cases -- [--time] FILE...
 
@@ -34,25 +34,20 @@ fn main() -> ExitCode {
 
 /// Prints the outcome of each case; returns the number of wrong ones.
 fn compare(all: &[cases::Case]) -> usize {
-    let (mut wrong, mut own, mut furthest) = (0, 0, 0.0f32);
+    let (mut wrong, mut furthest) = (0, 0.0f32);
     for case in all {
-        let outcome = case.run();
-        let engine =
-            outcome.fallback.as_deref().map_or("own".to_owned(), |why| format!("rten for {why}"));
-        own += usize::from(outcome.fallback.is_none());
-        match outcome.difference {
+        match case.run() {
             Err(problem) => {
                 wrong += 1;
-                println!("{}: WRONG: {problem} ({engine})", case.name);
+                println!("{}: WRONG: {problem}", case.name);
             }
             Ok(difference) => {
                 furthest = furthest.max(difference);
-                println!("{}: {difference:.1e} {engine}", case.name);
+                println!("{}: {difference:.1e}", case.name);
             }
         }
     }
-    let n = all.len();
-    println!("{n} cases, {wrong} wrong, {own} on our engine, difference at most {furthest:.1e}");
+    println!("{} cases, {wrong} wrong, difference at most {furthest:.1e}", all.len());
     wrong
 }
 

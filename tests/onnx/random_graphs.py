@@ -15,11 +15,12 @@ import numpy
 from onnx import TensorProto, helper, numpy_helper
 
 import cases
+from random_operators import B, Operators
 
 BATCH = 5
-B = "B"
 INPUTS = {"x": [4], "y": [3, 4], "z": [6]}
 WIDTH_MAX = 400
+OPSET_MAX = 28
 
 
 class Value:
@@ -33,11 +34,11 @@ class Value:
         return self.shape.index(B)
 
 
-class Network:
+class Network(Operators):
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.numpy = numpy.random.default_rng(seed)
-        self.opset = self.random.randint(7, 23)
+        self.opset = self.random.randint(7, OPSET_MAX)
         self.nodes, self.initializers, self.values, self.count = [], [], [], 0
         for name, shape in INPUTS.items():
             self.values.append(Value(name, [B, *shape], exact=True))

@@ -20,7 +20,6 @@ use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::{UpdateEvent, UpdateState};
 use hatchback::{Activation, Pooling};
-use hatchback_kernels::dense::graph::onnx::{ModelProto, NodeProto};
 use hatchback_kernels::dense::narrow_all;
 use hatchback_server::proto::{
     InferInputTensor, InferParameter, InferRequestedOutputTensor, InferTensorContents,
@@ -211,19 +210,6 @@ fn golden_history() -> Vec<UpdateEvent> {
 }
 
 /// Returns a record of the sync process with every field in use.
-/// Returns a network that runs on rten: with one operator more, whose result no node reads.
-fn for_rten(onnx: &[u8]) -> Vec<u8> {
-    let mut model = ModelProto::decode(onnx).unwrap();
-    let graph = model.graph.as_mut().unwrap();
-    graph.node.push(NodeProto {
-        input: vec![graph.input[0].name().to_owned()],
-        output: vec!["sin".to_owned()],
-        op_type: Some("Sin".to_owned()),
-        ..NodeProto::default()
-    });
-    model.encode_to_vec()
-}
-
 fn fetch_status() -> FetchStatus {
     FetchStatus {
         state: FetchState::Staged,
@@ -340,8 +326,7 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let network = |f| file(&format!("tests/data/families/{f}/dense.onnx"));
             let narrow = [(Weights::F16, "dlrm"), (Weights::Int8, "dien")]
                 .map(|(weights, family)| narrow_all(&network(family), weights).unwrap());
-            let ours = families.into_iter().map(network).chain([ours]).chain(narrow);
-            ours.chain(families.map(|family| for_rten(&network(family)))).collect()
+            families.into_iter().map(network).chain([ours]).chain(narrow).collect()
         }
         "target" => ["base", "cpu", "drive-orin", "x86-cuda"]
             .map(|t| file(&format!("targets/{t}.toml")))

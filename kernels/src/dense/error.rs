@@ -24,21 +24,12 @@ pub enum DenseError {
         "dense network: input `{name}` takes {network} values a sample, the schema feeds {schema}"
     )]
     Width { name: String, network: usize, schema: usize },
-    /// The output does not hold the same number of values for each sample.
-    #[error("dense network: output `{name}` has {values} values for {batch} samples")]
-    Output { name: String, values: usize, batch: usize },
     /// Several outputs do not have one value a sample each.
     #[error(
         "dense network: outputs `{names}` have {values} values a sample together; each of the \
          {outputs} outputs must have one"
     )]
     Outputs { names: String, outputs: usize, values: usize },
-    /// A sample's output depends on the samples beside it. A score would depend on who else asks.
-    #[error(
-        "dense network: output `{name}` of a sample is {alone} alone, {together} beside another \
-         one; no operator may mix the samples of a batch"
-    )]
-    SamplesMeet { name: String, alone: f32, together: f32 },
     /// The network takes an input of another type than f32.
     #[error("dense network: input `{name}` has the ONNX type {number}; only f32 inputs are fed")]
     InputType { name: String, number: i32 },

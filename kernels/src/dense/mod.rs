@@ -3,15 +3,13 @@
 //!
 //! The operators of recommendation models run on the kernels of this crate. These kernels allocate
 //! nothing in a run, and their scores have the same bits for every batch and every instruction set.
-//! A file with any other operator runs on rten (`fallback.rs`). `gpu::dense_engine` is the twin on
-//! a GPU.
+//! A file with any other operator is refused by name. `gpu::dense_engine` is the twin on a GPU.
 //!
 //! A file passes these folders: `graph` (the ONNX file becomes typed nodes), `run` (the nodes get
 //! buffers, and are run), `matrix` (the products of a run).
 
 mod engine;
 mod error;
-mod fallback;
 #[doc(hidden)]
 pub mod graph;
 pub(crate) mod matrix;

@@ -266,7 +266,10 @@ impl Upload<'_> {
             Op::Select(_) => return Err(missing("Where".to_owned())),
             Op::Fold { fold, .. } => return Err(missing(format!("Reduce{fold:?}"))),
             Op::Softmax { .. } => return Err(missing("Softmax".to_owned())),
-            Op::Gru { .. } => return Err(missing("GRU".to_owned())),
+            Op::Recurrent(_) => return Err(missing("a recurrent operator".to_owned())),
+            Op::Lookup { .. } => return Err(missing("Gather by computed indices".to_owned())),
+            Op::Order { .. } => return Err(missing("TopK".to_owned())),
+            Op::Check { .. } => return Err(missing("arithmetic on integers".to_owned())),
         })
     }
 }

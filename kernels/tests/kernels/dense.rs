@@ -12,7 +12,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    pub static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
 struct Counting;
@@ -66,7 +66,6 @@ fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
     };
     let onnx = narrow_all(&onnx, weights).unwrap();
     let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation).unwrap();
-    assert_eq!(engine.falls_back_for(), None, "{folder}");
     assert!(engine.layers().iter().any(|layer| layer.weights == weights), "{folder}, {weights}");
     engine
 }

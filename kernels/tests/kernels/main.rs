@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod bounds;
 mod cases;
 mod dense;
+mod integers;
+mod limits;
 mod onnx_cases;
 mod small_graphs;

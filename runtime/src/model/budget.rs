@@ -28,19 +28,6 @@ pub struct Budget {
     pub misses_max: u32,
     /// Page reads of all workers in flight. More than the queue depth of the device gains nothing.
     pub reads_max: u32,
-    /// Which engine may run the dense network on the CPU.
-    pub dense_engine: EngineRule,
-}
-
-/// Which engine may run the dense network on the CPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EngineRule {
-    /// Hatchback's own, or the fallback rten, which allocates memory in each request.
-    #[default]
-    Any,
-    /// Only Hatchback's own engine.
-    Own,
 }
 
 impl Default for Budget {
@@ -57,7 +44,6 @@ impl Default for Budget {
             batch_max: 256,
             misses_max: 16 << 10,
             reads_max: 64,
-            dense_engine: EngineRule::Any,
         }
     }
 }

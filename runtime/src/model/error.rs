@@ -31,9 +31,6 @@ pub enum OpenError {
     /// A sample of the probe set cannot be scored.
     #[error("probe sample {sample}: {problem}")]
     Probe { sample: usize, problem: String },
-    /// The target allows only Hatchback's own engine, which lacks an operator of the network.
-    #[error("budget.dense_engine = \"own\": the dense network needs rten, because of {0}")]
-    Fallback(String),
     /// The model does not fit into the budget; `field` is the one to change.
     #[error("budget.{field} = {value}: {problem}")]
     Budget { field: &'static str, value: u64, problem: String },

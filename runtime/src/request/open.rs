@@ -1,13 +1,12 @@
 //! Opens a model for serving: on the CPU first, then on a device if there is one. A model beyond
 //! its budget is refused before it serves.
 
-use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
-use crate::model::budget::{Budget, EngineRule};
+use crate::model::budget::Budget;
 use crate::model::memory_plan::Part;
 use crate::model::opened::ModelParts;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
@@ -18,7 +17,6 @@ use crate::request::worker::lookup_limits;
 use crate::schema::{Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::dense::DenseEngine;
 use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
@@ -138,7 +136,8 @@ impl Model {
     ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
         let dense = schema.load_dense(flash.dense()?)?;
-        check_engine(&dense, &flash.manifest().generation, budget.dense_engine)?;
+        let generation = &flash.manifest().generation;
+        log::info!("dense network of {generation}: {}", dense.runs_on());
         let Placed { is_resident, before } = placed;
         let caches = capacity::make_caches(&schema, is_resident, &budget)?;
         let opened = open_tables(flash, &schema, is_resident, &caches, before, yield_now)?;
@@ -283,21 +282,6 @@ impl Model {
             other => Ok(other),
         })
     }
-}
-
-/// Logs which engine runs the dense network, and checks that the budget allows it.
-fn check_engine(
-    dense: &DenseEngine,
-    generation: &Generation,
-    rule: EngineRule,
-) -> Result<(), OpenError> {
-    let engine = dense.runs_on();
-    match (dense.falls_back_for(), rule) {
-        (Some(reason), EngineRule::Own) => return Err(OpenError::Fallback(reason.to_owned())),
-        (Some(_), EngineRule::Any) => log::warn!("dense network of {generation}: {engine}"),
-        (None, _) => log::info!("dense network of {generation}: {engine}"),
-    }
-    Ok(())
 }
 
 /// Loads the dense network of `schema` onto `gpu`.

@@ -119,7 +119,6 @@ mod tests {
 
         let (field, value, problem) = ("memory_bytes_max", 7, "too small".to_owned());
         let of_car = [
-            OpenError::Fallback("TopK".to_owned()),
             OpenError::GpuLacks("weights with mean".to_owned()),
             OpenError::Budget { field, value, problem },
         ];

@@ -49,7 +49,6 @@ pub const BUDGET: Budget = Budget {
     batch_max: 4,
     misses_max: 32,
     reads_max: READS_MAX,
-    dense_engine: hatchback::model::budget::EngineRule::Any,
 };
 
 impl World {

@@ -45,9 +45,8 @@ fn with(onnx: &[u8], nodes: &[NodeProto], tensors: &[TensorProto]) -> Vec<u8> {
     }
     graph.initializer.extend_from_slice(tensors);
     graph.node.extend_from_slice(nodes);
-    graph.node.push(node("Sin", &["true output"], "sin"));
     graph.node.push(node("ReduceSum", &["big"], "sum"));
-    graph.node.push(node("Add", &["sin", "sum"], &output));
+    graph.node.push(node("Add", &["true output", "sum"], &output));
     model.encode_to_vec()
 }
 
@@ -93,10 +92,6 @@ fn networks_that_take_all_memory_or_never_end_are_refused() {
     refused("Pad", &one("Pad", &["dense", "to"]), &[ints("to", &[4], &[0, 0, 0, HUGE])]);
     let range = [ints("zero", &[], &[0]), ints("to", &[], &[HUGE]), ints("one", &[], &[1])];
     refused("Range", &one("Range", &["zero", "to", "one"]), &range);
-    // A step beyond the limit wraps around in rten, below the limit again.
-    let values = [("zero", 0), ("to", i64::from(i32::MAX)), ("step", 1 << 30)];
-    let wraps = values.map(|(name, value)| ints(name, &[], &[value]));
-    refused("Range", &one("Range", &["zero", "to", "step"]), &wraps);
     refused("tensor `to`", &one("Transpose", &["to"]), &[ints("to", &[0, 1 << 62], &[])]);
     refused("Resize", &one("Resize", &["dense", "", "", "to"]), &to);
     let trips = [ints("trips", &[], &[1 << 62]), ints("yes", &[], &[1])];
@@ -111,10 +106,6 @@ fn networks_that_take_all_memory_or_never_end_are_refused() {
     nodes.push(node("Cast", &["d9"], "big"));
     refused("", &nodes, &[ints("again", &[8, 8], &[0; 64])]);
 
-    let name = |i: usize| if i == 0 { "dense".to_owned() } else { format!("d{i}") };
-    let deep: Vec<_> = (0..10_000).map(|i| node("Cos", &[&name(i)], &name(i + 1))).collect();
-    let deep = [deep, vec![node("Identity", &["d10000"], "big")]].concat();
-    refused("nodes in a row", &deep, &[]);
     let long: Vec<_> = (0..1_000_000).map(|_| NodeProto::default()).collect();
     refused("bytes of memory", &long, &[]);
     refused("nodes, over", &long[..40_000], &[]);

@@ -249,7 +249,6 @@ fn the_dequantized_weights_of_a_trainer_are_values() {
     graph.initializer.iter_mut().filter_map(|t| t.name.as_mut()).for_each(other);
     let theirs = model.encode_to_vec();
     let (engine, wide) = (load(theirs.clone()), load(widen(theirs).unwrap()));
-    assert_eq!(engine.falls_back_for(), None);
     assert_eq!(engine.weights(), Some(Weights::F32));
 
     let data: Vec<Vec<f32>> =

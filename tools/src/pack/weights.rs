@@ -70,8 +70,7 @@ pub(crate) fn choose(onnx: &[u8], schema: &Schema, inputs: &ProbeInputs) -> Resu
     let engine = schema.load_dense(wide.clone())?;
     let trained = inputs.scores(&engine)?;
     let candidates = forms(&wide)?;
-    // Only Hatchback's own engine computes with narrow weights.
-    if candidates.is_empty() || engine.falls_back_for().is_some() {
+    if candidates.is_empty() {
         return Ok(wide);
     }
     let model = ModelProto::decode(wide.as_slice()).context("the network")?;

@@ -9,6 +9,9 @@ use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
 use crate::dense::weights::Weights;
 use half::f16;
 
+/// The least and the greatest f32 that is an int32.
+const INT32_RANGE: [f32; 2] = [-2_147_483_648.0, 2_147_483_520.0];
+
 impl Builder<'_> {
     /// Translates `Cast` and `CastLike`.
     pub fn cast(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
@@ -27,11 +30,10 @@ impl Builder<'_> {
             _ if from == to => Ok(x),
             // The products by these values can have them as f16: the bits of the result are equal.
             (Kind::Half, Kind::Float) => Ok(Tensor { weights: Weights::F16, ..relabelled? }),
-            (Kind::Double, Kind::Float) => relabelled,
-            (Kind::Half | Kind::Double, _) => stop(),
-            (_, Kind::Half | Kind::Double) => match x.known_values().and_then(|v| v.floats()) {
+            (Kind::Half, _) => stop(),
+            (_, Kind::Half) => match x.known_values().and_then(|v| v.floats()) {
                 Some(values) => {
-                    let round = |x: f32| if to == Kind::Half { f16::from_f32(x).into() } else { x };
+                    let round = |x: f32| f16::from_f32(x).into();
                     let values = Values::Floats(values.into_iter().map(round).collect());
                     Ok(folded(to, x.shape, x.batch, values))
                 }
@@ -40,7 +42,9 @@ impl Builder<'_> {
                 }
                 None => stop(),
             },
-            (Kind::Int64, Kind::Int32) if x.known_values().is_none() => stop(),
+            (Kind::Int64, Kind::Int32) if x.known_values().is_none() => {
+                Ok(Tensor { kind: to, ..self.check(&x, INT32_RANGE)? })
+            }
             (Kind::Bool | Kind::Int32, Kind::Int64 | Kind::Int32) => relabelled,
             (Kind::Int64, Kind::Int32) => relabelled,
             (_, Kind::Float) => self.cast_to_float(node, &x),
@@ -64,7 +68,7 @@ impl Builder<'_> {
     }
 
     /// Adds `map`, whose results are integers, to `x`.
-    fn map_to_int(&mut self, x: &Tensor, map: Map) -> Result<Tensor, Stop> {
+    pub fn map_to_int(&mut self, x: &Tensor, map: Map) -> Result<Tensor, Stop> {
         let result = self.map(x, map)?;
         let Some(values) = result.known_values() else { return Ok(result) };
         let values = match &**values {

@@ -23,6 +23,9 @@ pub(crate) fn choose_known(parts: [Values; 3]) -> Option<Values> {
 
 /// Returns a function of two integers; `None` if it depends on the batch or is not an integer.
 pub(crate) fn zip_sizes(zip: Zip, [a, b]: [Size; 2]) -> Option<Size> {
+    if [a, b].contains(&Size::SAMPLE) {
+        return None;
+    }
     let difference = || {
         let fixed = a.fixed.checked_sub(b.fixed)?;
         Some(Size { fixed, batches: a.batches.checked_sub(b.batches)? })
@@ -54,7 +57,14 @@ pub(crate) fn zip_sizes(zip: Zip, [a, b]: [Size; 2]) -> Option<Size> {
         }
         Zip::Min => Some(if difference()?.is_negative()? { a } else { b }),
         Zip::Max => Some(if difference()?.is_negative()? { b } else { a }),
-        Zip::PRelu => None,
+        Zip::PRelu | Zip::Quotient => None,
+        Zip::Modulo | Zip::Remainder => {
+            let divisor = b.constant().filter(|n| *n != 0)?;
+            let rest = a.fixed.checked_rem(divisor)?;
+            let is_other = zip == Zip::Modulo && rest != 0 && (rest < 0) != (divisor < 0);
+            let rest = if is_other { rest + divisor } else { rest };
+            (a.batches.checked_rem(divisor)? == 0).then(|| Size::fixed(rest))
+        }
         Zip::Equal => Some(truth(difference()?.is_zero()?)),
         Zip::Less => Some(truth(difference()?.is_negative()?)),
         Zip::LessEqual => {

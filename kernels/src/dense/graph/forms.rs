@@ -73,6 +73,7 @@ pub fn narrow(onnx: &[u8], forms: &Forms) -> Result<Vec<u8>, DenseError> {
     graph.input.retain(|input| !made.contains(input.name()));
     graph.initializer = initializers;
     graph.node.splice(0..0, nodes);
+    drop_sources(graph);
     Ok(model.encode_to_vec())
 }
 
@@ -97,7 +98,7 @@ pub fn widen(onnx: Vec<u8>) -> Result<Vec<u8>, DenseError> {
 }
 
 /// Stores all weights of `model` as f32. Returns false if they are so already.
-pub(crate) fn widen_model(model: &mut ModelProto) -> bool {
+fn widen_model(model: &mut ModelProto) -> bool {
     let graph = model.graph.get_or_insert_default();
     let found = narrow_weights(graph);
     let operators: HashSet<usize> = found.iter().map(|n| n.node).collect();
@@ -109,6 +110,14 @@ pub(crate) fn widen_model(model: &mut ModelProto) -> bool {
     graph.initializer.retain(|t| !unused.contains(t.name()) || read.contains(t.name()));
     graph.initializer.extend(found.iter().map(|n| float_tensor(&n.name, &n.dims, &n.values)));
     !found.is_empty()
+}
+
+/// Drops the lines of Python from nodes: a car does not need them, and they name the trainer's files.
+fn drop_sources(graph: &mut GraphProto) {
+    for node in &mut graph.node {
+        (node.doc_string, node.metadata_props) = (None, Vec::new());
+        node.attribute.iter_mut().filter_map(|a| a.g.as_deref_mut()).for_each(drop_sources);
+    }
 }
 
 /// Adds the names that the nodes of `graph` read, also those of graphs inside them.
@@ -277,7 +286,7 @@ fn axis_of_output(node: &NodeProto, input: usize, rank: usize) -> Option<usize> 
         ("MatMul", 1) if rank >= 2 => Some(rank - 1),
         ("MatMul", 0) if rank >= 2 => Some(rank - 2),
         ("Gemm", 1) if rank == 2 => Some(usize::from(node.int("transB", 0) == 0)),
-        ("GRU", 1 | 2) if rank == 3 => Some(1),
+        ("GRU" | "LSTM" | "RNN", 1 | 2) if rank == 3 => Some(1),
         ("Conv", 1) if rank >= 2 => Some(0),
         _ => None,
     }
@@ -356,6 +365,6 @@ fn operator(op: &str, input: Vec<String>, output: &str, attribute: &str, value: 
             r#type: Some(INT),
             ..AttributeProto::default()
         }],
-        domain: None,
+        ..NodeProto::default()
     }
 }

@@ -27,6 +27,17 @@ pub(crate) enum Map {
     /// Rounded to f16.
     Half,
     Sign,
+    Sin,
+    Cos,
+    Tan,
+    Asin,
+    Acos,
+    Atan,
+    Sinh,
+    Cosh,
+    Asinh,
+    Acosh,
+    Atanh,
     Reciprocal,
     Softplus,
     Softsign,
@@ -67,6 +78,8 @@ pub(crate) enum Map {
     /// 1 for 0, else 0.
     IsZero,
     IsNan,
+    /// `x + n` for a negative `x`: an index that counts from the end of an axis of `n` values.
+    Wrap(f32),
 }
 
 /// A function of two values. A truth value is 0 or 1.
@@ -84,6 +97,12 @@ pub(crate) enum Zip {
     Equal,
     Less,
     LessEqual,
+    /// The quotient of two integers without its fraction, never `-0`.
+    Quotient,
+    /// The remainder with the sign of the divisor.
+    Modulo,
+    /// The remainder with the sign of the dividend.
+    Remainder,
 }
 
 #[inline(always)]
@@ -124,6 +143,17 @@ impl Map {
             Self::Half => f16::from_f32(x).to_f32(),
             Self::Sign if x.is_nan() => x,
             Self::Sign => truth(x > 0.0) - truth(x < 0.0),
+            Self::Sin => libm::sinf(x),
+            Self::Cos => libm::cosf(x),
+            Self::Tan => libm::tanf(x),
+            Self::Asin => libm::asinf(x),
+            Self::Acos => libm::acosf(x),
+            Self::Atan => libm::atanf(x),
+            Self::Sinh => libm::sinhf(x),
+            Self::Cosh => libm::coshf(x),
+            Self::Asinh => libm::asinhf(x),
+            Self::Acosh => libm::acoshf(x),
+            Self::Atanh => libm::atanhf(x),
             Self::Reciprocal => 1.0 / x,
             Self::Softplus => math::softplus(x),
             Self::Softsign => x / (1.0 + x.abs()),
@@ -140,25 +170,22 @@ impl Map {
                     scale * x
                 }
             }
-            Self::Celu { alpha } => {
-                if x < 0.0 {
-                    alpha * (math::exp(x / alpha) - 1.0)
-                } else {
-                    x
-                }
-            }
-            Self::ThresholdedRelu { alpha } => {
-                if x > alpha || x.is_nan() {
-                    x
-                } else {
-                    0.0
-                }
-            }
+            Self::Celu { alpha } if x < 0.0 => alpha * (math::exp(x / alpha) - 1.0),
+            Self::Celu { .. } => x,
+            Self::ThresholdedRelu { alpha } if x > alpha || x.is_nan() => x,
+            Self::ThresholdedRelu { .. } => 0.0,
             Self::Clip { low, high } => clip(x, low, high),
             Self::Pow(y) => power(x, y),
             Self::NotZero => truth(x != 0.0),
             Self::IsZero => truth(x == 0.0),
             Self::IsNan => truth(x.is_nan()),
+            Self::Wrap(n) => {
+                if x < 0.0 {
+                    x + n
+                } else {
+                    x
+                }
+            }
         }
     }
 }
@@ -206,6 +233,13 @@ impl Zip {
             Self::Equal => truth(a == b),
             Self::Less => truth(a < b),
             Self::LessEqual => truth(a <= b),
+            // f32 could round a quotient up to the next integer.
+            Self::Quotient => (f64::from(a) / f64::from(b)).trunc() as f32 + 0.0,
+            Self::Modulo => {
+                let rest = a % b;
+                if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
+            }
+            Self::Remainder => a % b,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Joins several outputs of a network into one, `[batch, outputs]`, with nodes of ONNX's own, so
-//! that every engine runs such a network as it is: the kernels of this crate, rten, the GPU and
-//! TensorRT. A score's function becomes a node too. This file runs nothing.
+//! that every engine runs such a network as it is: the kernels of this crate, the GPU and TensorRT.
+//! A score's function becomes a node too. This file runs nothing.
 
 use crate::dense::error::DenseError;
 use crate::dense::graph::onnx::{AttributeProto, GraphProto, NodeProto, ValueInfoProto, read};
@@ -35,7 +35,15 @@ pub fn join_outputs(onnx: &[u8], outputs: &[(&str, Activation)]) -> Result<Vec<u
         let score = match activation {
             Activation::None => (*name).to_owned(),
             Activation::Sigmoid => {
-                add(graph, "Sigmoid", vec![(*name).to_owned()], format!("{number}.sigmoid"), None)
+                // `x - x` is 0, and NaN if the logit `x` is infinite: that is no score.
+                let mut add = |operator, inputs: [&str; 2], result: &str| {
+                    let inputs = inputs.into_iter().filter(|name| !name.is_empty());
+                    let inputs = inputs.map(str::to_owned).collect();
+                    add(graph, operator, inputs, format!("{number}.{result}"), None)
+                };
+                let sigmoid = add("Sigmoid", [name, ""], "sigmoid");
+                let zero = add("Sub", [name, name], "zero");
+                add("Add", [&sigmoid, &zero], "score")
             }
         };
         columns.push(add(graph, "Flatten", vec![score], format!("{number}"), Some(1)));
@@ -82,7 +90,7 @@ fn add(
         name: Some(output.clone()),
         op_type: Some(operator.to_owned()),
         attribute: axis.map(attribute).into_iter().collect(),
-        domain: None,
+        ..NodeProto::default()
     });
     output
 }

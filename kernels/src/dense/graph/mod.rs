@@ -1,15 +1,14 @@
 //! From an ONNX file to typed nodes: `onnx.rs` reads and checks the file, `onnx_graph.rs` builds
 //! the graph, and the other files translate the operators. Runs nothing.
 
-mod bound_products;
-mod bound_rules;
-pub(crate) mod bounds;
 mod casts;
 mod folding;
 pub(crate) mod forms;
 pub(crate) mod functions;
+mod indices;
 pub(crate) mod interface;
 pub(crate) mod joined_outputs;
+pub(crate) mod node;
 pub mod onnx;
 pub(crate) mod onnx_graph;
 mod onnx_scan;
@@ -23,3 +22,4 @@ mod shape_operators;
 mod stop;
 mod stored;
 pub(crate) mod tensor;
+mod windows;

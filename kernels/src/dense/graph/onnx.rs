@@ -1,7 +1,6 @@
 //! ONNX files, as far as the dense network needs them: the protobuf messages, and the checks that
 //! make a file safe to use. In a file that passes, every tensor has the bytes that its shape
-//! declares. Lists are packed or unpacked as in ONNX's own schema, because rten reads them in that
-//! form only.
+//! declares.
 
 use crate::dense::error::DenseError;
 use crate::dense::graph::onnx_scan;
@@ -56,8 +55,12 @@ pub struct NodeProto {
     pub op_type: Option<String>,
     #[prost(message, repeated, tag = "5")]
     pub attribute: Vec<AttributeProto>,
+    #[prost(string, optional, tag = "6")]
+    pub doc_string: Option<String>,
     #[prost(string, optional, tag = "7")]
     pub domain: Option<String>,
+    #[prost(message, repeated, tag = "9")]
+    pub metadata_props: Vec<StringStringEntryProto>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -161,6 +164,7 @@ pub const INT64: i32 = 7;
 pub const BOOL: i32 = 9;
 pub const FLOAT16: i32 = 10;
 pub const DOUBLE: i32 = 11;
+pub const BFLOAT16: i32 = 16;
 
 /// Nodes of a graph, at most. Recommendation models have tens.
 const NODES_MAX: usize = 1 << 14;
@@ -227,7 +231,7 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
         INT64 => (8, tensor.int64_data.len()),
         2 | INT8 | BOOL => (1, tensor.int32_data.len()),
         INT32 => (4, tensor.int32_data.len()),
-        FLOAT16 => (2, tensor.int32_data.len()),
+        FLOAT16 | BFLOAT16 => (2, tensor.int32_data.len()),
         DOUBLE => (8, tensor.double_data.len()),
         other => return Err(DenseError::Unsupported(at(format!("element type {other}")))),
     };
@@ -255,7 +259,10 @@ impl TensorProto {
 
     /// Returns the type of the values; `None` for a type that no graph has.
     pub(crate) fn kind(&self) -> Option<Kind> {
-        kind_of(i64::from(self.data_type()))
+        match self.data_type() {
+            BFLOAT16 => Some(Kind::Float),
+            other => kind_of(i64::from(other)),
+        }
     }
 
     /// Returns the values; `None` for a type that no graph has.
@@ -266,7 +273,20 @@ impl TensorProto {
         let raw = self.raw_data.as_deref();
         let ints = |values: Vec<i64>| Values::Ints(values.into_iter().map(Size::fixed).collect());
         let narrow = || self.int32_data.iter().map(|&n| i64::from(n)).collect();
+        let brain = |bits: u16| f32::from_bits(u32::from(bits) << 16);
         Some(match (self.kind()?, raw) {
+            (Kind::Float, None) if self.data_type() == BFLOAT16 => {
+                Values::Floats(self.int32_data.iter().map(|&n| brain(n as u16)).collect())
+            }
+            (Kind::Float, Some(raw)) if self.data_type() == BFLOAT16 => {
+                Values::Floats(each(raw, |b| brain(u16::from_le_bytes(b))))
+            }
+            (Kind::Float, None) if self.data_type() == DOUBLE => {
+                Values::Floats(self.double_data.iter().map(|&n| n as f32).collect())
+            }
+            (Kind::Float, Some(raw)) if self.data_type() == DOUBLE => {
+                Values::Floats(each(raw, |b| f64::from_le_bytes(b) as f32))
+            }
             (Kind::Float, None) => Values::Floats(self.float_data.clone()),
             (Kind::Float, Some(raw)) => Values::Floats(each(raw, f32::from_le_bytes)),
             (Kind::Half, None) => {
@@ -275,12 +295,6 @@ impl TensorProto {
             }
             (Kind::Half, Some(raw)) => {
                 Values::Floats(each(raw, |b| f16::from_le_bytes(b).to_f32()))
-            }
-            (Kind::Double, None) => {
-                Values::Floats(self.double_data.iter().map(|&n| n as f32).collect())
-            }
-            (Kind::Double, Some(raw)) => {
-                Values::Floats(each(raw, |b| f64::from_le_bytes(b) as f32))
             }
             (Kind::Int64, None) => ints(self.int64_data.clone()),
             (Kind::Int64, Some(raw)) => ints(each(raw, i64::from_le_bytes)),
@@ -296,7 +310,7 @@ pub(crate) fn kind_of(data_type: i64) -> Option<Kind> {
     let kinds = [
         (FLOAT, Kind::Float),
         (FLOAT16, Kind::Half),
-        (DOUBLE, Kind::Double),
+        (DOUBLE, Kind::Float),
         (INT64, Kind::Int64),
         (INT32, Kind::Int32),
         (BOOL, Kind::Bool),
@@ -313,6 +327,21 @@ impl ModelProto {
 }
 
 impl NodeProto {
+    /// Returns the line of Python that made the node, if the exporter wrote it: the last one of the
+    /// new exporter's trace, the first one of the old exporter's.
+    pub fn source(&self) -> Option<String> {
+        const CHARS_MAX: usize = 120;
+        let trace = |p: &&StringStringEntryProto| p.key() == "pkg.torch.onnx.stack_trace";
+        let trace = self.metadata_props.iter().find(trace).map(StringStringEntryProto::value);
+        let is_text = |line: &&str| !line.trim().is_empty();
+        let line = match trace {
+            Some(trace) => trace.lines().rfind(is_text),
+            None => self.doc_string().lines().find(is_text),
+        };
+        let plain = |c: &char| !c.is_control();
+        line.map(|line| line.trim().chars().filter(plain).take(CHARS_MAX).collect())
+    }
+
     fn attribute(&self, name: &str) -> Option<&AttributeProto> {
         self.attribute.iter().find(|a| a.name() == name)
     }

@@ -4,7 +4,7 @@
 //! nothing.
 
 use crate::dense::error::DenseError;
-use crate::dense::graph::functions::{Map, Zip};
+use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::dense::graph::stored::stored;
 use crate::dense::graph::tensor::{
@@ -16,6 +16,7 @@ use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
 
+pub(crate) use crate::dense::graph::node::{Fold, Node, Op, Operand};
 pub(crate) use crate::dense::graph::stop::{Stop, limit, malformed, unsupported};
 
 /// Floats of one sample in all results together, and entries of all index tables, at most.
@@ -24,77 +25,12 @@ pub(crate) const VALUES_MAX: usize = 1 << 24;
 const STEPS_MAX: usize = 1 << 18;
 /// Multiply-adds of one sample, at most. A small file could request hours of them.
 pub(crate) const MULTIPLY_ADDS_MAX: u64 = 1 << 32;
+/// `If` nodes within each other, at most.
+const LEVELS_MAX: usize = 8;
 /// Weights in all packed matrices together, padding counted, at most. Also known values.
 const WEIGHTS_MAX: usize = 1 << 28;
 /// The versions of ONNX's operators that `operators.rs` knows.
-const OPSETS: std::ops::RangeInclusive<i64> = 7..=23;
-
-/// A node: its operands, its operation and its result.
-pub(crate) struct Node {
-    pub inputs: Vec<Id>,
-    pub op: Op,
-    pub output: Id,
-}
-
-/// The operation of a node on each sample.
-pub(crate) enum Op {
-    /// A product `[rows, k] x [k, n]` with weights.
-    Matrix { rows: usize, matrix: Box<Matrix> },
-    /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
-    Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
-    /// Some products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`:
-    /// those at the positions `picks`. Only the CPU's layout has this.
-    Pairs { rows: Vec<usize>, k: usize, picks: Vec<u32> },
-    /// A function of each value.
-    Map(Map),
-    /// A function of each pair of values.
-    Zip { zip: Zip, left: Operand, right: Operand },
-    /// The second operand where the first is not 0, else the third.
-    Select(Box<[Operand; 3]>),
-    /// Sums over the middle axis of `[outer, n, inner]`, in order, divided by `divisor`.
-    Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
-    /// A function of the values along the middle axis of `[outer, n, inner]`.
-    Fold { fold: Fold, n: usize, inner: usize },
-    /// `e^x` divided by the sum of these along the middle axis of `[outer, n, inner]`.
-    Softmax { n: usize, inner: usize },
-    /// A GRU over `steps` inputs `[3 * hidden]`, which are multiplied by their weights already. The
-    /// matrix multiplies the state. A second operand is the first state.
-    Gru { steps: usize, hidden: usize, matrix: Box<Matrix> },
-    /// The operands side by side, `outer` times. Operand `i` gives `parts[i]` values each time.
-    Concat { outer: usize, parts: Vec<usize> },
-    /// Value `i` of the result is value `picks[i]` of the operand.
-    Pick(Vec<u32>),
-}
-
-impl Op {
-    /// Returns the multiply-adds of one sample, whose result has `width` values.
-    fn multiply_adds(&self, width: usize) -> u64 {
-        let factors = match self {
-            Self::Matrix { matrix, .. } => [width, matrix.k, 1],
-            Self::Products { k, .. } | Self::Pairs { k, .. } => [width, *k, 1],
-            Self::Sum { n, .. } | Self::Fold { n, .. } => [width, *n, 1],
-            Self::Gru { hidden, .. } => [width, 3, *hidden],
-            _ => [width, 1, 1],
-        };
-        factors.iter().fold(1, |product, &n| product.saturating_mul(n as u64))
-    }
-}
-
-/// A function of several values, in their order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fold {
-    Max,
-    Min,
-    Product,
-}
-
-/// One side of a `Zip`.
-pub(crate) enum Operand {
-    /// Operand number `input`: its values in order, or value `picks[i]` for result `i`.
-    Value { input: usize, picks: Option<Vec<u32>> },
-    /// Equal for every sample, as wide as the result.
-    Constant(Vec<f32>),
-}
+const OPSETS: std::ops::RangeInclusive<i64> = 7..=28;
 
 /// The nodes of a network in the order of execution. The first values are its inputs, in the
 /// caller's order.
@@ -160,17 +96,21 @@ impl Graph {
             builder.tensors.insert((*name).to_owned(), tensor);
         }
 
-        builder.translate(graph)?;
+        builder.translate(graph, 0)?;
         builder.finish(output)
     }
 }
 
 impl<'a> Builder<'a> {
-    fn translate(&mut self, graph: &'a GraphProto) -> Result<(), Stop> {
+    fn translate(&mut self, graph: &'a GraphProto, level: usize) -> Result<(), Stop> {
         for node in &graph.node {
-            let results = self.operator(node).map_err(|stop| match stop {
+            let results = match node.op_type() {
+                "If" => self.branch(node, level),
+                _ => self.operator(node),
+            };
+            let results = results.map_err(|stop| match stop {
                 Stop::Unsupported(form) => Stop::Unsupported(at_node(node, &form)),
-                Stop::Refused(DenseError::Unsupported(form)) => {
+                Stop::Refused(DenseError::Unsupported(form)) if node.op_type() != "If" => {
                     limit(at_node(node, &format!("{}: {form}", node.op_type())))
                 }
                 refused => refused,
@@ -181,12 +121,44 @@ impl<'a> Builder<'a> {
                 return Err(Stop::Unsupported(at_node(node, &form)));
             }
             for (name, result) in node.output.iter().zip(results) {
-                if !name.is_empty() {
-                    self.tensors.insert(name.clone(), result);
+                if !name.is_empty() && self.tensors.insert(name.clone(), result).is_some() {
+                    return Err(malformed(&format!("`{name}` is written twice")));
                 }
             }
         }
         Ok(())
+    }
+
+    /// Translates the branch of an `If` that its condition, which follows from shapes, selects.
+    fn branch(&mut self, node: &'a NodeProto, level: usize) -> Result<Vec<Tensor>, Stop> {
+        let condition = self.input(node, 0)?;
+        let condition = match condition.known_values().map(|v| &**v) {
+            Some(Values::Ints(sizes)) if sizes.len() == 1 => sizes[0].constant(),
+            _ => None,
+        };
+        let Some(condition) = condition else {
+            return Err(unsupported(node, "by a condition that does not follow from shapes"));
+        };
+        let name = if condition != 0 { "then_branch" } else { "else_branch" };
+        let branch = node.graph(name).filter(|branch| branch.output.len() == node.output.len());
+        let branch = branch.ok_or_else(|| malformed(&format!("If without its {name}")))?;
+        if level == LEVELS_MAX {
+            return Err(unsupported(node, &format!("within {LEVELS_MAX} others")));
+        }
+
+        // A branch is a scope of its own in ONNX; here its names join those of the graph.
+        let names = branch.initializer.iter().map(TensorProto::name);
+        let mut names = names.chain(branch.node.iter().flat_map(|n| n.output.iter().map(|o| &**o)));
+        let is_taken = |n: &&str| self.tensors.contains_key(*n) || self.stored.contains_key(n);
+        if let Some(name) = names.find(|n| !n.is_empty() && is_taken(n)) {
+            return Err(unsupported(node, &format!("with a branch that writes `{name}` again")));
+        }
+        self.stored.extend(branch.initializer.iter().map(|t| (t.name(), t)));
+        self.translate(branch, level + 1)?;
+        let missing = |name: &str| malformed(&format!("If: nothing writes `{name}`"));
+        let outputs =
+            branch.output.iter().map(|o| self.named(o.name())?.ok_or_else(|| missing(o.name())));
+        outputs.collect()
     }
 
     /// Returns the graph, whose result is the tensor `output`.
@@ -306,6 +278,12 @@ impl<'a> Builder<'a> {
         }
         let data = match &tensor.data {
             Data::Known(values) => Data::Known(Rc::new(values.pick(&picks))),
+            // An empty part, which no node computes: `Concat` drops it.
+            Data::Computed(_) if picks.is_empty() => {
+                let is_float = matches!(tensor.kind, Kind::Float | Kind::Half);
+                let none = || Values::Ints(Vec::new());
+                Data::Known(Rc::new(if is_float { Values::Floats(Vec::new()) } else { none() }))
+            }
             Data::Computed(id) => {
                 let is_whole = picks.len() == self.widths[*id];
                 if is_whole && picks.iter().enumerate().all(|(i, &p)| i == p as usize) {
@@ -331,6 +309,14 @@ impl<'a> Builder<'a> {
             _ => (id, picks),
         };
         Ok(self.node(vec![from], Op::Pick(picks), shape.to_vec(), None)?.data)
+    }
+
+    /// Adds the check that every value of `x` is in `range`. A sample in which one is not has no
+    /// scores.
+    pub fn check(&mut self, x: &Tensor, range: [f32; 2]) -> Result<Tensor, Stop> {
+        let id = self.computed(x)?;
+        let result = self.node(vec![id], Op::Check { range }, x.shape.clone(), x.batch)?;
+        Ok(Tensor { kind: x.kind, ..result })
     }
 
     /// Returns the number of the value of `tensor`; a known tensor becomes a node.
@@ -390,9 +376,13 @@ impl<'a> Builder<'a> {
 
 /// Returns the reason with the node that it is about.
 pub(crate) fn at_node(node: &NodeProto, form: &str) -> String {
-    match node.name() {
+    let at = match node.name() {
         "" => form.to_owned(),
         name => format!("{form}, node `{name}`"),
+    };
+    match node.source() {
+        Some(line) => format!("{at}, from the line `{line}`"),
+        None => at,
     }
 }
 

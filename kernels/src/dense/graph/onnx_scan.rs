@@ -30,8 +30,16 @@ static GRAPH: [(u32, Part); 5] = [
     (11, Message(&VALUE)),
     (12, Message(&VALUE)),
 ];
-static NODE: [(u32, Part); 6] =
-    [(1, Text), (2, Text), (3, Text), (4, Text), (5, Message(&ATTRIBUTE)), (7, Text)];
+static NODE: [(u32, Part); 8] = [
+    (1, Text),
+    (2, Text),
+    (3, Text),
+    (4, Text),
+    (5, Message(&ATTRIBUTE)),
+    (6, Text),
+    (7, Text),
+    (9, Message(&TEXTS)),
+];
 static ATTRIBUTE: [(u32, Part); 6] =
     [(1, Text), (4, Text), (5, Message(&TENSOR)), (6, Message(&GRAPH)), (8, Numbers), (9, Text)];
 static TENSOR: [(u32, Part); 5] =

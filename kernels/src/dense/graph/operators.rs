@@ -6,10 +6,14 @@ use crate::dense::graph::folding::{choose_known, zip_sizes};
 use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Op, Operand, Stop, folded, malformed, unsupported};
+use crate::dense::graph::products::in_operator;
 use crate::dense::graph::stored;
 use crate::dense::graph::tensor::{
     Data, Id, Kind, Size, Tensor, Values, broadcast, broadcast_layout, product,
 };
+
+/// The greatest integer that arithmetic on f32 gives exactly and for no other sum.
+const INTEGER_MAX: f32 = 16_777_215.0;
 
 impl Builder<'_> {
     /// Adds the nodes that compute `node`. Returns one result for each output.
@@ -41,11 +45,21 @@ impl Builder<'_> {
             "MatMul" => self.matmul_operator(node),
             "Einsum" => self.einsum(node),
             "Conv" => self.convolution(node),
-            "GRU" => return self.gru(node),
+            "MaxPool" | "AveragePool" => self.pooling(node),
+            "GlobalMaxPool" | "GlobalAveragePool" => self.global_pooling(node),
+            "GRU" | "LSTM" | "RNN" => return self.recurrent(node),
+            "TopK" => return self.top_k(node),
+            "ArgMax" | "ArgMin" => self.arg(node),
+            "OneHot" => self.one_hot(node),
+            "NonZero" => self.non_zero(node),
+            "Scatter" | "ScatterElements" | "ScatterND" => self.scatter(node),
+            "CumSum" => self.running_sum(node),
             "Attention" => self.attention(node),
             "Softmax" | "LogSoftmax" => self.softmax_operator(node),
             "BatchNormalization" => self.batch_norm(node),
             "LayerNormalization" | "RMSNormalization" => self.layer_norm(node),
+            "InstanceNormalization" | "GroupNormalization" => self.group_norm(node),
+            "IsInf" => self.is_infinite(node),
             name if name.starts_with("Reduce") => self.reduce(node),
             _ => return self.shape_operator(node),
         }?;
@@ -69,10 +83,22 @@ impl Builder<'_> {
             "Ceil" => Map::Ceil,
             "Round" => Map::Round,
             "Sign" => Map::Sign,
+            "Sin" => Map::Sin,
+            "Cos" => Map::Cos,
+            "Tan" => Map::Tan,
+            "Asin" => Map::Asin,
+            "Acos" => Map::Acos,
+            "Atan" => Map::Atan,
+            "Sinh" => Map::Sinh,
+            "Cosh" => Map::Cosh,
+            "Asinh" => Map::Asinh,
+            "Acosh" => Map::Acosh,
+            "Atanh" => Map::Atanh,
             "Reciprocal" => Map::Reciprocal,
             "Softplus" => Map::Softplus,
             "Softsign" => Map::Softsign,
             "Mish" => Map::Mish,
+            "Swish" if float("alpha", 1.0) == 1.0 => Map::Silu,
             "Not" => Map::IsZero,
             "IsNaN" => Map::IsNan,
             "Gelu" if node.text("approximate") == "tanh" => Map::GeluTanh,
@@ -189,23 +215,21 @@ impl Builder<'_> {
     ) -> Result<Tensor, Stop> {
         let kind = sides[0].kind;
         let are_known = sides.iter().all(|t| t.known_values().is_some());
-        // A computed integer is exact as f32, but arithmetic on it need not be.
+        let is_whole = kind.is_int() && !are_known;
         let fits = match zip {
             Zip::Equal => kind.is_int() || matches!(kind, Kind::Float | Kind::Bool),
-            Zip::Less | Zip::LessEqual | Zip::Min | Zip::Max => {
-                kind.is_int() || kind == Kind::Float
-            }
-            _ => kind == Kind::Float || (kind.is_int() && are_known),
+            Zip::Pow | Zip::PRelu => kind == Kind::Float || (kind.is_int() && are_known),
+            _ => kind.is_int() || kind == Kind::Float,
         };
         let same = kind == sides[1].kind || (zip == Zip::Pow && are_known);
         if !fits || !same {
             let kinds = format!("of types {kind:?} and {:?}", sides[1].kind);
             return Err(unsupported(node, &kinds));
         }
-        self.zip(zip, sides).map_err(|stop| match stop {
-            Stop::Unsupported(form) => unsupported(node, &form),
-            refused => refused,
-        })
+        let by = if zip == Zip::Div && is_whole { Zip::Quotient } else { zip };
+        let result = self.zip(by, sides).map_err(|stop| in_operator(node, stop))?;
+        let grows = !matches!(zip, Zip::Equal | Zip::Less | Zip::LessEqual | Zip::Min | Zip::Max);
+        if is_whole && grows { self.exact(&result) } else { Ok(result) }
     }
 
     /// Adds a function of each pair of values.
@@ -304,30 +328,38 @@ impl Builder<'_> {
         }
     }
 
-    /// Translates `Mod` of known integers. The result has the sign of the divisor.
+    /// Adds the check that computed integers are exact: f32 arithmetic on integers is, if its result
+    /// is below 2^24.
+    pub fn exact(&mut self, x: &Tensor) -> Result<Tensor, Stop> {
+        self.check(x, [-INTEGER_MAX, INTEGER_MAX])
+    }
+
+    /// Returns `x`, of which `n` values are added. Integers are checked first, so that every sum on
+    /// the way is exact.
+    pub fn summable(&mut self, x: &Tensor, n: usize) -> Result<Tensor, Stop> {
+        let most = (INTEGER_MAX / n.max(1) as f32).trunc();
+        if x.kind.is_int() { self.check(x, [-most, most]) } else { Ok(x.clone()) }
+    }
+
+    /// Translates `Mod`: the remainder has the sign of the divisor or, with `fmod`, the dividend's.
     fn remainder(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
-        let (left, right) = (self.input(node, 0)?, self.input(node, 1)?);
-        let known = |t: &Tensor| t.kind.is_int() && t.known_values().is_some();
-        let Some((shape, batch)) = broadcast(&[&left, &right]) else {
-            return Err(unsupported(node, "of these shapes"));
+        let sides = [self.input(node, 0)?, self.input(node, 1)?];
+        let zip = if node.int("fmod", 0) == 0 { Zip::Modulo } else { Zip::Remainder };
+        self.zip_checked(node, zip, sides.each_ref())
+    }
+
+    /// Translates `IsInf`: an equality with one of the two infinities, or with both.
+    fn is_infinite(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let x = self.input(node, 0)?;
+        let (x, sign) = match (node.int("detect_negative", 1), node.int("detect_positive", 1)) {
+            (0, 0) => return Err(unsupported(node, "of nothing")),
+            (0, _) => (x, 1.0),
+            (_, 0) => (x, -1.0),
+            _ => (self.map_checked(node, &x, Map::Abs)?, 1.0),
         };
-        if !known(&left) || !known(&right) || node.int("fmod", 0) != 0 {
-            return Err(unsupported(node, "of computed values"));
-        }
-        let values = [self.spread(&left, &shape)?, self.spread(&right, &shape)?];
-        let [Values::Ints(a), Values::Ints(b)] = values else {
-            return Err(unsupported(node, "of such constants"));
-        };
-        let one = |(a, b): (&Size, &Size)| {
-            let divisor = b.constant().filter(|n| *n != 0)?;
-            let is_free = a.batches.checked_rem(divisor)? == 0;
-            let rest = a.fixed.checked_rem(divisor)?;
-            let rest = if rest != 0 && (rest < 0) != (divisor < 0) { rest + divisor } else { rest };
-            is_free.then(|| Size::fixed(rest))
-        };
-        let all = a.iter().zip(&b).map(one).collect::<Option<Vec<_>>>();
-        let all = all.ok_or_else(|| unsupported(node, "of the batch"))?;
-        Ok(folded(left.kind, shape, batch, Values::Ints(all)))
+        let infinity = Values::Floats(vec![sign * f32::INFINITY]);
+        let infinity = Tensor::known(Kind::Float, Vec::new(), infinity);
+        self.zip_checked(node, Zip::Equal, [&x, &infinity])
     }
 
     fn sum_of_inputs(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
@@ -347,17 +379,14 @@ impl Builder<'_> {
     /// Translates `Where`.
     fn select(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let parts = [self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?];
-        self.choose(parts).map_err(|stop| match stop {
-            Stop::Unsupported(form) => unsupported(node, &form),
-            refused => refused,
-        })
+        self.choose(parts).map_err(|stop| in_operator(node, stop))
     }
 
     /// Returns the second tensor where the first is true, else the third.
     pub fn choose(&mut self, parts: [Tensor; 3]) -> Result<Tensor, Stop> {
         let [condition, yes, no] = &parts;
         let kind = yes.kind;
-        if kind != no.kind || matches!(kind, Kind::Half | Kind::Double) {
+        if kind != no.kind || matches!(kind, Kind::Half) {
             return Err(Stop::Unsupported(format!("of types {kind:?} and {:?}", no.kind)));
         }
         let Some((shape, batch)) = broadcast(&[condition, yes, no]) else {

@@ -68,7 +68,7 @@ impl Builder<'_> {
     fn pad_value(&mut self, node: &NodeProto, kind: Kind) -> Result<Tensor, Stop> {
         let given = if self.opset < 11 { None } else { self.maybe(node, 2)? };
         let Some(value) = given else {
-            let value = if matches!(kind, Kind::Float | Kind::Half | Kind::Double) {
+            let value = if matches!(kind, Kind::Float | Kind::Half) {
                 Values::Floats(vec![node.float("value", 0.0)])
             } else {
                 Values::Ints(vec![Size::fixed(0)])

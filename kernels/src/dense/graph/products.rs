@@ -1,11 +1,11 @@
-//! Translates the matrix products: `Gemm`, `MatMul`, `Einsum` and `Conv` of single points. A
-//! product by weights becomes a packed matrix. No product lets one sample meet another.
+//! Translates the matrix products: `Gemm`, `MatMul` and `Einsum`. A product by weights becomes a
+//! packed matrix. No product lets one sample meet another.
 
 use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Op, Stop, malformed, unsupported};
 use crate::dense::graph::shape_operators::squeezed;
-use crate::dense::graph::tensor::{Batch, Kind, Size, Tensor, Values, broadcast};
+use crate::dense::graph::tensor::{Batch, Kind, Size, Tensor, Values, broadcast, product};
 use crate::dense::weights::Weights;
 
 impl Builder<'_> {
@@ -89,7 +89,7 @@ impl Builder<'_> {
         if a.shape.is_empty() || b.shape.is_empty() {
             return Err(malformed("MatMul of a scalar"));
         }
-        let mut sides = [a, b].map(|t| t.without_batch().unwrap_or_else(|| t.clone()));
+        let mut sides = [a, b].map(Tensor::clone);
         let is_vector = [a.shape.len() == 1, b.shape.len() == 1];
         let rank = a.shape.len().max(b.shape.len()).max(2);
         for (i, side) in sides.iter_mut().enumerate() {
@@ -102,16 +102,28 @@ impl Builder<'_> {
             side.batch = side.batch.map(|b| Batch { axis: b.axis + shift, ..b });
         }
 
+        let batches = sides.each_ref().map(|t| t.batch);
+        let sides = sides.map(|t| t.without_batch().unwrap_or(t));
         let [a, b] = &sides;
         let (k, other) = (a.shape[rank - 1], b.shape[rank - 2]);
         if k != other {
             return Err(malformed(&format!("MatMul of {:?} by {:?}", a.shape, b.shape)));
         }
-        let meets = a.is_batch(rank - 1) || b.is_batch(rank - 2);
-        if meets || (a.batch.is_none() && b.batch.is_none()) {
-            return Err(Stop::Unsupported("of the batch".to_owned()));
+        let meet = match batches {
+            [Some(a), _] if a.axis == rank - 1 => true,
+            [_, Some(b)] if b.axis == rank - 2 => true,
+            [Some(a), Some(b)] => a.axis != b.axis,
+            _ => false,
+        };
+        if meet {
+            return Err(Stop::Unsupported("of samples with each other".to_owned()));
         }
 
+        let axes: Vec<usize> = (0..2).filter(|&i| is_vector[i]).map(|i| rank - 2 + i).collect();
+        if a.known_values().is_some() && b.known_values().is_some() {
+            let product = self.known_product(a, b)?;
+            return Ok(squeezed(Tensor { batch: batches[0].or(batches[1]), ..product }, &axes));
+        }
         let is_known = |t: &Tensor| t.known_values().is_some() && t.batch.is_none();
         let product = if is_known(b) {
             self.by_weights(a, b)?
@@ -124,8 +136,30 @@ impl Builder<'_> {
         } else {
             self.by_computed(a, b)?
         };
-        let axes: Vec<usize> = (0..2).filter(|&i| is_vector[i]).map(|i| rank - 2 + i).collect();
         Ok(squeezed(product, &axes))
+    }
+
+    /// Returns the product of two known tensors of the same rank, each value in the order of a run.
+    fn known_product(&mut self, a: &Tensor, b: &Tensor) -> Result<Tensor, Stop> {
+        let rank = a.shape.len();
+        let lead = |t: &Tensor| Tensor { shape: t.shape[..rank - 2].to_vec(), ..t.clone() };
+        let form = || Stop::Unsupported(format!("of {:?} and {:?}", a.sizes(), b.sizes()));
+        let is_plain = a.batch.is_none() && b.batch.is_none();
+        let lead = broadcast(&[&lead(a), &lead(b)]).filter(|_| is_plain).ok_or_else(form)?.0;
+        let (m, k, n) = (a.shape[rank - 2], a.shape[rank - 1], b.shape[rank - 1]);
+        let shape = [lead.as_slice(), &[m, n]].concat();
+        self.pack(product(&shape).and_then(|all| all.checked_mul(k)).unwrap_or(usize::MAX))?;
+        let a = self.expand_to(a, &[lead.as_slice(), &[m, k]].concat(), None)?;
+        let b = self.expand_to(b, &[lead.as_slice(), &[k, n]].concat(), None)?;
+        let floats = |t: &Tensor| t.known_values().and_then(|v| v.floats());
+        let (a, b) = floats(&a).zip(floats(&b)).ok_or_else(form)?;
+        let value = |i: usize| {
+            let (row, group) = (i / n, i / (m * n));
+            let terms = (0..k).map(|t| (a[row * k + t], b[(group * k + t) * n + i % n]));
+            terms.fold(0.0f32, |sum, (x, y)| x.mul_add(y, sum))
+        };
+        let values = (0..shape.iter().product()).map(value).collect();
+        Ok(Tensor::known(Kind::Float, shape, Values::Floats(values)))
     }
 
     /// Adds the product of `a` and known weights `b` of the same rank.
@@ -235,34 +269,6 @@ impl Builder<'_> {
         let count = lead.iter().product();
         let op = Op::Products { count, m, k, n, transposed };
         self.node(vec![x, y], op, shape_of(m, n), batch)
-    }
-
-    /// Translates `Conv` of single points: a product for each position.
-    pub fn convolution(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
-        let (x, w) = (self.input(node, 0)?, self.input(node, 1)?);
-        let all = |name: &str, value: i64| {
-            node.ints(name).is_none_or(|list| list.iter().all(|&v| v == value))
-        };
-        let rank = x.shape.len();
-        let is_point = w.shape.len() == rank && rank >= 3 && w.shape[2..].iter().all(|&s| s == 1);
-        if !is_point
-            || node.int("group", 1) != 1
-            || !(all("strides", 1) && all("pads", 0))
-            || w.known_values().is_none()
-        {
-            return Err(unsupported(node, "of several points"));
-        }
-
-        let last: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
-        let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
-        let points = self.transpose(&x, &last)?;
-        let weights = Tensor { shape: w.shape[..2].to_vec(), ..w };
-        let weights = self.transpose(&weights, &[1, 0])?;
-        let mut y = self.matmul(&points, &weights).map_err(|stop| in_operator(node, stop))?;
-        if let Some(bias) = self.maybe(node, 2)? {
-            y = self.zip(Zip::Add, [&y, &bias])?;
-        }
-        self.transpose(&y, &back)
     }
 
     /// Translates `Einsum` of one or two operands to sums, transpositions and one product.

@@ -1,16 +1,18 @@
-//! Translates `GRU`. The products of all inputs by their weights are one matrix product before the
-//! loop. Each step of the loop multiplies the state by its weights.
+//! Translates `GRU`, `LSTM` and `RNN`. The products of all inputs by their weights are one matrix
+//! product before the loop. Each step of the loop multiplies the state by its weights.
 
+use crate::dense::graph::node::{CellKind, Recurrent};
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Op, Stop, malformed, unsupported};
-use crate::dense::graph::tensor::{Batch, Kind, Tensor, Values, product};
+use crate::dense::graph::tensor::{Batch, Id, Kind, Tensor, Values, product};
 use crate::dense::weights::Weights;
 
-/// The weights of one direction, each `[3 * hidden]` wide: update gate, reset gate, candidate.
+/// The weights of one direction, each `[gates * hidden]` wide.
 struct Direction {
-    /// `[3 * hidden, inputs]`.
+    hidden: usize,
+    /// `[gates * hidden, inputs]`.
     inputs: Vec<f32>,
-    /// `[3 * hidden, hidden]`.
+    /// `[gates * hidden, hidden]`.
     states: Vec<f32>,
     /// Of the inputs, then of the states.
     bias: Vec<f32>,
@@ -18,100 +20,158 @@ struct Direction {
     forms: [Weights; 2],
 }
 
+/// What all directions have in common.
+struct Network {
+    kind: CellKind,
+    /// `[steps, batch, inputs]`.
+    x: Tensor,
+    /// The number of steps of each sample.
+    length: Option<Id>,
+    /// Whether the results have the last state, and the last cell, after the steps.
+    has_last: bool,
+    directions: usize,
+}
+
 impl Builder<'_> {
-    /// Translates `GRU` as PyTorch writes it. Returns the states of all steps and the last ones.
-    pub fn gru(&mut self, node: &NodeProto) -> Result<Vec<Tensor>, Stop> {
+    /// Translates `GRU`, `LSTM` and `RNN`. Returns the states of all steps, the last ones, and the
+    /// last cells of an LSTM.
+    pub fn recurrent(&mut self, node: &NodeProto) -> Result<Vec<Tensor>, Stop> {
         let x = self.input(node, 0)?;
         let second = Some(Batch { axis: 1, outer: 1 });
         let is_plain = x.shape.len() == 3 && x.shape[1] == 1 && x.kind == Kind::Float;
-        if !is_plain || x.batch != second || node.int("layout", 0) != 0 {
+        if !is_plain || x.batch != second || node.int("layout", 0) != 0 || x.shape[0] == 0 {
             return Err(unsupported(node, "of such inputs"));
         }
-        let names: Vec<&str> = match node.text("direction") {
-            "" | "forward" => vec!["forward"],
-            "reverse" => vec!["reverse"],
-            "bidirectional" => vec!["forward", "reverse"],
+        let backwards: &[bool] = match node.text("direction") {
+            "" | "forward" => &[false],
+            "reverse" => &[true],
+            "bidirectional" => &[false, true],
             other => return Err(unsupported(node, &format!("in direction `{other}`"))),
         };
-        let usual = |names: Vec<&str>| names == ["Sigmoid", "Tanh"].repeat(names.len() / 2);
-        let is_plain = node.int("linear_before_reset", 0) != 0
-            && node.strings("activations").is_none_or(usual)
-            && node.maybe_float("clip").is_none()
-            && self.maybe(node, 4)?.is_none();
-        if !is_plain {
-            return Err(unsupported(node, "with lengths or other gates"));
-        }
+        let directions = backwards.len();
+        let kind = cell_kind(node, directions);
+        let is_usual = node.maybe_float("clip").is_none()
+            && node.int("input_forget", 0) == 0
+            && node.input.get(7).is_none_or(String::is_empty);
+        let Some(kind) = kind.filter(|_| is_usual) else {
+            return Err(unsupported(node, "with other gates"));
+        };
 
-        let mut states = Vec::new();
-        for (number, name) in names.iter().enumerate() {
-            states.push(self.direction(node, &x, [number, names.len()], *name == "reverse")?);
-        }
-        let (steps, hidden) = (x.shape[0], states[0].shape[2]);
-        let mut lasts = Vec::new();
-        for (state, name) in states.iter().zip(&names) {
-            let at = if *name == "reverse" { 0 } else { steps - 1 };
-            lasts.push(self.take(state, 0, &[at])?);
+        let steps = x.shape[0];
+        let length = self.length(node, steps)?;
+        let reads_cell = node.output.get(2).is_some_and(|name| !name.is_empty());
+        let has_last = length.is_some() || (reads_cell && kind == CellKind::Lstm);
+        let network = Network { kind, x, length, has_last, directions };
+        let mut parts: [Vec<Tensor>; 3] = Default::default();
+        for (number, &backwards) in backwards.iter().enumerate() {
+            let result = self.direction(node, &network, number, backwards)?;
+            let last = match (has_last, backwards) {
+                (true, _) => steps,
+                (false, true) => 0,
+                (false, false) => steps - 1,
+            };
+            parts[1].push(self.take(&result, 0, &[last])?);
+            if result.shape[0] == steps + 2 {
+                parts[2].push(self.take(&result, 0, &[steps + 1])?);
+            }
+            parts[0].push(self.take(&result, 0, &(0..steps).collect::<Vec<_>>())?);
         }
 
         // All states are `[steps, directions, batch, hidden]`, the last ones `[directions, ..]`.
-        if let ([state], [last]) = (states.as_slice(), lasts.as_slice()) {
-            let batch = Some(Batch { axis: 2, outer: 1 });
-            let all = Tensor { shape: vec![steps, 1, 1, hidden], batch, ..state.clone() };
-            return Ok(vec![all, last.clone()]);
+        let [all, lasts, cells] = parts;
+        let hidden = all[0].shape[2];
+        let wide = |t: Tensor| Tensor {
+            shape: vec![steps, 1, 1, hidden],
+            batch: Some(Batch { axis: 2, outer: 1 }),
+            ..t
+        };
+        let all: Vec<Tensor> = all.into_iter().map(wide).collect();
+        let mut results = vec![self.join(&all, 1)?, self.join(&lasts, 0)?];
+        if !cells.is_empty() {
+            results.push(self.join(&cells, 0)?);
         }
-        let inputs = states.iter().map(|s| self.computed(s)).collect::<Result<Vec<_>, _>>()?;
-        let op = Op::Concat { outer: steps, parts: vec![hidden; names.len()] };
-        let shape = vec![steps, names.len(), 1, hidden];
-        let all = self.node(inputs, op, shape, Some(Batch { axis: 2, outer: 1 }))?;
-        let inputs = lasts.iter().map(|s| self.computed(s)).collect::<Result<Vec<_>, _>>()?;
-        let op = Op::Concat { outer: 1, parts: vec![hidden; names.len()] };
-        let shape = vec![names.len(), 1, hidden];
-        let last = self.node(inputs, op, shape, Some(Batch { axis: 1, outer: 1 }))?;
-        Ok(vec![all, last])
+        Ok(results)
     }
 
-    /// Adds one direction; returns its states `[steps, batch, hidden]`.
+    /// Returns the number of steps of each sample, which the sample's run checks.
+    fn length(&mut self, node: &NodeProto, steps: usize) -> Result<Option<Id>, Stop> {
+        let Some(lengths) = self.maybe(node, 4)? else { return Ok(None) };
+        let is_plain = lengths.kind.is_int() && lengths.shape == [1];
+        if !is_plain || lengths.batch != Some(Batch { axis: 0, outer: 1 }) {
+            return Err(unsupported(node, "with such lengths"));
+        }
+        let checked = self.check(&lengths, [0.0, steps as f32])?;
+        self.computed(&checked).map(Some)
+    }
+
+    /// Adds one direction; returns its states `[steps, batch, hidden]`, and the last ones.
     fn direction(
         &mut self,
         node: &NodeProto,
-        x: &Tensor,
-        [number, count]: [usize; 2],
+        network: &Network,
+        number: usize,
         backwards: bool,
     ) -> Result<Tensor, Stop> {
+        let (kind, x) = (network.kind, &network.x);
         let (steps, width) = (x.shape[0], x.shape[2]);
-        let Direction { inputs, states, bias, forms } =
-            self.weights_of(node, number, count, width)?;
-        let hidden = bias.len() / 6;
-        let order: Vec<usize> =
-            if backwards { (0..steps).rev().collect() } else { (0..steps).collect() };
-        let x = self.take(x, 0, &order)?;
-
-        let columns = 3 * hidden;
+        let Direction { hidden, inputs, states, bias, forms } =
+            self.weights_of(node, network, number)?;
+        let columns = kind.gates() * hidden;
         let w = |i: usize, j: usize| inputs[j * width + i];
         let matrix = self.matrix(forms[0], [width, columns], &w, |j| bias[j])?;
-        let id = self.computed(&x)?;
+        let id = self.computed(x)?;
         let gates = Op::Matrix { rows: steps, matrix };
         let gates = self.node(vec![id], gates, vec![steps, 1, columns], x.batch)?;
 
+        // A GRU that resets the state before its product multiplies it again.
+        let is_linear = kind != CellKind::Gru || node.int("linear_before_reset", 0) != 0;
+        let first = if is_linear { columns } else { 2 * hidden };
         let at = |i: usize, j: usize| states[j * hidden + i];
-        let matrix = self.matrix(forms[1], [hidden, columns], &at, |j| bias[columns + j])?;
+        let matrix = self.matrix(forms[1], [hidden, first], &at, |j| bias[columns + j])?;
+        let candidate = if is_linear {
+            None
+        } else {
+            let at = |i: usize, j: usize| states[(first + j) * hidden + i];
+            let bias = |j: usize| bias[columns + first + j];
+            Some(self.matrix(forms[1], [hidden, hidden], &at, bias)?)
+        };
+
         let mut operands = vec![self.computed(&gates)?];
-        if let Some(first) = self.first_state(node, [number, count], hidden)? {
-            operands.push(first);
-        }
-        let op = Op::Gru { steps, hidden, matrix };
-        let result = self.node(operands, op, vec![steps, 1, hidden], x.batch)?;
-        self.take(&result, 0, &order)
+        let mut add = |id: Option<Id>| {
+            operands.extend(id);
+            id.map(|_| operands.len() - 1)
+        };
+        let state = add(self.first_state(node, 5, [number, network.directions], hidden)?);
+        let cell = add(match kind {
+            CellKind::Lstm => self.first_state(node, 6, [number, network.directions], hidden)?,
+            _ => None,
+        });
+        let length = add(network.length);
+        let has_last = network.has_last;
+        let rows = steps + Recurrent::last_rows(kind, has_last);
+        let op = Recurrent {
+            kind,
+            steps,
+            hidden,
+            matrix,
+            candidate,
+            backwards,
+            state,
+            cell,
+            length,
+            has_last,
+        };
+        self.node(operands, Op::Recurrent(Box::new(op)), vec![rows, 1, hidden], x.batch)
     }
 
     fn weights_of(
         &mut self,
         node: &NodeProto,
+        network: &Network,
         number: usize,
-        count: usize,
-        width: usize,
     ) -> Result<Direction, Stop> {
         let hidden = usize::try_from(node.int("hidden_size", 0)).unwrap_or(0);
+        let (count, width) = (network.directions, network.x.shape[2]);
         let mut part = |i: usize, shape: &[usize]| {
             let Some(tensor) = self.maybe(node, i)? else { return Ok(None) };
             let known = tensor.known_values().and_then(|v| v.floats());
@@ -122,30 +182,28 @@ impl Builder<'_> {
             let n = values.len() / count;
             Ok::<_, Stop>(Some((values[number * n..][..n].to_vec(), tensor.weights)))
         };
-        let columns = hidden.saturating_mul(3);
+        let columns = hidden.saturating_mul(network.kind.gates());
+        let op = node.op_type();
         if hidden == 0 || product(&[columns, hidden.max(width), count]).is_none() {
-            return Err(malformed(&format!("GRU with hidden_size {hidden}")));
+            return Err(malformed(&format!("{op} with hidden_size {hidden}")));
         }
-        let missing = || malformed("GRU without weights");
+        let missing = || malformed(&format!("{op} without weights"));
         let (inputs, inputs_form) = part(1, &[count, columns, width])?.ok_or_else(missing)?;
         let (states, states_form) = part(2, &[count, columns, hidden])?.ok_or_else(missing)?;
         let bias = part(3, &[count, 2 * columns])?.map(|(bias, _)| bias);
-        Ok(Direction {
-            inputs,
-            states,
-            bias: bias.unwrap_or_else(|| vec![0.0; 2 * columns]),
-            forms: [inputs_form, states_form],
-        })
+        let bias = bias.unwrap_or_else(|| vec![0.0; 2 * columns]);
+        Ok(Direction { hidden, inputs, states, bias, forms: [inputs_form, states_form] })
     }
 
-    /// Returns the first state of a direction; `None` if it is zero.
+    /// Returns the first state of a direction, which is input `i`; `None` if it is zero.
     fn first_state(
         &mut self,
         node: &NodeProto,
+        i: usize,
         [number, count]: [usize; 2],
         hidden: usize,
-    ) -> Result<Option<usize>, Stop> {
-        let Some(first) = self.maybe(node, 5)? else { return Ok(None) };
+    ) -> Result<Option<Id>, Stop> {
+        let Some(first) = self.maybe(node, i)? else { return Ok(None) };
         if let Some(Values::Floats(values)) = first.known_values().map(|v| &**v)
             && values.iter().all(|&x| x == 0.0)
         {
@@ -157,5 +215,18 @@ impl Builder<'_> {
         }
         let own = self.take(&first, 0, &[number])?;
         self.computed(&own).map(Some)
+    }
+}
+
+/// Returns the function of a recurrent operator; `None` for activations that no kernel has.
+fn cell_kind(node: &NodeProto, directions: usize) -> Option<CellKind> {
+    let names = node.strings("activations").filter(|names| !names.is_empty());
+    let are = |usual: &[&str]| names.as_ref().is_none_or(|n| *n == usual.repeat(directions));
+    match node.op_type() {
+        "GRU" if are(&["Sigmoid", "Tanh"]) => Some(CellKind::Gru),
+        "LSTM" if are(&["Sigmoid", "Tanh", "Tanh"]) => Some(CellKind::Lstm),
+        "RNN" if are(&["Tanh"]) => Some(CellKind::Tanh),
+        "RNN" if are(&["Relu"]) => Some(CellKind::Relu),
+        _ => None,
     }
 }

@@ -7,7 +7,7 @@ use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Fold, Op, Stop, folded, malformed, unsupported};
 use crate::dense::graph::products::{in_operator, swapped};
 use crate::dense::graph::shape_operators::{axis_of, squeezed};
-use crate::dense::graph::tensor::{Kind, Tensor, Values};
+use crate::dense::graph::tensor::{Kind, Size, Tensor, Values};
 use std::rc::Rc;
 
 /// A function of the values along axes.
@@ -113,9 +113,11 @@ impl Builder<'_> {
         if x.known_values().is_some() {
             return self.fold_known(x, axes, reduction);
         }
-        if x.kind != Kind::Float && matches!(reduction, Reduction::Sum | Reduction::Mean) {
+        let is_number = x.kind == Kind::Float || x.kind.is_int();
+        if !is_number || (x.kind.is_int() && reduction == Reduction::Mean) {
             return Err(of_type(x));
         }
+        let x = &if reduction == Reduction::Sum { self.summable(x, n)? } else { x.clone() };
 
         let together = last - first + 1 == axes.len();
         let (from, inner) = if together {
@@ -132,8 +134,9 @@ impl Builder<'_> {
             Reduction::Fold(fold) => Op::Fold { fold, n, inner },
         };
         let id = self.computed(&from)?;
-        let result = self.node(vec![id], op, shape, x.batch)?;
-        Ok(Tensor { kind: x.kind, ..result })
+        let result = Tensor { kind: x.kind, ..self.node(vec![id], op, shape, x.batch)? };
+        let is_product = reduction == Reduction::Fold(Fold::Product);
+        if is_product && x.kind.is_int() { self.exact(&result) } else { Ok(result) }
     }
 
     /// Reduces a known tensor, value by value in order.
@@ -193,6 +196,13 @@ impl Builder<'_> {
 
     /// Returns `e^x` divided by its sum over `axes`, which follow each other.
     fn softmax(&mut self, x: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        if x.known_values().is_some() {
+            let most = self.reduce_axes(x, axes, Reduction::Fold(Fold::Max))?;
+            let below = self.zip(Zip::Sub, [x, &most])?;
+            let exponentials = self.map(&below, Map::Exp)?;
+            let sum = self.reduce_axes(&exponentials, axes, Reduction::Sum)?;
+            return self.zip(Zip::Div, [&exponentials, &sum]);
+        }
         let n = axes.iter().map(|&a| x.shape[a]).product();
         let inner = axes.last().map_or(1, |&last| x.shape[last + 1..].iter().product());
         let id = self.computed(x)?;
@@ -236,23 +246,69 @@ impl Builder<'_> {
             return Err(unsupported(node, &format!("of type {:?}", x.kind)));
         }
         let named = |stop| in_operator(node, stop);
-        let difference = if node.op_type() == "LayerNormalization" {
-            let mean = self.reduce_axes(&x, &axes, Reduction::Mean).map_err(named)?;
-            self.zip(Zip::Sub, [&x, &mean])?
-        } else {
-            x
-        };
-        let squares = self.map(&difference, Map::Pow(2.0))?;
-        let variance = self.reduce_axes(&squares, &axes, Reduction::Mean).map_err(named)?;
-        let epsilon = scalar(node.float("epsilon", 1e-5));
-        let variance = self.zip(Zip::Add, [&variance, &epsilon])?;
-        let deviation = self.map(&variance, Map::Sqrt)?;
-        let normal = self.zip(Zip::Div, [&difference, &deviation])?;
+        let is_centred = node.op_type() == "LayerNormalization";
+        let normal = self.normal(node, &x, &axes, is_centred)?;
         let mut result = self.zip(Zip::Mul, [&normal, &scale]).map_err(named)?;
         if let Some(bias) = self.maybe(node, 2)? {
             result = self.zip(Zip::Add, [&result, &bias]).map_err(named)?;
         }
         Ok(result)
+    }
+
+    /// Returns `x`, less its mean over `axes` if `is_centred`, divided by its deviation over them.
+    fn normal(
+        &mut self,
+        node: &NodeProto,
+        x: &Tensor,
+        axes: &[usize],
+        is_centred: bool,
+    ) -> Result<Tensor, Stop> {
+        let named = |stop| in_operator(node, stop);
+        let difference = if is_centred {
+            let mean = self.reduce_axes(x, axes, Reduction::Mean).map_err(named)?;
+            self.zip(Zip::Sub, [x, &mean])?
+        } else {
+            x.clone()
+        };
+        let squares = self.map(&difference, Map::Pow(2.0))?;
+        let variance = self.reduce_axes(&squares, axes, Reduction::Mean).map_err(named)?;
+        let epsilon = scalar(node.float("epsilon", 1e-5));
+        let variance = self.zip(Zip::Add, [&variance, &epsilon])?;
+        let deviation = self.map(&variance, Map::Sqrt)?;
+        self.zip(Zip::Div, [&difference, &deviation])
+    }
+
+    /// Translates `InstanceNormalization` and `GroupNormalization` with a factor a channel.
+    pub fn group_norm(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let (x, scale, bias) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
+        let channels = x.shape.get(1).copied().unwrap_or(0);
+        let is_plain = [&x, &scale, &bias].iter().all(|t| t.kind == Kind::Float);
+        let by_channel = scale.shape == [channels] && bias.shape == [channels];
+        let groups = match node.op_type() {
+            "InstanceNormalization" => channels,
+            _ => usize::try_from(node.int("num_groups", 0)).unwrap_or(0),
+        };
+        let fits = groups > 0 && channels > 0 && channels.is_multiple_of(groups);
+        // Before opset 21 a GroupNormalization has a factor a group.
+        let is_old = node.op_type() == "GroupNormalization" && self.opset < 21;
+        if !is_plain || !by_channel || !fits || is_old || x.shape.len() < 3 || x.is_batch(1) {
+            return Err(unsupported(node, "of such operands"));
+        }
+
+        // The channels of a group become an axis of their own.
+        let mut target: Vec<_> = x.sizes().into_iter().map(Some).collect();
+        let sizes = [groups, channels / groups].map(|n| Some(Size::fixed(n as i64)));
+        target.splice(1..2, sizes);
+        let form = || unsupported(node, "of the batch");
+        let grouped = self.view(&x, &target).ok_or_else(form)?;
+        let axes: Vec<usize> = (2..grouped.shape.len()).collect();
+        let normal = self.normal(node, &grouped, &axes, true)?;
+        let sizes: Vec<_> = x.sizes().into_iter().map(Some).collect();
+        let normal = self.view(&normal, &sizes).ok_or_else(form)?;
+        let shape = [vec![channels], vec![1; x.shape.len() - 2]].concat();
+        let scale = Tensor { shape: shape.clone(), ..scale };
+        let scaled = self.zip(Zip::Mul, [&normal, &scale])?;
+        self.zip(Zip::Add, [&scaled, &Tensor { shape, ..bias }])
     }
 
     /// Translates `Attention` of opset 23 on `[batch, heads, length, width]`, without a cache.
@@ -262,8 +318,10 @@ impl Builder<'_> {
         let has_cache = (4..node.input.len()).any(|i| !node.input[i].is_empty());
         let is_plain = all.iter().all(|t| t.shape.len() == 4 && t.kind == Kind::Float);
         let modes = ["is_causal", "qk_matmul_output_mode"];
+        let windows = ["left_window_size", "right_window_size"];
         if !is_plain
             || has_cache
+            || windows.iter().any(|side| node.int(side, -1) != -1)
             || modes.iter().any(|mode| node.int(mode, 0) != 0)
             || node.float("softcap", 0.0) != 0.0
             || q.shape[1] != k.shape[1]
@@ -277,6 +335,10 @@ impl Builder<'_> {
         let products = self.matmul(&q, &keys).map_err(named)?;
         let mut scores = self.zip(Zip::Mul, [&products, &scalar(scale)])?;
         if let Some(mask) = self.maybe(node, 3)? {
+            // From opset 24 on a shorter mask hides the last keys.
+            if self.opset >= 24 && mask.shape.last() != k.shape.get(2) {
+                return Err(unsupported(node, "with a mask of other keys"));
+            }
             scores = match mask.kind {
                 Kind::Bool => self.choose([mask, scores, scalar(f32::NEG_INFINITY)]),
                 _ => self.zip(Zip::Add, [&scores, &mask]),

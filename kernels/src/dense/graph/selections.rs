@@ -1,10 +1,20 @@
-//! Translates the operators that select values at known positions: `Gather` and its relatives,
-//! `Slice` and `Split`. None of them selects among the samples of a batch.
+//! Translates the operators that select values: `Gather` and its relatives, at positions that are
+//! known or computed, `Slice` and `Split`. None of them selects among the samples of a batch.
 
+use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::NodeProto;
-use crate::dense::graph::onnx_graph::{Builder, Stop, malformed, unsupported};
+use crate::dense::graph::onnx_graph::{
+    Builder, Op, Operand, Stop, VALUES_MAX, malformed, unsupported,
+};
 use crate::dense::graph::shape_operators::axis_of;
-use crate::dense::graph::tensor::{Batch, Size, Tensor, Values, product, strides};
+use crate::dense::graph::tensor::{Batch, Data, Kind, Size, Tensor, Values, product, strides};
+
+/// Positions in the values of a tensor.
+pub(crate) enum Positions {
+    Known(Vec<usize>),
+    /// Of each sample.
+    Computed(Tensor),
+}
 
 impl Builder<'_> {
     /// Returns `x` with `positions` of one axis.
@@ -27,29 +37,18 @@ impl Builder<'_> {
         batch: Option<Batch>,
         pick: &dyn Fn(&[usize]) -> usize,
     ) -> Result<Tensor, Stop> {
-        let width = product(shape).unwrap_or(usize::MAX);
-        self.count(x, width)?;
-
-        let mut at = vec![0; shape.len()];
-        let mut picks = Vec::with_capacity(width);
-        for _ in 0..width {
-            picks.push(pick(&at) as u32);
-            for axis in (0..shape.len()).rev() {
-                at[axis] += 1;
-                if at[axis] < shape[axis] {
-                    break;
-                }
-                at[axis] = 0;
-            }
-        }
+        self.count(x, product(shape).unwrap_or(usize::MAX))?;
+        let picks = each_index(shape, |at| pick(at) as u32);
         self.pick_all(x, shape, batch, picks)
     }
 
-    /// Returns the known positions that a tensor of indices has along an axis of `n` values.
-    fn positions(&self, node: &NodeProto, indices: &Tensor, n: usize) -> Result<Vec<usize>, Stop> {
-        let Some(Values::Ints(sizes)) = indices.known_values().map(|v| &**v) else {
-            return Err(unsupported(node, "by computed indices"));
-        };
+    /// Returns the known positions that integers have along an axis of `n` values.
+    pub fn known_positions(
+        &self,
+        node: &NodeProto,
+        sizes: &[Size],
+        n: usize,
+    ) -> Result<Vec<usize>, Stop> {
         let position = |s: &Size| match s.constant() {
             Some(i) => {
                 let i = if i < 0 { i.saturating_add(n as i64) } else { i };
@@ -62,82 +61,185 @@ impl Builder<'_> {
         sizes.iter().map(position).collect()
     }
 
-    /// Translates `Gather` by known indices.
+    /// Returns the positions of `indices` on an axis of `n` values, each `stride` values after the
+    /// one before. A run checks computed ones.
+    fn positions(
+        &mut self,
+        node: &NodeProto,
+        indices: &Tensor,
+        [n, stride]: [usize; 2],
+    ) -> Result<Positions, Stop> {
+        if !indices.kind.is_int() {
+            return Err(malformed(&format!("{} by indices that are no integers", node.op_type())));
+        }
+        if let Some(Values::Ints(sizes)) = indices.known_values().map(|v| &**v) {
+            let known = self.known_positions(node, sizes, n)?;
+            return Ok(Positions::Known(known.iter().map(|p| p * stride).collect()));
+        }
+        if n.saturating_mul(stride) > VALUES_MAX {
+            return Err(unsupported(node, "by computed indices of so many values"));
+        }
+        let checked = self.check(indices, [-(n as f32), n as f32 - 1.0])?;
+        let wrapped = self.map(&checked, Map::Wrap(n as f32))?;
+        self.strided(&wrapped, stride)
+    }
+
+    /// Returns computed positions that are `stride` values apart.
+    pub fn strided(&mut self, positions: &Tensor, stride: usize) -> Result<Positions, Stop> {
+        let stride = Tensor::known(Kind::Float, Vec::new(), Values::Floats(vec![stride as f32]));
+        Ok(Positions::Computed(self.zip(Zip::Mul, [positions, &stride])?))
+    }
+
+    /// Returns a value of `x` for each index of `shape`: `pick` gives the number before a position,
+    /// and which of the `positions` is added to it.
+    pub fn lookup(
+        &mut self,
+        x: &Tensor,
+        (shape, batch): (&[usize], Option<Batch>),
+        positions: &Positions,
+        pick: &dyn Fn(&[usize]) -> [usize; 2],
+    ) -> Result<Tensor, Stop> {
+        let positions = match positions {
+            Positions::Computed(positions) => positions,
+            Positions::Known(positions) => {
+                let pick = |at: &[usize]| {
+                    let [base, i] = pick(at);
+                    base + positions[i]
+                };
+                return self.pick_each(x, shape, batch, &pick);
+            }
+        };
+        self.spend(product(shape).unwrap_or(usize::MAX).saturating_mul(2))?;
+        let picks = each_index(shape, |at| pick(at).map(|i| i as u32));
+        let mut inputs = Vec::new();
+        let data = match &x.data {
+            Data::Computed(id) => {
+                inputs.push(*id);
+                Operand::Value { input: 0, picks: None }
+            }
+            Data::Known(values) => {
+                self.pack(values.len())?;
+                let inexact = || Stop::Unsupported("Gather of such integers".to_owned());
+                Operand::Constant(values.floats().ok_or_else(inexact)?)
+            }
+        };
+        inputs.push(self.computed(positions)?);
+        let op = Op::Lookup { data, picks };
+        Ok(Tensor { kind: x.kind, ..self.node(inputs, op, shape.to_vec(), batch)? })
+    }
+
+    /// Translates `Gather`. By indices of each sample it selects values that all samples share.
     pub fn gather(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
         let axis = axis_of(node, node.int("axis", 0), x.shape.len())?;
-        if x.is_batch(axis) || indices.batch.is_some() {
+        if x.is_batch(axis) || (x.batch.is_some() && indices.batch.is_some()) {
             return Err(unsupported(node, "of the batch"));
         }
-        let positions = self.positions(node, &indices, x.shape[axis])?;
-        let taken = self.take(&x, axis, &positions)?;
+        let (own, theirs) = (strides(&x.shape), strides(&indices.shape));
+        let positions = self.positions(node, &indices, [x.shape[axis], own[axis]])?;
 
         // The axis gives way to the axes of the indices.
-        let mut shape = taken.shape.clone();
+        let mut shape = x.shape.clone();
         shape.splice(axis..=axis, indices.shape.iter().copied());
-        let shift = |b: Batch| {
-            let axis = if b.axis > axis { b.axis + indices.shape.len() - 1 } else { b.axis };
-            Batch { axis, ..b }
+        let rank = indices.shape.len();
+        let shift =
+            |b: Batch| Batch { axis: if b.axis > axis { b.axis + rank - 1 } else { b.axis }, ..b };
+        let of_indices = indices.batch.map(|b| Batch { axis: b.axis + axis, ..b });
+        let batch = x.batch.map(shift).or(of_indices);
+        let pick = |at: &[usize]| {
+            let after = at[axis + rank..].iter().zip(&own[axis + 1..]);
+            [
+                dot(&at[..axis], &own) + after.map(|(i, s)| i * s).sum::<usize>(),
+                dot(&at[axis..axis + rank], &theirs),
+            ]
         };
-        let batch = taken.batch.map(shift);
-        Ok(Tensor { shape, batch, ..taken })
+        self.lookup(&x, (&shape, batch), &positions, &pick)
     }
 
-    /// Translates `GatherND` by known indices.
+    /// Translates `GatherND`. Its indices may have the number of the sample on the batch's axis.
     pub fn gather_nd(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
-        let known = indices.known_values().cloned();
-        let Some(Values::Ints(sizes)) = known.as_deref() else {
-            return Err(unsupported(node, "by computed indices"));
+        let shared = usize::try_from(node.int("batch_dims", 0)).unwrap_or(usize::MAX);
+        let Some((&depth, rows)) = indices.shape.split_last() else {
+            return Err(malformed("GatherND by a scalar"));
         };
-        let (Some(&depth), 0) = (indices.shape.last(), node.int("batch_dims", 0)) else {
-            return Err(unsupported(node, "of batches"));
-        };
-        let has_batch = x.batch.is_some_and(|b| b.axis < depth) || indices.batch.is_some();
-        if depth == 0 || depth > x.shape.len() || has_batch {
+        let axes = shared.saturating_add(depth);
+        let is_equal = |a: usize| x.shape[a] == rows[a] && x.is_batch(a) == indices.is_batch(a);
+        let fits = depth > 0 && shared <= rows.len() && axes <= x.shape.len();
+        if !fits || !(0..shared).all(is_equal) || indices.is_batch(rows.len()) {
             return Err(unsupported(node, "of the batch"));
         }
+        let batch = match (x.batch, indices.batch) {
+            (Some(b), None) if b.axis >= axes => {
+                Some(Batch { axis: b.axis + rows.len() - axes, ..b })
+            }
+            (Some(b), Some(_)) if b.axis < shared && x.batch == indices.batch => Some(b),
+            // The column of the batch must have the number of the sample.
+            (Some(b), Some(own)) if (shared..axes).contains(&b.axis) => Some(own),
+            (None, own) => own,
+            _ => return Err(unsupported(node, "of the batch")),
+        };
 
         let own = strides(&x.shape);
-        let mut firsts = Vec::new();
-        for index in sizes.chunks_exact(depth) {
-            let mut first = 0;
-            for (axis, size) in index.iter().enumerate() {
-                let one = Tensor::ints(vec![*size]);
-                first += self.positions(node, &one, x.shape[axis])?[0] * own[axis];
-            }
-            firsts.push(first);
-        }
-
-        let rows = &indices.shape[..indices.shape.len() - 1];
-        let shape: Vec<usize> = rows.iter().chain(&x.shape[depth..]).copied().collect();
+        let positions = self.row_positions(node, &x, &indices, shared..axes)?;
+        let shape: Vec<usize> = rows.iter().chain(&x.shape[axes..]).copied().collect();
         let row_strides = strides(rows);
         let pick = |at: &[usize]| {
-            let row: usize = at.iter().zip(&row_strides).map(|(i, s)| i * s).sum();
-            let rest = at[rows.len()..].iter().zip(&own[depth..]).map(|(i, s)| i * s);
-            firsts[row] + rest.sum::<usize>()
+            let rest = at[rows.len()..].iter().zip(&own[axes..]).map(|(i, s)| i * s);
+            [dot(&at[..shared], &own) + rest.sum::<usize>(), dot(&at[..rows.len()], &row_strides)]
         };
-        let batch = x.batch.map(|b| Batch { axis: b.axis - depth + rows.len(), ..b });
-        self.pick_each(&x, &shape, batch, &pick)
+        self.lookup(&x, (&shape, batch), &positions, &pick)
     }
 
-    /// Translates `GatherElements` by known indices.
+    /// Returns the position to which each row of `indices` leads on `axes` of `x`.
+    pub fn row_positions(
+        &mut self,
+        node: &NodeProto,
+        x: &Tensor,
+        indices: &Tensor,
+        axes: std::ops::Range<usize>,
+    ) -> Result<Positions, Stop> {
+        let (own, last) = (strides(&x.shape), indices.shape.len() - 1);
+        let mut sum: Option<Positions> = None;
+        for (column, axis) in axes.enumerate() {
+            let one = self.take(indices, last, &[column])?;
+            let next = if x.is_batch(axis) {
+                let is_own = match one.known_values().map(|v| &**v) {
+                    Some(Values::Ints(sizes)) => sizes.iter().all(|s| *s == Size::SAMPLE),
+                    _ => false,
+                };
+                if !is_own || x.shape[axis] != 1 {
+                    return Err(unsupported(node, "of the batch"));
+                }
+                Positions::Known(vec![0; one.width()])
+            } else {
+                self.positions(node, &one, [x.shape[axis], own[axis]])?
+            };
+            sum = Some(match (sum, next) {
+                (None, next) => next,
+                (Some(Positions::Known(a)), Positions::Known(b)) => {
+                    Positions::Known(a.iter().zip(&b).map(|(a, b)| a + b).collect())
+                }
+                (Some(Positions::Computed(a)), Positions::Computed(b)) => {
+                    Positions::Computed(self.zip(Zip::Add, [&a, &b])?)
+                }
+                _ => return Err(unsupported(node, "of the batch")),
+            });
+        }
+        sum.ok_or_else(|| malformed(&format!("{} by no indices", node.op_type())))
+    }
+
+    /// Translates `GatherElements`.
     pub fn gather_elements(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
         let axis = axis_of(node, node.int("axis", 0), x.shape.len())?;
-        let same = indices.shape.len() == x.shape.len() && indices.batch == x.batch;
-        let inside = |a: usize| a == axis || indices.shape[a] <= x.shape[a];
-        if !same || x.is_batch(axis) || !(0..x.shape.len()).all(inside) {
+        if !are_beside(&x, &indices, axis) {
             return Err(unsupported(node, "of the batch"));
         }
-        let positions = self.positions(node, &indices, x.shape[axis])?;
         let (own, theirs) = (strides(&x.shape), strides(&indices.shape));
-        let pick = |at: &[usize]| {
-            let here: usize = at.iter().zip(&theirs).map(|(i, s)| i * s).sum();
-            let along = |a: usize| if a == axis { positions[here] } else { at[a] };
-            (0..at.len()).map(|a| along(a) * own[a]).sum()
-        };
-        self.pick_each(&x, &indices.shape, x.batch, &pick)
+        let positions = self.positions(node, &indices, [x.shape[axis], own[axis]])?;
+        let pick = |at: &[usize]| [dot(at, &own) - at[axis] * own[axis], dot(at, &theirs)];
+        self.lookup(&x, (&indices.shape, x.batch), &positions, &pick)
     }
 
     /// Translates `Slice` with known bounds.
@@ -201,7 +303,7 @@ impl Builder<'_> {
                 (0..outputs).map(part).collect()
             }
         };
-        let whole = parts.iter().try_fold(0i64, |sum, &p| sum.checked_add(p).filter(|_| p > 0));
+        let whole = parts.iter().try_fold(0i64, |sum, &p| sum.checked_add(p).filter(|_| p >= 0));
         if whole != Some(n as i64) || parts.len() != node.output.len() {
             return Err(malformed(&format!("Split of {n} into {parts:?}")));
         }
@@ -215,6 +317,42 @@ impl Builder<'_> {
         }
         Ok(results)
     }
+}
+
+/// Returns whether `indices` on `axis` belong to values of `x` with the same place on other axes.
+pub(crate) fn are_beside(x: &Tensor, indices: &Tensor, axis: usize) -> bool {
+    let inside = |a: usize| match x.is_batch(a) {
+        true => indices.shape[a] == x.shape[a],
+        false => a == axis || indices.shape[a] <= x.shape[a],
+    };
+    let rank = x.shape.len();
+    indices.shape.len() == rank
+        && indices.batch == x.batch
+        && !x.is_batch(axis)
+        && (0..rank).all(inside)
+}
+
+/// Returns the sum of the products of places and strides.
+pub(crate) fn dot(at: &[usize], strides: &[usize]) -> usize {
+    at.iter().zip(strides).map(|(i, stride)| i * stride).sum()
+}
+
+/// Returns `value` of each index of `shape`, in order.
+pub(crate) fn each_index<T>(shape: &[usize], value: impl Fn(&[usize]) -> T) -> Vec<T> {
+    let width = product(shape).unwrap_or(0);
+    let mut at = vec![0; shape.len()];
+    let mut values = Vec::with_capacity(width);
+    for _ in 0..width {
+        values.push(value(&at));
+        for axis in (0..shape.len()).rev() {
+            at[axis] += 1;
+            if at[axis] < shape[axis] {
+                break;
+            }
+            at[axis] = 0;
+        }
+    }
+    values
 }
 
 /// Returns the first position from `start` to before `end` on an axis of `n` values, and the number

@@ -291,9 +291,12 @@ impl Builder<'_> {
     /// Returns the tensors of `all` side by side on `axis`, which is not that of the batch. Their
     /// types and their other axes are equal.
     pub fn join(&mut self, all: &[Tensor], axis: usize) -> Result<Tensor, Stop> {
-        if let [one] = all {
-            return Ok(one.clone());
-        }
+        let whole: Vec<Tensor> = all.iter().filter(|t| t.shape[axis] > 0).cloned().collect();
+        let all = match whole.as_slice() {
+            [] => return Ok(all[0].clone()),
+            [one] => return Ok(one.clone()),
+            several => several,
+        };
         let Tensor { kind, batch, mut shape, .. } = all[0].clone();
         shape[axis] = all.iter().map(|t| t.shape[axis]).sum();
         let outer = shape[..axis].iter().product();
@@ -356,6 +359,16 @@ impl Builder<'_> {
     }
 
     fn range(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        // The numbers of the samples.
+        let whole = [Size::fixed(0), Size { fixed: 0, batches: 1 }, Size::fixed(1)];
+        let mut bounds = Vec::new();
+        for i in 0..3 {
+            bounds.extend(self.sizes(node, i)?.unwrap_or_default());
+        }
+        if bounds == whole {
+            let values = Values::Ints(vec![Size::SAMPLE]);
+            return Ok(folded(Kind::Int64, vec![1], Some(Batch { axis: 0, outer: 1 }), values));
+        }
         let mut bounds = Vec::new();
         for i in 0..3 {
             let fixed = self.integers(node, i, "")?.filter(|v| v.len() == 1);

@@ -5,9 +5,9 @@ use crate::dense::graph::onnx::NodeProto;
 
 /// Why a graph cannot be built.
 pub(crate) enum Stop {
-    /// The graph has this operator, or form of an operator, which perhaps the fallback supports.
+    /// The graph has this operator, or form of an operator, which has no node.
     Unsupported(String),
-    /// The file is invalid, for the fallback too.
+    /// The file is invalid, or beyond a limit.
     Refused(DenseError),
 }
 
@@ -22,7 +22,7 @@ pub(crate) fn malformed(problem: &str) -> Stop {
     Stop::Refused(DenseError::Load(problem.to_owned()))
 }
 
-/// Returns the error of a file beyond a limit of this version, which holds for the fallback too.
+/// Returns the error of a file beyond a limit of this version.
 pub(crate) fn limit(problem: String) -> Stop {
     Stop::Refused(DenseError::Unsupported(problem))
 }

@@ -16,11 +16,10 @@ pub(crate) type Id = usize;
 /// The type of a tensor's values. Computed values are stored as f32, whatever they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
+    /// f32, and double, which is computed as f32.
     Float,
     /// Stored as f32, and no operator but a cast may use it.
     Half,
-    /// As `Half`; rounded to f32 when it was read.
-    Double,
     Int64,
     Int32,
     /// 0 or 1.
@@ -78,6 +77,9 @@ impl Kind {
 }
 
 impl Size {
+    /// The number of the sample itself, as an index on the axis of the batch. No arithmetic uses it.
+    pub const SAMPLE: Self = Self { fixed: 0, batches: i64::MIN };
+
     pub fn fixed(fixed: i64) -> Self {
         Self { fixed, batches: 0 }
     }

@@ -49,6 +49,13 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp_clamped(-x))
 }
 
+/// Returns the sigmoid of a finite `x`, and NaN for any other: such a logit is no score.
+#[inline(always)]
+pub(crate) fn finite_sigmoid(x: f32) -> f32 {
+    // An infinite `x` times 0 is NaN.
+    x.mul_add(0.0, sigmoid(x))
+}
+
 /// Returns the hyperbolic tangent, within 2.4e-7.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {

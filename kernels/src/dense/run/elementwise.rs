@@ -71,6 +71,17 @@ impl Job for Each<'_> {
             Map::Trunc => each!(Map::Trunc),
             Map::Half => each!(Map::Half),
             Map::Sign => each!(Map::Sign),
+            Map::Sin => each!(Map::Sin),
+            Map::Cos => each!(Map::Cos),
+            Map::Tan => each!(Map::Tan),
+            Map::Asin => each!(Map::Asin),
+            Map::Acos => each!(Map::Acos),
+            Map::Atan => each!(Map::Atan),
+            Map::Sinh => each!(Map::Sinh),
+            Map::Cosh => each!(Map::Cosh),
+            Map::Asinh => each!(Map::Asinh),
+            Map::Acosh => each!(Map::Acosh),
+            Map::Atanh => each!(Map::Atanh),
             Map::Reciprocal => each!(Map::Reciprocal),
             Map::Softplus => each!(Map::Softplus),
             Map::Softsign => each!(Map::Softsign),
@@ -81,6 +92,7 @@ impl Job for Each<'_> {
             Map::NotZero => each!(Map::NotZero),
             Map::IsZero => each!(Map::IsZero),
             Map::IsNan => each!(Map::IsNan),
+            Map::Wrap(n) => each!(Map::Wrap(n)),
             Map::HardSigmoid { alpha, beta } => each!(Map::HardSigmoid { alpha, beta }),
             Map::LeakyRelu { alpha } => each!(Map::LeakyRelu { alpha }),
             Map::Elu { alpha, scale } => each!(Map::Elu { alpha, scale }),
@@ -108,6 +120,9 @@ pub(in crate::dense) fn zip(isa: Isa, zip: Zip, sides: [Side; 2], width: usize, 
         Zip::Equal => pairs(isa, sides, width, out, |a, b| Zip::Equal.apply(a, b)),
         Zip::Less => pairs(isa, sides, width, out, |a, b| Zip::Less.apply(a, b)),
         Zip::LessEqual => pairs(isa, sides, width, out, |a, b| Zip::LessEqual.apply(a, b)),
+        Zip::Quotient => pairs(isa, sides, width, out, |a, b| Zip::Quotient.apply(a, b)),
+        Zip::Modulo => pairs(isa, sides, width, out, |a, b| Zip::Modulo.apply(a, b)),
+        Zip::Remainder => pairs(isa, sides, width, out, |a, b| Zip::Remainder.apply(a, b)),
     }
 }
 
@@ -174,6 +189,31 @@ impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
                 }
             }
             _ => unreachable!("only a side beside values stands in the result"),
+        }
+    }
+}
+
+/// Takes value `base + positions[at]` of the data of each of `n` samples. `picks` are pairs of base
+/// and position.
+pub(in crate::dense) fn lookup(
+    data: Side,
+    positions: &[f32],
+    picks: &[[u32; 2]],
+    n: usize,
+    out: &mut [f32],
+) {
+    let positions = positions.chunks_exact(positions.len() / n);
+    for (sample, (out, positions)) in out.chunks_exact_mut(picks.len()).zip(positions).enumerate() {
+        let own = match data {
+            Side::Values(all) | Side::Picked(all, ..) => {
+                &all[sample * (all.len() / n)..][..all.len() / n]
+            }
+            Side::Constant(all) => all,
+        };
+        for (out, [base, at]) in out.iter_mut().zip(picks) {
+            // A position out of range marked its sample before, so its value does not matter.
+            let position = (*base as usize).saturating_add(positions[*at as usize] as usize);
+            *out = own.get(position).copied().unwrap_or(f32::NAN);
         }
     }
 }

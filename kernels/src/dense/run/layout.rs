@@ -4,7 +4,8 @@
 //! nodes. This file knows no ONNX and runs nothing.
 
 use crate::dense::graph::functions::{Map, Zip};
-use crate::dense::graph::onnx_graph::{Graph, Node, Op, Operand};
+use crate::dense::graph::node::{Node, Op, Operand};
+use crate::dense::graph::onnx_graph::Graph;
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::pairs::pair;
 use std::collections::HashMap;
@@ -205,7 +206,7 @@ fn assign_buffers(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
         let is_last_read = |id: Id| last[id] == at;
 
         // A function of each value works in place on an operand that no later node reads.
-        if let (Op::Map(_), &[operand]) = (&node.op, node.inputs.as_slice())
+        if let (Op::Map(_) | Op::Check { .. }, &[operand]) = (&node.op, node.inputs.as_slice())
             && let Place::Buffer(b) = places[operand]
             && is_last_read(operand)
         {

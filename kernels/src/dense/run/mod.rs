@@ -5,4 +5,5 @@ mod elementwise;
 pub(crate) mod layout;
 mod moves;
 pub(in crate::dense) mod plan;
+mod recurrent;
 mod sequences;

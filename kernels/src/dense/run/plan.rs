@@ -1,7 +1,7 @@
 //! The run of a network on the CPU, node after node, in blocks of samples. A run allocates nothing:
 //! it works in the worker's buffers. This file knows no ONNX.
 
-use crate::dense::graph::onnx_graph::{Node, Op, Operand};
+use crate::dense::graph::node::{Node, Op, Operand};
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::gemm::{GemmScratch, GemmSizes, Matrix, multiply_packed, pack_columns};
 use crate::dense::matrix::pairs::{self, Pairs};
@@ -9,7 +9,8 @@ use crate::dense::matrix::tiling::ProductShape;
 use crate::dense::run::elementwise::{self, Side};
 use crate::dense::run::layout::{Layout, Place};
 use crate::dense::run::moves::Pattern;
-use crate::dense::run::sequences::{Gru, fold, softmax, sum};
+use crate::dense::run::recurrent::Operands;
+use crate::dense::run::sequences::{check, fold, order, softmax, sum};
 use crate::dense::weights::DenseLayer;
 use crate::simd::isa::Isa;
 
@@ -29,8 +30,10 @@ pub(in crate::dense) struct Plan {
     isa: Isa,
     /// The patterns of the index tables of each node, in the order of its operands.
     patterns: Vec<[Pattern; 3]>,
-    /// Floats of the widest state of a GRU, with its products, for one sample.
+    /// Floats of the widest state of a recurrent node, with its products, for one sample.
     state_max: usize,
+    /// Whether a node checks values.
+    has_checks: bool,
 }
 
 /// The memory of one worker's runs.
@@ -40,18 +43,21 @@ pub(in crate::dense) struct PlanScratch {
     buffers: Vec<Vec<f32>>,
     gemm: GemmScratch,
     state: Vec<f32>,
+    /// For each sample of the block, whether a check failed.
+    failed: Vec<bool>,
 }
 
 impl Plan {
     /// Plans a run of `layout` on `isa`.
     pub fn new(layout: Layout, isa: Isa) -> Self {
         let state = |node: &Node| match &node.op {
-            Op::Gru { hidden, .. } => Gru::state_width(*hidden),
+            Op::Recurrent(cell) => cell.state_width(),
             _ => 0,
         };
         let state_max = layout.nodes.iter().map(state).max().unwrap_or(0);
         let patterns = layout.nodes.iter().map(|n| patterns_of(&n.op)).collect();
-        Self { layout, isa, patterns, state_max }
+        let has_checks = layout.nodes.iter().any(|n| matches!(n.op, Op::Check { .. }));
+        Self { layout, isa, patterns, state_max, has_checks }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -68,6 +74,7 @@ impl Plan {
     pub fn bytes(&self) -> usize {
         let tables = |op: &Op| match op {
             Op::Pick(picks) | Op::Pairs { picks, .. } => picks.len(),
+            Op::Lookup { data, picks } => data.len() + 2 * picks.len(),
             Op::Zip { left, right, .. } => left.len() + right.len(),
             Op::Select(operands) => operands.iter().map(Operand::len).sum(),
             _ => 0,
@@ -83,10 +90,12 @@ impl Plan {
     }
 
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {
-        self.layout.nodes.iter().filter_map(|n| match &n.op {
-            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => Some(&**matrix),
-            _ => None,
-        })
+        let all = self.layout.nodes.iter().flat_map(|n| match &n.op {
+            Op::Matrix { matrix, .. } => [Some(&**matrix), None],
+            Op::Recurrent(cell) => [Some(&*cell.matrix), cell.candidate.as_deref()],
+            _ => [None; 2],
+        });
+        all.flatten()
     }
 
     /// Returns how many samples run through the network together. Weights that stay in the cache
@@ -105,7 +114,10 @@ impl Plan {
         for node in &self.layout.nodes {
             match &node.op {
                 Op::Matrix { rows, matrix } => sizes.add_matrix(rows * block, matrix),
-                Op::Gru { matrix, .. } => sizes.add_matrix(block, matrix),
+                Op::Recurrent(cell) => {
+                    sizes.add_matrix(block, &cell.matrix);
+                    cell.candidate.iter().for_each(|matrix| sizes.add_matrix(block, matrix));
+                }
                 Op::Products { m, k, n, .. } => {
                     sizes.add_packed(ProductShape { m: *m, k: *k, n: *n });
                 }
@@ -123,14 +135,15 @@ impl Plan {
         let block = batch_max.min(self.block());
         let buffers = self.layout.buffers.iter().map(|w| vec![0.0; w * block]).collect();
         let state = vec![0.0; self.state_max * block];
-        PlanScratch { block, buffers, gemm: GemmScratch::new(self.gemm(block)), state }
+        let (gemm, failed) = (GemmScratch::new(self.gemm(block)), vec![false; block]);
+        PlanScratch { block, buffers, gemm, state, failed }
     }
 
     /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         let floats = self.layout.buffers.iter().sum::<usize>() + self.state_max;
         let block = batch_max.min(self.block());
-        4 * floats * block + GemmScratch::bytes(self.gemm(block))
+        (4 * floats + 1) * block + GemmScratch::bytes(self.gemm(block))
     }
 
     /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
@@ -145,13 +158,19 @@ impl Plan {
         let blocks = batch.div_ceil(scratch.block.max(1));
         for block in 0..blocks {
             let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
+            scratch.failed.fill(false);
             for (number, node) in self.layout.nodes.iter().enumerate() {
                 self.step(node, number, first..end, inputs, scratch);
             }
 
             let width = self.outputs();
             let from = self.value(self.layout.output, first, end - first, inputs, &scratch.buffers);
-            out[first * width..end * width].copy_from_slice(from);
+            let out = &mut out[first * width..end * width];
+            out.copy_from_slice(from);
+            if self.has_checks {
+                let samples = out.chunks_exact_mut(width).zip(&scratch.failed);
+                samples.filter(|(_, failed)| **failed).for_each(|(out, _)| out.fill(f32::NAN));
+            }
         }
     }
 
@@ -228,11 +247,10 @@ impl Plan {
             }
             Op::Fold { fold: by, n, inner } => fold(self.isa, *by, read(0), *n, *inner, out),
             Op::Softmax { n, inner } => softmax(self.isa, read(0), *n, *inner, out),
-            Op::Gru { steps, hidden, matrix } => {
-                let first = (node.inputs.len() > 1).then(|| read(1));
-                let gru = Gru { steps: *steps, hidden: *hidden, matrix, isa: self.isa };
-                let state = &mut scratch.state[..n * Gru::state_width(*hidden)];
-                gru.run(read(0), first, out, state, &mut scratch.gemm);
+            Op::Recurrent(cell) => {
+                let operands = Operands::of(cell, read);
+                let memory = &mut scratch.state[..n * cell.state_width()];
+                cell.run(self.isa, &operands, out, memory, &mut scratch.gemm);
             }
             Op::Concat { outer, parts } => {
                 debug_assert!(parts.iter().sum::<usize>() * outer == width);
@@ -240,6 +258,17 @@ impl Plan {
             }
             Op::Pick(picks) => {
                 patterns[0].copy(picks, read(0), self.layout.widths[node.inputs[0]], out);
+            }
+            Op::Lookup { data, picks } => {
+                let (data, positions) = (data.side(read, patterns[0]), read(node.inputs.len() - 1));
+                elementwise::lookup(data, positions, picks, n, out);
+            }
+            Op::Order { n, inner, k, largest } => order(read(0), [*n, *inner, *k], *largest, out),
+            Op::Check { range } => {
+                if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
+                    out.copy_from_slice(read(0));
+                }
+                check(*range, width, out, &mut scratch.failed);
             }
         }
 

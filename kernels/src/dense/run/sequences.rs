@@ -1,10 +1,9 @@
-//! Functions of several values of one sample: sums, extremes, softmax and the GRU. Each takes its
+//! Functions of several values of one sample: sums, extremes, softmax and orders. Each takes its
 //! values in their order, so its bits depend on neither the batch nor the instruction set. Nothing
 //! here allocates.
 
 use crate::dense::graph::functions::Zip;
-use crate::dense::graph::onnx_graph::Fold;
-use crate::dense::matrix::gemm::{GemmScratch, Matrix};
+use crate::dense::graph::node::Fold;
 use crate::dense::matrix::math;
 use crate::dense::matrix::microkernel;
 use crate::simd::isa::Isa;
@@ -157,67 +156,36 @@ impl Job for SoftmaxRows<'_> {
     }
 }
 
-/// A gated recurrent unit: `h' = (1 - z) h~ + z h`, `h~ = tanh(x + r (h R))`.
-pub(in crate::dense) struct Gru<'a> {
-    pub steps: usize,
-    pub hidden: usize,
-    /// `[hidden, 3 * hidden]`: update gate `z`, reset gate `r`, candidate `h~`.
-    pub matrix: &'a Matrix,
-    pub isa: Isa,
-}
-
-impl Gru<'_> {
-    /// Returns the floats of one sample's state and its products.
-    pub fn state_width(hidden: usize) -> usize {
-        4 * hidden
-    }
-
-    /// Runs all samples of `inputs` `[samples, steps, 3 * hidden]`. Writes the state after each
-    /// step to `out` `[samples, steps, hidden]`. The first state is `first` `[samples, hidden]` or
-    /// zero.
-    pub fn run(
-        &self,
-        inputs: &[f32],
-        first: Option<&[f32]>,
-        out: &mut [f32],
-        state: &mut [f32],
-        gemm: &mut GemmScratch,
-    ) {
-        let (hidden, columns) = (self.hidden, 3 * self.hidden);
-        let samples = state.len() / Self::state_width(hidden);
-        let (states, gates) = state.split_at_mut(samples * hidden);
-        match first {
-            Some(first) => states.copy_from_slice(first),
-            None => states.fill(0.0),
-        }
-
-        for step in 0..self.steps {
-            self.matrix.multiply(samples, states, gates, self.isa, gemm);
-            let rows = states.chunks_exact_mut(hidden).zip(gates.chunks_exact_mut(columns));
-            for (sample, (state, gates)) in rows.enumerate() {
-                let at = sample * self.steps + step;
-                let inputs = &inputs[at * columns..][..columns];
-                self.advance(inputs, state, gates);
-                out[at * hidden..][..hidden].copy_from_slice(state);
+/// Writes the positions of the `k` best values along the middle axis of `[.., n, inner]` to
+/// `[.., k, inner]`, the best first. Of equal values the first is better; NaN is the worst.
+pub(in crate::dense) fn order(
+    from: &[f32],
+    [n, inner, k]: [usize; 3],
+    largest: bool,
+    out: &mut [f32],
+) {
+    let is_better = |a: (f32, usize), b: (f32, usize)| {
+        let is_beyond = if largest { a.0 > b.0 } else { a.0 < b.0 };
+        let is_number = b.0.is_nan() && !a.0.is_nan();
+        is_beyond || is_number || ((a.0 == b.0 || (a.0.is_nan() && b.0.is_nan())) && a.1 < b.1)
+    };
+    for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(k * inner)) {
+        for column in 0..inner {
+            let mut last: Option<(f32, usize)> = None;
+            for rank in 0..k {
+                let all = (0..n).map(|i| (from[i * inner + column], i));
+                let next = all.filter(|&x| last.is_none_or(|last| is_better(last, x)));
+                last = next.reduce(|best, x| if is_better(x, best) { x } else { best });
+                out[rank * inner + column] = last.map_or(f32::NAN, |(_, i)| i as f32);
             }
         }
     }
+}
 
-    /// Replaces the state of one sample by its next one.
-    fn advance(&self, inputs: &[f32], state: &mut [f32], gates: &mut [f32]) {
-        let hidden = self.hidden;
-        let (open, candidate) = gates.split_at_mut(2 * hidden);
-        let (of_gates, of_candidate) = inputs.split_at(2 * hidden);
-        open.iter_mut().zip(of_gates).for_each(|(gate, x)| *gate += x);
-        microkernel::each(self.isa, open, math::sigmoid);
-
-        let (update, reset) = open.split_at(hidden);
-        for ((c, x), r) in candidate.iter_mut().zip(of_candidate).zip(reset) {
-            *c = x + r * *c;
-        }
-        microkernel::each(self.isa, candidate, math::tanh);
-        for ((h, c), z) in state.iter_mut().zip(candidate).zip(update) {
-            *h = (1.0 - z) * *c + z * *h;
-        }
+/// Sets the flag of each sample with a value outside of the range, or NaN.
+pub(in crate::dense) fn check(range: [f32; 2], width: usize, values: &[f32], failed: &mut [bool]) {
+    let range = range[0]..=range[1];
+    for (values, failed) in values.chunks_exact(width).zip(failed) {
+        *failed |= !values.iter().all(|x| range.contains(x));
     }
 }

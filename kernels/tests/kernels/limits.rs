@@ -1,17 +1,14 @@
-//! Tests of the bounds of networks that run on rten. What the models of the field have is accepted,
-//! and no result is larger than its bound. A network that would take all memory or time is refused
-//! by name, before anything of it is allocated or run.
+//! A network that would take all memory or time is refused by name, before anything of it is
+//! allocated or run. What the models of the field have is accepted.
 
 use hatchback_kernels::dense::graph::onnx::*;
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
 use prost::Message;
-use rten::{ModelOptions, ValueOrView, ValueView};
-use rten_tensor::layout::Layout;
 
 /// A size that no machine has.
 const HUGE: i64 = 1 << 40;
 
-fn tensor(name: &str, dims: &[i64], ints: &[i64]) -> TensorProto {
+pub fn tensor(name: &str, dims: &[i64], ints: &[i64]) -> TensorProto {
     TensorProto {
         name: Some(name.to_owned()),
         dims: dims.to_vec(),
@@ -21,11 +18,11 @@ fn tensor(name: &str, dims: &[i64], ints: &[i64]) -> TensorProto {
     }
 }
 
-fn ints(name: &str, values: &[i64]) -> TensorProto {
+pub fn ints(name: &str, values: &[i64]) -> TensorProto {
     tensor(name, &[values.len() as i64], values)
 }
 
-fn floats(name: &str, dims: &[i64]) -> TensorProto {
+pub fn floats(name: &str, dims: &[i64]) -> TensorProto {
     let count = dims.iter().product::<i64>() as usize;
     TensorProto {
         data_type: Some(FLOAT),
@@ -36,7 +33,7 @@ fn floats(name: &str, dims: &[i64]) -> TensorProto {
 }
 
 /// Returns a node whose name is that of its first output.
-fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, i64)]) -> NodeProto {
+pub fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, i64)]) -> NodeProto {
     let owned = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect();
     let attribute = |(name, value): &(&str, i64)| AttributeProto {
         name: Some((*name).to_owned()),
@@ -50,7 +47,7 @@ fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, i64)])
         name: Some(outputs[0].to_owned()),
         op_type: Some(op.to_owned()),
         attribute: attributes.iter().map(attribute).collect(),
-        domain: None,
+        ..NodeProto::default()
     }
 }
 
@@ -71,7 +68,7 @@ fn branch(node: Vec<NodeProto>) -> GraphProto {
 }
 
 /// Returns a network with the input `x`, `[batch, 4]`, and the output `out`.
-fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
+pub fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
     let info = |name: &str| ValueInfoProto { name: Some(name.to_owned()), r#type: None };
     let (input, output) = (vec![info("x")], vec![info("out")]);
     let graph = GraphProto { node, initializer, input, output, ..GraphProto::default() };
@@ -92,7 +89,7 @@ fn refused(nodes: Vec<NodeProto>, tensors: Vec<TensorProto>, parts: &[&str]) {
     assert!(parts.iter().all(|part| text.contains(part)), "{text}: not {parts:?}");
 }
 
-/// Returns the end of a network, which reads `from` whatever its shape is, and runs on rten.
+/// Returns the end of a network, which reads `from` whatever its shape is.
 fn ended(mut nodes: Vec<NodeProto>, from: &str) -> Vec<NodeProto> {
     nodes.push(node("ReduceSum", &[from], &["sum"], &[]));
     nodes.push(node("Sin", &["x"], &["sin"], &[]));
@@ -102,7 +99,7 @@ fn ended(mut nodes: Vec<NodeProto>, from: &str) -> Vec<NodeProto> {
 
 #[test]
 fn results_without_end_are_refused_by_name() {
-    let over = "values a sample";
+    let over = "over 16777216 values";
     let single = |op: &str, inputs: &[&str], attributes: &[(&str, i64)]| {
         ended(vec![node(op, inputs, &["big"], attributes)], "big")
     };
@@ -118,7 +115,7 @@ fn results_without_end_are_refused_by_name() {
             single("OneHot", &["i", "end", "two"], &[]),
             [&scalars()[..], &[ints("i", &[0]), floats("two", &[2])]].concat(),
         ),
-        // rten computes the constants of a file in its load.
+        // Constants are computed in the load.
         (
             ended(
                 vec![node("Sin", &["w"], &["s"], &[]), node("Tile", &["s", "huge"], &["big"], &[])],
@@ -143,10 +140,10 @@ fn results_without_end_are_refused_by_name() {
         ended(nodes, "d40")
     };
     refused(chain("Concat", &["d", "d"], &[("axis", 1)]), vec![], &["Concat", over]);
-    refused(chain("Tile", &["d", "two"], &[]), vec![ints("two", &[1, 2])], &["Tile", over]);
+    refused(chain("Tile", &["d", "two"], &[]), vec![ints("two", &[1, 2])], &["Tile", "node `d"]);
     let again = tensor("again", &[8, 8], &[0; 64]);
     refused(chain("Gather", &["d", "again"], &[("axis", 1)]), vec![again], &["Gather", over]);
-    // Sizes that grow as i64 wrap around in rten's i32.
+    // Sizes that grow without end.
     let mut nodes = vec![node("Shape", &["x"], &["d0"], &[])];
     for i in 0..40 {
         let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
@@ -160,25 +157,7 @@ fn results_without_end_are_refused_by_name() {
     refused(ended(square, "big"), vec![], &["MatMul", "samples"]);
 }
 
-/// rten's `Range` counts in i32: a step beyond the last value wraps around, and the loop goes on.
-#[test]
-fn ranges_that_wrap_around_are_refused_by_name() {
-    for [limit, step] in [[i32::MAX, 1 << 30], [i32::MIN, -(1 << 30)]] {
-        let nodes = vec![node("Range", &["zero", "end", "step"], &["big"], &[])];
-        let values = [("zero", 0), ("end", i64::from(limit)), ("step", i64::from(step))];
-        let tensors = values.map(|(name, value)| tensor(name, &[], &[value])).to_vec();
-        refused(ended(nodes, "big"), tensors, &["Range with bounds", "node `big`"]);
-    }
-
-    // The largest limit whose next value is an i32.
-    let nodes = vec![node("Range", &["zero", "end", "step"], &["r"], &[])];
-    let nodes = [nodes, vec![node("Cast", &["r"], &["f"], &[("to", 1)])]].concat();
-    let values = [("zero", 0), ("end", i64::from(i32::MAX) - (1 << 30)), ("step", 1 << 30)];
-    let tensors = values.map(|(name, value)| tensor(name, &[], &[value])).to_vec();
-    runs_on_rten("Range", ended(nodes, "f"), tensors);
-}
-
-/// rten and our engine walk the axes beside an empty one, and allocate by them.
+/// The engine walks the axes beside an empty one, and allocates by them.
 #[test]
 fn empty_tensors_with_other_axes_of_any_size_are_refused_by_name() {
     let slice = |op: &str| {
@@ -212,49 +191,38 @@ fn empty_tensors_with_other_axes_of_any_size_are_refused_by_name() {
         load(&network(nodes, vec![ints("shape", shape)]))
     };
     let wide = [0, 1 << 20, 1 << 20, 1 << 20];
-    assert!(made(&wide, "Tanh").is_ok_and(|engine| engine.falls_back_for().is_none()));
-    for shape in [&wide[..], &[1 << 40, 0], &[1 << 22, 1 << 22, 0]] {
+    assert!(made(&wide, "Tanh").is_ok());
+    for shape in [&[1 << 40, 0][..], &[0, 1 << 23]] {
         let error = made(shape, "Sin").err().expect("a refusal");
         assert!(error.is_unsupported() && error.to_string().contains("ConstantOfShape"), "{error}");
     }
     assert!(made(&[0, 1 << 10], "Sin").is_ok());
 }
 
-/// What an operator of rten makes beside its result, or by sums that wrap around.
 #[test]
-fn copies_and_spans_without_end_are_refused_by_name() {
-    let einsum = |equation: &str, inputs: &[&str], tensors: Vec<TensorProto>| {
-        let text = AttributeProto {
-            name: Some("equation".to_owned()),
-            s: Some(equation.as_bytes().to_vec().into()),
-            r#type: Some(3),
-            ..AttributeProto::default()
-        };
-        let product = NodeProto { attribute: vec![text], ..node("Einsum", inputs, &["out"], &[]) };
-        load(&network(vec![node("Sin", &["x"], &["s"], &[]), product], tensors))
-    };
-    // Two axes are summed, and each operand has one of them: rten repeats both operands.
-    let sides = || vec![floats("a", &[1 << 14, 1]), floats("b", &[1, 1 << 14])];
-    let error = einsum("ab,ab->", &["a", "b"], sides()).err().expect("a refusal");
-    assert!(error.is_unsupported() && error.to_string().contains("Einsum"), "{error}");
-    for equation in ["...a,ac->...c", "ba,ac"] {
-        let engine = einsum(equation, &["s", "a"], vec![floats("a", &[4, 3])]);
-        engine.unwrap_or_else(|e| panic!("{equation}: {e}"));
-    }
-
-    // A span of 3 * dilation + 1 positions wraps around to -2^33 - 1.
+fn windows_beyond_their_tensor_are_refused_by_name() {
     let list = |name: &str, ints: &[i64]| AttributeProto {
         name: Some(name.to_owned()),
         ints: ints.to_vec(),
         r#type: Some(7),
         ..AttributeProto::default()
     };
-    let dilation = ((1i128 << 64) - (1 << 33)) / 3;
-    let mut convolution = node("Conv", &["u", "k"], &["big"], &[("ceil_mode", 1)]);
-    convolution.attribute.push(list("dilations", &[1, dilation as i64]));
-    let nodes = vec![node("Reshape", &["x", "image"], &["u"], &[]), convolution];
-    let tensors = vec![floats("k", &[1, 1, 1, 4]), ints("image", &[-1, 1, 1, 4])];
-    refused(ended(nodes, "big"), tensors, &["Conv of such pads"]);
+    // A span of 3 * dilation + 1 positions would wrap around to -2^33 - 1.
+    let dilation = (((1i128 << 64) - (1 << 33)) / 3) as i64;
+    let over = "values a sample";
+    for (attribute, numbers, problem) in [
+        ("dilations", [1, dilation, 0, 0], "Conv of such windows on axis 3"),
+        ("strides", [1, 0, 0, 0], "Conv of such windows on axis 3"),
+        ("pads", [0, -1, 0, 0], "Conv of such windows on axis 3"),
+        ("pads", [0, 0, 0, i64::MAX], "Conv of such windows on axis 3"),
+        ("pads", [1 << 22, 1 << 22, 0, 0], over),
+    ] {
+        let mut convolution = node("Conv", &["u", "k"], &["big"], &[]);
+        convolution.attribute.push(list(attribute, &numbers));
+        let nodes = vec![node("Reshape", &["x", "image"], &["u"], &[]), convolution];
+        let tensors = vec![floats("k", &[1, 1, 1, 4]), ints("image", &[-1, 1, 1, 4])];
+        refused(ended(nodes, "big"), tensors, &[problem]);
+    }
 }
 
 #[test]
@@ -262,7 +230,7 @@ fn shapes_that_follow_from_values_are_refused_by_name() {
     let cast = node("Cast", &["x"], &["i"], &[("to", 7)]);
     let zero = || vec![tensor("zero", &[], &[0]), tensor("one", &[], &[1])];
     let from_values = |op: &str, inputs: &[&str], tensors: Vec<TensorProto>| {
-        let first = node("ReduceMax", &["i"], &["most"], &[("keepdims", 0)]);
+        let first = node("Identity", &["i"], &["most"], &[]);
         let nodes = vec![cast.clone(), first, node(op, inputs, &["big"], &[])];
         refused(ended(nodes, "big"), tensors, &[op, "node `big`"]);
     };
@@ -287,19 +255,12 @@ fn loops_branches_by_values_and_foreign_operators_are_refused_by_name() {
         let node = node(op, &["trips", "yes", "x"], &["out"], &[]);
         refused(vec![with_graphs(node, &[("body", body())])], trips(), &[op, "node `out`"]);
     }
-    let condition = || {
-        vec![
-            node("ReduceSum", &["x"], &["sum"], &[("keepdims", 0)]),
-            node("Cast", &["sum"], &["c"], &[("to", 9)]),
-        ]
-    };
+    let condition = node("Cast", &["x"], &["c"], &[("to", 9)]);
     let branches = [("then_branch", body()), ("else_branch", body())];
     let yes = |output: &str| with_graphs(node("If", &["yes"], &[output], &[]), &branches);
     refused(vec![yes("p"), yes("out")], trips(), &["a branch that writes `b` again"]);
     let by_value = with_graphs(node("If", &["c"], &["out"], &[]), &branches);
-    refused([condition(), vec![by_value]].concat(), vec![], &["If by a condition", "node `out`"]);
-    let sine = with_graphs(node("Sin", &["x"], &["out"], &[]), &branches);
-    refused(vec![sine], vec![], &["Sin with a graph of its own"]);
+    refused(vec![condition, by_value], vec![], &["If by a condition", "node `out`"]);
     let foreign = NodeProto {
         domain: Some("com.microsoft".to_owned()),
         ..node("FusedMatMul", &["x", "x"], &["out"], &[])
@@ -309,42 +270,37 @@ fn loops_branches_by_values_and_foreign_operators_are_refused_by_name() {
 }
 
 #[test]
-fn networks_that_are_too_deep_too_long_or_too_slow_are_refused() {
+fn networks_that_are_too_long_or_too_slow_are_refused() {
     let row = |count: usize, op: &str| {
         let name = |i: usize| if i == count { "out".to_owned() } else { format!("d{i}") };
         let one = |i: usize| node(op, &[&name(i)], &[&name(i + 1)], &[]);
         let first = node("Sin", &["x"], &["d0"], &[]);
         std::iter::once(first).chain((0..count).map(one)).collect::<Vec<_>>()
     };
-    refused(row(1 << 12, "Cos"), vec![], &["nodes in a row"]);
     refused(row(1 << 15, "Cos"), vec![], &["nodes, over"]);
-    // The longest row that is allowed, on a thread with the usual stack.
-    let longest = std::thread::spawn(move || load(&network(row(2000, "Cos"), vec![])).map(|_| ()));
-    longest.join().unwrap().unwrap();
+    assert!(load(&network(row(16_000, "Cos"), vec![])).is_ok());
 
     // As many nodes as a file may have, beside each other.
     let names: Vec<String> = (0..16_000).map(|i| format!("w{i}")).collect();
     let mut wide: Vec<_> = names.iter().map(|name| node("Cos", &["x"], &[name], &[])).collect();
     wide.push(node("Sum", &names.iter().map(String::as_str).collect::<Vec<_>>(), &["out"], &[]));
-    assert!(load(&network(wide, vec![])).unwrap().falls_back_for().is_some());
+    assert!(load(&network(wide, vec![])).is_ok());
 
-    // One large product, on both engines.
-    for first in ["Identity", "Sin"] {
-        let mut nodes = vec![
-            node("Tile", &["x", "wide"], &["t"], &[]),
-            node(first, &["t"], &["s"], &[]),
-            node("Reshape", &["s", "square"], &["m"], &[]),
-        ];
-        nodes.push(node("MatMul", &["m", "w"], &["p"], &[]));
-        nodes.push(node("ReduceSum", &["p", "axes"], &["out"], &[("keepdims", 0)]));
-        let tensors = vec![
-            ints("wide", &[1, 1 << 19]),
-            ints("square", &[-1, 1 << 11, 1 << 10]),
-            floats("w", &[1 << 10, 1 << 12]),
-            ints("axes", &[1, 2]),
-        ];
-        refused(nodes, tensors, &["multiply-adds a sample"]);
-    }
+    // One large product.
+    let mut nodes = vec![
+        node("Tile", &["x", "wide"], &["t"], &[]),
+        node("Sin", &["t"], &["s"], &[]),
+        node("Reshape", &["s", "square"], &["m"], &[]),
+    ];
+    nodes.push(node("MatMul", &["m", "w"], &["p"], &[]));
+    nodes.push(node("ReduceSum", &["p", "axes"], &["out"], &[("keepdims", 0)]));
+    let tensors = vec![
+        ints("wide", &[1, 1 << 19]),
+        ints("square", &[-1, 1 << 11, 1 << 10]),
+        floats("w", &[1 << 10, 1 << 12]),
+        ints("axes", &[1, 2]),
+    ];
+    refused(nodes, tensors, &["multiply-adds a sample"]);
 
     let cycle = vec![node("Sin", &["b"], &["a"], &[]), node("Cos", &["a"], &["b"], &[])];
     let error = load(&network(ended(cycle, "b"), vec![])).err().unwrap();
@@ -355,95 +311,16 @@ fn networks_that_are_too_deep_too_long_or_too_slow_are_refused() {
     assert!(error.to_string().contains("`a` is written twice"), "{error}");
 }
 
-/// The values that rten makes in a run of `batch` samples, in all results that do not take the
-/// place of their operand.
-fn values_made(model: &ModelProto, inputs: &[(String, usize)], batch: usize) -> usize {
-    let graph = model.graph.as_ref().unwrap();
-    let mut options = ModelOptions::with_all_ops();
-    options.enable_optimization(false);
-    let loaded = options.load(model.encode_to_vec()).unwrap();
-    let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| vec![0.5; w * batch]).collect();
-    let mut fed = Vec::new();
-    for ((name, width), data) in inputs.iter().zip(&data) {
-        let info = graph.input.iter().find(|value| value.name() == name).unwrap();
-        let shape = info.sizes().unwrap_or_else(|| vec![*width]);
-        let shape: Vec<usize> = std::iter::once(batch).chain(shape).collect();
-        let view: ValueOrView = ValueView::from_shape(&shape, data).unwrap().into();
-        fed.push((loaded.find_node(name).unwrap(), view));
-    }
-    let makes = |name: &String| {
-        graph.node.iter().any(|n| n.op_type() != "Constant" && n.output.contains(name))
-    };
-    let reads = |name: &String| {
-        let inputs = graph.node.iter().flat_map(|node| &node.input).filter(|n| *n == name).count();
-        inputs + graph.output.iter().filter(|output| output.name() == name).count()
-    };
-    let is_in_place = |node: &NodeProto| {
-        ["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"].contains(&node.op_type())
-            && makes(&node.input[0])
-            && reads(&node.input[0]) == 1
-    };
-    let is_made = |node: &&NodeProto| node.op_type() != "Constant" && !is_in_place(node);
-    let names = graph.node.iter().filter(is_made).flat_map(|node| &node.output);
-    let ids: Vec<_> = names.filter_map(|name| loaded.find_node(name)).collect();
-    let all = loaded.run(fed, &ids, None).unwrap();
-    all.iter().map(|value| value.len()).sum()
-}
-
-/// Checks that no run of a network makes more values than its bound. Returns the bound divided by
-/// the values; `None` for what rten does not run.
-fn within_bounds(name: &str, onnx: &[u8], inputs: &[(String, usize)], output: &str) -> Option<f64> {
-    let mut model = ModelProto::decode(onnx).unwrap();
-    // An operator that only rten has, whose result no node reads.
-    let only_rten = node("Sin", &[&inputs[0].0], &["only rten"], &[]);
-    model.graph.as_mut().unwrap().node.push(only_rten);
-    let names: Vec<(&str, usize)> = inputs.iter().map(|(n, w)| (n.as_str(), *w)).collect();
-    let engine = DenseEngine::load(model.encode_to_vec(), &names, output, Activation::None);
-    let engine = match engine {
-        Ok(engine) => engine,
-        // What only our engine has, or rten has in a form of its own.
-        Err(e @ (DenseError::Unsupported(_) | DenseError::Run(_))) => {
-            println!("{name}: {e}");
-            return None;
-        }
-        Err(e) => panic!("{name}: {e}"),
-    };
-    assert!(engine.falls_back_for().is_some());
-    let mut most = 1.0f64;
-    for batch in [1, 2, 5] {
-        let (made, bound) = (values_made(&model, inputs, batch), engine.scratch_bytes(batch) / 4);
-        assert!(made <= bound, "{name}, batch {batch}: {made} values, bound {bound}");
-        most = most.max(bound as f64 / made as f64);
-    }
-    Some(most)
+/// Returns the scores of two samples of the network of `nodes`.
+pub fn scores(nodes: Vec<NodeProto>, tensors: Vec<TensorProto>, x: [f32; 8]) -> Vec<f32> {
+    let engine = load(&network(nodes, tensors)).unwrap_or_else(|e| panic!("{e}"));
+    let mut scores = vec![9.0; 2 * engine.outputs()];
+    engine.run(2, &[x], &mut scores, &mut engine.scratch(2)).unwrap();
+    scores
 }
 
 #[test]
-fn no_network_of_the_field_makes_more_values_than_its_bound() {
-    for (file, bounded_min) in [("zoo.bin", 100), ("random.bin", 220)] {
-        let path = format!("{}/../tests/data/onnx/{file}", env!("CARGO_MANIFEST_DIR"));
-        let mut bounded = 0;
-        for case in crate::cases::read(&std::fs::read(path).unwrap()) {
-            let ratio = within_bounds(&case.name, &case.onnx, &case.inputs, &case.output);
-            let Some(ratio) = ratio else { continue };
-            assert!(ratio < 4.0, "{}: {ratio}", case.name);
-            bounded += 1;
-        }
-        assert!(bounded >= bounded_min, "{file}: only {bounded} have bounds");
-    }
-}
-
-/// Checks that the network of `nodes` runs on rten, within its bounds.
-fn runs_on_rten(name: &str, nodes: Vec<NodeProto>, tensors: Vec<TensorProto>) {
-    let model = network(nodes, tensors);
-    let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
-    assert!(engine.falls_back_for().is_some(), "{name}");
-    let ratio = within_bounds(name, &model.encode_to_vec(), &[("x".to_owned(), 4)], "out");
-    assert!(ratio.is_some_and(|ratio| ratio < 4.0), "{name}: {ratio:?}");
-}
-
-#[test]
-fn masks_of_the_models_of_the_field_run_on_rten() {
+fn masks_of_the_models_of_the_field_run() {
     let batch = || {
         vec![
             node("Shape", &["x"], &["shape"], &[]),
@@ -456,45 +333,48 @@ fn masks_of_the_models_of_the_field_run_on_rten() {
         node("Expand", &["mask", "to"], &["all"], &[]),
         node("NonZero", &["all"], &["at"], &[]),
         node("Transpose", &["at"], &["rows"], &[]),
-        node("Expand", &["column", "to"], &["wide"], &[]),
+        node("Unsqueeze", &["x", "last"], &["column"], &[]),
+        node("MatMul", &["column", "line"], &["wide"], &[]),
         node("GatherND", &["wide", "rows"], &["some"], &[]),
-        node("Reshape", &["some", "open"], &["r"], &[]),
-        node("Sin", &["r"], &["out"], &[]),
+        node("Reshape", &["some", "open"], &["out"], &[]),
     ];
     let tensors = vec![
         ints("first", &[0]),
-        ints("rest", &[3, 3]),
-        ints("open", &[-1, 9]),
-        tensor("mask", &[3, 3], &[1; 9]),
-        floats("column", &[3, 1]),
+        ints("rest", &[4, 2]),
+        ints("open", &[-1, 3]),
+        ints("last", &[2]),
+        tensor("mask", &[4, 2], &[0, 1, 0, 0, 1, 1, 0, 0]),
+        floats("line", &[1, 2]),
     ];
-    runs_on_rten("masked_select", [batch(), masked].concat(), tensors);
+    let x = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
+    let some = scores([batch(), masked].concat(), tensors, x);
+    assert_eq!(some, [0.25, 0.75, 0.75, 1.25, 1.75, 1.75]);
 
     // `repeat_interleave` of a mask: a OneHot whose depth is a size.
     let repeated = vec![
         node("Gather", &["shape", "end"], &["width"], &[]),
         node("OneHot", &["list", "width", "pair"], &["hot"], &[]),
-        node("MatMul", &["x", "hot"], &["m"], &[]),
-        node("Sin", &["m"], &["out"], &[]),
+        node("MatMul", &["x", "hot"], &["out"], &[]),
     ];
     let tensors = vec![
         ints("first", &[0]),
-        ints("list", &[0, 1, 2, 3]),
+        ints("list", &[0, 1, -1, 4]),
         ints("end", &[1]),
-        floats("pair", &[2]),
+        TensorProto { float_data: vec![0.0, 1.0], ..floats("pair", &[2]) },
     ];
-    runs_on_rten("repeat_interleave", [batch(), repeated].concat(), tensors);
+    let hot = scores([batch(), repeated].concat(), tensors, x);
+    assert_eq!(hot, [1.0, 2.0, 0.0, 3.0, 5.0, 6.0, 0.0, 7.0]);
 }
 
 #[test]
-fn layers_of_the_models_of_the_field_run_on_rten() {
+fn layers_of_the_models_of_the_field_run() {
     let recurrent = vec![
         node("Unsqueeze", &["x", "first"], &["steps"], &[]),
         node("LSTM", &["steps", "w", "r"], &["all", "last"], &[("hidden_size", 3)]),
         node("Squeeze", &["last", "first"], &["out"], &[]),
     ];
     let weights = vec![ints("first", &[0]), floats("w", &[1, 12, 4]), floats("r", &[1, 12, 3])];
-    runs_on_rten("LSTM", recurrent, weights);
+    assert!(load(&network(recurrent, weights)).is_ok());
 
     let list = |name: &str, ints: &[i64]| AttributeProto {
         name: Some(name.to_owned()),
@@ -512,13 +392,11 @@ fn layers_of_the_models_of_the_field_run_on_rten() {
         node("Flatten", &["p"], &["out"], &[]),
     ];
     let weights = vec![floats("k", &[2, 1, 2, 1]), ints("image", &[-1, 1, 2, 2])];
-    runs_on_rten("Conv", convolved, weights);
+    assert!(load(&network(convolved, weights)).is_ok());
 
-    let top = vec![
-        node("TopK", &["x", "one"], &["most", "at"], &[]),
-        node("Sin", &["most"], &["out"], &[]),
-    ];
-    runs_on_rten("TopK", top, vec![ints("one", &[1])]);
+    let top = vec![node("TopK", &["x", "two"], &["out", "at"], &[])];
+    let x = [1.0, 4.0, 4.0, 2.0, -1.0, -2.0, -3.0, -0.5];
+    assert_eq!(scores(top, vec![ints("two", &[2])], x), [4.0, 4.0, -0.5, -1.0]);
 }
 
 /// `squeeze(1)` of PyTorch is an `If` whose condition follows from a shape.
@@ -538,7 +416,6 @@ fn a_branch_that_follows_from_shapes_runs_on_our_engine() {
         node("Tanh", &["q"], &["out"], &[]),
     ];
     let engine = load(&network(nodes, vec![ints("one", &[1])])).unwrap();
-    assert_eq!(engine.falls_back_for(), None);
     let (x, mut scores) = ([vec![0.1, 0.2, 0.3, -0.2, 1.0, 0.0, 0.0, 0.0]], [0.0; 2]);
     engine.run(2, &x, &mut scores, &mut engine.scratch(2)).unwrap();
     for (score, sum) in scores.iter().zip([0.4f32, 1.0]) {

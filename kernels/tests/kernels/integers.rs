@@ -1,0 +1,188 @@
+//! Values that only a run can judge: indices, lengths and integers out of their range, and infinite
+//! logits. Each leaves its own sample without a score, and no other sample.
+
+use crate::limits::{floats, ints, network, node, scores, tensor};
+use hatchback_kernels::dense::graph::onnx::*;
+use hatchback_kernels::dense::{Activation, DenseEngine, JOINED_OUTPUT, join_outputs};
+use prost::Message;
+
+/// The nodes that make the integer `i`, `[batch, 1]`, of the first input.
+fn first_integer() -> Vec<NodeProto> {
+    vec![
+        node("Gather", &["x", "zero"], &["first"], &[("axis", 1)]),
+        node("Cast", &["first"], &["i"], &[("to", 7)]),
+    ]
+}
+
+/// Returns the scores of two samples with these first inputs, of the network of `nodes` after
+/// `first_integer`. A score that is not finite is `None`.
+fn of_integers(nodes: &[NodeProto], tensors: &[TensorProto], firsts: [f32; 2]) -> Vec<Option<f32>> {
+    let x = [firsts[0], 0.5, 1.0, 2.0, firsts[1], 1.5, 3.0, 4.0];
+    let nodes = [&first_integer(), nodes].concat();
+    let scores = scores(nodes, [&[ints("zero", &[0])], tensors].concat(), x);
+    scores.into_iter().map(|score| score.is_finite().then_some(score)).collect()
+}
+
+/// The node that makes the output of `from`.
+fn output(from: &str) -> NodeProto {
+    node("Cast", &[from], &["out"], &[("to", 1)])
+}
+
+#[test]
+fn an_index_out_of_range_leaves_only_its_sample_without_a_score() {
+    let table = TensorProto { float_data: vec![10.0, 20.0, 30.0], ..floats("table", &[3]) };
+    let gather = |firsts| {
+        of_integers(
+            &[node("Gather", &["table", "i"], &["out"], &[])],
+            std::slice::from_ref(&table),
+            firsts,
+        )
+    };
+    assert_eq!(gather([1.0, -1.0]), [Some(20.0), Some(30.0)]);
+    assert_eq!(gather([2.9, 3.0]), [Some(30.0), None]);
+    assert_eq!(gather([-4.0, -3.0]), [None, Some(10.0)]);
+    assert_eq!(gather([f32::MAX, 0.0]), [None, Some(10.0)]);
+
+    let at = |firsts| {
+        of_integers(&[node("GatherElements", &["x", "i"], &["out"], &[("axis", 1)])], &[], firsts)
+    };
+    assert_eq!(at([1.0, 3.0]), [Some(0.5), Some(4.0)]);
+    assert_eq!(at([4.0, -2.0]), [None, Some(3.0)]);
+}
+
+#[test]
+fn a_table_by_each_samples_index_is_shared_and_other_samples_are_not() {
+    // `x[i]` would be the values of another sample.
+    let nodes = [first_integer(), vec![node("Gather", &["x", "i"], &["out"], &[])]].concat();
+    let model = network(nodes, vec![ints("zero", &[0])]);
+    let none = Activation::None;
+    let error = DenseEngine::load(model.encode_to_vec(), &[("x", 4)], "out", none).err().unwrap();
+    assert!(error.to_string().contains("Gather of the batch"), "{error}");
+}
+
+#[test]
+fn integers_are_exact_or_their_sample_has_no_score() {
+    let by = |op: &str, number: i64, firsts| {
+        let nodes = [node(op, &["i", "n"], &["r"], &[]), output("r")];
+        of_integers(&nodes, &[ints("n", &[number])], firsts)
+    };
+    let whole = |numbers: [f32; 2]| numbers.map(Some).to_vec();
+    assert_eq!(by("Div", 2, [-7.0, 7.0]), whole([-3.0, 3.0]));
+    assert_eq!(by("Mod", 2, [-7.0, 7.0]), whole([1.0, 1.0]));
+    assert_eq!(by("Mod", -3, [-7.0, 7.0]), whole([-1.0, -2.0]));
+    assert_eq!(by("Sub", 1, [0.0, 16_777_216.0]), whole([-1.0, 16_777_215.0]));
+    assert_eq!(by("Add", 1, [16_777_215.0, -9.0]), [None, Some(-8.0)]);
+    assert_eq!(by("Mul", 16_777_215, [2.0, 1.0]), [None, Some(16_777_215.0)]);
+    assert_eq!(by("Div", 0, [2.0, 0.0]), [None, None]);
+
+    // f32 would round a sum on the way.
+    let sum = [
+        node("Concat", &["i", "i", "n"], &["all"], &[("axis", 1)]),
+        node("ReduceSum", &["all", "last"], &["r"], &[]),
+        output("r"),
+    ];
+    let nodes = [&[node("Mul", &["i", "zero"], &["n"], &[])], &sum[..]].concat();
+    let sums = of_integers(&nodes, &[ints("last", &[1])], [5.0, 8_000_000.0]);
+    assert_eq!(sums, [Some(10.0), None]);
+}
+
+#[test]
+fn a_length_out_of_range_leaves_only_its_sample_without_a_score() {
+    let nodes = [
+        node("Reshape", &["i", "line"], &["flat"], &[]),
+        node("Cast", &["flat"], &["length"], &[("to", 6)]),
+        node("Reshape", &["x", "steps"], &["wide"], &[]),
+        node("Transpose", &["wide"], &["turned"], &[]),
+        node("Reshape", &["turned", "sequence"], &["s"], &[]),
+        node("RNN", &["s", "w", "r", "", "length"], &["", "last"], &[("hidden_size", 1)]),
+        node("Reshape", &["last", "column"], &["out"], &[]),
+    ];
+    let tensors = [
+        ints("line", &[-1]),
+        ints("steps", &[-1, 4]),
+        ints("sequence", &[4, -1, 1]),
+        ints("column", &[-1, 1]),
+        floats("w", &[1, 1, 1]),
+        floats("r", &[1, 1, 1]),
+    ];
+    let last = |firsts| of_integers(&nodes, &tensors, firsts);
+    let one = |x: f32| (x * 0.25).tanh();
+    let found = last([1.0, 5.0]);
+    assert!((found[0].unwrap() - one(1.0)).abs() < 1e-6 && found[1].is_none(), "{found:?}");
+    let found = last([-1.0, 0.0]);
+    assert_eq!(found, [None, Some(0.0)]);
+}
+
+/// The library that ran such a network before took every sequence as long as the longest.
+#[test]
+fn a_gru_with_lengths_ends_where_a_shorter_one_does() {
+    let run = |length: &str, steps: i64, way: &str, before: i64| {
+        let mut gru = node(
+            "GRU",
+            &["s", "w", "r", "", length],
+            &["", "last"],
+            &[("hidden_size", 1), ("linear_before_reset", before)],
+        );
+        gru.attribute.push(AttributeProto {
+            name: Some("direction".to_owned()),
+            s: Some(way.as_bytes().to_vec().into()),
+            r#type: Some(3),
+            ..AttributeProto::default()
+        });
+        let nodes = [
+            node("Reshape", &["i", "line"], &["flat"], &[]),
+            node("Cast", &["flat"], &["length"], &[("to", 6)]),
+            node("Transpose", &["x"], &["turned"], &[]),
+            node("Unsqueeze", &["turned", "end"], &["all"], &[]),
+            node("Slice", &["all", "zero", "steps"], &["s"], &[]),
+            gru,
+            node("Reshape", &["last", "column"], &["out"], &[]),
+        ];
+        let r = TensorProto { float_data: vec![0.5, -0.75, 1.25], ..floats("r", &[1, 3, 1]) };
+        let tensors = [
+            ints("line", &[-1]),
+            ints("end", &[2]),
+            ints("steps", &[steps]),
+            ints("column", &[-1, 1]),
+            floats("w", &[1, 3, 1]),
+            r,
+        ];
+        of_integers(&nodes, &tensors, [2.0, 4.0])
+    };
+    for (way, before) in [("forward", 0), ("forward", 1), ("reverse", 0), ("reverse", 1)] {
+        let expected = [run("", 2, way, before)[0], run("", 4, way, before)[1]];
+        assert_eq!(run("length", 4, way, before), expected, "{way}, {before}");
+        assert_ne!(run("", 4, way, before)[0], expected[0], "{way}, {before}");
+    }
+}
+
+/// The library that ran such a network before kept an axis of one value.
+#[test]
+fn a_product_by_a_vector_drops_its_axis() {
+    let nodes = vec![
+        node("Reshape", &["x", "square"], &["m"], &[]),
+        node("MatMul", &["m", "v"], &["q"], &[]),
+        node("Mul", &["q", "q"], &["out"], &[]),
+    ];
+    let tensors = vec![ints("square", &[-1, 2, 2]), floats("v", &[2])];
+    let x = [1.0, 3.0, 2.0, 6.0, 0.0, 4.0, -4.0, 0.0];
+    assert_eq!(scores(nodes, tensors, x), [1.0, 4.0, 1.0, 1.0]);
+}
+
+#[test]
+fn the_sigmoid_of_an_infinite_logit_is_no_score() {
+    let nodes = vec![
+        node("Gather", &["x", "zero"], &["first"], &[("axis", 1)]),
+        node("Mul", &["first", "first"], &["out"], &[]),
+    ];
+    let model = network(nodes, vec![tensor("zero", &[1], &[0])]).encode_to_vec();
+    let joined = join_outputs(&model, &[("out", Activation::Sigmoid)]).unwrap();
+    for (onnx, output, activation) in
+        [(model, "out", Activation::Sigmoid), (joined, JOINED_OUTPUT, Activation::None)]
+    {
+        let engine = DenseEngine::load(onnx, &[("x", 4)], output, activation).unwrap();
+        let (x, mut scores) = ([1e30, 0.0, 0.0, 0.0, 1e3, 0.0, 0.0, 0.0], [0.0; 2]);
+        engine.run(2, &[x], &mut scores, &mut engine.scratch(2)).unwrap();
+        assert!(scores[0].is_nan() && scores[1] == 1.0, "{scores:?}");
+    }
+}
