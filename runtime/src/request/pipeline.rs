@@ -183,7 +183,7 @@ impl Pipeline {
 
     /// Queues keys of feature `feature` that later requests will look up. Workers fetch their rows
     /// into the cache while no request waits. Keys for which the prefetch queue has no room are
-    /// dropped and counted. Returns how many keys were queued, for all cached tables of the feature.
+    /// dropped and counted. Returns how many keys were queued for all cached tables of the feature.
     pub fn prefetch(&self, feature: usize, keys: &[u64]) -> usize {
         let model = self.live.model();
         let tables = model.schema().lookups_of(feature).map(|lookup| lookup.table);

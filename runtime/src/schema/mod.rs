@@ -1,4 +1,4 @@
-//! The schema: which features a model takes, in which tables they are looked up, and how the vectors
+//! The schema: which features a model takes, in which tables it looks them up, and how the vectors
 //! feed the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;

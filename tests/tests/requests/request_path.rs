@@ -276,7 +276,7 @@ fn apart(plan: &ModelPlan) -> ModelPlan {
 }
 
 /// Returns the spec of `plan`. Every second feature has a key function, which makes keys that are
-/// in all tables of that feature in `shared`. `origins` has the feature of `shared` of each feature.
+/// in all tables of that feature in `shared`. `origins` has the feature of `shared` for each.
 fn spec_with_keys(plan: &ModelPlan, shared: &ModelPlan, origins: &[usize]) -> ModelSpec {
     let mut spec = plan.spec_with_bag_inputs();
     // Lengths and masks are of features, and so differ in number.

@@ -217,8 +217,8 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     assert_eq!(serving.generation("a").unwrap().sequence, 1);
 }
 
-/// An update may look a feature up in other tables: requests stay the same. As with another pooling,
-/// the new generation has caches of its own.
+/// An update may look a feature up in other tables: requests stay the same. As with another
+/// pooling, the new generation has caches of its own.
 #[test]
 fn an_update_may_change_the_tables_of_a_feature() {
     let with = |sequence, tables: [&[usize]; 2]| {

@@ -98,8 +98,8 @@ pub struct InputSpec {
     /// Whether the dense features feed this input.
     #[serde(default)]
     pub dense: bool,
-    /// Sparse features that feed this input with their vectors, in this order. `feature@table` is the
-    /// vector that a feature has of one of its tables.
+    /// Sparse features that feed this input with their vectors, in this order. `feature@table` is
+    /// the vector that a feature has of one of its tables.
     #[serde(default)]
     pub features: Vec<String>,
     /// Sparse features that feed this input with the lengths of their bags.

@@ -79,7 +79,8 @@ class Schema:
             (feature, self.table(table))
             for feature in self.features
             for table in feature.tables
-            if name == f"{feature.name}@{table}" or (name, (table,)) == (feature.name, feature.tables)
+            if name == f"{feature.name}@{table}"
+            or (name == feature.name and len(feature.tables) == 1)
         )
 
     def width(self, name):

@@ -170,8 +170,8 @@ pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
     }
 }
 
-/// Returns the lookups for a GPU, each with a copy of its keys. The network's inputs begin at `addresses` on the GPU and have
-/// `types`.
+/// Returns the lookups for a GPU, each with a copy of its keys. The network's inputs begin at
+/// `addresses` on the GPU and have `types`.
 fn features_on_device<'a>(
     model: &'a Model,
     addresses: &[u64],
