@@ -70,7 +70,7 @@ typedef struct hatchback_bags {
     const float *weights;    /* one for each key of a weighted feature; of another one NULL */
 } hatchback_bags;
 
-/* Where the rows of one sample came from; every lookup is counted once. */
+/* Where the rows of one sample came from. A key is counted once for each table of its feature. */
 typedef struct hatchback_status {
     uint32_t fresh;     /* the row of the live generation */
     uint32_t defaulted; /* the default row: the miss policy or the deadline did not wait */

@@ -26,6 +26,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{MissPolicy, Schema};
 use hatchback_tools::report::metrics::Lookups;
 use hatchback_tools::serve::progress_bar;
@@ -332,7 +333,7 @@ impl Caller<'_> {
             Ok(lookups) => {
                 seen.whole += u64::from(lookups.late_samples == 0);
                 seen.late += u64::from(lookups.late_samples > 0);
-                seen.wrong_statuses += u64::from(!self.is_exact(&lookups, batch));
+                seen.wrong_statuses += u64::from(!self.is_exact(&lookups, batch)?);
             }
         }
         seen.requests += 1;
@@ -341,12 +342,14 @@ impl Caller<'_> {
 
     /// Returns whether `lookups` counts each lookup of `batch` once, and says late if and only if a
     /// row is missing. The model has every key, and its pages are sound.
-    fn is_exact(&self, lookups: &Lookups, batch: &Batch) -> bool {
+    fn is_exact(&self, lookups: &Lookups, batch: &Batch) -> Result<bool> {
         let Lookups { fresh, defaulted, absent, damaged, late_samples } = *lookups;
-        let sent: usize = (0..batch.features()).map(|f| batch.bags(f).keys.len()).sum();
-        fresh + defaulted == sent as u64
+        let schema = self.serving.schema(NAME).context("no model is served")?;
+        let keys = |lookup: &Lookup| batch.bags(lookup.feature.into()).keys.len();
+        let sent: usize = schema.lookups.iter().map(keys).sum();
+        Ok(fresh + defaulted == sent as u64
             && absent + damaged == 0
-            && (defaulted > 0) == (late_samples > 0)
+            && (defaulted > 0) == (late_samples > 0))
     }
 }
 

@@ -10,6 +10,9 @@ use std::time::Duration;
 pub const TABLES_MAX: usize = 4096;
 /// Sparse features in a model.
 pub const FEATURES_MAX: usize = 4096;
+/// Lookups of sparse features in tables. A model of fields that meet in pairs has the square of
+/// their number.
+pub const LOOKUPS_MAX: usize = 4096;
 /// Dense features in a model.
 pub const DENSE_FEATURES_MAX: usize = 1 << 16;
 /// Values in a row.
@@ -20,7 +23,7 @@ pub const HOTNESS_MAX: usize = 4096;
 pub const INPUT_WIDTH_MAX: usize = 1 << 20;
 /// Bytes of a name (model, table, feature, network input).
 pub const NAME_BYTES_MAX: usize = 120;
-/// Features that all inputs of the dense network list together.
+/// Lookups and features that all inputs of the dense network list together.
 pub const INPUT_FEATURES_MAX: usize = 1 << 16;
 /// Outputs of the dense network.
 pub const OUTPUTS_MAX: usize = 256;
@@ -190,8 +193,12 @@ const _: () = assert!(
     "a page holds a key and the widest row"
 );
 const _: () = assert!(
-    TABLES_MAX <= u16::MAX as usize && FEATURES_MAX <= u16::MAX as usize,
-    "u16 numbers tables and features"
+    TABLES_MAX <= u16::MAX as usize && FEATURES_MAX <= LOOKUPS_MAX,
+    "u16 numbers tables, and every feature has a lookup"
+);
+const _: () = assert!(
+    LOOKUPS_MAX <= u16::MAX as usize && LOOKUPS_MAX <= INPUT_FEATURES_MAX,
+    "u16 numbers lookups, and each feeds an input"
 );
 const _: () =
     assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");

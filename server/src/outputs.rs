@@ -242,7 +242,7 @@ mod tests {
         let network =
             Network { inputs: vec![], outputs: names.iter().map(output).collect::<Vec<_>>() };
         let (dense_features, tables, features) = (vec![], vec![], vec![]);
-        Outputs::new(&Schema { dense_features, tables, features, network })
+        Outputs::new(&Schema { dense_features, tables, features, lookups: vec![], network })
     }
 
     #[test]

@@ -10,6 +10,7 @@ use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::daily_bytes::DailyBytes;
 use hatchback::mix;
 use hatchback::schema::key_function::{KeyFunction, Side, Unknown};
+use hatchback::schema::lookup::Lookup;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::vocabulary::Vocabulary;
 use hatchback::schema::{Feature, InputSource, KeySpace, NetworkInput, NetworkOutput, Schema};
@@ -270,14 +271,16 @@ fn whole_manifest(mut manifest: Manifest) -> Manifest {
     schema.network.inputs.extend([
         extra("lengths", InputSource::Lengths(vec![0, 1])),
         extra("masks", InputSource::Masks(vec![0])),
-        extra("again", InputSource::Features(vec![1])),
+        extra("again", InputSource::Vectors(vec![1])),
     ]);
     let (name, activation) = ("cvr".to_owned(), Activation::Sigmoid);
     schema.network.outputs.push(NetworkOutput { name, activation });
     let boundaries = vec![0.5, 1.5];
     let key = KeyFunction::Buckets { boundaries, first: 0, side: Side::Below };
-    schema.features.push(Feature { key, ..Feature::plain("age", 1, Pooling::Max, 2) });
-    schema.network.inputs.push(extra("age", InputSource::Features(vec![2])));
+    schema.features.push(Feature { key, ..Feature::plain("age", 2) });
+    let lookup = |table, pooling| Lookup { feature: 2, table, pooling };
+    schema.lookups.extend([lookup(1, Pooling::Max), lookup(0, Pooling::None)]);
+    schema.network.inputs.push(extra("age", InputSource::Vectors(vec![2, 3])));
     manifest
 }
 

@@ -73,9 +73,11 @@ impl TablePlan {
 /// One feature of a plan.
 #[derive(Clone, Debug)]
 pub struct FeaturePlan {
-    /// Its table.
+    /// Its first table.
     pub table: usize,
-    /// How the rows of a bag become a vector.
+    /// Its other tables.
+    pub more_tables: Vec<usize>,
+    /// How the rows of a bag become a vector, for each table.
     pub pooling: Pooling,
     /// Keys in its longest bag.
     pub hotness_max: u32,
@@ -89,7 +91,13 @@ impl FeaturePlan {
     /// Plans a feature of one key that feeds the first input.
     pub fn one_hot(table: usize) -> Self {
         let (pooling, hotness_max) = (Pooling::Sum, 1);
-        Self { table, pooling, hotness_max, second_input: false, weighted: false }
+        let more_tables = Vec::new();
+        Self { table, more_tables, pooling, hotness_max, second_input: false, weighted: false }
+    }
+
+    /// Returns its tables.
+    pub fn tables(&self) -> impl Iterator<Item = usize> {
+        std::iter::once(self.table).chain(self.more_tables.iter().copied())
     }
 }
 
@@ -210,11 +218,10 @@ impl ModelPlan {
     /// Returns the contents of `model.toml`. The network's inputs are `dense`, `a` and `b`; an
     /// empty one is left out.
     pub fn spec(&self) -> ModelSpec {
-        let name = |f: usize| format!("f{f}");
         let input = |input: &str, second: bool| {
             let of_input = |f: &usize| self.features[*f].second_input == second;
-            let features = (0..self.features.len()).filter(of_input).map(name).collect();
-            InputSpec::vectors(input, features)
+            let features = (0..self.features.len()).filter(of_input);
+            InputSpec::vectors(input, features.flat_map(|f| self.vectors(f)).collect())
         };
         let dense = InputSpec::dense("dense");
         let inputs =
@@ -222,9 +229,10 @@ impl ModelPlan {
         let inputs =
             inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
         let feature = |(f, plan): (usize, &FeaturePlan)| FeatureSpec {
+            tables: plan.tables().map(|t| format!("t{t}")).collect(),
             pooling: plan.pooling,
             weights: plan.weighted,
-            ..FeatureSpec::sum(&name(f), &format!("t{}", plan.table), plan.hotness_max)
+            ..FeatureSpec::sum(&format!("f{f}"), "", plan.hotness_max)
         };
         ModelSpec {
             format: 1,
@@ -245,12 +253,21 @@ impl ModelPlan {
         }
     }
 
+    /// Returns the names of the vectors of feature `f`.
+    fn vectors(&self, f: usize) -> Vec<String> {
+        match self.features[f].more_tables.as_slice() {
+            [] => vec![format!("f{f}")],
+            _ => self.features[f].tables().map(|t| format!("f{f}@t{t}")).collect(),
+        }
+    }
+
     /// Returns the contents of `model.toml` with more inputs: the vectors of all features once
     /// more, in the other order, and the lengths and the masks of their bags.
     pub fn spec_with_bag_inputs(&self) -> ModelSpec {
         let mut spec = self.spec();
         let names = || spec.features.iter().map(|f| f.name.clone());
-        let again = InputSpec::vectors("again", names().rev().collect());
+        let all: Vec<String> = (0..self.features.len()).flat_map(|f| self.vectors(f)).collect();
+        let again = InputSpec::vectors("again", all.into_iter().rev().collect());
         let input = |name: &str| InputSpec { name: name.to_owned(), ..InputSpec::default() };
         let lengths = InputSpec { lengths: names().collect(), ..input("lengths") };
         let masks = InputSpec { masks: names().collect(), ..input("masks") };
@@ -292,12 +309,13 @@ impl ModelPlan {
     }
 
     fn input_width(&self, input: &InputSpec) -> usize {
-        let feature = |name: &String| &self.features[name[1..].parse::<usize>().unwrap()];
-        let width = |name: &String| {
+        let feature = |name: &str| &self.features[name[1..].parse::<usize>().unwrap()];
+        let width = |vector: &String| {
+            let (name, table) = vector.split_once("@t").unwrap_or((vector, ""));
             let feature = feature(name);
             let rows =
                 if feature.pooling == Pooling::None { feature.hotness_max as usize } else { 1 };
-            rows * self.tables[feature.table].dim
+            rows * self.tables[table.parse().unwrap_or(feature.table)].dim
         };
         let vectors: usize = input.features.iter().map(width).sum();
         let masks: usize = input.masks.iter().map(|f| feature(f).hotness_max as usize).sum();

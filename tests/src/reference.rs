@@ -48,9 +48,9 @@ impl Reference {
         for input in &self.schema.network.inputs {
             match &input.source {
                 InputSource::Dense => out.extend_from_slice(&sample.dense),
-                InputSource::Features(features) => {
-                    for &f in features {
-                        out.extend(self.pool(usize::from(f), sample, lost));
+                InputSource::Vectors(lookups) => {
+                    for &l in lookups {
+                        out.extend(self.pool(usize::from(l), sample, lost));
                     }
                 }
                 InputSource::Lengths(features) => {
@@ -83,9 +83,9 @@ impl Reference {
         damaged: &dyn Fn(usize, u64) -> bool,
     ) -> LookupStatus {
         let mut status = LookupStatus::default();
-        for (f, bag) in sample.sparse.iter().enumerate() {
-            let t = usize::from(self.schema.features[f].table);
-            for &key in bag {
+        for lookup in &self.schema.lookups {
+            let t = usize::from(lookup.table);
+            for &key in &sample.sparse[usize::from(lookup.feature)] {
                 match self.row(t, key) {
                     _ if damaged(t, key) => status.damaged += 1,
                     Some(_) => status.fresh += 1,
@@ -96,46 +96,49 @@ impl Reference {
         status
     }
 
-    /// Returns the column of the output at which the vector of feature `f` begins.
-    pub fn column(&self, f: usize) -> usize {
+    /// Returns the column of the output at which the vector of lookup `l` begins.
+    pub fn column(&self, l: usize) -> usize {
         let mut column = 0;
         for input in &self.schema.network.inputs {
-            let InputSource::Features(features) = &input.source else {
+            let InputSource::Vectors(lookups) = &input.source else {
                 column += self.schema.dense_features.len();
                 continue;
             };
-            for &other in features {
-                if usize::from(other) == f {
+            for &other in lookups {
+                if usize::from(other) == l {
                     return column;
                 }
                 column += self.width(usize::from(other));
             }
         }
-        panic!("feature {f} feeds no input")
+        panic!("lookup {l} feeds no input")
     }
 
-    /// Returns the number of values that feature `f` adds to the output.
-    pub fn width(&self, f: usize) -> usize {
-        let feature = &self.schema.features[f];
-        let dim = self.schema.tables[usize::from(feature.table)].dim as usize;
-        if feature.pooling == Pooling::None { dim * feature.hotness_max as usize } else { dim }
+    /// Returns the number of values that lookup `l` adds to the output.
+    pub fn width(&self, l: usize) -> usize {
+        let lookup = &self.schema.lookups[l];
+        let feature = &self.schema.features[usize::from(lookup.feature)];
+        let dim = self.schema.tables[usize::from(lookup.table)].dim as usize;
+        if lookup.pooling == Pooling::None { dim * feature.hotness_max as usize } else { dim }
     }
 
-    fn pool(&self, f: usize, sample: &Sample, lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
+    fn pool(&self, l: usize, sample: &Sample, lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
+        let lookup = &self.schema.lookups[l];
+        let f = usize::from(lookup.feature);
         let (feature, bag) = (&self.schema.features[f], &sample.sparse[f]);
-        let t = usize::from(feature.table);
+        let t = usize::from(lookup.table);
         let table = &self.schema.tables[t];
         let row = |key: u64| match self.row(t, key) {
             Some(row) if !lost(t, key) => row,
             _ => &table.default_row,
         };
-        let mut out = vec![0.0; self.width(f)];
+        let mut out = vec![0.0; self.width(l)];
         for (position, &key) in bag.iter().enumerate() {
             let start =
-                if feature.pooling == Pooling::None { position * table.dim as usize } else { 0 };
+                if lookup.pooling == Pooling::None { position * table.dim as usize } else { 0 };
             for (column, value) in row(key).iter().enumerate() {
                 let out = &mut out[start + column];
-                *out = match feature.pooling {
+                *out = match lookup.pooling {
                     Pooling::Max if position == 0 || value > out => *value,
                     Pooling::Max => *out,
                     _ if feature.weighted => *out + value * sample.weights[f][position],
@@ -145,7 +148,7 @@ impl Reference {
         }
         let ones = vec![1.0; bag.len()];
         let weights = if feature.weighted { &sample.weights[f] } else { &ones };
-        let divisor: f32 = match feature.pooling {
+        let divisor: f32 = match lookup.pooling {
             Pooling::Mean => weights.iter().fold(0.0, |sum, w| sum + w),
             Pooling::Sqrtn => weights.iter().fold(0.0, |sum, w| sum + w * w).sqrt(),
             Pooling::Sum | Pooling::None | Pooling::Max => return out,

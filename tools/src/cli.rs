@@ -4,16 +4,18 @@
 #[cfg(feature = "kafka")]
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
+use crate::pack::codec_error::CodecError;
 use crate::pack::merge::merge_shares;
 use crate::pack::share::pack_tables;
 use crate::pack::spec::CodecChoice;
-use crate::pack::{Overrides, Proof, pack_file_onto};
+use crate::pack::{Overrides, Packed, Proof, pack_file_onto};
 use crate::repository::{keys, prune, publish};
 use crate::{demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use hatchback::schema::Placement;
+use hatchback::schema::{Placement, Table};
 use hatchback::update::probe::Probed;
+use serde::Serialize;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -87,6 +89,81 @@ struct PackArgs {
     /// Makes the bundle of the shares in this folder; once for each folder
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "table"])]
     merge: Vec<PathBuf>,
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file, conflicts_with = "table")]
+    json: Option<PathBuf>,
+}
+
+/// The report of `pack`.
+#[derive(Serialize)]
+struct PackReport {
+    generation: String,
+    bytes: u64,
+    rows: u64,
+    rows_left_out: u64,
+    tables: Vec<PackedTable>,
+    dense_engine: String,
+    /// Probe samples with a recorded score, and the largest difference; `None` if not scored.
+    probed: Option<(u32, f32)>,
+}
+
+/// A table with the error that its codec makes.
+#[derive(Serialize)]
+struct PackedTable {
+    name: String,
+    codec: &'static str,
+    rows: u64,
+    error_max: f32,
+    error_rms: f64,
+}
+
+impl PackReport {
+    fn new(packed: &Packed) -> Self {
+        let both = packed.schema.tables.iter().zip(&packed.codec_errors);
+        let table = |(table, error): (&Table, &CodecError)| PackedTable {
+            name: table.name.clone(),
+            codec: table.codec.name(),
+            rows: table.rows,
+            error_max: error.largest,
+            error_rms: error.rms(),
+        };
+        Self {
+            generation: packed.generation.to_string(),
+            bytes: packed.bytes,
+            rows: packed.schema.tables.iter().map(|t| t.rows).sum(),
+            rows_left_out: packed.rows_left_out,
+            tables: both.map(table).collect(),
+            dense_engine: packed.dense_engine.clone(),
+            probed: match packed.proof {
+                Proof::Scored(Probed { samples, difference, .. }) => Some((samples, difference)),
+                _ => None,
+            },
+        }
+    }
+
+    fn print(&self, args: &PackArgs) -> Result<()> {
+        let (tables, rows) = (self.tables.len(), report::count(self.rows));
+        let (path, size) = (args.out.display(), report::bytes(self.bytes));
+        say!("{path}: {} with {tables} tables, {rows} rows, {size}", self.generation)?;
+        if let Some(least) = args.min_count {
+            let rows = report::count(self.rows_left_out);
+            say!("{rows} rows were used less than {least} times in training and are left out")?;
+        }
+        let mut errors = report::table(&["table", "codec", "rows", "largest error", "rms error"]);
+        for table in &self.tables {
+            let [max, rms] = [f64::from(table.error_max), table.error_rms];
+            errors.add_row([
+                &table.name,
+                table.codec,
+                &report::count(table.rows),
+                &format!("{max:.1e}"),
+                &format!("{rms:.1e}"),
+            ]);
+        }
+        say!("{errors}")?;
+        say!("dense network: {}", self.dense_engine)
+    }
 }
 
 fn placement(name: &str) -> Result<Placement, String> {
@@ -148,20 +225,15 @@ fn pack_model(args: &PackArgs) -> Result<()> {
     bar.finish_and_clear();
 
     let packed = packed?;
-    let rows = packed.schema.tables.iter().map(|t| t.rows).sum();
-    let (tables, rows) = (packed.schema.tables.len(), report::count(rows));
-    let (path, size) = (args.out.display(), report::bytes(packed.bytes));
-    say!("{path}: {} with {tables} tables, {rows} rows, {size}", packed.generation)?;
-    if let Some(least) = args.min_count {
-        let rows = report::count(packed.rows_left_out);
-        say!("{rows} rows were used less than {least} times in training and are left out")?;
-    }
-    say!("dense network: {}", packed.dense_engine)?;
+    let report = PackReport::new(&packed);
+    report::write_report(args.json.as_deref(), &report, || report.print(args))?;
+    let is_quiet = args.json.as_deref().is_some_and(report::is_standard_output);
     match packed.proof {
         Proof::Fault(error) => {
-            let path = path.to_string();
+            let path = args.out.display();
             Err(error.context(format!("{path}: is packed, but its probe set was not scored")))
         }
+        _ if is_quiet => Ok(()),
         Proof::NotScored(problem) => say!("the probe set was not scored: {problem}"),
         Proof::Scored(Probed { samples: 0, .. }) => say!("no probe sample has a recorded score"),
         Proof::Scored(Probed { samples, difference, .. }) => {

@@ -46,7 +46,7 @@ struct Report {
     bytes: u64,
     dense_features: usize,
     tables: Vec<TableReport>,
-    features: Vec<FeatureReport>,
+    lookups: Vec<LookupReport>,
     inputs: Vec<InputReport>,
     outputs: Vec<OutputReport>,
     onnx_bytes: u64,
@@ -152,8 +152,8 @@ struct TableReport {
 }
 
 #[derive(Debug, Serialize)]
-struct FeatureReport {
-    name: String,
+struct LookupReport {
+    feature: String,
     table: String,
     pooling: String,
     hotness_max: u32,
@@ -191,7 +191,7 @@ impl Report {
             bytes,
             dense_features: schema.dense_features.len(),
             tables: (0..schema.tables.len()).map(|i| TableReport::new(manifest, i)).collect(),
-            features: (0..schema.features.len()).map(|i| FeatureReport::new(schema, i)).collect(),
+            lookups: (0..schema.lookups.len()).map(|l| LookupReport::new(schema, l)).collect(),
             inputs: (0..schema.network.inputs.len()).map(|i| InputReport::new(schema, i)).collect(),
             outputs: schema.network.outputs.iter().map(OutputReport::new).collect(),
             onnx_bytes: size(Some(manifest.dense)),
@@ -212,12 +212,12 @@ impl Report {
         }
         say!("{}", self.tables_table())?;
 
-        let mut features = report::table(&["feature", "table", "pooling", "hotness max", "key"]);
-        for f in &self.features {
-            let pooling = format!("{}{}", f.pooling, if f.weights { ", weighted" } else { "" });
-            features.add_row([&f.name, &f.table, &pooling, &f.hotness_max.to_string(), &f.key]);
+        let mut lookups = report::table(&["feature", "table", "pooling", "hotness max", "key"]);
+        for l in &self.lookups {
+            let pooling = format!("{}{}", l.pooling, if l.weights { ", weighted" } else { "" });
+            lookups.add_row([&l.feature, &l.table, &pooling, &l.hotness_max.to_string(), &l.key]);
         }
-        say!("{features}")?;
+        say!("{lookups}")?;
 
         let mut inputs = report::table(&["network input", "width", "fed by"]);
         for i in &self.inputs {
@@ -299,13 +299,13 @@ impl TableReport {
     }
 }
 
-impl FeatureReport {
-    fn new(schema: &Schema, i: usize) -> Self {
-        let (feature, table) = (&schema.features[i], schema.table_of(i));
+impl LookupReport {
+    fn new(schema: &Schema, l: usize) -> Self {
+        let feature = schema.feature_of(l);
         Self {
-            name: feature.name.clone(),
-            table: table.name.clone(),
-            pooling: lower(feature.pooling),
+            feature: feature.name.clone(),
+            table: schema.table_of(l).name.clone(),
+            pooling: lower(schema.lookups[l].pooling),
             hotness_max: feature.hotness_max,
             weights: feature.weighted,
             key: describe_key(&feature.key),
@@ -345,7 +345,7 @@ impl InputReport {
         let input = &schema.network.inputs[i];
         let fed_by = match &input.source {
             InputSource::Dense => format!("{} dense features", schema.dense_features.len()),
-            InputSource::Features(features) => format!("{} sparse features", features.len()),
+            InputSource::Vectors(lookups) => format!("{} vectors", lookups.len()),
             InputSource::Lengths(features) => format!("lengths of {} bags", features.len()),
             InputSource::Masks(features) => format!("masks of {} bags", features.len()),
         };

@@ -15,6 +15,7 @@ use hatchback::io::disk;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
+use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{
     Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput, Placement,
     Schema, Table,
@@ -155,11 +156,12 @@ fn schema(data: &Data) -> Schema {
         default_row: vec![0.0; DIM as usize],
     };
 
-    let feature = |f| Feature::plain(&format!("f{f}"), 0, Pooling::Sum, 1);
+    let feature = |f| Feature::plain(&format!("f{f}"), 1);
+    let lookup = |feature| Lookup { feature, table: 0, pooling: Pooling::Sum };
     let input = |name: &str, source| NetworkInput { name: name.to_owned(), source };
     let inputs = vec![
         input("dense", InputSource::Dense),
-        input("emb", InputSource::Features((0..FEATURES).collect())),
+        input("emb", InputSource::Vectors((0..FEATURES).collect())),
     ];
 
     let output = NetworkOutput { name: "logit".to_owned(), activation: Activation::Sigmoid };
@@ -170,6 +172,7 @@ fn schema(data: &Data) -> Schema {
         dense_features,
         tables: vec![table],
         features: (0..FEATURES).map(feature).collect(),
+        lookups: (0..FEATURES).map(lookup).collect(),
         network,
     }
 }

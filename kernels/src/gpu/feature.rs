@@ -1,5 +1,6 @@
 //! A sparse feature as a caller describes it, and as the kernels see it: the place of its rows,
-//! their encoding, and the accesses that a kernel may make. Never launches.
+//! their encoding, and the accesses that a kernel may make. It has one table: a column that feeds
+//! several tables is as many features, with a copy of its keys each. Never launches.
 
 use crate::cache::address::TableHasher;
 use crate::cache::codec::{Codec, RowFormat};

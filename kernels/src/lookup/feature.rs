@@ -1,6 +1,7 @@
 //! The inputs and output of a lookup. The inputs are a feature with its table and its columns, and
-//! the keys of a batch. The output is the network input that receives the pooled bags. The methods
-//! here write one bag's columns. They never look a row up.
+//! the keys of a batch. The output is the network input that receives the pooled bags. A feature
+//! here has one table: a column that feeds several tables is as many features. The methods here
+//! write one bag's columns. They never look a row up.
 
 use crate::cache::Cache;
 use crate::cache::codec::RowFormat;

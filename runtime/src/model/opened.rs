@@ -79,7 +79,7 @@ pub(crate) struct ModelParts {
     pub outputs: usize,
 }
 
-/// The first column of a feature's vectors in the inputs of the dense network.
+/// The first column of a lookup's vectors in the inputs of the dense network.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct InputColumn {
     /// Number of the network input.
@@ -88,8 +88,8 @@ pub(crate) struct InputColumn {
     pub column: usize,
 }
 
-/// A copy of a feature's vectors from one input of the dense network to another. The vectors of a
-/// feature that feeds several inputs are pooled into the first and copied to the others.
+/// A copy of a lookup's vectors from one input of the dense network to another. The vectors of a
+/// lookup that feeds several inputs are pooled into the first and copied to the others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ColumnCopy {
     pub from: InputColumn,
@@ -240,10 +240,10 @@ impl Model {
         self.memory.record_peak(bytes);
     }
 
-    /// Returns the first column of feature `f` in the inputs of the dense network.
+    /// Returns the first column of lookup `l` in the inputs of the dense network.
     #[inline]
-    pub(crate) fn column(&self, f: usize) -> InputColumn {
-        self.columns[f]
+    pub(crate) fn column(&self, l: usize) -> InputColumn {
+        self.columns[l]
     }
 
     /// Returns the copies of vectors from one input to another.
@@ -260,15 +260,14 @@ impl Model {
     /// such an input, and each vector in it must start and end at a multiple of [`PIECE_COLUMNS`].
     pub(crate) fn f16_inputs(&self) -> Vec<usize> {
         let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
-        let of_feature = |f: usize, input: usize| {
-            let table = usize::from(self.schema.features[f].table);
-            let dim = self.tables[table].format.dim();
-            self.columns[f].input != input || (in_pieces(self.columns[f].column) && in_pieces(dim))
+        let of_lookup = |l: usize, input: usize| {
+            let (at, dim) = (self.columns[l], self.schema.table_of(l).dim as usize);
+            at.input != input || (in_pieces(at.column) && in_pieces(dim))
         };
         let fits = |(number, input): (usize, &NetworkInput)| {
-            let filled = matches!(input.source, InputSource::Features(_))
+            let filled = matches!(input.source, InputSource::Vectors(_))
                 && in_pieces(self.schema.input_width(input))
-                && (0..self.schema.features.len()).all(|f| of_feature(f, number));
+                && (0..self.columns.len()).all(|l| of_lookup(l, number));
             filled.then_some(number)
         };
         self.schema.network.inputs.iter().enumerate().filter_map(fits).collect()
@@ -316,23 +315,23 @@ impl Model {
     }
 }
 
-/// Returns the first column of each feature in the inputs of the dense network, and the copies to
+/// Returns the first column of each lookup in the inputs of the dense network, and the copies to
 /// further inputs.
 fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>) {
-    let mut columns: Vec<Option<InputColumn>> = vec![None; schema.features.len()];
+    let mut columns: Vec<Option<InputColumn>> = vec![None; schema.lookups.len()];
     let mut copies = Vec::new();
     for (input, declared) in schema.network.inputs.iter().enumerate() {
-        let InputSource::Features(features) = &declared.source else { continue };
+        let InputSource::Vectors(lookups) = &declared.source else { continue };
         let mut column = 0;
-        for &f in features {
-            let (to, width) = (InputColumn { input, column }, schema.feature_width(usize::from(f)));
-            match columns[usize::from(f)] {
-                None => columns[usize::from(f)] = Some(to),
+        for l in lookups.iter().map(|l| usize::from(*l)) {
+            let (to, width) = (InputColumn { input, column }, schema.vector_width(l));
+            match columns[l] {
+                None => columns[l] = Some(to),
                 Some(from) => copies.push(ColumnCopy { from, to, width }),
             }
             column += width;
         }
     }
-    // No default is used: the schema's check refuses a feature that feeds no input.
+    // No default is used: the schema's check refuses a lookup that feeds no input.
     (columns.into_iter().map(Option::unwrap_or_default).collect(), copies)
 }

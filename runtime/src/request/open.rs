@@ -173,7 +173,7 @@ impl Model {
             return Err(OpenError::GpuLacks(lacks));
         }
         let room = RequestRoom {
-            features: schema.features.len(),
+            features: schema.lookups.len(),
             lookups: schema.lookups_max(),
             weights: schema.weights_max(),
         };

@@ -183,12 +183,12 @@ impl Pipeline {
 
     /// Queues keys of feature `feature` that later requests will look up. Workers fetch their rows
     /// into the cache while no request waits. Keys for which the prefetch queue has no room are
-    /// dropped and counted. Returns how many keys were queued.
+    /// dropped and counted. Returns how many keys were queued for all cached tables of the feature.
     pub fn prefetch(&self, feature: usize, keys: &[u64]) -> usize {
         let model = self.live.model();
-        let table = model.schema().features.get(feature).map(|f| f.table);
-        let Some(table) = table.filter(|&t| model.is_cached(t)) else { return 0 };
-        self.workers.queue.prefetch(table, keys)
+        let tables = model.schema().lookups_of(feature).map(|lookup| lookup.table);
+        let cached = tables.filter(|&table| model.is_cached(table));
+        cached.map(|table| self.workers.queue.prefetch(table, keys)).min().unwrap_or(0)
     }
 
     /// Returns the counts of each table's lookups since the model was loaded.

@@ -69,8 +69,7 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
         Budget { memory_bytes_max: b.memory_bytes_max, reads_max: b.reads_max, ..*budget } == *b;
     same_budget
         && is_next(old, flash)
-        && before.features.len() == after.features.len()
-        && before.features.iter().zip(&after.features).all(|(a, b)| a.has_lookup_of(b))
+        && before.has_lookups_of(after)
         && (old.backend().device_tables().is_none() || after.gpu_lacks().is_none())
         && before.dense_features == after.dense_features
         && capacity::fit_caches(before, after, old.backend())

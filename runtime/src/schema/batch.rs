@@ -22,6 +22,7 @@ pub use hatchback_kernels::lookup::Bags;
 ///     dense_features: vec!["speed".to_owned(), "hour".to_owned()],
 ///     tables: vec![],
 ///     features: vec![],
+///     lookups: vec![],
 ///     network,
 /// };
 ///
@@ -119,7 +120,7 @@ impl Batch {
     pub fn bytes(schema: &Schema, capacity: usize) -> usize {
         let weighted = schema.features.iter().filter(|f| f.weighted);
         let weights: usize = weighted.map(|f| 4 * f.hotness_max as usize).sum();
-        let keys: usize = schema.lookups_max() * 8 + weights + schema.features.len() * 4;
+        let keys: usize = schema.keys_max() * 8 + weights + schema.features.len() * 4;
         capacity * (4 * schema.dense_features.len() + keys) + 4 * schema.features.len()
     }
 
@@ -402,14 +403,16 @@ fn check_bags(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), B
 mod tests {
     use super::*;
     use crate::schema::Network;
-    use hatchback_kernels::lookup::Pooling;
 
     fn schema() -> Schema {
-        let feature = |name: &str, hotness_max| Feature::plain(name, 0, Pooling::Sum, hotness_max);
         Schema {
             dense_features: vec!["a".to_owned(), "b".to_owned()],
             tables: vec![],
-            features: vec![feature("x", 1), Feature { weighted: true, ..feature("y", 3) }],
+            features: vec![
+                Feature::plain("x", 1),
+                Feature { weighted: true, ..Feature::plain("y", 3) },
+            ],
+            lookups: vec![],
             network: Network { inputs: vec![], outputs: vec![] },
         }
     }

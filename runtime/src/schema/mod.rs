@@ -1,9 +1,10 @@
-//! The schema: which features a model takes, which tables they look up, and how their vectors feed
-//! the dense network. Plain data with one check; never reads rows.
+//! The schema: which features a model takes, in which tables it looks them up, and how the vectors
+//! feed the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;
 mod farmhash;
 pub mod key_function;
+pub mod lookup;
 pub mod outputs;
 pub mod probe_set;
 pub mod raw_value;
@@ -16,6 +17,7 @@ use crate::limits::{
     NAME_BYTES_MAX, OUTPUTS_MAX, TABLES_MAX,
 };
 use crate::schema::key_function::{KeyError, KeyFunction};
+use crate::schema::lookup::Lookup;
 use crate::schema::raw_value::RawValue;
 use hatchback_kernels::cache::address::{mix, unmix};
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
@@ -121,13 +123,9 @@ impl Table {
 pub struct Feature {
     /// Its name, unique in the model.
     pub name: String,
-    /// The number of its table. Several features may share a table.
-    pub table: u16,
-    /// How the rows of a bag become a vector.
-    pub pooling: Pooling,
     /// Keys in its longest bag.
     pub hotness_max: u32,
-    /// Whether each key comes with a weight, which multiplies its row.
+    /// Whether each key comes with a weight, which multiplies its rows.
     pub weighted: bool,
     /// How the values of a request become keys.
     pub key: KeyFunction,
@@ -135,21 +133,8 @@ pub struct Feature {
 
 impl Feature {
     /// Returns a feature that takes keys, without weights.
-    pub fn plain(name: &str, table: u16, pooling: Pooling, hotness_max: u32) -> Self {
-        let name = name.to_owned();
-        Self { name, table, pooling, hotness_max, weighted: false, key: KeyFunction::Key }
-    }
-
-    /// Returns whether both have the same name and look up and pool rows in the same way.
-    pub(crate) fn has_lookup_of(&self, other: &Self) -> bool {
-        let key = self.key.clone();
-        *self == Self { key, ..other.clone() }
-    }
-
-    /// Returns the number of rows that the feature adds to an input: `hotness_max` for the pooling
-    /// `none`, else 1.
-    fn rows_out(&self) -> usize {
-        if self.pooling == Pooling::None { self.hotness_max as usize } else { 1 }
+    pub fn plain(name: &str, hotness_max: u32) -> Self {
+        Self { name: name.to_owned(), hotness_max, weighted: false, key: KeyFunction::Key }
     }
 }
 
@@ -158,8 +143,8 @@ impl Feature {
 pub enum InputSource {
     /// The request's dense features.
     Dense,
-    /// The pooled vectors of these features, side by side.
-    Features(Vec<u16>),
+    /// The vectors of these lookups, side by side.
+    Vectors(Vec<u16>),
     /// The number of keys in the bag of each of these features.
     Lengths(Vec<u16>),
     /// For each of these features `hotness_max` values: 1 for a key, 0 after the last key.
@@ -204,6 +189,8 @@ pub struct Schema {
     pub tables: Vec<Table>,
     /// The sparse features, in request order.
     pub features: Vec<Feature>,
+    /// The lookups of the features' bags in tables. Each makes a vector for the dense network.
+    pub lookups: Vec<Lookup>,
     /// The dense network.
     pub network: Network,
 }
@@ -263,79 +250,50 @@ impl Schema {
         self.tables.iter().enumerate().try_for_each(|(i, t)| check_table(i, t))?;
 
         for (i, f) in self.features.iter().enumerate() {
-            if usize::from(f.table) >= self.tables.len() {
-                return fault(
-                    format!("feature[{i}].table"),
-                    format!("{} of {} tables", f.table, self.tables.len()),
-                );
-            }
             if f.hotness_max == 0 || f.hotness_max as usize > HOTNESS_MAX {
                 return fault(
                     format!("feature[{i}].hotness_max"),
                     format!("{} is not in 1..={HOTNESS_MAX}", f.hotness_max),
                 );
             }
-            if f.weighted && matches!(f.pooling, Pooling::None | Pooling::Max) {
-                let problem = format!(
-                    "weights with {:?} pooling, only sum, mean and sqrtn take them",
-                    f.pooling
-                );
-                return fault(format!("feature[{i}].weights"), problem);
+            if let Err(problem) = f.key.check() {
+                return fault(format!("feature[{i}].key"), problem);
             }
-            self.check_key(i)?;
         }
 
+        self.check_lookups()?;
         self.check_network()
     }
 
-    /// Checks the key function of feature `f` against its table.
-    fn check_key(&self, f: usize) -> Result<(), SchemaError> {
-        let (key, table) = (&self.features[f].key, self.table_of(f));
-        let refuse = |problem: String| fault(format!("feature[{f}].key"), problem);
-        if let Err(problem) = key.check() {
-            return refuse(problem);
-        }
-        match (table.keys, key.key_max()) {
-            (KeySpace::Index, Some(last)) if last >= table.rows => refuse(format!(
-                "makes keys up to {last}, the table `{}` has {} rows",
-                table.name, table.rows
-            )),
-            (KeySpace::Sparse, _) if key.may_be_unknown() => refuse(format!(
-                "a sparse table such as `{}` may have any key; say what an unknown word becomes",
-                table.name
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// Checks that every feature feeds an input with its vectors, and that the dense features feed
-    /// one input if there are any.
+    /// Checks that every vector feeds an input, and that the dense features feed one input if there
+    /// are any.
     fn check_network(&self) -> Result<(), SchemaError> {
-        let mut is_fed = vec![false; self.features.len()];
+        let mut is_fed = vec![false; self.lookups.len()];
         let (mut dense, mut listed) = (0u32, 0);
         for (i, input) in self.network.inputs.iter().enumerate() {
-            let (field, features) = match &input.source {
+            let (features, lookups) = (self.features.len(), self.lookups.len());
+            let (field, numbers, what, end) = match &input.source {
                 InputSource::Dense => {
                     dense += 1;
                     continue;
                 }
-                InputSource::Features(features) => ("features", features),
-                InputSource::Lengths(features) => ("lengths", features),
-                InputSource::Masks(features) => ("masks", features),
+                InputSource::Vectors(numbers) => ("features", numbers, "lookup", lookups),
+                InputSource::Lengths(numbers) => ("lengths", numbers, "feature", features),
+                InputSource::Masks(numbers) => ("masks", numbers, "feature", features),
             };
             let field = || format!("network.input[{i}].{field}");
-            if features.is_empty() {
+            if numbers.is_empty() {
                 return fault(field(), "is empty");
             }
-            listed += features.len();
+            listed += numbers.len();
             if listed > INPUT_FEATURES_MAX {
                 return fault(field(), format!("with the others lists over {INPUT_FEATURES_MAX}"));
             }
-            if let Some(f) = features.iter().find(|f| usize::from(**f) >= self.features.len()) {
-                return fault(field(), format!("no feature {f}"));
+            if let Some(number) = numbers.iter().find(|number| usize::from(**number) >= end) {
+                return fault(field(), format!("no {what} {number}"));
             }
-            if matches!(input.source, InputSource::Features(_)) {
-                features.iter().for_each(|f| is_fed[usize::from(*f)] = true);
+            if matches!(input.source, InputSource::Vectors(_)) {
+                numbers.iter().for_each(|l| is_fed[usize::from(*l)] = true);
             }
         }
 
@@ -343,9 +301,9 @@ impl Schema {
             let n = self.dense_features.len();
             return fault("network.input", format!("{dense} inputs take the {n} dense features"));
         }
-        if let Some(f) = is_fed.iter().position(|is_fed| !is_fed) {
-            let problem = format!("`{}` feeds no input with its vectors", self.features[f].name);
-            return fault(format!("feature[{f}]"), problem);
+        if let Some(l) = is_fed.iter().position(|is_fed| !is_fed) {
+            let problem = format!("`{}` feeds no input with its vectors", self.vector_name(l));
+            return fault(format!("feature[{}]", self.lookups[l].feature), problem);
         }
 
         let mut widths = self.network.inputs.iter().map(|input| self.input_width(input));
@@ -358,22 +316,12 @@ impl Schema {
         }
     }
 
-    /// Returns the table of feature `f`.
-    pub fn table_of(&self, f: usize) -> &Table {
-        &self.tables[usize::from(self.features[f].table)]
-    }
-
-    /// Returns the values per sample that feature `f` adds to its network input.
-    pub fn feature_width(&self, f: usize) -> usize {
-        self.features[f].rows_out() * self.table_of(f).dim as usize
-    }
-
     /// Returns the values per sample of a network input.
     pub fn input_width(&self, input: &NetworkInput) -> usize {
         match &input.source {
             InputSource::Dense => self.dense_features.len(),
-            InputSource::Features(features) => {
-                features.iter().map(|&f| self.feature_width(usize::from(f))).sum()
+            InputSource::Vectors(lookups) => {
+                lookups.iter().map(|&l| self.vector_width(usize::from(l))).sum()
             }
             InputSource::Lengths(features) => features.len(),
             InputSource::Masks(features) => {
@@ -423,41 +371,32 @@ impl Schema {
     /// Returns a property of the schema that the lookup on a GPU does not support; `None` if a GPU
     /// can look up all rows.
     pub fn gpu_lacks(&self) -> Option<String> {
-        let mut is_fed = vec![false; self.features.len()];
+        let mut is_fed = vec![false; self.lookups.len()];
         let mut input = |input: &NetworkInput| match &input.source {
             InputSource::Dense => None,
             InputSource::Lengths(_) => Some(format!("lengths, which input `{}` takes", input.name)),
             InputSource::Masks(_) => Some(format!("masks, which input `{}` takes", input.name)),
-            InputSource::Features(features) => features.iter().find_map(|&f| {
-                let f = usize::from(f);
-                std::mem::replace(&mut is_fed[f], true).then(|| {
-                    let name = &self.features[f].name;
+            InputSource::Vectors(lookups) => lookups.iter().find_map(|&l| {
+                let l = usize::from(l);
+                std::mem::replace(&mut is_fed[l], true).then(|| {
+                    let name = self.vector_name(l);
                     format!("a second input for feature `{name}`, which is `{}`", input.name)
                 })
             }),
         };
-        let weighted = |feature: &Feature| {
-            let divides = matches!(feature.pooling, Pooling::Mean | Pooling::Sqrtn);
+        let weighted = |lookup: &Lookup| {
+            let feature = &self.features[usize::from(lookup.feature)];
+            let divides = matches!(lookup.pooling, Pooling::Mean | Pooling::Sqrtn);
             (feature.weighted && divides).then(|| {
-                let (name, pooling) = (&feature.name, format!("{:?}", feature.pooling));
+                let (name, pooling) = (&feature.name, format!("{:?}", lookup.pooling));
                 let pooling = pooling.to_lowercase();
                 format!("weights with pooling `{pooling}`, which feature `{name}` has")
             })
         };
-        self.features
+        self.lookups
             .iter()
             .find_map(weighted)
             .or_else(|| self.network.inputs.iter().find_map(&mut input))
-    }
-
-    /// Returns the largest number of weights of one sample.
-    pub fn weights_max(&self) -> usize {
-        self.features.iter().filter(|f| f.weighted).map(|f| f.hotness_max as usize).sum()
-    }
-
-    /// Returns the largest number of lookups of one sample.
-    pub fn lookups_max(&self) -> usize {
-        self.features.iter().map(|f| f.hotness_max as usize).sum()
     }
 }
 

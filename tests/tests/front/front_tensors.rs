@@ -1,7 +1,6 @@
 //! The front door turns tensors, in JSON and in gRPC, into the same batch as the samples
 //! themselves: padded and jagged keys, with weights.
 
-use hatchback::Pooling;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{Feature, Network, Schema};
@@ -13,12 +12,13 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 fn schema() -> Arc<Schema> {
-    let plain = Feature::plain("plain", 0, Pooling::Sum, 3);
-    let weighted = Feature { weighted: true, ..Feature::plain("weighted", 0, Pooling::Sum, 4) };
+    let plain = Feature::plain("plain", 3);
+    let weighted = Feature { weighted: true, ..Feature::plain("weighted", 4) };
     Arc::new(Schema {
         dense_features: vec!["d".to_owned()],
         tables: vec![],
         features: vec![plain, weighted],
+        lookups: vec![],
         network: Network { inputs: vec![], outputs: vec![] },
     })
 }

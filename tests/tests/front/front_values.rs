@@ -1,7 +1,6 @@
 //! Raw values over gRPC and HTTP: in each form that the protocol has, the values of a feature with
 //! a key function become the keys that `hatchback run` makes of them.
 
-use hatchback::Pooling;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::key_function::{KeyFunction, KeyHash, Side, Unknown};
 use hatchback::schema::sample::Sample;
@@ -32,12 +31,13 @@ fn schema() -> Arc<Schema> {
     let feature = |(name, key): (&&str, KeyFunction)| Feature {
         key,
         weighted: *name == "rest",
-        ..Feature::plain(name, 0, Pooling::Sum, HOTNESS as u32)
+        ..Feature::plain(name, HOTNESS as u32)
     };
     Arc::new(Schema {
         dense_features: vec![],
         tables: vec![],
         features: NAMES.iter().zip(functions).map(feature).collect(),
+        lookups: vec![],
         network: Network { inputs: vec![], outputs: vec![] },
     })
 }

@@ -97,7 +97,6 @@ fn plan(seed: u64) -> ModelPlan {
 
     let tables: Vec<TablePlan> = (0..1 + random.below(5)).map(|_| table(&mut random)).collect();
     let feature = |random: &mut Random| FeaturePlan {
-        table: random.below(tables.len() as u64) as usize,
         pooling: *random.pick(&[
             Pooling::Sum,
             Pooling::Mean,
@@ -107,12 +106,14 @@ fn plan(seed: u64) -> ModelPlan {
         ]),
         hotness_max: 1 + random.below(6) as u32,
         second_input: random.one_in(2),
-        weighted: false,
+        ..FeaturePlan::one_hot(random.below(tables.len() as u64) as usize)
     };
     let feature = |random: &mut Random| {
         let feature = feature(random);
         let weighted = feature.pooling == Pooling::Sum && random.one_in(3);
-        FeaturePlan { weighted, ..feature }
+        let mut others = (0..tables.len()).filter(|t| *t != feature.table);
+        let more_tables = others.by_ref().filter(|_| random.one_in(4)).collect();
+        FeaturePlan { weighted, more_tables, ..feature }
     };
 
     let features = (0..1 + random.below(7)).map(|_| feature(&mut random)).collect();
@@ -219,6 +220,7 @@ fn many_workers_on_one_model_score_as_one() {
         pooling: pooling(i),
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i.is_multiple_of(3),
+        more_tables: if i == 0 { vec![2, 1] } else { Vec::new() },
         weighted: false,
     };
 
@@ -267,7 +269,8 @@ fn a_request_without_misses_is_one_launch() {
     let known = |mut sample: Sample| {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {
             bag.retain(|&key| {
-                reference.row(usize::from(packed.schema.features[f].table), key).is_some()
+                let mut tables = packed.schema.lookups_of(f).map(|l| usize::from(l.table));
+                tables.all(|t| reference.row(t, key).is_some())
             });
         }
         sample

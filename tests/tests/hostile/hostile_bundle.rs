@@ -7,9 +7,10 @@ use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::io::page::PageBytes;
-use hatchback::limits::{CHUNK_BYTES, FEATURES_MAX, HOTNESS_MAX, MANIFEST_BYTES_MAX};
+use hatchback::limits::{CHUNK_BYTES, FEATURES_MAX, HOTNESS_MAX, LOOKUPS_MAX, MANIFEST_BYTES_MAX};
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{Feature, InputSource, KeySpace};
 use hatchback_tests::models::ModelPlan;
 use hatchback_tests::random::Random;
@@ -547,8 +548,32 @@ fn schemas_that_contradict_themselves() {
     let refused = |change: &dyn Fn(&mut Manifest), text: &str| {
         victim.refuses_manifest(change, &["attack.bundle: manifest: schema: ", text]);
     };
-    refused(&|m| m.schema.features[1].table = 3, "feature[1].table: 3 of 3 tables");
-    refused(&|m| m.schema.features[1].table = u16::MAX, "feature[1].table: 65535 of 3 tables");
+    refused(&|m| m.schema.lookups[1].table = 3, "lookup[1].table: 3 of 3 tables");
+    refused(&|m| m.schema.lookups[1].table = u16::MAX, "lookup[1].table: 65535 of 3 tables");
+    refused(&|m| m.schema.lookups[2].feature = 3, "lookup[2].feature: 3 of 3 features");
+    refused(&|m| m.schema.lookups[2].feature = u16::MAX, "lookup[2].feature: 65535 of 3 features");
+    refused(&|m| m.schema.lookups.truncate(2), "feature[2].table: is empty");
+    refused(
+        &|m| {
+            let all = (0..3).flat_map(|feature| (0..3).map(move |table| (feature, table)));
+            let lookup = |(feature, table)| Lookup { feature, table, pooling: Pooling::Sum };
+            m.schema.lookups = all.cycle().take(LOOKUPS_MAX + 1).map(lookup).collect();
+        },
+        "lookup: has more than 4096 entries",
+    );
+    let again = |m: &mut Manifest| m.schema.lookups.push(m.schema.lookups[0]);
+    refused(&again, "feature[0].table: `t0` occurs twice");
+    let other = |m: &mut Manifest| {
+        let table = (m.schema.lookups[0].table + 1) % 3;
+        m.schema.lookups.push(Lookup { table, ..m.schema.lookups[0] });
+    };
+    refused(&other, "feature[0]: `f0@t1` feeds no input with its vectors");
+    refused(
+        &|m| (m.schema.features[0].weighted, m.schema.lookups[0].pooling) = (true, Pooling::Max),
+        "feature[0].weights: weights with Max pooling",
+    );
+    let at = |m: &mut Manifest| m.schema.features[1].name = "f0@t0".to_owned();
+    refused(&at, "feature[1].name: makes `f0@t0` ambiguous");
     refused(&|m| m.schema.features[2].hotness_max = 0, "feature[2].hotness_max: 0 is not in");
     refused(
         &|m| m.schema.features[2].hotness_max = HOTNESS_MAX as u32 + 1,
@@ -575,22 +600,24 @@ fn schemas_that_contradict_themselves() {
     );
     refused(&|m| drop(m.schema.network.inputs.pop()), "feature[0]: `f0` feeds no input");
 
-    let feed = |features: Vec<u16>| {
+    let feed = |lookups: Vec<u16>| {
         move |m: &mut Manifest| {
-            m.schema.network.inputs[1].source = InputSource::Features(features.clone())
+            m.schema.network.inputs[1].source = InputSource::Vectors(lookups.clone())
         }
     };
 
-    refused(&feed(vec![0, 1, 2, 9]), "network.input[1].features: no feature 9");
+    refused(&feed(vec![0, 1, 2, 9]), "network.input[1].features: no lookup 9");
     refused(&feed(vec![0, 1, 1]), "feature[2]: `f2` feeds no input");
     refused(&feed(vec![]), "network.input[1].features: is empty");
 
     // Every feature is within its limits, but a sample would take gigabytes.
     let wide = |m: &mut Manifest| {
-        let more = |i| Feature::plain(&format!("wide{i}"), 0, Pooling::None, HOTNESS_MAX as u32);
+        let more = |i| Feature::plain(&format!("wide{i}"), HOTNESS_MAX as u32);
         m.schema.features.extend((3..FEATURES_MAX).map(more));
-        let all = (0..FEATURES_MAX as u16).collect();
-        m.schema.network.inputs[1].source = InputSource::Features(all);
+        let all = 0..FEATURES_MAX as u16;
+        let lookup = |feature| Lookup { feature, table: 0, pooling: Pooling::None };
+        m.schema.lookups.extend(all.clone().skip(3).map(lookup));
+        m.schema.network.inputs[1].source = InputSource::Vectors(all.collect());
     };
 
     refused(&wide, "network.input[1]: is wider than");

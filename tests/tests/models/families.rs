@@ -58,12 +58,12 @@ fn recorded(samples: &[Sample]) -> Vec<f32> {
 /// Returns the least number of lookups of `samples` that must count as absent: those of index keys
 /// beyond their table.
 fn absent_at_least(installed: &Installed, samples: &[Sample]) -> u32 {
-    let features = &installed.schema.features;
-    let beyond = |(f, bag): (usize, &Vec<u64>)| {
-        let table = &installed.schema.tables[usize::from(features[f].table)];
+    let schema = &installed.schema;
+    let beyond = |sample: &Sample, l: usize| {
+        let (table, bag) = (schema.table_of(l), &sample.sparse[schema.lookups[l].feature as usize]);
         bag.iter().filter(|&&key| table.keys == KeySpace::Index && key >= table.rows).count() as u32
     };
-    samples.iter().flat_map(|s| s.sparse.iter().enumerate().map(beyond)).sum()
+    samples.iter().flat_map(|s| (0..schema.lookups.len()).map(move |l| beyond(s, l))).sum()
 }
 
 #[test]

@@ -75,7 +75,7 @@ struct Answers {
 fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f32]) -> Answers {
     let (schema, mut answers) = (worker.model().schema(), Answers::default());
     for (f, bag) in sample.sparse.iter().enumerate() {
-        let t = usize::from(schema.features[f].table);
+        let t = usize::from(schema.lookups[f].table);
         let (table, columns) =
             (&schema.tables[t], &scores[reference.column(f)..][..reference.width(f)]);
         let Some(&key) = bag.first() else {
@@ -161,12 +161,12 @@ fn score(
 fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
     let mut random = Random::new(seed);
     let keys: Vec<Vec<u64>> = packed.rows.iter().map(|r| r.all_keys()).collect();
-    let bag = |f: &hatchback::schema::Feature, random: &mut Random| {
-        vec![*random.pick(&keys[usize::from(f.table)])]
+    let bag = |l: &hatchback::schema::lookup::Lookup, random: &mut Random| {
+        vec![*random.pick(&keys[usize::from(l.table)])]
     };
     let sample = |_| Sample {
         dense: vec![0.5],
-        sparse: packed.schema.features.iter().map(|f| bag(f, &mut random)).collect(),
+        sparse: packed.schema.lookups.iter().map(|l| bag(l, &mut random)).collect(),
         ..Sample::default()
     };
     (0..n).map(sample).collect()
@@ -351,7 +351,7 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     let samples = known_samples(&packed, 2, 7);
     let only = |table: u16| {
         let mut sample = samples[usize::from(table)].clone();
-        let other = |f: usize| packed.schema.features[f].table != table;
+        let other = |f: usize| packed.schema.lookups[f].table != table;
         (0..sample.sparse.len()).filter(|f| other(*f)).for_each(|f| sample.sparse[f].clear());
         vec![sample]
     };

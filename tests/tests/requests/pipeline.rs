@@ -140,7 +140,7 @@ fn random_model(seed: u64) -> ModelPlan {
         pooling: *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]),
         hotness_max: 1 + random.below(6) as u32,
         second_input: random.one_in(3),
-        weighted: false,
+        ..FeaturePlan::one_hot(0)
     };
     let features = (0..1 + random.below(6)).map(|_| feature(&mut random)).collect();
     let dense = random.below(3) as usize;
@@ -519,6 +519,31 @@ fn a_request_for_prefetched_keys_misses_nothing() {
 }
 
 /// Neither a key that the table does not have nor a key on a damaged page becomes a hit.
+#[test]
+fn prefetched_keys_are_cached_for_every_table_of_their_feature() {
+    let tables =
+        [4, 6].map(|dim| TablePlan::cached(KeySpace::Sparse, 300, dim, CodecChoice::F32)).to_vec();
+    let features = vec![FeaturePlan { more_tables: vec![1], ..FeaturePlan::one_hot(0) }];
+    let (name, sequence, seed, dense) = ("shared".to_owned(), 1, 4, 0);
+    let plan = ModelPlan { name, sequence, seed, dense, tables, features };
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let fixture = Fixture { plan, packed, reference };
+    let pipeline = fixture.open(Budget::default(), Arc::new(SystemClock::default()));
+    let all: Vec<u64> = fixture.packed.rows.iter().flat_map(|rows| rows.all_keys()).collect();
+    prefetched(&pipeline, &all);
+    // Each key is absent in one of the tables, or in neither.
+    let known = |key: &&u64| (0..2).all(|t| fixture.reference.row(t, **key).is_some());
+    let samples: Vec<Sample> = all
+        .iter()
+        .filter(known)
+        .map(|&key| Sample { sparse: vec![vec![key]], ..Sample::default() })
+        .collect();
+    assert!(!samples.is_empty());
+    check(&submit(&pipeline, &samples, None).unwrap(), &fixture.reference, &samples);
+    assert_eq!(pipeline.stats().counters.misses, 0);
+}
+
 #[test]
 fn prefetch_caches_sound_rows_only() {
     let fixture = Fixture::new(MissPolicy::Wait);

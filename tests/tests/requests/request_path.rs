@@ -13,8 +13,10 @@ use hatchback_tests::models::{
 };
 use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
-use hatchback_tools::pack::spec::CodecChoice;
+use hatchback_tools::pack::key_spec::KeySpec;
+use hatchback_tools::pack::spec::{CodecChoice, ModelSpec};
 use proptest::prelude::*;
+use serde_json::json;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -54,9 +56,11 @@ fn feature(tables: usize) -> impl Strategy<Value = FeaturePlan> {
         Pooling::Sqrtn,
         Pooling::Max,
     ]);
-    (0..tables, pooling, 1..7u32, any::<bool>(), any::<bool>()).prop_map(
-        |(table, pooling, hotness_max, second_input, weighted)| FeaturePlan {
-            table,
+    let all = prop::sample::subsequence((0..tables).collect::<Vec<_>>(), 1..=tables.min(3));
+    (all.prop_shuffle(), pooling, 1..7u32, any::<bool>(), any::<bool>()).prop_map(
+        |(tables, pooling, hotness_max, second_input, weighted)| FeaturePlan {
+            table: tables[0],
+            more_tables: tables[1..].to_vec(),
             pooling,
             hotness_max,
             second_input,
@@ -101,7 +105,7 @@ fn check(
         prop_assert_eq!(scores.statuses[i], reference.status(sample), "sample {}", i);
     }
 
-    let lookups: u64 = samples.iter().flat_map(|s| &s.sparse).map(|bag| bag.len() as u64).sum();
+    let lookups: u64 = samples.iter().map(|sample| reference.status(sample).lookups()).sum();
     prop_assert_eq!(scores.status().lookups(), lookups);
     let counted = worker.counters().since(&before);
     prop_assert_eq!(counted.lookups, lookups);
@@ -112,6 +116,43 @@ fn check(
     prop_assert_eq!(counted.pages_damaged, 0);
 
     Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 100,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    /// One feature of several tables is as good as one feature for each table, with the same keys.
+    #[test]
+    fn a_shared_feature_scores_as_its_copies(plan in model(), batches in batches()) {
+        let copies = apart(&plan);
+        let own: Vec<usize> = (0..plan.features.len()).collect();
+        let origins: Vec<usize> =
+            own.iter().flat_map(|&f| plan.features[f].tables().map(move |_| f)).collect();
+        let mut sides = [(&plan, &own), (&copies, &origins)].map(|(side, origins)| {
+            let packed = side.pack_spec(&spec_with_keys(side, &plan, origins), onnx::concat);
+            let budget = tiny_budget(&packed.schema, BATCH_MAX);
+            let model = open_with_least_cache(&packed.install(), budget);
+            (Worker::new(model, Arc::new(SystemClock::default())), origins)
+        });
+        for batch in batches {
+            let drawn: Vec<Sample> = batch.iter().map(|id| plan.sample(u64::from(*id))).collect();
+            let [shared, copied] = sides.each_mut().map(|(worker, origins)| {
+                let schema = Arc::clone(worker.model().schema());
+                let sample =
+                    |s: &Sample| Sample::from_json(&line_for(s, origins), &schema).unwrap();
+                let samples: Vec<Sample> = drawn.iter().map(sample).collect();
+                let batch = batch_of(&Arc::clone(worker.model()), &samples);
+                let scores = worker.score(&batch, None).unwrap();
+                (scores.values.to_vec(), scores.statuses.to_vec())
+            });
+            prop_assert!(same_bits(&shared.0, &copied.0));
+            prop_assert_eq!(shared.1, copied.1);
+        }
+    }
 }
 
 proptest! {
@@ -164,6 +205,7 @@ fn busy_plan(seed: u64) -> ModelPlan {
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i % 3 == 0,
         weighted: matches!(i, 3 | 5 | 6),
+        ..FeaturePlan::one_hot(0)
     };
     let poolings =
         [Pooling::Sum, Pooling::Mean, Pooling::None, Pooling::Sqrtn, Pooling::Max].into_iter();
@@ -222,6 +264,43 @@ fn no_row_is_served_for_another() {
     assert!(hit_rate > 0.2, "{hit_rate}");
 }
 
+/// Returns `plan` with a feature of its own for each table of each feature.
+fn apart(plan: &ModelPlan) -> ModelPlan {
+    let alone = |f: &FeaturePlan| {
+        let f = f.clone();
+        let tables: Vec<usize> = f.tables().collect();
+        let alone = move |table| FeaturePlan { table, more_tables: Vec::new(), ..f.clone() };
+        tables.into_iter().map(alone)
+    };
+    ModelPlan { features: plan.features.iter().flat_map(alone).collect(), ..plan.clone() }
+}
+
+/// Returns the spec of `plan`. Every second feature has a key function, which makes keys that are
+/// in all tables of that feature in `shared`. `origins` has the feature of `shared` for each.
+fn spec_with_keys(plan: &ModelPlan, shared: &ModelPlan, origins: &[usize]) -> ModelSpec {
+    let mut spec = plan.spec_with_bag_inputs();
+    // Lengths and masks are of features, and so differ in number.
+    spec.network.inputs.retain(|i| i.lengths.is_empty() && i.masks.is_empty());
+    for (feature, &origin) in spec.features.iter_mut().zip(origins).filter(|(_, f)| *f % 2 == 0) {
+        let rows = shared.features[origin].tables().map(|t| shared.tables[t].rows);
+        feature.key = Some(KeySpec::Modulo { divisor: rows.min().unwrap(), first: 0 });
+    }
+    spec
+}
+
+/// Returns the JSON of a sample of `shared` in which each feature of `origins` has the bag of its
+/// origin.
+fn line_for(shared: &Sample, origins: &[usize]) -> String {
+    let named = |(f, &origin): (usize, &usize)| (format!("f{f}"), origin);
+    let bags = || origins.iter().enumerate().map(named);
+    let sparse: serde_json::Map<_, _> =
+        bags().map(|(name, f)| (name, json!(shared.sparse[f]))).collect();
+    let weights = bags().filter(|(_, f)| shared.weights.get(*f).is_some_and(|w| !w.is_empty()));
+    let weights: serde_json::Map<_, _> =
+        weights.map(|(name, f)| (name, json!(shared.weights[f]))).collect();
+    json!({ "dense": shared.dense, "sparse": sparse, "weights": weights }).to_string()
+}
+
 /// With room for every row, the second round reads nothing.
 #[test]
 fn rows_that_fit_the_cache_are_read_once() {
@@ -238,7 +317,7 @@ fn rows_that_fit_the_cache_are_read_once() {
     for sample in &mut samples {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {
             bag.retain(|&key| {
-                reference.row(usize::from(packed.schema.features[f].table), key).is_some()
+                reference.row(usize::from(packed.schema.lookups[f].table), key).is_some()
             });
             sample.weights[f].truncate(bag.len());
         }
@@ -248,8 +327,8 @@ fn rows_that_fit_the_cache_are_read_once() {
     let first = worker.counters();
     let distinct: HashSet<(u16, u64)> = samples
         .iter()
-        .flat_map(|s| s.sparse.iter().zip(&packed.schema.features))
-        .flat_map(|(bag, feature)| bag.iter().map(|&key| (feature.table, key)))
+        .flat_map(|s| s.sparse.iter().zip(&packed.schema.lookups))
+        .flat_map(|(bag, lookup)| bag.iter().map(|&key| (lookup.table, key)))
         .collect();
     assert_eq!(first.misses, distinct.len() as u64, "a row was fetched twice");
 

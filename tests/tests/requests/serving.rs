@@ -9,7 +9,7 @@ use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::Arc;
@@ -215,6 +215,38 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
         )
         .unwrap();
     assert_eq!(serving.generation("a").unwrap().sequence, 1);
+}
+
+/// An update may look a feature up in other tables: requests stay the same. As with another
+/// pooling, the new generation has caches of its own.
+#[test]
+fn an_update_may_change_the_tables_of_a_feature() {
+    let with = |sequence, tables: [&[usize]; 2]| {
+        let feature = |tables: &[usize]| FeaturePlan {
+            more_tables: tables[1..].to_vec(),
+            hotness_max: 3,
+            ..FeaturePlan::one_hot(tables[0])
+        };
+        ModelPlan { features: tables.into_iter().map(feature).collect(), ..plan(sequence) }
+    };
+    // All have an output of the same columns.
+    let plans = [with(1, [&[0, 1], &[0]]), with(2, [&[0, 1], &[0]]), with(3, [&[0], &[1, 0]])];
+    let made = plans.each_ref().map(make);
+    let made = made.each_ref();
+    let serving = serving(1 << 30);
+    serving.load("m", &made[0].flash, budget()).unwrap();
+    let schema = serving.schema("m").unwrap();
+    let samples: Vec<Sample> = (0..8).map(|id| plans[0].sample(id)).collect();
+    let directory = made[0].flash.directory();
+
+    for next in 1..3 {
+        let slots = serving.model("m").unwrap().cache_slots();
+        install(directory, &made[next].packed.bundle);
+        let flash = Flash::open(&disk::system(), directory).unwrap();
+        let dropped = serving.swap("m", &flash, budget(), &|_| {}).unwrap().dropped;
+        assert_eq!(dropped == slots, next == 2, "{dropped} of {slots}");
+        assert_eq!(score(&serving, "m", &schema, &samples, &made), next as u64 + 1);
+    }
 }
 
 #[test]

@@ -74,5 +74,6 @@ pub fn merge_shares(
     let (generation, schema) = (&generation, &schema);
     let ending = Ending { generation, parent: None, schema, tables, probe, deferral: None };
     let ended = ending.finish_snapshot(bundle, onnx, overrides.probe_difference_max)?;
-    Ok(Packed { rows_left_out, ..Packed::new(generation, schema, ended)? })
+    let errors = found.iter().map(|found| found.head.error).collect();
+    Ok(Packed { rows_left_out, ..Packed::new(generation, schema, ended, errors)? })
 }

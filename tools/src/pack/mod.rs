@@ -2,6 +2,7 @@
 //! the first learns the value ranges and refuses bad rows before anything is written, the second
 //! encodes. Memory is bounded by one block and one sort partition. Never holds a whole table.
 
+pub mod codec_error;
 pub(crate) mod ending;
 pub(crate) mod hot;
 pub mod hugectr_network;
@@ -20,6 +21,7 @@ pub(crate) mod weights;
 
 use crate::import::{FrequentRows, RowSource};
 use crate::limits::HEADER_BYTES_MAX;
+use crate::pack::codec_error::CodecError;
 use crate::pack::ending::{Ended, Ending};
 use crate::pack::learn::{Learnt, learn};
 use crate::pack::spec::ModelSpec;
@@ -28,7 +30,7 @@ use crate::pack::table::{Destination, write_table};
 use crate::report::input;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
-use hatchback::bundle::manifest::{Generation, TableBlobs};
+use hatchback::bundle::manifest::Generation;
 use hatchback::flash::Flash;
 use hatchback::io::in_order::WorkPool;
 use hatchback::schema::sample::Sample;
@@ -52,6 +54,8 @@ pub struct Packed {
     pub dense_engine: String,
     /// Rows of the trainer's files that were left out because they are rare.
     pub rows_left_out: u64,
+    /// The error of each table's codec.
+    pub codec_errors: Vec<CodecError>,
     /// What the probe set scored.
     pub proof: Proof,
 }
@@ -220,12 +224,14 @@ pub fn pack_onto(
     let tables = learn_tables(spec, sources, parent, overrides, workers, &mut advance)?;
     let schema = spec.schema(tables, &keys)?;
     let mut bundle = BundleWriter::create_on(out, workers)?;
-    let mut tables: Vec<TableBlobs> = Vec::new();
+    let (mut tables, mut errors) = (Vec::new(), Vec::new());
     for (number, source) in sources.iter().enumerate() {
         let (generation, schema) = (&generation, &schema);
         let destination = Destination { generation, schema, number, parent, workers };
-        let blobs = write_table(&mut bundle, &destination, source.as_ref(), &mut advance);
-        tables.push(blobs.with_context(|| format!("table `{}`", schema.tables[number].name))?);
+        let written = write_table(&mut bundle, &destination, source.as_ref(), &mut advance);
+        let written = written.with_context(|| format!("table `{}`", schema.tables[number].name))?;
+        tables.push(written.blobs);
+        errors.push(written.error);
     }
 
     let sequence = parent.map(|p| p.manifest().generation.sequence);
@@ -240,15 +246,21 @@ pub fn pack_onto(
         }
         None => ending.finish_snapshot(bundle, onnx, overrides.probe_difference_max),
     }?;
-    Packed::new(generation, schema, ended)
+    Packed::new(generation, schema, ended, errors)
 }
 
 impl Packed {
-    fn new(generation: &Generation, schema: &Schema, ended: Ended) -> Result<Self> {
+    fn new(
+        generation: &Generation,
+        schema: &Schema,
+        ended: Ended,
+        codec_errors: Vec<CodecError>,
+    ) -> Result<Self> {
         let Ended { bytes, onnx, proof } = ended;
         let (generation, schema) = (generation.clone(), schema.clone());
         let dense_engine = schema.load_dense(onnx)?.runs_on();
-        Ok(Self { generation, schema, bytes, dense_engine, rows_left_out: 0, proof })
+        let rows_left_out = 0;
+        Ok(Self { generation, schema, bytes, dense_engine, rows_left_out, codec_errors, proof })
     }
 }
 

@@ -3,6 +3,7 @@
 //! is renamed into place last. A worker that is killed leaves no head of the table that it was
 //! packing, and a second run packs that table again.
 
+use super::codec_error::CodecError;
 use super::open_source;
 use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
@@ -33,6 +34,7 @@ pub(super) struct Head {
     pub(super) table: Table,
     /// Rows left out because they are rare; `None` if the table has no counts for that.
     pub(super) left_out: Option<u64>,
+    pub(super) error: CodecError,
     pub(super) tables: TableBlobs,
     pub(super) blobs: Vec<Blob>,
 }
@@ -178,14 +180,15 @@ impl Work<'_> {
         let mut bundle = BundleWriter::create_on(&blobs_path(self.folder, number), workers)?;
         let (generation, schema) = (&model.generation()?, &schema);
         let destination = Destination { generation, schema, number, parent: None, workers };
-        let blobs = write_table(&mut bundle, &destination, rows, advance)?;
+        let written = write_table(&mut bundle, &destination, rows, advance)?;
         let head = Head {
             format: HEAD_FORMAT,
             model: model.hash,
             number: number as u32,
             table: schema.tables[number].clone(),
             left_out: source.left_out,
-            tables: blobs,
+            error: written.error,
+            tables: written.blobs,
             blobs: bundle.finish_part()?,
         };
         let path = head_path(self.folder, number);

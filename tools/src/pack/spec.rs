@@ -9,12 +9,13 @@ use crate::pack::spec_line::{at_line, line_at, line_of};
 use crate::report::input;
 use anyhow::{Context, Result, anyhow, ensure};
 use hatchback::schema::key_function::KeyFunction;
+use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{
     Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput, Placement,
     Schema, SchemaError, Table,
 };
 use hatchback::{Activation, Codec, Pooling};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use std::path::{Path, PathBuf};
 
 /// The format of `model.toml` that this version reads.
@@ -97,7 +98,8 @@ pub struct InputSpec {
     /// Whether the dense features feed this input.
     #[serde(default)]
     pub dense: bool,
-    /// Sparse features that feed this input with their vectors, in this order.
+    /// Sparse features that feed this input with their vectors, in this order. `feature@table` is
+    /// the vector that a feature has of one of its tables.
     #[serde(default)]
     pub features: Vec<String>,
     /// Sparse features that feed this input with the lengths of their bags.
@@ -217,17 +219,32 @@ fn wait() -> MissPolicy {
 pub struct FeatureSpec {
     /// Name of the feature, unique in the model.
     pub name: String,
-    /// Name of the feature's table.
-    pub table: String,
-    /// How the rows of a bag become one vector.
+    /// Names of the tables in which its keys are looked up: one, or a list.
+    #[serde(rename = "table", deserialize_with = "one_or_several")]
+    pub tables: Vec<String>,
+    /// How the rows of a bag become one vector, for each table.
     pub pooling: Pooling,
     /// Keys in a bag at most.
     pub hotness_max: u32,
-    /// Whether each key comes with a weight, which multiplies its row.
+    /// Whether each key comes with a weight, which multiplies its rows.
     #[serde(default)]
     pub weights: bool,
     /// How raw values become keys.
     pub key: Option<KeySpec>,
+}
+
+/// Reads one name, or a list of names.
+fn one_or_several<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "table is the name of a table, or a list of names")]
+    enum Names {
+        One(String),
+        Several(Vec<String>),
+    }
+    Ok(match Names::deserialize(from)? {
+        Names::One(name) => vec![name],
+        Names::Several(names) => names,
+    })
 }
 
 impl FeatureSpec {
@@ -235,7 +252,7 @@ impl FeatureSpec {
     pub fn sum(name: &str, table: &str, hotness_max: u32) -> Self {
         Self {
             name: name.to_owned(),
-            table: table.to_owned(),
+            tables: vec![table.to_owned()],
             pooling: Pooling::Sum,
             hotness_max,
             weights: false,
@@ -309,15 +326,21 @@ impl ModelSpec {
     /// # Errors
     /// A name refers to nothing, or the schema contradicts itself.
     pub fn schema(&self, tables: Vec<Table>, keys: &[KeyFunction]) -> Result<Schema, SchemaError> {
-        let features = self.features.iter().zip(keys).enumerate();
-        let features = features.map(|(i, (feature, key))| self.feature(i, feature, key));
-        let features = features.collect::<Result<_, _>>()?;
+        let feature = |(spec, key): (&FeatureSpec, &KeyFunction)| Feature {
+            name: spec.name.clone(),
+            hotness_max: spec.hotness_max,
+            weighted: spec.weights,
+            key: key.clone(),
+        };
+        let features = self.features.iter().zip(keys).map(feature).collect();
+        // First, because the names of vectors depend on them.
+        let lookups = self.lookups()?;
         let inputs = self.network.inputs.iter().enumerate().map(|(i, input)| self.input(i, input));
         let network =
             Network { inputs: inputs.collect::<Result<_, _>>()?, outputs: self.outputs()? };
 
-        let schema =
-            Schema { dense_features: self.dense_features.clone(), tables, features, network };
+        let dense_features = self.dense_features.clone();
+        let schema = Schema { dense_features, tables, features, lookups, network };
         schema.check()?;
         Ok(schema)
     }
@@ -342,24 +365,25 @@ impl ModelSpec {
         }
     }
 
-    fn feature(
-        &self,
-        number: usize,
-        spec: &FeatureSpec,
-        key: &KeyFunction,
-    ) -> Result<Feature, SchemaError> {
-        let names = self.tables.iter().map(|t| t.name.as_str());
-        let table = position(names, &spec.table).ok_or_else(|| {
-            fault(format!("feature[{number}].table"), format!("there is no table `{}`", spec.table))
-        })?;
-        Ok(Feature {
-            name: spec.name.clone(),
-            table,
-            pooling: spec.pooling,
-            hotness_max: spec.hotness_max,
-            weighted: spec.weights,
-            key: key.clone(),
-        })
+    /// Returns the lookups of each feature in turn, in the order of its tables.
+    fn lookups(&self) -> Result<Vec<Lookup>, SchemaError> {
+        let mut lookups = Vec::new();
+        for (number, spec) in self.features.iter().enumerate() {
+            let refuse = |problem: String| fault(format!("feature[{number}].table"), problem);
+            if spec.tables.is_empty() {
+                return Err(refuse("is empty".to_owned()));
+            }
+            for (i, name) in spec.tables.iter().enumerate() {
+                if spec.tables[..i].contains(name) {
+                    return Err(refuse(format!("`{name}` occurs twice")));
+                }
+                let table = position(self.tables.iter().map(|t| t.name.as_str()), name);
+                let table = table.ok_or_else(|| refuse(format!("there is no table `{name}`")))?;
+                let feature = u16::try_from(number).map_err(|e| refuse(e.to_string()))?;
+                lookups.push(Lookup { feature, table, pooling: spec.pooling });
+            }
+        }
+        Ok(lookups)
     }
 
     fn input(&self, number: usize, spec: &InputSpec) -> Result<NetworkInput, SchemaError> {
@@ -369,12 +393,15 @@ impl ModelSpec {
         let source = match (spec.dense, given.next(), given.next()) {
             (true, None, None) => InputSource::Dense,
             (false, Some((field, names)), None) => {
-                let numbers =
-                    self.numbers_of(&format!("network.input[{number}].{field}"), names)?;
+                let place = format!("network.input[{number}].{field}");
+                let each = |number_of: &dyn Fn(&str) -> Result<u16, String>| {
+                    let numbers = names.iter().map(|name| number_of(name));
+                    numbers.collect::<Result<_, _>>().map_err(|problem| fault(place, problem))
+                };
                 match *field {
-                    "features" => InputSource::Features(numbers),
-                    "lengths" => InputSource::Lengths(numbers),
-                    _ => InputSource::Masks(numbers),
+                    "features" => InputSource::Vectors(each(&|name| self.lookup_number(name))?),
+                    "lengths" => InputSource::Lengths(each(&|name| self.feature_number(name))?),
+                    _ => InputSource::Masks(each(&|name| self.feature_number(name))?),
                 }
             }
             _ => {
@@ -385,12 +412,31 @@ impl ModelSpec {
         Ok(NetworkInput { name: spec.name.clone(), source })
     }
 
-    /// Returns the numbers of these features, which `field` lists.
-    fn numbers_of(&self, field: &str, names: &[String]) -> Result<Vec<u16>, SchemaError> {
-        let feature = |name: &String| {
-            position(self.features.iter().map(|f| f.name.as_str()), name)
-                .ok_or_else(|| fault(field.to_owned(), format!("there is no feature `{name}`")))
-        };
-        names.iter().map(feature).collect()
+    /// Returns the number of the feature `name`.
+    fn feature_number(&self, name: &str) -> Result<u16, String> {
+        position(self.features.iter().map(|f| f.name.as_str()), name)
+            .ok_or_else(|| format!("there is no feature `{name}`"))
+    }
+
+    /// Returns the number of the lookup whose vector is `name`: `feature`, or `feature@table`.
+    fn lookup_number(&self, name: &str) -> Result<u16, String> {
+        let mut first = 0;
+        for FeatureSpec { name: feature, tables, .. } in &self.features {
+            let vector = |table: &String| format!("{feature}@{table}");
+            let table = match (feature == name, tables.as_slice()) {
+                (true, [_]) => Some(0),
+                (true, several) => {
+                    let vectors: Vec<String> = several.iter().map(vector).collect();
+                    let vectors = vectors.join("` or `");
+                    return Err(format!("`{name}` has several tables; write `{vectors}`"));
+                }
+                _ => tables.iter().position(|table| vector(table) == name),
+            };
+            if let Some(table) = table {
+                return u16::try_from(first + table).map_err(|e| e.to_string());
+            }
+            first += tables.len();
+        }
+        Err(format!("there is no feature `{name}`"))
     }
 }

@@ -2,6 +2,7 @@
 //! differ from the parent's), and the hot list. Never holds a whole table in memory.
 
 use crate::import::RowSource;
+use crate::pack::codec_error::CodecError;
 use crate::pack::hot::{HotKeys, is_outdated};
 use crate::pack::sort::RowSorter;
 use anyhow::{Context, Result, ensure};
@@ -25,6 +26,13 @@ pub(crate) struct Destination<'a> {
     pub workers: &'a WorkPool,
 }
 
+/// A table that was written.
+pub(crate) struct WrittenTable {
+    pub blobs: TableBlobs,
+    /// The error of its codec, over all rows of the source.
+    pub error: CodecError,
+}
+
 /// Receives a row: its key and its encoded values.
 type TakeRow<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<()>;
 
@@ -34,7 +42,7 @@ pub(crate) fn write_table(
     destination: &Destination<'_>,
     source: &dyn RowSource,
     advance: &mut dyn FnMut(u64),
-) -> Result<TableBlobs> {
+) -> Result<WrittenTable> {
     let hot = HotKeys::of(source)?.into_keys();
     let table = destination.table();
     let part = if destination.parent.is_some() { Part::Delta } else { Part::Base };
@@ -45,7 +53,8 @@ pub(crate) fn write_table(
     let mut rows =
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
 
-    each_sorted(table, source, destination.workers, advance, &mut |key, row| rows.put(key, row))?;
+    let put = &mut |key, row: &[u8]| rows.put(key, row);
+    let error = each_sorted(table, source, destination.workers, advance, put)?;
     let count = rows.count;
     ensure!(count == table.rows, "the source has {count} rows, not {}", table.rows);
     rows.finish()?.end()?;
@@ -54,25 +63,26 @@ pub(crate) fn write_table(
     let hot = if is_outdated(&known, &hot) { hot } else { Vec::new() };
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
-    Ok(TableBlobs { segment, hot })
+    Ok(WrittenTable { blobs: TableBlobs { segment, hot }, error })
 }
 
 /// Encodes the rows of `source`, which are those of `table`, and passes them to `take`
-/// in segment order.
+/// in segment order. Returns the error of the codec.
 fn each_sorted(
     table: &Table,
     source: &dyn RowSource,
     workers: &WorkPool,
     advance: &mut dyn FnMut(u64),
     take: TakeRow<'_>,
-) -> Result<()> {
+) -> Result<CodecError> {
     let format = table.format().context("the unit does not fit the codec")?;
     if table.keys == KeySpace::Index && !source.has_keys() {
         return each_row(format, source, workers, advance, take);
     }
     let mut sorter = RowSorter::new(table.keys, table.rows, source.rows(), format.row_bytes())?;
-    each_row(format, source, workers, advance, |key, row| sorter.push(key, row))?;
-    sorter.finish(take)
+    let error = each_row(format, source, workers, advance, |key, row| sorter.push(key, row))?;
+    sorter.finish(take)?;
+    Ok(error)
 }
 
 /// Writes `content` as a blob; returns its number.
@@ -140,29 +150,34 @@ impl<'a> NewRows<'a> {
 struct EncodedBlock {
     keys: Vec<u64>,
     rows: Vec<u8>,
+    error: CodecError,
 }
 
 impl EncodedBlock {
     fn new(format: RowFormat, keys: Vec<u64>, values: &[f32]) -> Result<Self> {
         let mut rows = vec![0; keys.len() * format.row_bytes()];
         let places = rows.chunks_exact_mut(format.row_bytes());
+        let (mut error, mut decoded) = (CodecError::default(), vec![0.0; format.dim()]);
         for ((key, row), place) in keys.iter().zip(values.chunks_exact(format.dim())).zip(places) {
             format.encode(row, place).with_context(|| format!("key {key}"))?;
+            error.count(format, row, place, &mut decoded);
         }
-        Ok(Self { keys, rows })
+        Ok(Self { keys, rows, error })
     }
 }
 
 /// Encodes every row of `source` on the threads of `workers`, and passes it to `take` in the order
-/// of the source.
+/// of the source. Returns the error of the codec.
 fn each_row(
     format: RowFormat,
     source: &dyn RowSource,
     workers: &WorkPool,
     advance: &mut dyn FnMut(u64),
     mut take: impl FnMut(u64, &[u8]) -> Result<()>,
-) -> Result<()> {
+) -> Result<CodecError> {
+    let mut error = CodecError::default();
     let mut put = |block: EncodedBlock| {
+        error.add(&block.error);
         let rows = block.rows.chunks_exact(format.row_bytes());
         block.keys.iter().zip(rows).try_for_each(|(key, row)| take(*key, row))
     };
@@ -179,5 +194,5 @@ fn each_row(
     while let Some(block) = under_way.wait() {
         put(block?)?;
     }
-    Ok(())
+    Ok(error)
 }

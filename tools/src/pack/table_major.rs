@@ -43,12 +43,11 @@ pub fn to_batch_major(onnx: &[u8], schema: &Schema) -> Result<Vec<u8>> {
 
 fn flat_input<'a>(input: &'a NetworkInput, schema: &Schema) -> Result<FlatInput<'a>> {
     let name = input.name.as_str();
-    let InputSource::Features(features) = &input.source else {
+    let InputSource::Vectors(lookups) = &input.source else {
         // Dense features, lengths and masks are flat, but already sample by sample.
         return Ok(FlatInput { name, parts: 1, width: schema.input_width(input) as i64 });
     };
-    let widths: Vec<usize> =
-        features.iter().map(|f| schema.feature_width(usize::from(*f))).collect();
+    let widths: Vec<usize> = lookups.iter().map(|l| schema.vector_width(usize::from(*l))).collect();
     let width = widths.first().copied().unwrap_or(0);
     if widths.iter().any(|other| *other != width) {
         bail!("input `{name}`: table_major with vectors of several widths: {widths:?}");

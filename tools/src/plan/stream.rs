@@ -6,7 +6,7 @@ use crate::plan::simulate::{Curve, Lookup};
 use crate::report::input;
 use anyhow::{Context, Result, ensure};
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{Feature, KeySpace, Schema};
+use hatchback::schema::{KeySpace, Schema};
 use hatchback::{RowKey, mix};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -68,14 +68,12 @@ pub fn read_log(
 
 /// Adds the lookups of cached tables.
 fn push_lookups(schema: &Schema, sample: &Sample, curve: &Curve, lookups: &mut Vec<Lookup>) {
-    for (feature, keys) in schema.features.iter().zip(&sample.sparse) {
-        let table = &schema.tables[usize::from(feature.table)];
-        if !curve.is_cached(feature.table) {
-            continue;
-        }
+    for declared in schema.lookups.iter().filter(|declared| curve.is_cached(declared.table)) {
+        let table = &schema.tables[usize::from(declared.table)];
+        let keys = &sample.sparse[usize::from(declared.feature)];
         lookups.extend(keys.iter().map(|&key| Lookup {
             is_present: table.keys == KeySpace::Sparse || key < table.rows,
-            row: RowKey { table: feature.table, key },
+            row: RowKey { table: declared.table, key },
         }));
     }
 }
@@ -110,21 +108,23 @@ pub fn draw_counts(
 ) -> Result<()> {
     let tables = read_counts(spec, schema, curve)?;
     let rows: u64 = tables.iter().flatten().map(|table| table.keys.len() as u64).sum();
-    let features: Vec<&Feature> =
-        schema.features.iter().filter(|feature| curve.is_cached(feature.table)).collect();
+    let is_cached = |l: &usize| curve.is_cached(schema.lookups[*l].table);
+    // Of each lookup its table and the keys of its longest bag.
+    let declared: Vec<(u16, u64)> = (0..schema.lookups.len())
+        .filter(is_cached)
+        .map(|l| (schema.lookups[l].table, schema.feature_of(l).hotness_max.into()))
+        .collect();
     // The counts of all tables come from the same samples, so their ratios are those of the bag
     // lengths. A feature that few samples have makes the other bags too long, so the schema bounds
     // them.
-    let sharing = |table: u16| features.iter().filter(|of| of.table == table).count().max(1) as u64;
-    let per_feature = |table: u16| {
+    let sharing = |table: u16| declared.iter().filter(|of| of.0 == table).count().max(1) as u64;
+    let per_lookup = |table: u16| {
         let total = tables[usize::from(table)].as_ref().map_or(0, CountedRows::total);
         (total / sharing(table)).max(1)
     };
-    let least = features.iter().map(|feature| per_feature(feature.table)).min().unwrap_or(1);
-    let bag_of = |feature: &&Feature| {
-        (per_feature(feature.table) / least).min(u64::from(feature.hotness_max))
-    };
-    let bags: Vec<u64> = features.iter().map(bag_of).collect();
+    let least = declared.iter().map(|&(table, _)| per_lookup(table)).min().unwrap_or(1);
+    let bag_of = |&(table, hotness_max): &(u16, u64)| (per_lookup(table) / least).min(hotness_max);
+    let bags: Vec<u64> = declared.iter().map(bag_of).collect();
     let in_request = bags.iter().sum::<u64>().max(1) * rules.batch as u64;
     // At least one request is counted, however large it is, and one before it warms the caches up.
     let draws = (DRAWS_PER_ROW.saturating_mul(rows)).clamp(DRAWS_MIN, DRAWS_MAX);
@@ -136,8 +136,7 @@ pub fn draw_counts(
     for request in 0..requests {
         lookups.clear();
         for _ in 0..rules.batch {
-            for (feature, &bag) in features.iter().zip(&bags) {
-                let table = feature.table;
+            for (&(table, _), &bag) in declared.iter().zip(&bags) {
                 let Some(rows) = &tables[usize::from(table)] else { continue };
                 for _ in 0..bag {
                     random += 1;

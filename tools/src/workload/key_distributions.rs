@@ -330,18 +330,19 @@ fn observed_keys(schema: &Schema, samples: &[Sample]) -> Vec<KeySource> {
         .collect()
 }
 
-/// Returns the keys of each feature's table. Features of one table share its keys.
+/// Returns the keys of each feature's smallest table. Features of one table share its keys.
 fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<KeySource>> {
     let mut tables = BTreeMap::new();
-    for feature in &schema.features {
-        let number = usize::from(feature.table);
+    let mut keys = |f: usize| {
+        let numbers = schema.lookups_of(f).map(|lookup| usize::from(lookup.table));
+        let smallest = numbers.min_by_key(|&number| schema.tables[number].rows);
+        let number = smallest.context("a feature without a table")?;
         if let Entry::Vacant(table) = tables.entry(number) {
             table.insert(keys_of(flash, schema, number)?);
         }
-    }
-    let of =
-        |table: u16| tables.get(&usize::from(table)).cloned().context("a feature without a table");
-    schema.features.iter().map(|f| of(f.table)).collect()
+        tables.get(&number).cloned().context("a table without keys")
+    };
+    (0..schema.features.len()).map(&mut keys).collect()
 }
 
 fn keys_of(flash: &Flash, schema: &Schema, number: usize) -> Result<KeySource> {

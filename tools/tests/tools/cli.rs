@@ -384,6 +384,23 @@ fn errors_in_files_of_the_user_name_the_line() {
     for (from, to, line, why) in [
         ("sequence = 1", "sequence = \"one\"", 5, "invalid type"),
         ("table = \"weather\"", "table = \"wether\"", 0, "there is no table `wether`"),
+        ("table = \"weather\"", "table = [\"weather\", \"wether\"]", 0, "no table `wether`"),
+        ("table = \"weather\"", "table = [\"age\", \"age\"]", 0, "`age` occurs twice"),
+        ("table = \"weather\"", "table = []", 0, "is empty"),
+        ("table = \"weather\"", "table = 3", 0, "table is the name of a table, or a list of names"),
+        (
+            "table = \"weather\"",
+            "table = [\"weather\", \"age\"]",
+            19,
+            "weather@weather` or `weather@age",
+        ),
+        ("\"weather\", \"time\"", "\"weather@age\", \"time\"", 19, "no feature `weather@age`"),
+        (
+            "name = \"time\"\ntable = \"time\"",
+            "name = \"weather@weather\"\ntable = \"time\"",
+            0,
+            "ambiguous",
+        ),
         ("tensor = \"weather\"", "tensor = \"wether\"", 0, "the file holds"),
         ("activation = \"sigmoid\"", "activation = \"tanh\"", 11, "unknown variant `tanh`"),
     ] {

@@ -371,6 +371,16 @@ fn shares_merge_into_the_bundle_of_one_pack() {
         let (a, b) = (path("a"), path("b"));
         let said = done(&["--codec", codec, "--merge", &a, "--merge", &b], "merged.hatch");
         assert!(said.contains("probe scores differ"), "{said}");
+        let report = |words: &[&str]| -> serde_json::Value {
+            let words = [&["--codec", codec, "--json"], words].concat();
+            serde_json::from_str(&done(&words, "report.hatch")).unwrap()
+        };
+        let merged = report(&["-", "--merge", &a, "--merge", &b]);
+        assert_eq!(report(&["-"]), merged, "the errors of codecs are in the shares");
+        for table in merged["tables"].as_array().unwrap() {
+            let [most, rms] = ["error_max", "error_rms"].map(|e| table[e].as_f64().unwrap());
+            assert!(if codec == "f32" { most == 0.0 } else { 0.0 < rms && rms < most }, "{table}");
+        }
         let bytes = |file: &str| std::fs::read(path(file)).unwrap();
         assert!(bytes("one.hatch") == bytes("merged.hatch"), "{codec}: other bytes");
 

@@ -18,7 +18,7 @@ class Batch:
     `table.rows` = default row."""
 
     dense: torch.Tensor  # f32 [B, nd]
-    rows: dict  # feature name -> i64 [keys of all B bags]
+    rows: dict  # (feature name, table name) -> i64 [keys of all B bags]
     offsets: dict  # feature name -> i64 [B + 1]
     weights: dict  # name of a weighted feature -> f32 [keys of all B bags]
 
@@ -36,9 +36,12 @@ def make_batch(schema, samples):
     """Returns the `Batch` of `samples`, with keys mapped to row numbers."""
     rows, offsets, weights = {}, {}, {}
     for feature in schema.features:
-        row_of = row_numbers(schema.table(feature.table))
-        bags = [[row_of(key) for key in sample.sparse.get(feature.name, ())] for sample in samples]
-        rows[feature.name] = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
+        bags = [sample.sparse.get(feature.name, ()) for sample in samples]
+        for table in feature.tables:
+            row_of = row_numbers(schema.table(table))
+            rows[feature.name, table] = torch.tensor(
+                [row_of(key) for bag in bags for key in bag], dtype=torch.int64
+            )
         offsets[feature.name] = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
         if feature.weighted:
             of_all = [
@@ -110,11 +113,12 @@ class Embeddings(nn.Module):
         return {table.name: rows for table, rows in zip(self.schema.tables, self.rows)}
 
     def pooled(self, batch, name):
-        """Returns the vectors of one feature, `[B, width]`."""
-        feature = self.schema.feature(name)
-        weight = self.weights[feature.table]
-        weight = torch.cat([weight, default_row(self.schema.table(feature.table), weight)])
-        return pool(weight, batch.rows[name], batch.offsets[name], feature, batch.weights.get(name))
+        """Returns the vectors `name`, `[B, width]`."""
+        feature, table = self.schema.vector(name)
+        weight = self.weights[table.name]
+        weight = torch.cat([weight, default_row(table, weight)])
+        rows, weights = batch.rows[feature.name, table.name], batch.weights.get(feature.name)
+        return pool(weight, rows, batch.offsets[feature.name], feature, weights)
 
     def bag_values(self, one, batch):
         """Returns the lengths or the masks that an input takes; None if it takes neither."""

@@ -35,7 +35,7 @@ def input_shapes(schema):
     """Maps each input name to its shape without the batch axis: [nd], [T, D] or [sum of widths]."""
     shapes = {}
     for one in schema.inputs:
-        widths = [schema.width(schema.feature(name)) for name in one.features]
+        widths = [schema.width(name) for name in one.features]
         widths += [1] * len(one.lengths) + [schema.feature(name).hotness_max for name in one.masks]
         dense = [len(schema.dense_features)]
         shapes[one.name] = (

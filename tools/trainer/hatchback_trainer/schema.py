@@ -26,10 +26,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Feature:
-    """A bag of at most `hotness_max` keys, looked up in a table or in each of a tuple of tables."""
+    """A bag of at most `hotness_max` keys into one table or several. Two features may share a
+    table."""
 
     name: str
-    table: str | tuple
+    table: str | tuple  # name of the table, or names; with several, a vector is `feature@table`
     # "sum" | "mean" | "sqrtn" | "max" | "none" (rows side by side, zero-padded)
     pooling: str = "sum"
     hotness_max: int = 1
@@ -38,6 +39,10 @@ class Feature:
     key: dict | None = None  # the key function, as in model.toml
     padding: int | None = None  # key that counts as no key in masks
 
+    @property
+    def tables(self):
+        return (self.table,) if isinstance(self.table, str) else self.table
+
 
 @dataclass(frozen=True)
 class Input:
@@ -45,7 +50,7 @@ class Input:
     of bags, or else the dense features."""
 
     name: str
-    features: tuple = ()
+    features: tuple = ()  # names of vectors: `feature`, or `feature@table`
     stacked: bool = False  # True: [B, T, D]; False: [B, sum of widths]
     lengths: tuple = ()  # features with the numbers of their keys: [B, T]
     masks: tuple = ()  # features with 1 for a key and 0 after the last: [B, sum of hotness_max]
@@ -70,10 +75,20 @@ class Schema:
     def feature(self, name):
         return next(feature for feature in self.features if feature.name == name)
 
-    def width(self, feature):
-        """Returns the number of floats in the pooled vector of this feature."""
-        rows = feature.hotness_max if feature.pooling == "none" else 1
-        return rows * self.table(feature.table).dim
+    def vector(self, name):
+        """Returns the feature and the table of the vector `name`."""
+        return next(
+            (feature, self.table(table))
+            for feature in self.features
+            for table in feature.tables
+            if name == f"{feature.name}@{table}"
+            or (name == feature.name and len(feature.tables) == 1)
+        )
+
+    def width(self, name):
+        """Returns the number of floats in the vector `name`."""
+        feature, table = self.vector(name)
+        return (feature.hotness_max if feature.pooling == "none" else 1) * table.dim
 
 
 def quoted(value):

@@ -105,13 +105,16 @@ class Exported(unittest.TestCase):
                             header[source[name]] | {"dtype": "I64", "shape": [rows]}
                         )
 
-    def test_every_feature_feeds_one_input(self):
+    def test_every_vector_feeds_one_input(self):
         for _, model in self.models():
             fed = [name for one in model["network"]["input"] for name in one.get("features", [])]
-            self.assertEqual(sorted(fed), sorted(feature["name"] for feature in model["feature"]))
-            self.assertLessEqual(
-                {f["table"] for f in model["feature"]}, {t["name"] for t in model["table"]}
-            )
+            vectors, used = [], set()
+            for name, table in ((f["name"], f["table"]) for f in model["feature"]):
+                several = isinstance(table, list)
+                vectors += [f"{name}@{one}" for one in table] if several else [name]
+                used.update(table if several else [table])
+            self.assertEqual(sorted(fed), sorted(vectors))
+            self.assertLessEqual(used, {t["name"] for t in model["table"]})
 
     def test_samples_fit_the_schema(self):
         for folder, model in self.models():

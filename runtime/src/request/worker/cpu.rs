@@ -70,12 +70,12 @@ impl CpuDense {
                 InputSource::Masks(features) => {
                     fill_masks(batch, features, &schema.features, data);
                 }
-                InputSource::Features(_) => {}
+                InputSource::Vectors(_) => {}
             }
         }
     }
 
-    /// Copies the vectors of features that feed more than one input.
+    /// Copies the vectors that feed more than one input.
     fn copy_columns(&mut self, batch: usize) {
         for &ColumnCopy { from, to, width } in &self.copies {
             let strides = (self.widths[from.input], self.widths[to.input]);
@@ -117,10 +117,10 @@ pub(crate) struct CpuBackend {
     next: Cursor,
 }
 
-/// A position in a lookup: a feature of the batch, and a sample.
+/// A position in a batch: a lookup of the schema, and a sample.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
-    feature: usize,
+    lookup: usize,
     sample: usize,
 }
 
@@ -151,7 +151,7 @@ impl CpuBackend {
         self.continue_lookup(model, batch, misses, statuses)
     }
 
-    /// Probes and pools feature by feature, until the batch is complete or the miss list is full.
+    /// Probes and pools lookup by lookup, until the batch is complete or the miss list is full.
     pub fn continue_lookup(
         &mut self,
         model: &Model,
@@ -159,27 +159,27 @@ impl CpuBackend {
         misses: &mut MissList,
         statuses: &mut [LookupStatus],
     ) -> Progress {
-        let (samples, features) = (batch.size(), batch.features());
-        let keys = (0..features).map(|f| batch.bags(f).keys.len()).sum();
-        let prefetch = FeaturePrefetch::new(keys, features);
+        let (samples, lookups) = (batch.size(), &model.schema().lookups);
+        let keys = lookups.iter().map(|lookup| batch.bags(lookup.feature.into()).keys.len()).sum();
+        let prefetch = FeaturePrefetch::new(keys, lookups.len());
 
-        while self.next.feature < features {
-            let f = self.next.feature;
-            // A lookup that continues inside a feature has prefetched for this feature before.
+        while self.next.lookup < lookups.len() {
+            let l = self.next.lookup;
+            // A lookup that continues after a full miss list has prefetched before.
             if self.next.sample == 0 {
-                prefetch.prefetch(self.isa, f, |f| {
-                    (feature_view(model, &self.tables, f), batch.bags(f))
+                prefetch.prefetch(self.isa, l, |l| {
+                    (lookup_view(model, &self.tables, l), batch.bags(lookups[l].feature.into()))
                 });
             }
-            let feature = feature_view(model, &self.tables, f);
-            let (bags, from) = (batch.bags(f), self.next.sample);
-            let mut input = self.dense.input(model.column(f).input);
-            let done = feature.query(self.isa, bags, from, &mut input, misses, statuses);
+            let view = lookup_view(model, &self.tables, l);
+            let (bags, from) = (batch.bags(lookups[l].feature.into()), self.next.sample);
+            let mut input = self.dense.input(model.column(l).input);
+            let done = view.query(self.isa, bags, from, &mut input, misses, statuses);
             if done < samples {
                 self.next.sample = done;
                 return Progress::MissListFull;
             }
-            self.next = Cursor { feature: f + 1, sample: 0 };
+            self.next = Cursor { lookup: l + 1, sample: 0 };
         }
         Progress::Complete
     }
@@ -193,10 +193,11 @@ impl CpuBackend {
         statuses: &mut [LookupStatus],
     ) {
         for bag in misses.bags() {
-            let f = usize::from(bag.feature);
-            let feature = feature_view(model, &self.tables, f);
-            let mut input = self.dense.input(model.column(f).input);
-            feature.finish(self.isa, bag, batch.bags(f), misses, &mut input, statuses);
+            let l = usize::from(bag.feature);
+            let view = lookup_view(model, &self.tables, l);
+            let bags = batch.bags(model.schema().lookups[l].feature.into());
+            let mut input = self.dense.input(model.column(l).input);
+            view.finish(self.isa, bag, bags, misses, &mut input, statuses);
         }
     }
 }
@@ -229,24 +230,24 @@ fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut 
     }
 }
 
-/// Returns the view of feature `f` that the lookup takes.
+/// Returns the kernels' view of lookup `l`.
 #[inline]
-fn feature_view<'a>(model: &'a Model, tables: &'a CpuTables, f: usize) -> FeatureView<'a> {
+fn lookup_view<'a>(model: &'a Model, tables: &'a CpuTables, l: usize) -> FeatureView<'a> {
     let schema = model.schema();
-    let (feature, declared) = (&schema.features[f], schema.table_of(f));
-    let table = &model.tables()[usize::from(feature.table)];
+    let (lookup, declared) = (&schema.lookups[l], schema.table_of(l));
+    let table = &model.tables()[usize::from(lookup.table)];
     FeatureView {
-        id: f as u16,
-        table: feature.table,
+        id: l as u16,
+        table: lookup.table,
         format: table.format,
         keys_end: (declared.keys == KeySpace::Index).then_some(declared.rows),
         default_row: &declared.default_row,
-        pooling: feature.pooling,
+        pooling: lookup.pooling,
         rows: match table.storage {
             Storage::Resident(number) => RowStore::Resident(&tables.residents[number]),
             Storage::Cached(cache) => RowStore::Cached(&tables.caches[cache]),
         },
-        column: model.column(f).column,
-        width: schema.feature_width(f),
+        column: model.column(l).column,
+        width: schema.vector_width(l),
     }
 }

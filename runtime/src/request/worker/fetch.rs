@@ -84,11 +84,11 @@ impl RowFetcher {
 
     /// Counts the lookups of `batch`.
     pub fn count_lookups(&mut self, model: &Model, batch: &Batch) {
-        for (f, feature) in model.schema().features.iter().enumerate() {
-            let lookups = batch.bags(f).keys.len() as u64;
+        for lookup in &model.schema().lookups {
+            let lookups = batch.bags(lookup.feature.into()).keys.len() as u64;
             self.counters.lookups += lookups;
-            self.tables.look_up(feature.table, lookups);
-            if model.is_cached(feature.table) {
+            self.tables.look_up(lookup.table, lookups);
+            if model.is_cached(lookup.table) {
                 self.counters.cached_lookups += lookups;
             }
         }

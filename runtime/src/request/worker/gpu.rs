@@ -1,7 +1,7 @@
 //! A worker's backend on a GPU: the whole step from keys to scores, or the lookup alone if the
 //! dense network runs on the CPU. Never decides which rows are read from flash.
 //!
-//! One launch probes all features, and the dense network follows it. If no row is missing, that
+//! One launch probes all lookups, and the dense network follows it. If no row is missing, that
 //! launch computes the scores. Otherwise the host reads the missing rows, and a second launch pools
 //! the open bags. The dense network then runs again for the samples of those bags.
 //!
@@ -12,7 +12,8 @@ use crate::model::Model;
 use crate::request::worker::cpu::CpuDense;
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
-use crate::schema::{Feature, InputSource, KeySpace};
+use crate::schema::lookup::Lookup;
+use crate::schema::{InputSource, KeySpace};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
@@ -83,12 +84,14 @@ impl GpuBackend {
         misses: &mut MissList,
         statuses: &mut [LookupStatus],
     ) -> Result<Progress, CudaError> {
+        let lookups = &model.schema().lookups;
+        let bags = |l: usize| batch.bags(lookups[l].feature.into());
         match self {
             Self::Lookup { lookup, dense } => {
                 dense.fill_inputs(model, batch);
-                lookup.begin(batch.size(), |f| batch.bags(f))?;
+                lookup.begin(batch.size(), bags)?;
             }
-            Self::Step(step) => step.begin(batch.size(), |f| batch.bags(f), batch.dense())?,
+            Self::Step(step) => step.begin(batch.size(), bags, batch.dense())?,
         }
         let is_partial = self.gpu_lookup().collect(misses, statuses)?;
         Ok(progress(is_partial))
@@ -167,8 +170,8 @@ pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
     }
 }
 
-/// Returns the features for a lookup on a GPU. Its inputs begin at `addresses` on the GPU and have
-/// `types`.
+/// Returns the lookups for a GPU, each with a copy of its keys. The network's inputs begin at
+/// `addresses` on the GPU and have `types`.
 fn features_on_device<'a>(
     model: &'a Model,
     addresses: &[u64],
@@ -176,22 +179,22 @@ fn features_on_device<'a>(
     types: &[InputType],
 ) -> Vec<FeatureOnDevice<'a>> {
     let schema = model.schema();
-    let on_device = |(f, feature): (usize, &Feature)| {
-        let (at, declared) = (model.column(f), schema.table_of(f));
+    let on_device = |(l, lookup): (usize, &Lookup)| {
+        let (at, declared, feature) = (model.column(l), schema.table_of(l), schema.feature_of(l));
         FeatureOnDevice {
-            table: feature.table,
-            format: model.tables()[usize::from(feature.table)].format,
+            table: lookup.table,
+            format: model.tables()[usize::from(lookup.table)].format,
             keys_end: (declared.keys == KeySpace::Index).then_some(declared.rows),
             default_row: &declared.default_row,
-            pooling: feature.pooling,
+            pooling: lookup.pooling,
             weighted: feature.weighted,
             hotness_max: feature.hotness_max as usize,
             input: addresses[at.input],
             input_type: types[at.input],
             stride: widths[at.input],
             column: at.column,
-            width: schema.feature_width(f),
+            width: schema.vector_width(l),
         }
     };
-    schema.features.iter().enumerate().map(on_device).collect()
+    schema.lookups.iter().enumerate().map(on_device).collect()
 }

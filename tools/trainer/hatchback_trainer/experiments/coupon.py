@@ -99,9 +99,8 @@ def key_counts(schema, samples):
     counts = {table.name: torch.zeros(table.rows, dtype=torch.int64) for table in schema.tables}
     for feature in schema.features:
         keys = [key for sample in samples for key in sample.sparse.get(feature.name, ())]
-        counts[feature.table] += torch.bincount(
-            torch.tensor(keys), minlength=len(counts[feature.table])
-        )
+        for table in feature.tables:
+            counts[table] += torch.bincount(torch.tensor(keys), minlength=len(counts[table]))
     return counts
 
 

@@ -86,8 +86,7 @@ def dcnv2():
 
 
 def deepfm():
-    """Each feature twice: `<name>_first` into a dim-1 table, `<name>` into a dim-5 table; a sample
-    has the keys at both."""
+    """Each feature has two tables: `<name>_first` of dim 1, and `<name>` of dim 5."""
     kinds = (
         ("city", 40, "sum", 1), ("genre", 20, "mean", 3), ("song", 100, "sum", 2),
         ("hour", 24, "sum", 1)
@@ -96,8 +95,8 @@ def deepfm():
     for name, rows, pooling, hotness_max in kinds:
         for table, dim in ((f"{name}_first", 1), (name, 5)):
             tables.append(Table(table, rows, dim, codec="f32"))
-            features.append(Feature(table, table, pooling, hotness_max))
-    first, second = (tuple(f.name for f in features[start::2]) for start in (0, 1))
+        features.append(Feature(name, (f"{name}_first", name), pooling, hotness_max))
+    first, second = (tuple(f"{f.name}@{f.tables[n]}" for f in features) for n in (0, 1))
     inputs = (Input("dense"), Input("first", first), Input("second", second, stacked=True))
     schema = Schema("tiny-deepfm", DENSE, inputs, tuple(tables), tuple(features))
     return schema, DeepFM(len(DENSE), len(kinds), 5, deep=[12, 8])
@@ -128,7 +127,7 @@ def wide_deep():
     wide, deep = ("city_wide", "hours_wide"), ("city", "last_songs", "genre", "tags")
     inputs = (Input("dense"), Input("wide", wide), Input("deep", deep))
     schema = Schema("tiny-wide-deep", DENSE, inputs, tables, features)
-    width = sum(schema.width(schema.feature(name)) for name in deep)
+    width = sum(schema.width(name) for name in deep)
     return schema, WideDeep(len(DENSE), width, deep=[16, 8])
 
 
@@ -213,23 +212,15 @@ def random_samples(schema, seed, count=PROBES):
     for sample in samples[2:]:
         sample.dense = [round(rng.gauss(0, 1), 3) for _ in schema.dense_features]
         bags = {
-            f.name: random_bag(rng, schema.table(f.table), f.hotness_max) for f in schema.features
+            f.name: random_bag(rng, schema.table(f.tables[-1]), f.hotness_max)
+            for f in schema.features
         }
         sample.sparse = {name: bag for name, bag in bags.items() if bag}
-    tables = {f.name: schema.table(f.table) for f in schema.features}
+    tables = {f.name: schema.table(f.tables[-1]) for f in schema.features}
     samples[2].sparse = {
         name: [max(table.keys or [table.rows - 1])] for name, table in tables.items()
     }
     return samples
-
-
-def copy_first_order(samples):
-    """DeepFM: `<name>_first` has the keys of `<name>`."""
-    for sample in samples:
-        for name in [name for name in sample.sparse if name.endswith("_first")]:
-            del sample.sparse[name]
-        for name, bag in list(sample.sparse.items()):
-            sample.sparse[f"{name}_first"] = bag
 
 
 def export_family(family, out):
@@ -239,8 +230,6 @@ def export_family(family, out):
     embeddings = Embeddings(schema, std=0.5)
     counts = {table.name: torch.randint(0, 1000, (table.rows,)) for table in schema.tables}
     samples = random_samples(schema, seed=family)
-    if family == "deepfm":
-        copy_first_order(samples)
     rng = random.Random(family)
     for sample, score in zip(samples, scores(embeddings, network, samples)):
         sample.score = score
