@@ -9,7 +9,7 @@ import sys
 
 from daemon_car import REPOSITORY
 
-INSTALL_S = 300
+INSTALL_S = 900
 
 
 def programs(name: str, packages: list[str], check: list[str]) -> pathlib.Path:

@@ -70,7 +70,7 @@ fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
 /// Returns the type of the values that `function` is made for.
 fn raw_type(function: &KeyFunction) -> &'static str {
     match function {
-        KeyFunction::Key | KeyFunction::Modulo { .. } => "INT64",
+        KeyFunction::Key | KeyFunction::Modulo { .. } | KeyFunction::Range { .. } => "INT64",
         KeyFunction::Hash { .. } | KeyFunction::Vocabulary { .. } => "BYTES",
         KeyFunction::Buckets { .. } => "FP64",
     }

@@ -327,6 +327,7 @@ fn describe_key(key: &KeyFunction) -> String {
             format!("{first} + {name} % {buckets}")
         }
         KeyFunction::Modulo { divisor, first } => format!("{first} + value % {divisor}"),
+        KeyFunction::Range { size, first } => format!("{first} + value below {size}"),
         KeyFunction::Vocabulary { words, .. } => {
             format!("vocabulary of {} words", report::count(words.len() as u64))
         }

@@ -39,6 +39,13 @@ pub enum KeyFunction {
         /// The lowest key.
         first: u64,
     },
+    /// `first` plus the value if it is below `size`, else [`UNKNOWN_KEY`]. Integers.
+    Range {
+        /// The number of keys.
+        size: u64,
+        /// The lowest key.
+        first: u64,
+    },
     /// The key of the word. Texts, and integers as decimal text.
     Vocabulary {
         /// The words with their keys.
@@ -156,6 +163,11 @@ impl KeyFunction {
                 };
                 Ok(first + rest)
             }
+            Self::Range { size, first } => match value {
+                RawValue::Unsigned(n) if n < size => Ok(first + n),
+                RawValue::Unsigned(_) | RawValue::Negative(_) => Ok(UNKNOWN_KEY),
+                other => Err(refuse(other, "an integer")),
+            },
             Self::Vocabulary { words, unknown } => {
                 with_text(value, |word| words.key(word).unwrap_or_else(|| unknown.key(word)))
             }
@@ -189,6 +201,7 @@ impl KeyFunction {
             Self::Key => None,
             Self::Hash { buckets, first, .. } => Some(first + (buckets - 1)),
             Self::Modulo { divisor, first } => Some(first + (divisor - 1)),
+            Self::Range { size, first } => Some(first + (size - 1)),
             Self::Vocabulary { words, unknown } => match unknown {
                 Unknown::Absent => words.key_max(),
                 Unknown::Key(key) => words.key_max().max(Some(*key)),
@@ -202,7 +215,7 @@ impl KeyFunction {
 
     /// Returns whether a value may become [`UNKNOWN_KEY`].
     pub fn may_be_unknown(&self) -> bool {
-        matches!(self, Self::Vocabulary { unknown: Unknown::Absent, .. })
+        matches!(self, Self::Range { .. } | Self::Vocabulary { unknown: Unknown::Absent, .. })
     }
 
     /// Returns the bytes of its vocabulary in memory.
@@ -219,6 +232,7 @@ impl KeyFunction {
             Self::Key => Ok(()),
             Self::Hash { buckets, first, .. } => check_range(*first, *buckets),
             Self::Modulo { divisor, first } => check_range(*first, *divisor),
+            Self::Range { size, first } => check_range(*first, *size),
             Self::Vocabulary { words, unknown } => {
                 words.check().map_err(|problem| format!("vocabulary: {problem}"))?;
                 match unknown {
@@ -460,6 +474,8 @@ mod tests {
             hash(KeyHash::Farmhash64, 0),
             KeyFunction::Modulo { divisor: 0, first: 5 },
             KeyFunction::Modulo { divisor: 2, first: u64::MAX - 1 },
+            KeyFunction::Range { size: 0, first: 5 },
+            KeyFunction::Range { size: 3, first: u64::MAX - 1 },
             buckets(&[]),
             buckets(&[1.0, 1.0]),
             buckets(&[f64::NAN]),
@@ -513,6 +529,14 @@ mod tests {
             prop_assume!(function.check().is_ok());
             let rest = i128::from(value).rem_euclid(i128::from(divisor >> 4));
             prop_assert_eq!(function.apply(&value.into()), Ok(first + rest as u64));
+        }
+
+        #[test]
+        fn a_value_outside_its_range_has_no_key(value in -9i64..99, size in 1u64..50, first in 0u64..9) {
+            let function = KeyFunction::Range { size, first };
+            let inside = u64::try_from(value).ok().filter(|value| *value < size);
+            let key = inside.map_or(UNKNOWN_KEY, |value| first + value);
+            prop_assert_eq!(function.apply(&value.into()), Ok(key));
         }
 
         #[test]

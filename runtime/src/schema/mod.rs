@@ -129,12 +129,15 @@ pub struct Feature {
     pub weighted: bool,
     /// How the values of a request become keys.
     pub key: KeyFunction,
+    /// The key that fills a bag up. Its row is looked up, and masks count it as no key.
+    pub padding: Option<u64>,
 }
 
 impl Feature {
     /// Returns a feature that takes keys, without weights.
     pub fn plain(name: &str, hotness_max: u32) -> Self {
-        Self { name: name.to_owned(), hotness_max, weighted: false, key: KeyFunction::Key }
+        let (name, key) = (name.to_owned(), KeyFunction::Key);
+        Self { name, hotness_max, weighted: false, key, padding: None }
     }
 }
 
@@ -147,7 +150,8 @@ pub enum InputSource {
     Vectors(Vec<u16>),
     /// The number of keys in the bag of each of these features.
     Lengths(Vec<u16>),
-    /// For each of these features `hotness_max` values: 1 for a key, 0 after the last key.
+    /// For each of these features `hotness_max` values: 1 for a key, 0 for its padding and after
+    /// the last key.
     Masks(Vec<u16>),
 }
 

@@ -29,6 +29,7 @@ fn schema() -> Arc<Schema> {
         KeyFunction::Buckets { boundaries: vec![-1.0, 0.0, 2.5], first: 3, side: Side::Above },
     ];
     let feature = |(name, key): (&&str, KeyFunction)| Feature {
+        padding: None,
         key,
         weighted: *name == "rest",
         ..Feature::plain(name, HOTNESS as u32)

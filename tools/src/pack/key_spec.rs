@@ -65,6 +65,14 @@ pub enum KeySpec {
         #[serde(default)]
         first: u64,
     },
+    /// The value itself, within a range.
+    Range {
+        /// Number of keys. A value from `size` on counts as absent.
+        size: u64,
+        /// Lowest key.
+        #[serde(default)]
+        first: u64,
+    },
     /// The position of a word in a vocabulary.
     Vocabulary {
         /// A file with one word a line.
@@ -134,6 +142,7 @@ impl KeySpec {
                 hash(KeyHash::CudfMurmur3 { integer }, buckets, first)
             }
             &Self::Modulo { divisor, first } => KeyFunction::Modulo { divisor, first },
+            &Self::Range { size, first } => KeyFunction::Range { size, first },
             Self::Vocabulary { path, first, min_count, unknown } => {
                 let words = read_words(&base.join(path), *first, *min_count)?;
                 let unknown = match *unknown {

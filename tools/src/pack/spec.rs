@@ -231,6 +231,8 @@ pub struct FeatureSpec {
     pub weights: bool,
     /// How raw values become keys.
     pub key: Option<KeySpec>,
+    /// The key that fills a bag up, which masks count as no key.
+    pub padding: Option<u64>,
 }
 
 /// Reads one name, or a list of names.
@@ -257,6 +259,7 @@ impl FeatureSpec {
             hotness_max,
             weights: false,
             key: None,
+            padding: None,
         }
     }
 }
@@ -331,6 +334,7 @@ impl ModelSpec {
             hotness_max: spec.hotness_max,
             weighted: spec.weights,
             key: key.clone(),
+            padding: spec.padding,
         };
         let features = self.features.iter().zip(keys).map(feature).collect();
         // First, because the names of vectors depend on them.

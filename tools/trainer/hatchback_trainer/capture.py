@@ -358,5 +358,5 @@ def capture(captured, tensors, per_sample):
         + (f" because of {where}" if where else "")
         + ": a Python branch, loop or size must not depend on values of the inputs or on the "
         "number of samples; write it with tensor operations such as torch.where and masks. "
-        f"torch says: {type(error).__name__}: {' '.join(said)[:300]}"
-    ) from error
+        f"torch says: {type(error).__name__}: {said[0] if said else ''}"
+    ) from None  # torch's own pages of frames and graphs do not help a user

@@ -17,6 +17,7 @@ from .capture import (
     Captured, Masks, capture, check_version, collection_calls, collections, collections_of,
     constant_masks, program_of
 )
+from .columns import raw_bags
 from .cut import Cut, Names
 from .deploy import Deployable
 from .graph import Followed
@@ -140,7 +141,11 @@ class Exporter:
 
     def __init__(self, model, batch, columns, outputs):
         self.source, self.notes = Source(model, batch, outputs), []
-        self.columns = columns or {}
+        columns = columns or {}
+        self.columns = {
+            name: one for name, one in columns.items() if isinstance(one, (list, tuple))}
+        self.functions = {
+            name: one for name, one in columns.items() if name not in self.columns}
         if not isinstance(self.source.model, torch.nn.Module):
             raise ValueError("export takes an nn.Module, or a method of one")
         self.flat = self.source.flat
@@ -174,11 +179,27 @@ class Exporter:
         followed = self.follow(self.leaves, self.calls)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)
+        self.check_columns()
         if not self.made.parts:
             raise ValueError(
                 "the scores depend on no table: no row of an embedding is chosen by a column of "
                 "the batch"
             )
+
+    def check_columns(self):
+        """Refuses a column of the caller that is none of the model."""
+        known = {column.name: column for column in self.made.columns}
+        for name in self.functions:
+            if name not in known:
+                have = ", ".join(f"`{one}`" for one in known)
+                raise ValueError(f"columns[{name!r}]: no sparse feature of this name, only {have}")
+            if known[name].modulus is not None or known[name].tables and known[name].call:
+                raise ValueError(
+                    f"columns[{name!r}]: the model makes row numbers of this column in its own way"
+                )
+        for name in self.columns:
+            if name not in {leaf.name for leaf in self.leaves}:
+                raise ValueError(f"columns[{name!r}]: no argument of this name")
 
     def follow(self, leaves, calls):
         vectors = [Leaf(call.feature, call.output.detach(), False) for call in calls]
@@ -403,8 +424,10 @@ class Weights:
         self.weights = weights
 
 
-def key_of(column):
+def key_of(column, functions, folder):
     """Returns the key function of a feature whose values are not the row numbers themselves."""
+    if column.name in functions:
+        return functions[column.name].fields(column.name, column.shift, folder)
     if column.modulus is not None:
         return {"function": "modulo", "divisor": column.modulus, "first": column.shift}
     if column.ranged:
@@ -412,16 +435,16 @@ def key_of(column):
     return None
 
 
-def features_of(made, bags, hotness_max, weights):
-    features = []
+def features_of(exporter, bags, hotness_max, weights, folder):
+    made, features = exporter.made, []
     for column in made.columns:
         longest = max(map(len, bags[column.name]), default=0)
         hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
         table = column.tables[0] if len(column.tables) == 1 else tuple(column.tables)
         padding = None if column.padding is None else column.padding + column.shift
         features.append(Feature(
-            column.name, table, column.pooling, hotness, column.name in weights, key_of(column),
-            padding
+            column.name, table, column.pooling, hotness, column.name in weights,
+            key_of(column, exporter.functions, folder), padding
         ))
     return tuple(features)
 
@@ -490,6 +513,9 @@ def write_network(network, inputs, made, names, path, opset):
 def samples_of(exporter, leaves, calls, scores, labels):
     """Yields the samples of a batch as the car takes them."""
     bags, weights = exporter.bags(leaves, calls)
+    bags = {
+        name: raw_bags(name, exporter.functions.get(name), bag) for name, bag in bags.items()
+    }
     flat = {a: leaves[a].tensor.reshape(len(leaves[a].tensor), -1) for a, _ in exporter.made.dense}
     dense = (
         torch.stack([flat[a][:, b].float() for a, b in exporter.made.dense], dim=1).tolist()
@@ -539,7 +565,7 @@ def export(
     of them become the probe set. `output` is "logit" or "probability"; by default the last operation
     of the model says which. `outputs` names the scores of a model that returns several. `labels` has
     a label for each sample, or maps outputs to labels. `columns` maps an argument to the names of
-    its columns. `counts` maps tables to the lookups of each row in training. `hotness_max` maps
+    its columns, and a feature to what the pipeline did to its raw values (columns.py). `counts` maps tables to the lookups of each row in training. `hotness_max` maps
     features to the most keys of a bag. By default both are those of the sample batch.
 
     # Errors
@@ -573,7 +599,7 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
     scores = torch.sigmoid(scores) if logits else scores
     bags, weights = exporter.bags(exporter.leaves, exporter.calls)
-    features = features_of(made, bags, hotness_max or {}, weights)
+    features = features_of(exporter, bags, hotness_max or {}, weights, out)
     tables = tuple(Table(one, *rows.shape, counted=True) for one, rows in made.tables.items())
     dense = tuple(exporter.made.names.dense(*place) for place in made.dense)
     schema = Schema(

@@ -4,6 +4,7 @@ dense.onnx, tables.safetensors, model.toml, probe.jsonl.
 The scores written are PyTorch's. It never trains, quantises, signs or packs.
 """
 
+import inspect
 from pathlib import Path
 
 import torch
@@ -13,6 +14,13 @@ from .samples import write_lines
 from .schema import model_toml, tensor_name
 
 OPSET = 13  # the newest opset that TensorRT 8 reads
+
+
+def older_exporter():
+    """Returns the argument that selects the exporter of TorchScript, where torch has two. Its files
+    have the same bytes in every version."""
+    known = inspect.signature(torch.onnx.export).parameters
+    return {"dynamo": False} if "dynamo" in known else {}
 
 
 def export_dense(network, shapes, path, outputs=("logit",)):
@@ -28,6 +36,7 @@ def export_dense(network, shapes, path, outputs=("logit",)):
         dynamic_axes={name: {0: "batch"} for name in [*shapes, *outputs]},
         opset_version=OPSET,
         do_constant_folding=True,
+        **older_exporter(),
     )
 
 

@@ -14,6 +14,7 @@ import warnings
 import torch
 from torch import nn
 
+from .model_files import older_exporter
 from .window import Changes, WindowWriter
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -225,6 +226,7 @@ def onnx_bytes(network, example, names, output="logit"):
         dynamic_axes={name: {0: "batch"} for name in [*names, output]},
         opset_version=13,
         do_constant_folding=True,
+        **older_exporter(),
     )
     network.train(was_training)
     return out.getvalue()

@@ -1,6 +1,6 @@
 """Runs docs/first_model.md from top to bottom, with the `hatchback` program.
 
-Without torch or target/release/hatchback (or $HATCHBACK) the page is skipped, and the test says so.
+Without onnxscript or target/release/hatchback (or $HATCHBACK) the page is skipped, and the test says so.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ BLOCK = re.compile(r"<!-- tutorial -->\n```(python|sh)\n(.*?)```", re.DOTALL)
 
 class FirstModel(unittest.TestCase):
     def test_the_page_can_be_followed(self):
-        if importlib.util.find_spec("torch") is None or not PROGRAM.exists():
-            self.skipTest(f"torch is not installed, or {PROGRAM} is not built")
+        if importlib.util.find_spec("onnxscript") is None or not PROGRAM.exists():
+            self.skipTest(f"onnxscript is not installed, or {PROGRAM} is not built")
         blocks = BLOCK.findall((ROOT / "docs/first_model.md").read_text(encoding="utf-8"))
         self.assertEqual([kind for kind, _ in blocks], "python python sh sh python sh".split())
 

@@ -212,17 +212,22 @@ fn fill_lengths(batch: &Batch, features: &[u16], data: &mut [f32]) {
     }
 }
 
-/// Writes 1 for each key of a bag and 0 for the rest, `[batch, sum of hotness_max]`.
+/// Writes 1 for each key of a bag, and 0 for its padding and the rest, `[batch, sum of
+/// hotness_max]`.
 fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
     let places = |f: &u16| declared[usize::from(*f)].hotness_max as usize;
     let stride: usize = features.iter().map(places).sum();
     let mut first = 0;
     for f in features {
-        let (offsets, places) = (batch.bags(usize::from(*f)).offsets, places(f));
-        for (sample, bounds) in offsets.windows(2).enumerate() {
+        let (bags, places) = (batch.bags(usize::from(*f)), places(f));
+        let padding = declared[usize::from(*f)].padding;
+        for (sample, bounds) in bags.offsets.windows(2).enumerate() {
+            let bag = &bags.keys[bounds[0] as usize..bounds[1] as usize];
             let mask = &mut data[sample * stride + first..][..places];
-            let (keys, rest) = mask.split_at_mut((bounds[1] - bounds[0]) as usize);
-            keys.fill(1.0);
+            let (keys, rest) = mask.split_at_mut(bag.len());
+            for (one, key) in keys.iter_mut().zip(bag) {
+                *one = if Some(*key) == padding { 0.0 } else { 1.0 };
+            }
             // The buffer still has the masks of the batch before.
             rest.fill(0.0);
         }

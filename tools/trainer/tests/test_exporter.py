@@ -1,0 +1,355 @@
+"""Exports models that were not written for Hatchback, and scores other rows of them with the
+`hatchback` program.
+
+Each model is of a kind that the field uses. The program scores rows that the export did not see.
+Without torch 2.7, onnxscript or the program the tests are skipped, and say so.
+"""
+
+import os
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools/trainer"))
+os.environ.setdefault("HATCHBACK", str(ROOT / "target/release/hatchback"))
+
+import hatchback_trainer  # noqa: E402
+from hatchback_trainer.columns import Buckets, Vocabulary  # noqa: E402
+
+B, KEYS, LONG = 40, 50, 6
+CLOSE = 3e-6
+
+
+def lacks():
+    """Returns why the tests cannot run here; None if they can."""
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 7):
+        return f"export needs torch 2.7, and this is {torch.__version__}"
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        return "onnxscript is not installed"
+    program = os.environ["HATCHBACK"]
+    return None if Path(program).exists() else f"{program} is not built"
+
+
+LACKS = lacks()
+if LACKS:
+    print(f"SKIPPED: the exports of other models: {LACKS}")
+
+
+def net(width):
+    return nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def ids(*shape, low=0, high=KEYS):
+    return torch.randint(low, high, shape)
+
+
+def history():
+    """Returns keys 1 to 49, `[B, 6]`, padded with 0 at the end, and their lengths."""
+    lengths = torch.randint(1, LONG + 1, (B,))
+    return ids(B, LONG, low=1) * (torch.arange(LONG) < lengths[:, None]), lengths
+
+
+def padded_by_last():
+    rows = history()[0]
+    return rows.where(rows > 0, KEYS - 1)
+
+
+class Model(nn.Module):
+    """A model with one table, a network and a `forward` of the test."""
+
+    def __init__(self, forward, width, **modules):
+        super().__init__()
+        self.e, self.n = nn.Embedding(KEYS, 4), net(width)
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.forward = MethodType(forward, self)  # with the parameters' own names
+
+
+def last_of(m, history, length):
+    rows = m.g(m.e(history))[0]
+    return m.n(rows.gather(1, (length - 1).view(-1, 1, 1).expand(-1, 1, 4)).squeeze(1))
+
+
+def packed(m, history, length):
+    rows = nn.utils.rnn.pack_padded_sequence(
+        m.e(history), length, batch_first=True, enforce_sorted=False)
+    rows, _ = nn.utils.rnn.pad_packed_sequence(m.g(rows)[0], batch_first=True)
+    return m.n(rows.sum(1))
+
+
+def mean_of_keys(m, history, padding=0):
+    keep = (history != padding).float()[..., None]
+    return m.n((m.e(history) * keep).sum(1) / keep.sum(1).clamp(min=1))
+
+
+def attention(m, history):
+    rows = m.e(history) + m.p(torch.arange(LONG))
+    return m.n(functional.scaled_dot_product_attention(rows, rows, rows).mean(1))
+
+
+def pairs(m, fields):
+    rows = m.e(fields)
+    return m.n(torch.masked_select(rows @ rows.transpose(1, 2), m.upper).view(-1, 15))
+
+
+def target_attention(m, history, item):
+    rows, item = m.e(history), m.e(item)
+    scores = (rows * item[:, None]).sum(2).masked_fill(history == 0, -1e9)
+    return m.n(torch.cat([(torch.softmax(scores, 1)[..., None] * rows).sum(1), item], 1))
+
+
+def shifted(m, x):
+    keys = x + m.shift
+    return m.first(keys).sum(1) + m.n(m.second(keys).flatten(1))
+
+
+def wide_and_deep(m, user):
+    return m.wide(user) + m.n(m.e(user))
+
+
+def bags(m, words, offsets, price):
+    return torch.sigmoid(m.n(torch.cat([m.bag(words, offsets), price[:, None]], 1)))
+
+
+def words():
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 5, (B,)).cumsum(0)])
+    return torch.randint(0, KEYS, (int(ends[-1]),)), ends
+
+
+def cases():
+    """Maps each kind of model to the model, its batches, and names of features and dense values."""
+    lists = lambda: {"history": history()[0]}
+    timed = lambda: dict(zip(("history", "length"), history()))
+    fields = lambda: ids(B, LONG)
+    triangle = Model(lambda m, x: pairs(m, x), 15)
+    triangle.register_buffer("upper", torch.ones(LONG, LONG).triu(1).bool())
+    fm = Model(shifted, 12, first=nn.Embedding(90, 1), second=nn.Embedding(90, 4))
+    fm.register_buffer("shift", torch.tensor([0, 10, 40]))
+    columns = Model(lambda m, x: m.n(torch.cat(
+        [m.e(x[:, 0].long()), m.i(x[:, 1].long()), x[:, 2:]], 1)), 9, i=nn.Embedding(KEYS, 4))
+    columns.feature_index = {"user": (0, 1), "item": (1, 2), "age": (2, 3)}
+    matrix = lambda: torch.stack([ids(B).float(), ids(B).float(), torch.randn(B)], 1)
+    last = Model(lambda m, history: mean_of_keys(m, history, KEYS - 1), 4)
+    parameter = Model(lambda m, user, item: m.n(torch.cat(
+        [functional.embedding(user, m.w), m.w[item], m.e(item)], 1)), 12)
+    parameter.w = nn.Parameter(torch.randn(KEYS, 4))
+    two = {"user": lambda: ids(B), "item": lambda: ids(B)}
+    each = lambda makers: lambda: {name: make() for name, make in makers.items()}
+    gru = lambda: nn.GRU(4, 4, batch_first=True)
+    return {
+        "a dict as the only argument": (
+            Model(lambda m, x: m.n(torch.cat([m.e(x["item"]), x["user"]["age"][:, None]], 1)), 5),
+            lambda: {"item": ids(B), "user": {"age": torch.randn(B)}}, ["item"], ["age"]),
+        "a mean of the keys that are no padding": (
+            Model(lambda m, history: mean_of_keys(m, history), 4), lists, ["history"], []),
+        "padding in the last row": (
+            last, lambda: {"history": padded_by_last()}, ["history"], []),
+        "attention of a target over a history": (
+            Model(target_attention, 8), lambda: lists() | {"item": ids(B)},
+            ["history", "item"], []),
+        "the last state of a GRU": (Model(last_of, 4, g=gru()), timed, ["history"], ["length"]),
+        "a GRU over packed rows": (Model(packed, 4, g=gru()), timed, ["history"], ["length"]),
+        "attention with positions": (
+            Model(attention, 4, p=nn.Embedding(LONG, 4)), lists, ["history"], []),
+        "a lookup that no score uses": (
+            Model(lambda m, user, item: (m.u(user), m.n(m.e(item)))[1], 4, u=nn.Embedding(50, 4)),
+            each(two), ["item"], []),
+        "squeeze of a sum": (
+            Model(lambda m, x: (m.one(x).sum(1) + m.n(m.e(x).flatten(1))).squeeze(1), 24,
+                  one=nn.Embedding(KEYS, 1)), fields, ["x"], []),
+        "squeeze of all axes": (
+            Model(lambda m, item, age: m.n(torch.cat([age, m.e(item)[:, :, None].squeeze()], 1)),
+                  5), lambda: {"item": ids(B), "age": torch.randn(B, 1)}, ["item"], ["age"]),
+        "pairs by a constant mask": (triangle, fields, ["x"], []),
+        "one matrix of all columns": (columns, matrix, ["item", "user"], ["age"]),
+        "functional lookups": (parameter, each(two), ["item", "user"], []),
+        "one column for two tables": (
+            Model(wide_and_deep, 4, wide=nn.Embedding(KEYS, 1)),
+            lambda: {"user": ids(B)}, ["user"], []),
+        "one table of all columns": (
+            fm, lambda: torch.stack([ids(B, high=n) for n in (10, 30, 50)], 1),
+            ["x0", "x1", "x2"], []),
+        "floats that no score uses": (
+            Model(lambda m, item, stamps: m.n(m.e(item)), 4),
+            lambda: {"item": ids(B), "stamps": torch.randn(B, 20)}, ["item"], []),
+        "a repeated mask": (
+            Model(lambda m, item, mask: m.n((m.e(item) * torch.repeat_interleave(
+                mask[..., None], 4, dim=2)).sum(1)), 4),
+            lambda: {"item": fields(), "mask": torch.rand(B, LONG)}, ["item"],
+            [f"mask{n}" for n in range(LONG)]),
+        "bags with offsets": (
+            Model(bags, 5, bag=nn.EmbeddingBag(
+                KEYS, 4, mode="mean", include_last_offset=True, padding_idx=0)),
+            lambda: dict(zip(("words", "offsets"), words())) | {"price": torch.randn(B)},
+            ["words"], ["price"]),
+    }
+
+
+@unittest.skipIf(LACKS, LACKS)
+class Exports(unittest.TestCase):
+    def setUp(self):
+        torch.set_num_threads(1)
+        torch.manual_seed(5)
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+
+    def export(self, model, batch, **options):
+        return hatchback_trainer.export(model, batch, self.folder / "exported", **options)
+
+    def assert_same(self, done, model, batch, call):
+        """Compares the program's scores of a batch with the model's own."""
+        with torch.no_grad():
+            want = call(model.eval(), batch).reshape(B, -1)[:, 0]
+        want = torch.sigmoid(want) if done.schema.activation == "sigmoid" else want
+        self.assertLess((torch.tensor(done.score(batch)) - want).abs().max().item(), CLOSE)
+
+    def test_models_of_the_field_score_other_rows_as_pytorch_does(self):
+        for name, (model, batch, features, dense) in cases().items():
+            with self.subTest(name):
+                before = {key: value.clone() for key, value in model.state_dict().items()}
+                done = self.export(model, batch())
+                self.assertTrue(all(
+                    (value == before[key]).all() for key, value in model.state_dict().items()))
+                self.assertEqual(sorted(one.name for one in done.schema.features), features)
+                self.assertEqual(list(done.schema.dense_features), dense)
+                done.pack(codec="f32")
+                by_name = lambda m, b: m(**b) if name != "a dict as the only argument" else m(b)
+                call = lambda m, b: by_name(m, b) if isinstance(b, dict) else m(b)
+                self.assert_same(done, model, batch(), call)
+
+    def test_a_history_without_its_padding_scores_the_same(self):
+        model = Model(lambda m, history: mean_of_keys(m, history, KEYS - 1), 4)
+        full = {"history": ids(B, LONG, high=KEYS - 1)}
+        done = self.export(model, full)
+        done.pack(codec="f32")
+        short = {"history": full["history"].clone()}
+        short["history"][:, 3:] = KEYS - 1
+        self.assert_same(done, model, short, lambda m, b: m(**b))
+        front = {"history": full["history"].clone()}
+        front["history"][:, :3] = KEYS - 1
+        self.assert_same(done, model, front, lambda m, b: m(**b))
+
+    def test_several_outputs_have_names_labels_and_scores(self):
+        model = Model(lambda m, item: {
+            "ctr": m.n(m.e(item)), "cvr": m.o(m.e(item)), "hidden": m.e(item)}, 4, o=net(4))
+        batch, labels = {"item": ids(B)}, {"ctr": torch.ones(B), "cvr": torch.zeros(B)}
+        done = self.export(model, batch, labels=labels)
+        self.assertEqual(done.schema.outputs, ("ctr", "cvr"))
+        done.pack(codec="f32")
+        other = {"item": ids(B)}
+        with torch.no_grad():
+            want = torch.sigmoid(model(**other)["cvr"])[:, 0]
+        found = torch.tensor([one["cvr"] for one in done.score(other)])
+        self.assertLess((found - want).abs().max().item(), CLOSE)
+
+    def test_a_method_is_exported_like_forward(self):
+        model = Model(lambda m, item: None, 4)
+        type(model).predict = lambda m, item: m.n(m.e(item))
+        self.addCleanup(lambda: delattr(Model, "predict"))
+        done = self.export(model.predict, {"item": ids(B)})
+        done.pack(codec="f32")
+        self.assert_same(done, model, {"item": ids(B)}, lambda m, b: m.predict(**b))
+
+    def test_a_column_takes_its_raw_values(self):
+        cities = [f"city {n}" for n in range(KEYS - 1)]
+        model = Model(lambda m, city, age: m.n(torch.cat([m.e(city), m.i(age)], 1)), 8,
+                      i=nn.Embedding(4, 4))
+        columns = {"city": Vocabulary(cities, first=1, unknown=0), "age": Buckets((18, 30, 65))}
+        batch = lambda: {"city": ids(B), "age": ids(B, high=4)}
+        done = self.export(model, batch(), columns=columns)
+        line = (self.folder / "exported/probe.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        self.assertRegex(line, r'"city":\["city \d+"\]')
+        done.pack(codec="f32")
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
+        with self.assertRaisesRegex(ValueError, r"of 40 values of `city` are not in its vocab"):
+            self.export(model, batch(), columns={"city": Vocabulary(cities[:9])})
+        with self.assertRaisesRegex(ValueError, r"columns\['town'\]: no sparse feature"):
+            self.export(model, batch(), columns={"town": Vocabulary(cities)})
+
+    def test_a_collection_of_torchrec_is_found_by_its_interface(self):
+        """TorchRec's own classes are tested by tools/trainer/extras; these have their interface."""
+        done = self.export(Collected(), (torch.randn(3, 2), Jagged(
+            {"a": [[1, 2], [], [3]], "b": [[4], [4, 4], [49]]})))
+        self.assertEqual(
+            [(one.name, one.table) for one in done.schema.features], [("a", "ebc.t"), ("b", "ebc.t")])
+        done.pack(codec="f32")
+
+    def test_what_cannot_run_in_the_car_is_refused_by_name_and_line(self):
+        def refused(pattern, forward, batch, width=4, columns=None, **modules):
+            with self.assertRaisesRegex(ValueError, pattern):
+                self.export(Model(forward, width, **modules), batch, columns=columns)
+
+        def branch(m, item):
+            if int(item.max()) > 9:
+                return m.n(m.e(item))
+            return m.n(m.e(item)) * 2
+
+        item = {"item": ids(B)}
+        refused(r"test_exporter.py:\d+, `if int\(item.max\(\)\) > 9:`", branch, item)
+        refused("two calls of the model", lambda m, item: m.n(m.e(item)) + torch.rand(1), item)
+        refused("samples of a batch reach each other", lambda m, item: m.n(
+            m.e(item) - m.e(item).mean(0)), item)
+        refused("depend on no table", lambda m, x: m.n(x), torch.randn(B, 4))
+        refused("computed from `item`", lambda m, item: m.n(m.big(item * item % 7)), item,
+                big=nn.Embedding(300_000, 4))
+        refused(r"columns\['x'\] has 2 names", lambda m, x: m.n(m.e(x).sum(1)), ids(B, 3),
+                columns={"x": ["a", "b"]})
+
+
+class Jagged:
+    """The interface of a `KeyedJaggedTensor`."""
+
+    def __init__(self, bags):
+        self.bags = bags
+
+    def __getitem__(self, key):
+        bags = self.bags[key]
+        values = torch.tensor([k for bag in bags for k in bag])
+        ends = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
+        return SimpleNamespace(values=lambda: values, offsets=lambda: ends)
+
+    def keys(self):
+        return list(self.bags)
+
+    values = lengths = to_dict = None
+
+
+class Collection(nn.Module):
+    """The interface of an `EmbeddingBagCollection`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding_bags = nn.ModuleDict({"t": nn.EmbeddingBag(KEYS, 4, mode="sum")})
+
+    def embedding_bag_configs(self):
+        pooling = SimpleNamespace(name="SUM")
+        return [SimpleNamespace(name="t", feature_names=["a", "b"], pooling=pooling)]
+
+    def forward(self, features):
+        from hatchback_trainer.capture import Pooled
+
+        bag = self.embedding_bags["t"]
+        return Pooled({one: bag(features[one].values(), features[one].offsets()[:-1]) for one in "ab"})
+
+
+class Collected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ebc, self.top = Collection(), nn.Linear(10, 1)
+
+    def forward(self, dense, features):
+        return self.top(torch.cat([dense, self.ebc(features).values()], dim=1))
+
+
+if __name__ == "__main__":
+    unittest.main()
