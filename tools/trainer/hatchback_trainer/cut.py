@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .graph import ATEN, FILLED, LEAF, ROW, op_name, source_line
+from .graph import ATEN, FILLED, LEAF, ROW, Lookup, op_name, source_line
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
 COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
@@ -175,7 +175,7 @@ class Cut:
     def __init__(self, followed, leaves, calls, names, note):
         self.followed, self.leaves, self.names, self.note = followed, leaves, names, note
         self.columns, self.tables, self.parts, self.kept = [], {}, {}, {}
-        self.lines = {}
+        self.positions = {}  # lookups of one key of a bag: where a position is computed
         self.outputs = next(n for n in followed.graph.nodes if n.op == "output").args[0]
         self.calls = dict(zip(followed.placeholders[len(leaves):], calls))
         self.find_lookups()
@@ -192,6 +192,7 @@ class Cut:
             if node not in seen:
                 seen.add(node)
                 rest += [] if stop(node) else node.all_input_nodes
+                rest += [self.positions[node]] if node in self.positions else []
         return [node for node in self.followed.graph.nodes if node in seen]
 
     def table_name(self, node):
@@ -220,6 +221,8 @@ class Cut:
                 self.cut_jagged(lookup)
                 continue
             elements = elements_of(self.followed, lookup)
+            if elements is None:
+                elements = self.chosen(lookup)
             if elements is None or lookup.padding is not None and len(elements) > 1:
                 self.keep(lookup)
             else:
@@ -236,6 +239,23 @@ class Cut:
             same = [one for one in self.columns[:number] if one.name == column.name]
             if same:
                 column.name = f"{column.name}_{len(same) + 1}"
+
+    def chosen(self, lookup):
+        """Returns the elements of a bag of which the network chooses some by position, such as the
+        last key: then all rows of the bag are looked up, and the network chooses among them."""
+        node = lookup.index
+        while op_name(node) in ("squeeze", "unsqueeze", "view", "reshape", "_to_copy", "to"):
+            node = node.args[0]
+        if op_name(node) != "gather" or self.followed.value[node].dim() != 2:
+            return None
+        bag, axis, position = node.args[:3]
+        if axis % 2 != 1 or not self.moved(bag):
+            return None
+        elements = elements_of(self.followed, Lookup(lookup.node, lookup.table, bag))
+        if elements is None or len(runs_of(elements, self.names.separate)) > 1:
+            return None
+        self.positions[lookup.node] = position
+        return elements
 
     def bound_sizes(self):
         """Ends each column's range of rows where that of the next column begins, for tables that
@@ -279,7 +299,6 @@ class Cut:
             parts.append(Part(column, table, first, len(run)))
             first += len(run)
         self.parts[lookup.node] = parts
-        self.lines[lookup.node] = source_line(lookup.node)
 
     def column(self, run, pooling, table):
         key = (run[0].leaf, tuple(one.column for one in run), run[0].shift, run[0].modulus, pooling)
@@ -342,9 +361,10 @@ class Cut:
         self.reads, uses = [], {}
         for node in self.needed(self.is_end):
             if not self.is_end(node):
-                if op_name(node).startswith("sym_size") or self.fills(node):
-                    continue
-                self.reads += [(one, node) for one in node.all_input_nodes if self.moved(one)]
+                if not op_name(node).startswith("sym_size") and not self.fills(node):
+                    self.reads += [(one, node) for one in node.all_input_nodes if self.moved(one)]
+            elif node in self.positions and self.moved(self.positions[node]):
+                self.reads.append((self.positions[node], node))
         self.reads += [(one, None) for one in self.outputs if self.moved(one)]
         owner = {
             (one.leaf, place): one for one in self.columns if one.call is None
@@ -559,6 +579,12 @@ class Cut:
         result = result[0] if isinstance(result, (tuple, list)) else result
         made = [self.part(part) for part in self.parts[node]]
         whole = made[0] if len(made) == 1 else self.call(ATEN.cat.default, made, 1)
+        if node in self.positions:
+            width, keys = self.tables[self.parts[node][0].table].shape[1], self.parts[node][0].count
+            rows = self.call(ATEN.view.default, whole, [self.samples, keys, width])
+            at = self.call(ATEN.unsqueeze.default, self.take(self.positions[node], node), 2)
+            at = self.call(ATEN.expand.default, at, [-1, -1, width])
+            whole = self.call(ATEN.gather.default, rows, 1, at)
         shaped = self.call(ATEN.view.default, whole, [self.samples, *result.shape[1:]])
         return [shaped] if op_name(node) == "embedding_bag" else shaped
 

@@ -44,6 +44,8 @@ class Exported(Deployable):
 def picked(result, wanted, samples):
     """Returns the outputs of a model as (name, tensor): one tensor, or those of a dict or tuple
     that have one value a sample."""
+    if torch.is_tensor(result) and result.dim() == 0:
+        raise ValueError("the model returns one number for the whole batch, not one a sample")
     if torch.is_tensor(result):
         return [("logit", result)]
     if isinstance(result, dict):
@@ -248,25 +250,20 @@ class Exporter:
                 found[f"mask_{column.name}"] = keys.float()
                 rest = keys.flip(1).cumsum(1).flip(1) > 0
                 keeps[id(column)] = rest if trim else torch.ones_like(rest)
-        for node, parts in made.parts.items():
-            value = followed.value[node]
-            value = value[0] if isinstance(value, (tuple, list)) else value
-            value = value.reshape(len(value), -1)
-            width = value.shape[1] // max(1, sum(part_count(part) for part in parts))
-            for part in parts:
-                first = part.first if part.column.pooling in ("none", "sum") else 0
-                cut = value[:, first * width : (first + part_count(part)) * width]
-                keep = keeps.get(id(part.column))
-                if keep is not None and part.column.pooling in ("none", "sum"):
-                    cut = cut.reshape(*keep.shape, -1) * keep[..., None]
-                name = next(n for n, one in made.refs.items() if one.table == part.table
-                            and one.column is part.column)
-                found[name] = cut.reshape(len(value), -1)
+        for name, part in made.refs.items():
+            column = part.column
+            if column.call is None and column.pooling in ("none", "sum") and column.columns:
+                keys = flat[column.leaf][:, list(column.columns)].long()
+                keys = keys if column.modulus is None else keys % column.modulus
+                rows = made.tables[part.table][keys + column.shift].float()
+                keep = keeps.get(id(column))
+                rows = rows if keep is None else rows * keep[..., None]
+            else:
+                node = next(node for node, parts in made.parts.items() if part in parts)
+                rows = followed.value[node]
+                rows = rows[0] if isinstance(rows, (tuple, list)) else rows
+            found[name] = rows.reshape(len(rows), -1)
         return [found[name] for name in made.inputs]
-
-
-def part_count(part):
-    return part.count if part.column.pooling == "none" else 1
 
 
 def trimmed(bag, padding):

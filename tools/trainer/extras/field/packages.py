@@ -226,7 +226,7 @@ def recbole():
             given = {
                 "data_path": "/tmp", "use_gpu": False, "MAX_ITEM_LIST_LENGTH": LENGTH["history"],
                 "hidden_size": DIM, "embedding_size": DIM, "inner_size": 16, "n_heads": 2,
-                "train_neg_sample_args": None, "loss_type": "CE", "device": "cpu", "log_wandb": False,
+                "train_neg_sample_args": None, "loss_type": "BPR" if kind.__name__ == "FPMC" else "CE", "device": "cpu", "log_wandb": False,
             }
             sys.argv = sys.argv[:1]
             config = Config(model=kind.__name__, dataset="ml-100k", config_dict=given)
