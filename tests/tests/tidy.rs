@@ -17,7 +17,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 17_850),
+    ("kernels", 17_900),
     ("runtime", 17_350),
     ("link", 500),
     ("server", 5_400),

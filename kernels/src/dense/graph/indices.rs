@@ -84,7 +84,7 @@ impl Builder<'_> {
         let positions = self.strided(&order, own[axis])?;
         let theirs = strides(&order.shape);
         let pick = |at: &[usize]| [dot(at, &own) - at[axis] * own[axis], dot(at, &theirs)];
-        let values = self.lookup(&x, (&order.shape, x.batch), &positions, &pick)?;
+        let values = self.lookup(&x, &order.shape, x.batch, &positions, &pick)?;
         Ok(vec![values, order])
     }
 

@@ -95,7 +95,8 @@ impl Builder<'_> {
     pub fn lookup(
         &mut self,
         x: &Tensor,
-        (shape, batch): (&[usize], Option<Batch>),
+        shape: &[usize],
+        batch: Option<Batch>,
         positions: &Positions,
         pick: &dyn Fn(&[usize]) -> [usize; 2],
     ) -> Result<Tensor, Stop> {
@@ -153,7 +154,7 @@ impl Builder<'_> {
                 dot(&at[axis..axis + rank], &theirs),
             ]
         };
-        self.lookup(&x, (&shape, batch), &positions, &pick)
+        self.lookup(&x, &shape, batch, &positions, &pick)
     }
 
     /// Translates `GatherND`. Its indices may have the number of the sample on the batch's axis.
@@ -188,7 +189,7 @@ impl Builder<'_> {
             let rest = at[rows.len()..].iter().zip(&own[axes..]).map(|(i, s)| i * s);
             [dot(&at[..shared], &own) + rest.sum::<usize>(), dot(&at[..rows.len()], &row_strides)]
         };
-        self.lookup(&x, (&shape, batch), &positions, &pick)
+        self.lookup(&x, &shape, batch, &positions, &pick)
     }
 
     /// Returns the position to which each row of `indices` leads on `axes` of `x`.
@@ -239,7 +240,7 @@ impl Builder<'_> {
         let (own, theirs) = (strides(&x.shape), strides(&indices.shape));
         let positions = self.positions(node, &indices, [x.shape[axis], own[axis]])?;
         let pick = |at: &[usize]| [dot(at, &own) - at[axis] * own[axis], dot(at, &theirs)];
-        self.lookup(&x, (&indices.shape, x.batch), &positions, &pick)
+        self.lookup(&x, &indices.shape, x.batch, &positions, &pick)
     }
 
     /// Translates `Slice` with known bounds.

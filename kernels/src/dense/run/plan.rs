@@ -158,7 +158,9 @@ impl Plan {
         let blocks = batch.div_ceil(scratch.block.max(1));
         for block in 0..blocks {
             let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
-            scratch.failed.fill(false);
+            if self.has_checks {
+                scratch.failed.fill(false);
+            }
             for (number, node) in self.layout.nodes.iter().enumerate() {
                 self.step(node, number, first..end, inputs, scratch);
             }
