@@ -10,6 +10,7 @@ pub mod probe_set;
 pub mod raw_value;
 pub mod sample;
 mod sample_line;
+mod vectors;
 pub mod vocabulary;
 
 use crate::limits::{

@@ -543,7 +543,7 @@ fn a_lineage_with_path_tricks() {
 }
 
 #[test]
-fn schemas_that_contradict_themselves() {
+fn lookups_that_contradict_the_schema() {
     let victim = Victim::default();
     let refused = |change: &dyn Fn(&mut Manifest), text: &str| {
         victim.refuses_manifest(change, &["attack.bundle: manifest: schema: ", text]);
@@ -574,6 +574,14 @@ fn schemas_that_contradict_themselves() {
     );
     let at = |m: &mut Manifest| m.schema.features[1].name = "f0@t0".to_owned();
     refused(&at, "feature[1].name: makes `f0@t0` ambiguous");
+}
+
+#[test]
+fn schemas_that_contradict_themselves() {
+    let victim = Victim::default();
+    let refused = |change: &dyn Fn(&mut Manifest), text: &str| {
+        victim.refuses_manifest(change, &["attack.bundle: manifest: schema: ", text]);
+    };
     refused(&|m| m.schema.features[2].hotness_max = 0, "feature[2].hotness_max: 0 is not in");
     refused(
         &|m| m.schema.features[2].hotness_max = HOTNESS_MAX as u32 + 1,

@@ -395,12 +395,6 @@ fn errors_in_files_of_the_user_name_the_line() {
             "weather@weather` or `weather@age",
         ),
         ("\"weather\", \"time\"", "\"weather@age\", \"time\"", 19, "no feature `weather@age`"),
-        (
-            "name = \"time\"\ntable = \"time\"",
-            "name = \"weather@weather\"\ntable = \"time\"",
-            0,
-            "ambiguous",
-        ),
         ("tensor = \"weather\"", "tensor = \"wether\"", 0, "the file holds"),
         ("activation = \"sigmoid\"", "activation = \"tanh\"", 11, "unknown variant `tanh`"),
     ] {

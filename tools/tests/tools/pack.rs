@@ -332,6 +332,19 @@ fn tables_by_name(desk: &Desk) {
     assert!(bytes("named.hatch") == bytes("whole.hatch"));
 }
 
+/// Checks the errors in the reports of one `pack` and of a merge of shares.
+fn check_codec_errors(codec: &str, one: &str, merged: &str) {
+    let [one, merged] = [one, merged].map(|text| {
+        let report: serde_json::Value = serde_json::from_str(text).unwrap();
+        report["tables"].as_array().unwrap().clone()
+    });
+    assert_eq!(one, merged, "the errors are in the shares");
+    for table in merged {
+        let [most, rms] = ["error_max", "error_rms"].map(|error| table[error].as_f64().unwrap());
+        assert!(if codec == "f32" { most == 0.0 } else { 0.0 < rms && rms < most }, "{table}");
+    }
+}
+
 #[test]
 fn shares_merge_into_the_bundle_of_one_pack() {
     let desk = Desk::new();
@@ -371,16 +384,9 @@ fn shares_merge_into_the_bundle_of_one_pack() {
         let (a, b) = (path("a"), path("b"));
         let said = done(&["--codec", codec, "--merge", &a, "--merge", &b], "merged.hatch");
         assert!(said.contains("probe scores differ"), "{said}");
-        let report = |words: &[&str]| -> serde_json::Value {
-            let words = [&["--codec", codec, "--json"], words].concat();
-            serde_json::from_str(&done(&words, "report.hatch")).unwrap()
-        };
-        let merged = report(&["-", "--merge", &a, "--merge", &b]);
-        assert_eq!(report(&["-"]), merged, "the errors of codecs are in the shares");
-        for table in merged["tables"].as_array().unwrap() {
-            let [most, rms] = ["error_max", "error_rms"].map(|e| table[e].as_f64().unwrap());
-            assert!(if codec == "f32" { most == 0.0 } else { 0.0 < rms && rms < most }, "{table}");
-        }
+        let json = ["--codec", codec, "--json", "-"];
+        let merging = [&json[..], &["--merge", &a, "--merge", &b]].concat();
+        check_codec_errors(codec, &done(&json, "x.hatch"), &done(&merging, "x.hatch"));
         let bytes = |file: &str| std::fs::read(path(file)).unwrap();
         assert!(bytes("one.hatch") == bytes("merged.hatch"), "{codec}: other bytes");
 
