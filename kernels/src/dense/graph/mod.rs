@@ -10,6 +10,7 @@ pub(crate) mod forms;
 pub(crate) mod functions;
 pub(crate) mod interface;
 pub(crate) mod joined_outputs;
+mod known;
 pub mod onnx;
 pub(crate) mod onnx_graph;
 mod onnx_scan;
@@ -23,3 +24,5 @@ mod shape_operators;
 mod stop;
 mod stored;
 pub(crate) mod tensor;
+
+pub use known::{operators, operators_of};
