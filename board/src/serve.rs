@@ -14,6 +14,7 @@ use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
+use hatchback::update::program::Program;
 use hatchback_link::daemon::now;
 use hatchback_server::{Listener, Tls, front_bytes};
 use std::collections::BTreeSet;
@@ -166,11 +167,12 @@ fn updates(
             flash: model.directory.clone(),
             lineage: None,
             cohort: 0,
+            program: Program::this(),
         };
         let name = model.name.as_ref().or(given.name.as_ref()).cloned().unwrap_or_default();
         let (budget, policy) = (car.target.budget, car.target.update);
-        let (root, version) = (root.clone(), hatchback::VERSION.to_owned());
-        Ok(ModelUpdates { name, updater, budget, policy, root, version, boot })
+        let root = root.clone();
+        Ok(ModelUpdates { name, updater, budget, policy, root, boot })
     };
     sync.iter().map(update).collect()
 }

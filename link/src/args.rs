@@ -8,6 +8,7 @@ use clap::Args;
 use hatchback::io::disk;
 use hatchback::update::Updater;
 use hatchback::update::link::Link;
+use hatchback::update::program::Program;
 use hatchback::update::trust::Trust;
 use std::path::PathBuf;
 
@@ -54,7 +55,8 @@ impl CarArgs {
     /// Returns the updater of the car with the flash directory `flash`.
     pub fn updater(&self, flash: PathBuf) -> Updater {
         let (directory, lineage, cohort) = (self.state.clone(), self.lineage.clone(), self.cohort);
-        Updater { disk: disk::system(), directory, flash, lineage, cohort }
+        let program = Program::this();
+        Updater { disk: disk::system(), directory, flash, lineage, cohort, program }
     }
 
     /// Provisions the sync directory of `updater` if it is new and `--root` is given. Returns the

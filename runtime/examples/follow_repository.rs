@@ -9,8 +9,8 @@
 //! ```
 
 use hatchback::{
-    Budget, Fetcher, Flash, Host, Link, LinkError, LinkLimits, Policy, SystemClock, Take, Trust,
-    Updater, system_disk,
+    Budget, Fetcher, Flash, Host, Link, LinkError, LinkLimits, Policy, Program, SystemClock, Take,
+    Trust, Updater, system_disk,
 };
 use std::error::Error;
 use std::io::ErrorKind;
@@ -45,6 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         flash: PathBuf::from(flash),
         lineage: None,
         cohort: 99,
+        program: Program::this(),
     };
 
     // The first root is the car's trust anchor; a later call with another root changes nothing.
@@ -57,7 +58,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         budget: Budget::default(),
         watched: None,
         unservable: None,
-        version: hatchback::VERSION,
         root: None,
         boot: 0,
         yield_now: &|| {},

@@ -94,6 +94,7 @@ pub use update::Updater;
 pub use update::apply::{Cause, Host, Policy, Unservable, Watched};
 pub use update::error::UpdateError;
 pub use update::link::{Fetcher, Link, LinkError, LinkLimits, LinkRules, Take};
+pub use update::program::Program;
 pub use update::status::{UpdateEvent, UpdateState, UpdateStatus};
 pub use update::trust::Trust;
 

@@ -149,6 +149,10 @@ pub const FAILED_STEPS_MAX: u32 = 30;
 pub const RETRY_S_MAX: u64 = 24 * 3600;
 /// Rejected releases that the serving process remembers.
 pub const REFUSED_MAX: usize = 64;
+/// Needs that a release may have: formats, operators and sizes.
+pub const NEEDS_MAX: usize = 512;
+/// Bundles for one generation, each for programs of other versions.
+pub const VARIANTS_MAX: u8 = 8;
 /// Releases whose failed fetches the sync process remembers.
 pub const SET_ASIDE_MAX: usize = 64;
 /// Failures after which other releases are preferred to one: a failure of its own counts twice, a

@@ -2,6 +2,8 @@
 //! car on a simulated disk.
 
 use crate::flash_check::whole_generation;
+use crate::onnx;
+use crate::rewrite::Parts;
 use crate::sim_disk::SimDisk;
 use crate::versions::{Versions, copy};
 use hatchback::bundle::BundleReader;
@@ -13,6 +15,7 @@ use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkLimits};
+use hatchback::update::program::Program;
 use hatchback::update::release::{Release, chunk_path};
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
@@ -21,8 +24,8 @@ use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 /// Start of every test, seconds since 1970.
@@ -110,7 +113,24 @@ impl Fleet {
 
     /// Publishes a bundle.
     pub fn publish(&self, now: u64, bundle: &Path) {
-        self.change(now, Change { bundles: vec![bundle.to_owned()], ..Change::default() });
+        self.publish_all(now, &[bundle]);
+    }
+
+    /// Publishes bundles together.
+    pub fn publish_all(&self, now: u64, bundles: &[&Path]) {
+        let bundles = bundles.iter().map(|bundle| bundle.to_path_buf()).collect();
+        self.change(now, Change { bundles, ..Change::default() });
+    }
+
+    /// Writes `bundle` with a network that has these operators more, and returns its path.
+    pub fn needing(&self, bundle: &Path, operators: &[&str]) -> PathBuf {
+        let mut parts = Parts::read(bundle);
+        let network = onnx::concat_and(&VERSIONS.widths(), "out", operators);
+        parts.set_content(parts.manifest.dense, &network);
+        let name = bundle.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let path = self.folder.path().join(format!("{name}-{}.hatch", operators.join("-")));
+        std::fs::write(&path, parts.bytes()).unwrap();
+        path
     }
 
     /// Revokes a sequence.
@@ -166,10 +186,10 @@ pub fn release_of(bundle: &Path) -> Release {
     Release {
         generation: bundle.manifest().generation.clone(),
         parent: bundle.manifest().parent,
-        bytes: 0,
         share: 100,
         manifest_bytes: content.len() as u64,
         manifest: sha256(content),
+        ..Release::default()
     }
 }
 
@@ -202,10 +222,26 @@ impl Car {
             flash: "/flash".into(),
             lineage: None,
             cohort: 0,
+            program: Program::this(),
         };
         let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
         Trust::init(&disk, &sync.directory, &root).unwrap();
         Self { disk, sync, policy: Policy::default(), watched: None }
+    }
+
+    /// Returns a car whose program is `version` and lacks these operators.
+    pub fn lacking(fleet: &Fleet, version: &str, operators: &[&str]) -> Self {
+        let mut car = Self::new(fleet);
+        car.set_program(version, operators);
+        car
+    }
+
+    /// Gives the car a program of this version, which lacks these operators.
+    pub fn set_program(&mut self, version: &str, lacks: &[&str]) {
+        let mut program = Program::clone(&Program::this());
+        version.clone_into(&mut program.version);
+        lacks.iter().for_each(|name| assert!(program.known.remove(&format!("operator-{name}"))));
+        self.sync.program = Arc::new(program);
     }
 
     /// Returns a car that has installed the fleet's first release.
@@ -238,7 +274,6 @@ impl Car {
             budget: Budget::default(),
             watched: self.watched,
             unservable: None,
-            version: hatchback::VERSION,
             root: None,
             boot: 0,
             yield_now: &|| {},

@@ -197,6 +197,7 @@ fn golden_release() -> Release {
         share: 5,
         manifest_bytes: 700,
         manifest: sha256(b"golden"),
+        ..Release::default()
     }
 }
 
@@ -222,6 +223,7 @@ fn fetch_status() -> FetchStatus {
         received: DailyBytes::unknown(),
         set_aside: vec![SetAside { manifest: sha256(b"lost"), failures: 1, times: 2, polls: 3 }],
         history: golden_history(),
+        skipped: Some("release golden@7 needs operator Warp".to_owned()),
         ..FetchStatus::default()
     }
 }

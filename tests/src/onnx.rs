@@ -5,8 +5,16 @@ use hatchback_tools::workload::onnx::{Graph, Type, int};
 
 /// A network that puts its inputs, each `[batch, width]`, side by side into `output`.
 pub fn concat(inputs: &[(String, usize)], output: &str) -> Vec<u8> {
+    concat_and(inputs, output, &[])
+}
+
+/// The network of [`concat()`], with these operators more, whose results no node reads.
+pub fn concat_and(inputs: &[(String, usize)], output: &str, operators: &[&str]) -> Vec<u8> {
     let mut graph = Graph::default();
     let names: Vec<&str> = inputs.iter().map(|(name, _)| name.as_str()).collect();
+    for name in operators {
+        graph.node(name, &names[..1], &format!("{name}s"), &[]);
+    }
     graph.node("Concat", &names, output, &[int("axis", 1)]);
     inputs.iter().for_each(|(name, width)| graph.input(name, Type::Float, &[*width]));
     graph.output(output, &[inputs.iter().map(|(_, width)| width).sum()]);

@@ -125,6 +125,11 @@ impl Versions {
         versions
     }
 
+    /// Returns the inputs of the network and their widths.
+    pub fn widths(&self) -> [(String, usize); 2] {
+        [("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])]
+    }
+
     /// Packs the merged delta from generation `from` to generation `to`. Returns its path.
     pub fn merged(&self, from: usize, to: usize) -> PathBuf {
         let out = self.folder.path().join(format!("merged{from}-{to}"));

@@ -18,17 +18,17 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 17_900),
-    ("runtime", 17_350),
+    ("runtime", 17_500),
     ("link", 500),
     ("server", 5_400),
     ("board", 1_850),
     ("capi", 770),
     ("python", 440),
-    ("tools", 13_300),
+    ("tools", 13_420),
     ("bench", 11_100),
-    ("tests", 5_850),
+    ("tests", 5_990),
 ];
-const WORDS_MAX: usize = 43_550;
+const WORDS_MAX: usize = 44_000;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;

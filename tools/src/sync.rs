@@ -123,7 +123,6 @@ fn update(args: &SyncArgs, updater: &Updater) -> Result<()> {
         budget,
         watched: None,
         unservable: None,
-        version: hatchback::VERSION,
         root: None,
         boot: 0,
         yield_now: &|| {},
@@ -160,6 +159,9 @@ fn print_status(status: &UpdateStatus, with_history: bool) -> Result<()> {
     say!("{live} is live; {}; {received} received", status.state)?;
     if status.withdrawn {
         say!("the live release was revoked, and no newer one is published yet")?;
+    }
+    if let Some(skipped) = &status.skipped {
+        say!("{skipped}")?;
     }
     match (&status.error, status.state) {
         (Some(error), _) => say!("the last update stopped: {error}"),

@@ -4,6 +4,7 @@
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::update::Updater;
+use hatchback::update::program::Program;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_tests::client::Client;
 use hatchback_tools::pack::{Overrides, pack_file};
@@ -155,8 +156,8 @@ impl Fleet {
 
     fn status(&self) -> UpdateStatus {
         let (directory, flash) = (self.at("updates/coupon"), self.at("models/coupon"));
-        let disk = disk::system();
-        Updater { disk, directory, flash, lineage: None, cohort: 0 }.status().unwrap()
+        let (disk, program) = (disk::system(), Program::this());
+        Updater { disk, directory, flash, lineage: None, cohort: 0, program }.status().unwrap()
     }
 
     /// Asks until the update is in `state`. From the first score on, every answer must be a score.

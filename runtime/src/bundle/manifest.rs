@@ -21,7 +21,7 @@ pub fn sha256(bytes: &[u8]) -> Hash {
 }
 
 /// The name of one consistent state of a model: dense network, tables and schema together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Generation {
     /// The name of the model.
     pub lineage: String,

@@ -31,8 +31,6 @@ pub struct ModelUpdates {
     pub policy: Policy,
     /// The fleet's first root metadata, from a file that `hatchback-sync` cannot write.
     pub root: Option<Vec<u8>>,
-    /// The version of the program.
-    pub version: String,
     /// A number that differs after each start of the machine.
     pub boot: u64,
 }
@@ -53,13 +51,12 @@ impl ModelUpdates {
     }
 
     fn try_begin(&self, now: u64) -> Result<(), UpdateError> {
-        self.updater.begin_process(&self.version, self.boot, now)?;
+        self.updater.begin_process(self.boot, now)?;
         let host = Host {
             policy: self.policy,
             budget: self.budget,
             watched: None,
             unservable: None,
-            version: &self.version,
             root: self.root.as_deref(),
             boot: self.boot,
             yield_now: &|| {},
@@ -192,7 +189,7 @@ impl UpdateSteps {
     }
 
     fn try_step(&mut self, now: u64, yield_now: &dyn Fn()) -> Result<bool, UpdateError> {
-        let ModelUpdates { updater, budget, policy, version, root, boot, .. } = &self.update;
+        let ModelUpdates { updater, budget, policy, root, boot, .. } = &self.update;
         self.is_proven = self.is_proven || self.end_trial(updater)?;
         if let Err(e) = updater.restore_live_record() {
             log::debug!("`{}`: the live record has one copy: {e}", self.update.name);
@@ -218,7 +215,7 @@ impl UpdateSteps {
         });
         let (watched, root) = (Some(self.watched()), root.as_deref());
         let (policy, boot) = (*policy, *boot);
-        let host = Host { policy, budget, watched, unservable, version, root, boot, yield_now };
+        let host = Host { policy, budget, watched, unservable, root, boot, yield_now };
         updater.advance(&host, now)
     }
 
@@ -322,7 +319,15 @@ impl UpdateSteps {
 
         self.report_unserved(&reason);
         // An error of the device that persists is treated like a lost file.
-        if is_damage(error) || cause == Cause::Flash && looks >= FAILED_STEPS_MAX {
+        let needs_snapshot = match cause {
+            Cause::Flash => is_damage(error) || looks >= FAILED_STEPS_MAX,
+            // A later program installed it. On probation it is rolled back instead.
+            Cause::Release => {
+                self.update.updater.install_status().is_ok_and(|s| !s.state.is_active())
+            }
+            Cause::Car => false,
+        };
+        if needs_snapshot {
             self.require(Repair::AnySnapshot);
         }
     }

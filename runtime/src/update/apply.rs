@@ -17,7 +17,7 @@ use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::history::last_order;
 use crate::update::install_status::{Blame, InstallState, InstallStatus, Repair, Retry};
 use crate::update::probe::{ProbeFault, probe};
-use crate::update::release::{Release, releases};
+use crate::update::release::{Base, Release, releases};
 use crate::update::staging::Staging;
 use crate::update::updater::Updater;
 use crate::update::verdict::{
@@ -38,8 +38,6 @@ pub struct Host<'a> {
     pub watched: Option<Watched>,
     /// Why the live generation cannot be served, if it cannot.
     pub unservable: Option<Unservable<'a>>,
-    /// The version of the program. Another version tries again what this one cannot read.
-    pub version: &'a str,
     /// The fleet's first root, from a place that the sync process cannot write; `None` for the root
     /// in the sync directory.
     pub root: Option<&'a [u8]>,
@@ -95,15 +93,16 @@ impl From<UpdateError> for Ended {
 }
 
 impl Updater {
-    /// Begins the work of a process, of the program's `version`, and counts the start of a trial of
-    /// the release on probation: the process is about to open it. If the process or the machine
-    /// ended too many trials, the release is rolled back. The process calls this once, before it
-    /// opens the live generation. `boot` differs after each start of the machine. It tells a trial
-    /// that ended with a crash from one that ended with a restart of the machine.
+    /// Begins the work of a process, and counts the start of a trial of the release on probation:
+    /// the process is about to open it. If the process or the machine ended too many trials, the
+    /// release is rolled back. The process calls this once, before it opens the live generation.
+    /// `boot` differs after each start of the machine. It tells a trial that ended with a crash
+    /// from one that ended with a restart of the machine.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
-    pub fn begin_process(&self, version: &str, boot: u64, now: u64) -> Result<(), UpdateError> {
+    pub fn begin_process(&self, boot: u64, now: u64) -> Result<(), UpdateError> {
+        let version = &self.program.version;
         let mut status = self.install_status()?;
         if status.writes == 0 || !status.begin_process(version) && !status.is_on_probation() {
             return Ok(());
@@ -184,8 +183,8 @@ impl Updater {
         if status.writes == 0 {
             self.adopt_unjudged(&mut status)?;
         }
-        if status.version != host.version {
-            status.begin_process(host.version);
+        if status.version != self.program.version {
+            status.begin_process(&self.program.version);
         }
 
         let verdict = self.step(&mut status, &fetch, host)?;
@@ -264,10 +263,9 @@ impl Updater {
         let release = Release {
             generation: live.manifest().generation.clone(),
             parent: live.manifest().parent,
-            bytes: 0,
             share: 100,
-            manifest_bytes: 0,
             manifest: live.record().live.manifest,
+            ..Release::default()
         };
         status.take_up(&Offer { number: 0, release });
         status.state = InstallState::Applying;
@@ -359,7 +357,7 @@ impl Updater {
             return false;
         }
         match self.verify_targets(host.root) {
-            Ok(targets) => !is_listed(&releases(&targets), release, fetch.cohort),
+            Ok(targets) => !is_listed(&releases(&targets, &self.program), release, fetch.cohort),
             Err(e) => {
                 log::warn!("{}: its revocation is not verified: {e}", release.generation);
                 false
@@ -470,6 +468,8 @@ impl Updater {
             .and_then(|()| Model::open_to_probe(&live, host.budget, host.yield_now).map(drop));
         match opened.map_err(ProbeFault::from) {
             Err(ProbeFault::Car { is_damage: true, .. }) => Ok(Some(rebuild)),
+            // The program is older than the one that installed the live generation.
+            Err(ProbeFault::Version(_)) => Ok(Some(rebuild)),
             // The device may read the files later. A newer snapshot is installed without them.
             Err(ProbeFault::Car { .. }) if is_newer => Ok(None),
             Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }.into()),
@@ -480,16 +480,26 @@ impl Updater {
         }
     }
 
-    /// Checks that `release` is signed.
+    /// Checks that `release` is signed, that this version of the program can read it, and that a
+    /// delta follows the live generation's variant.
     fn check_release(&self, release: &Release, host: &Host<'_>) -> Result<(), Ended> {
         let targets = self.verify_targets(host.root).map_err(|e| abandon(e.to_string()))?;
-        let is_signed = releases(&targets)
-            .iter()
-            .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation));
-        if is_signed {
-            return Ok(());
+        let listed = releases(&targets, &self.program);
+        let is_it =
+            |r: &&Release| (r.manifest, &r.generation) == (release.manifest, &release.generation);
+        let Some(signed) = listed.iter().find(is_it) else {
+            return Err(abandon("the release is not listed in the signed targets").into());
+        };
+        if let Some(lacks) = &signed.lacks {
+            let version = &self.program.version;
+            return Err(abandon(format!("version {version} lacks {lacks}, which it needs")).into());
         }
-        Err(abandon("the release is not listed in the signed targets").into())
+        // The sync process may have chosen the delta, but only the signed targets tell a variant.
+        let live = self.live()?.filter(|_| signed.parent.is_some());
+        if live.is_some_and(|live| !Base::new(&live.record().live, &listed).is_parent_of(signed)) {
+            return Err(abandon("it does not follow the live bundle; a snapshot can follow").into());
+        }
+        Ok(())
     }
 
     /// Writes the staged bundle of `release` to flash.

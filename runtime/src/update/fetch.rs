@@ -9,11 +9,13 @@ use crate::update::fetch_status::{FetchState, FetchStatus, Offer};
 use crate::update::history::last_order;
 use crate::update::install_status::{InstallState, InstallStatus, Repair};
 use crate::update::link::Fetcher;
-use crate::update::release::{Release, cheapest_path, lineage_of, releases};
+use crate::update::program::Program;
+use crate::update::release::{Base, Release, cheapest_path, lineage_of, releases};
 use crate::update::staging::Staging;
 use crate::update::status::UpdateStatus;
 use crate::update::trust::Trust;
 use crate::update::updater::Updater;
+use std::cmp::Reverse;
 use std::time::Duration;
 
 /// Bytes charged to the daily budget in one step.
@@ -63,10 +65,10 @@ impl Run<'_> {
 /// The releases of a repository that one car may use.
 struct Listing {
     live: Option<Generation>,
+    /// The live generation, unless it takes no further delta before a merge.
+    base: Option<Base>,
     /// The lowest sequence that this car may serve.
     least: u64,
-    /// The live generation takes no further delta before a merge.
-    is_full: bool,
     lineage: String,
     /// The listed releases of the car's lineage and cohort.
     eligible: Vec<Release>,
@@ -79,14 +81,29 @@ impl Listing {
         self.eligible.iter().any(|r| names(r) == names(release))
     }
 
+    /// Returns the newest release that this version of the program can read.
     fn newest(&self) -> Option<u64> {
-        self.eligible.iter().map(|r| r.generation.sequence).max()
+        let readable = self.eligible.iter().filter(|r| r.lacks.is_none());
+        readable.map(|r| r.generation.sequence).max()
     }
 
     /// Returns whether the live generation is newer than every eligible release: the publisher
     /// revoked it.
     fn withdraws_live(&self) -> bool {
-        self.live.as_ref().is_some_and(|live| self.newest() < Some(live.sequence))
+        let newest = self.eligible.iter().map(|r| r.generation.sequence).max();
+        self.live.as_ref().is_some_and(|live| newest < Some(live.sequence))
+    }
+
+    /// Returns why `program` skips the newest release, if it cannot read any bundle of it.
+    fn skipped(&self, program: &Program) -> Option<String> {
+        let known = self.newest().max(self.live.as_ref().map(|live| live.sequence));
+        let newer = self.eligible.iter().filter(|r| Some(r.generation.sequence) > known);
+        let newest = newer.max_by_key(|r| (r.generation.sequence, Reverse(r.variant)))?;
+        let (generation, version) = (&newest.generation, &program.version);
+        let lacks = newest.lacks.as_ref()?;
+        Some(format!(
+            "release {generation} needs {lacks}, which version {version} lacks; update the program"
+        ))
     }
 }
 
@@ -135,7 +152,7 @@ impl Updater {
         let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
         let staging = Staging::open(self.disk.as_ref(), &directory)?;
-        let listed = releases(&targets);
+        let listed = releases(&targets, &self.program);
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };
         let (mut first, mut last) = (None, 0);
@@ -198,6 +215,11 @@ impl Updater {
         run.status.begin_poll(&listing.eligible);
         run.status.newest = listing.newest();
         run.status.withdrawn = listing.withdraws_live();
+        let skipped = listing.skipped(&self.program);
+        if let Some(reason) = skipped.as_ref().filter(|_| skipped != run.status.skipped) {
+            log::warn!("{reason}");
+        }
+        run.status.skipped = skipped;
         run.status.revoked = None;
 
         if install.state.is_active() {
@@ -252,7 +274,8 @@ impl Updater {
         install: &InstallStatus,
     ) -> Result<Listing, UpdateError> {
         let live = self.live()?;
-        let is_full = live.as_ref().is_some_and(|live| live.is_full());
+        let base = live.as_ref().filter(|live| !live.is_full());
+        let base = base.map(|live| Base::new(&live.record().live, &listed));
         let least = self.least(install)?;
         let live = live.map(|live| live.manifest().generation.clone());
         let known = live.as_ref().or(install.committed.as_ref());
@@ -261,7 +284,7 @@ impl Updater {
 
         let is_eligible = |r: &Release| r.generation.lineage == lineage && self.cohort < r.share;
         let eligible = listed.into_iter().filter(is_eligible).collect();
-        Ok(Listing { live, least, is_full, lineage, eligible })
+        Ok(Listing { live, base, least, lineage, eligible })
     }
 }
 
@@ -273,7 +296,7 @@ fn next_release(
     status: &FetchStatus,
 ) -> Result<Option<Release>, UpdateError> {
     let mut usable = listing.eligible.clone();
-    usable.retain(|r| !install.is_refused(r));
+    usable.retain(|r| r.lacks.is_none() && !install.is_refused(r));
     let mut preferred = usable.clone();
     preferred.retain(|r| !status.is_set_aside(r) && !install.gives_way(r));
     match first_step(listing, install.repair, &preferred) {
@@ -291,8 +314,8 @@ fn first_step(
     usable: &[Release],
 ) -> Result<Option<Release>, UpdateError> {
     let live = listing.live.as_ref().map(|g| g.sequence);
-    let path = |live, takes_deltas, usable: &[Release]| {
-        let path = cheapest_path(live, takes_deltas, &listing.lineage, usable)?;
+    let path = |live, base, usable: &[Release]| {
+        let path = cheapest_path(live, base, &listing.lineage, usable)?;
         // A path that ends below what this car has served leads nowhere.
         match path.last() {
             Some(last) if last.generation.sequence < listing.least => Err(UpdateError::NoPath {
@@ -314,18 +337,18 @@ fn first_step(
         if newer.is_empty() {
             return Ok(Vec::new());
         }
-        or_else(path(None, false, &newer), &|| path(None, false, usable))
+        or_else(path(None, None, &newer), &|| path(None, None, usable))
     };
-    let forward = || path(live, !listing.is_full, usable);
+    let forward = || path(live, listing.base, usable);
 
     let found = match (live, repair) {
         (None, _) => rebuilt(),
         // One less, so that a snapshot of the damaged generation's own number counts as newer.
         (Some(live), Repair::AnySnapshot) => {
-            or_else(path(live.checked_sub(1), false, usable), &rebuilt)
+            or_else(path(live.checked_sub(1), None, usable), &rebuilt)
         }
         // No newer snapshot may be listed yet. Until then deltas keep the model up to date.
-        (live, Repair::NewerSnapshot) => or_else(path(live, false, usable), &forward),
+        (live, Repair::NewerSnapshot) => or_else(path(live, None, usable), &forward),
         (_, Repair::None) => forward(),
     };
     // A step of a rebuild from which no path leads on is replaced by another first step.

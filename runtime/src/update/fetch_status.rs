@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 /// The format of the record.
-pub const FETCH_FORMAT: u32 = 1;
+pub const FETCH_FORMAT: u32 = 2;
 const RECORD: PairedRecord = PairedRecord {
     magic: b"HATCHFET",
     format: FETCH_FORMAT,
@@ -113,6 +113,8 @@ pub struct FetchStatus {
     pub received: DailyBytes,
     /// The last steps, oldest first.
     pub history: Vec<UpdateEvent>,
+    /// The newest release, if this version of the program cannot read it, and why. Since format 2.
+    pub skipped: Option<String>,
     /// Number of writes of the record.
     #[serde(skip)]
     pub writes: u64,

@@ -393,14 +393,7 @@ mod tests {
     #[test]
     fn a_fault_of_the_car_is_tried_again_after_growing_pauses() {
         let generation = Generation { lineage: "m".to_owned(), sequence: 7 };
-        let release = Release {
-            generation,
-            parent: None,
-            bytes: 0,
-            share: 100,
-            manifest_bytes: 0,
-            manifest: [0; 32],
-        };
+        let release = Release { generation, share: 100, ..Release::default() };
         let offer = Offer { number: 2, release: release.clone() };
         let after = |attempts| InstallStatus {
             at: 1000,

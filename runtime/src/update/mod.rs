@@ -32,6 +32,7 @@ pub mod history;
 pub mod install_status;
 pub mod link;
 pub mod probe;
+pub mod program;
 pub mod release;
 pub mod rollback_floor;
 mod run;

@@ -9,7 +9,7 @@ use crate::io::disk::{Disk, Output};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::link::Fetcher;
-use crate::update::release::{Release, chunk_path, hex, manifest_path, target_name};
+use crate::update::release::{Release, chunk_path, hex, manifest_path};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -188,7 +188,7 @@ impl<'a> Staging<'a> {
         release: &Release,
         fetcher: &mut Fetcher<'_>,
     ) -> Result<(Vec<u8>, Manifest), UpdateError> {
-        let name = target_name(&release.generation, release.parent);
+        let name = release.name();
         let bytes = self.manifest_bytes(release, &name, fetcher)?;
         let manifest = Manifest::decode(&bytes)
             .map_err(|source| UpdateError::Manifest { name: name.clone(), source })?;

@@ -27,6 +27,8 @@ pub struct UpdateStatus {
     pub newest: Option<u64>,
     /// The publisher revoked the live release and lists no newer one.
     pub withdrawn: bool,
+    /// The newest release, if this version of the program cannot read it, and why.
+    pub skipped: Option<String>,
     /// Why the last attempt ended or is being rolled back.
     pub error: Option<String>,
     /// Bytes that the last run received.
@@ -71,6 +73,7 @@ impl UpdateStatus {
             release,
             newest: fetch.newest,
             withdrawn: fetch.withdrawn,
+            skipped: fetch.skipped,
             error: error.filter(|_| is_waiting),
             bytes_received: fetch.bytes_received,
             received: fetch.received,

@@ -6,6 +6,7 @@ use crate::io::disk::{Disk, Lock};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::install_status::{InstallStatus, Retry};
+use crate::update::program::Program;
 use crate::update::release::Release;
 use crate::update::status::UpdateStatus;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,9 @@ pub struct Updater {
     /// This car's position in a gradual rollout: 0 is in the first per cent of the fleet, 99 in the
     /// last.
     pub cohort: u8,
+    /// The version of the program. It skips a release that it cannot read. Another version tries
+    /// again what this one could not install.
+    pub program: Arc<Program>,
 }
 
 impl Updater {

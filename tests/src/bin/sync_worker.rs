@@ -11,6 +11,7 @@ use hatchback::model::budget::Budget;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::program::Program;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
@@ -39,7 +40,9 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().collect();
     let [_, repository, directory, flash, faults] = args.as_slice() else { anyhow::bail!("usage") };
     let (directory, flash) = (directory.into(), flash.into());
-    let sync = Updater { disk: disk::system(), directory, flash, lineage: None, cohort: 0 };
+    let program = Program::this();
+    let sync =
+        Updater { disk: disk::system(), directory, flash, lineage: None, cohort: 0, program };
 
     let (mut link, clock) = (DirectoryLink(repository.into()), SystemClock::default());
     let faults = faults.parse().context("faults")?;
@@ -50,13 +53,12 @@ fn main() -> Result<()> {
         budget: Budget::default(),
         watched,
         unservable: None,
-        version: hatchback::VERSION,
         root: None,
         boot: 0,
         yield_now: &|| {},
     };
 
-    sync.begin_process(hatchback::VERSION, 1, T0 + 50)?;
+    sync.begin_process(1, T0 + 50)?;
     print_states(&sync);
     loop {
         while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}

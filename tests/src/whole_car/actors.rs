@@ -190,6 +190,7 @@ impl World {
     /// Does what `hatchbackd serve` does before its loops.
     fn start_daemon(self: &Rc<Self>) -> String {
         let disk = self.start(Process::Daemon);
+        self.daemon_level.set(self.level.get());
         self.checks.borrow_mut().begin_update();
         let update = ModelUpdates {
             name: LINEAGE.to_owned(),
@@ -197,7 +198,6 @@ impl World {
             budget: BUDGET,
             policy: self.policy(),
             root: Some(self.history().root.clone()),
-            version: hatchback::VERSION.to_owned(),
             boot: self.trace.borrow().counts.get("power cuts").copied().unwrap_or(0),
         };
         let clock: Arc<dyn Clock> = Arc::new(self.clock.clone());

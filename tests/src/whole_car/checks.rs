@@ -121,6 +121,7 @@ impl World {
         if to > from {
             self.count("installs");
             self.check_listed(&live.manifest);
+            self.check_variant(&before.manifest, &live.manifest);
         } else if record.rebuilds > rebuilds {
             self.count("rebuilds");
             let status = self.updater(&self.disk).install_status().unwrap_or_default();
@@ -143,6 +144,25 @@ impl World {
                 self.fail(format!("release {} is live: {:?}", signed.sequence, signed.flaw));
             }
             Some(_) => {}
+        }
+    }
+
+    /// Checks that the daemon's program reads the release that became live, and that a delta
+    /// follows its own variant.
+    fn check_variant(&self, before: &Hash, live: &Hash) {
+        let signed = &self.history().signed;
+        let (Some(before), Some(live)) = (signed.get(before), signed.get(live)) else { return };
+        let (sequence, level) = (live.sequence, self.daemon_level.get());
+        if live.level > level {
+            self.fail(format!(
+                "a program of level {level} installed {sequence}: it cannot read it"
+            ));
+        }
+        if live.variant > 0 {
+            self.count("installs of variants");
+        }
+        if live.is_delta && before.variant != live.variant {
+            self.fail(format!("the delta to {sequence} follows another variant"));
         }
     }
 

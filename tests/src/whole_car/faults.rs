@@ -39,11 +39,13 @@ pub enum Fault {
     LostObject,
     /// A taken-over sync process writes what it likes into the sync directory for a while.
     Hostile,
+    /// Another version of both programs is installed.
+    Version,
 }
 
 impl Fault {
     /// Every class.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Kill,
         Self::Exit,
         Self::Stop,
@@ -60,6 +62,7 @@ impl Fault {
         Self::SyncDamage,
         Self::LostObject,
         Self::Hostile,
+        Self::Version,
     ];
 
     /// Returns the class's name on the command line.

@@ -3,6 +3,7 @@
 
 use crate::random::Random;
 use crate::whole_car::faults::Fault;
+use crate::whole_car::model::LEVELS;
 use crate::whole_car::names::{self, FLASH, SYNC};
 use crate::whole_car::repository::Contents;
 use crate::whole_car::world::{Process, Wall, World};
@@ -70,6 +71,7 @@ impl World {
             Fault::SyncDamage => "fault sync-damage",
             Fault::LostObject => "fault lost-object",
             Fault::Hostile => "fault hostile",
+            Fault::Version => "fault version",
         };
         self.count(name);
     }
@@ -109,6 +111,10 @@ impl World {
             Fault::SyncDamage => return self.damage(false),
             Fault::LostObject => return self.lose_object(),
             Fault::Hostile => self.hostile_until.set(until),
+            Fault::Version => {
+                self.level.set(1 + self.below(u64::from(LEVELS)) as u8);
+                Process::BOTH.iter().for_each(|process| self.end_in_order(*process));
+            }
         }
         true
     }
@@ -174,7 +180,7 @@ impl World {
     }
 
     /// Ends all faults: from now on no call fails.
-    pub fn end_faults(&self) {
+    pub fn end_faults(self: &Rc<Self>) {
         self.is_healing.set(true);
         self.disk.end_faults();
         self.lasting.borrow_mut().ends.clear();
@@ -186,7 +192,10 @@ impl World {
             state.disk.kill_after(u64::MAX);
         }
         self.restore_objects();
-        self.note(format_args!("the faults have ended"));
+        // A process that was in a step when another version came still runs the earlier one.
+        Process::BOTH.iter().for_each(|process| self.end_in_order(*process));
+        let level = self.level.get();
+        self.note(format_args!("the faults have ended, the programs are of level {level}"));
     }
 
     /// Returns a random file of one of the directories, never a second copy of a record.

@@ -143,20 +143,28 @@ impl World {
         self.fail_to_heal();
     }
 
-    /// Returns whether the newest release is live, has passed its probation, and serves fresh
-    /// answers.
+    /// Returns whether the newest release that the program reads is live, has passed its probation,
+    /// and serves fresh answers. After a downgrade one that only a later program reads may be live.
+    /// If that one is damaged, nothing that this program reads may take its place.
     fn is_at_newest(&self) -> bool {
-        let last = self.history().last;
+        let (level, history) = (self.level.get(), self.history());
+        let best = history.best(level);
+        let install = self.updater(&self.disk).install_status().unwrap_or_default();
+        let is_ahead = install.committed.is_some_and(|newest| newest.sequence > best);
         let checks = self.checks.borrow();
+        let live = checks.live_sequence();
+        let is_later = |live: u64| {
+            live > best && history.signed.values().any(|s| s.sequence == live && s.level > level)
+        };
         let is_damaged = [Fault::FlashDamage, Fault::FlashLoss]
             .iter()
             .any(|fault| self.knobs.faults.contains(fault));
+        let is_served = (live == Some(best) || live.is_some_and(is_later)) && self.served() == live;
         let status = checks.status.as_ref();
         let is_judged =
             status.is_some_and(|s| matches!(s.state, UpdateState::Committed | UpdateState::Idle));
         is_judged
-            && checks.live_sequence() == Some(last)
-            && self.served() == Some(last)
+            && (is_served || is_ahead && is_damaged)
             && (is_damaged || checks.fresh_answers >= FRESH_ANSWERS)
     }
 
@@ -164,7 +172,7 @@ impl World {
         let checks = self.checks.borrow();
         let status = checks.status.clone().unwrap_or_default();
         let (live, served) = (checks.live_sequence(), self.served());
-        let (last, fresh) = (self.history().last, checks.fresh_answers);
+        let (last, fresh) = (self.history().best(self.level.get()), checks.fresh_answers);
         drop(checks);
         let error = status.error.unwrap_or_default();
         let up = self.process(Process::Daemon).borrow().is_up;

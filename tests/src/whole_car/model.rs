@@ -10,6 +10,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::update::program::Program;
 use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
@@ -20,6 +21,7 @@ use hatchback_tools::serve::install;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The name of the model.
 pub const LINEAGE: &str = "car";
@@ -59,6 +61,23 @@ pub struct BundlePlan {
     pub to: u64,
     /// Its deliberate fault.
     pub flaw: Flaw,
+    /// The level of the first [`program`] that reads it, from 1 on.
+    pub level: u8,
+}
+
+/// The operators that the networks of the levels above 1 have more.
+const LATER: [&str; 2] = ["Abs", "Neg"];
+/// The number of levels.
+pub const LEVELS: u8 = 1 + LATER.len() as u8;
+
+/// Returns the program of this level: the last one knows every operator.
+pub fn program(level: u8) -> Arc<Program> {
+    let mut program = Program::clone(&Program::this());
+    program.version = format!("0.{level}.0");
+    for operator in &LATER[usize::from(level) - 1..] {
+        program.known.remove(&format!("operator-{operator}"));
+    }
+    Arc::new(program)
 }
 
 /// The generations of the model.
@@ -98,7 +117,10 @@ impl Generations {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let widths = [("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
-        std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
+        for level in 1..=LEVELS {
+            let network = onnx::concat_and(&widths, "out", &LATER[..usize::from(level) - 1]);
+            std::fs::write(folder.path().join(format!("dense{level}.onnx")), network).unwrap();
+        }
 
         let mut random = Random::new(71);
         let mut tables: [Rows; 2] = std::array::from_fn(|t| first_rows(t, &mut random));
@@ -108,8 +130,8 @@ impl Generations {
                 tables.iter_mut().enumerate().for_each(|(t, rows)| change(t, rows, &mut random));
             }
             generations.rows.insert(sequence, tables.clone());
-            let snapshot =
-                generations.pack(BundlePlan { from: None, to: sequence, flaw: Flaw::None });
+            let plan = BundlePlan { from: None, to: sequence, flaw: Flaw::None, level: 1 };
+            let snapshot = generations.pack(plan);
             install(&snapshot, &generations.flash(sequence)).unwrap();
         }
         generations
@@ -121,8 +143,8 @@ impl Generations {
 
     /// Packs a bundle and returns its path.
     pub fn pack(&self, lead: BundlePlan) -> PathBuf {
-        let BundlePlan { from, to, flaw } = lead;
-        let name = format!("{}-{to}-{flaw:?}", from.unwrap_or(0));
+        let BundlePlan { from, to, flaw, level } = lead;
+        let name = format!("{}-{to}-{flaw:?}-{level}", from.unwrap_or(0));
         let path = |ending: &str| self.folder.path().join(format!("{name}.{ending}"));
         let out = path("hatch");
         if out.exists() {
@@ -138,7 +160,7 @@ impl Generations {
             .map(|table| Box::new(table) as Box<dyn RowSource>)
             .collect();
         let parent = from.map(|s| Flash::open(&disk::system(), &self.flash(s)).unwrap());
-        let spec = spec(to, path("jsonl").file_name().map(Path::new));
+        let spec = spec(to, level, path("jsonl").file_name().map(Path::new));
         let (parent, base) = (parent.as_ref(), self.folder.path());
         pack_onto(&spec, &sources, parent, base, &out, Overrides::default(), &mut |_, _| {})
             .unwrap();
@@ -219,7 +241,7 @@ fn change(t: usize, rows: &mut Rows, random: &mut Random) {
     }
 }
 
-fn spec(sequence: u64, probe: Option<&Path>) -> ModelSpec {
+fn spec(sequence: u64, level: u8, probe: Option<&Path>) -> ModelSpec {
     let table = |t: usize| TableSpec {
         name: format!("t{t}"),
         dim: DIMS[t],
@@ -238,7 +260,7 @@ fn spec(sequence: u64, probe: Option<&Path>) -> ModelSpec {
         sequence,
         dense_features: Vec::new(),
         network: NetworkSpec {
-            onnx: Some("dense.onnx".into()),
+            onnx: Some(format!("dense{level}.onnx").into()),
             hugectr: None,
             table_major: false,
             output: OutputsSpec::One("out".to_owned()),

@@ -3,10 +3,11 @@
 //! signs them. A simulation chooses a history and decides when each state, or a part of it, becomes
 //! visible.
 
-use crate::whole_car::model::{BundlePlan, Flaw, Generations};
+use crate::whole_car::model::{BundlePlan, Flaw, Generations, LEVELS, program};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Hash, sha256};
-use hatchback::update::release::{chunk_path, manifest_path, target_name};
+use hatchback::update::program::Program;
+use hatchback::update::release::{chunk_path, manifest_path, parse_name, target_name};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet, rotate};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
@@ -47,6 +48,12 @@ pub struct Signed {
     pub sequence: u64,
     /// Its deliberate fault.
     pub flaw: Flaw,
+    /// The level of the first program that reads it.
+    pub level: u8,
+    /// Its variant.
+    pub variant: u8,
+    /// Whether it is a delta.
+    pub is_delta: bool,
 }
 
 /// The life of one fleet.
@@ -65,6 +72,20 @@ pub struct History {
     pub vital: BTreeSet<String>,
 }
 
+impl History {
+    /// Returns the newest good release that a program of `level` reads.
+    pub fn best(&self, level: u8) -> u64 {
+        let listed = self.states.last().into_iter().flat_map(|state| &state.listed);
+        let readable = listed.map(|hash| self.signed[hash]);
+        let readable = readable.filter(|s| s.level <= level && s.flaw == Flaw::None);
+        readable.map(|signed| signed.sequence).max().unwrap_or(0)
+    }
+}
+
+fn manifest_of(bundle: &Path) -> Hash {
+    sha256(BundleReader::open(bundle).unwrap().manifest_bytes())
+}
+
 /// An action of the publisher.
 enum Act {
     /// Publishes bundles for a share of the fleet, per cent.
@@ -79,11 +100,15 @@ enum Act {
 use Act::{Ahead, Publish, Revoke, Rotate};
 
 const fn snapshot(to: u64) -> BundlePlan {
-    BundlePlan { from: None, to, flaw: Flaw::None }
+    BundlePlan { from: None, to, flaw: Flaw::None, level: 1 }
 }
 
 const fn delta(from: u64, to: u64) -> BundlePlan {
-    BundlePlan { from: Some(from), to, flaw: Flaw::None }
+    BundlePlan { from: Some(from), to, flaw: Flaw::None, level: 1 }
+}
+
+const fn at(level: u8, plan: BundlePlan) -> BundlePlan {
+    BundlePlan { level, ..plan }
 }
 
 fn all(leads: &[BundlePlan]) -> Act {
@@ -94,7 +119,7 @@ fn flawed(flaw: Flaw) -> Act {
     all(&[BundlePlan { flaw, ..delta(2, 3) }])
 }
 
-/// Returns the acts of every history. Each but the last ends with a good release that has a
+/// Returns the acts of every history. Most end with a good release that has a
 /// snapshot and a delta.
 fn acts() -> Vec<(&'static str, Vec<Act>)> {
     let begin = || vec![all(&[snapshot(1)]), all(&[delta(1, 2)])];
@@ -162,6 +187,37 @@ fn acts() -> Vec<(&'static str, Vec<Act>)> {
             ]),
         ),
         ("one old snapshot", with(vec![all(&[delta(2, 3)]), all(&[delta(3, 4)])])),
+        (
+            "later programs",
+            with(vec![
+                all(&[at(2, delta(2, 3))]),
+                all(&[at(2, snapshot(4)), at(2, delta(3, 4))]),
+                all(&[at(3, snapshot(5)), at(3, delta(4, 5))]),
+            ]),
+        ),
+        (
+            "variants",
+            with(vec![
+                all(&[at(3, snapshot(3)), snapshot(3), delta(2, 3)]),
+                all(&[at(3, delta(3, 4)), delta(3, 4)]),
+                all(&[at(3, snapshot(5)), at(3, delta(4, 5)), snapshot(5), delta(4, 5)]),
+            ]),
+        ),
+        (
+            "variants of old snapshots",
+            with(vec![
+                all(&[at(3, snapshot(3)), at(2, snapshot(3)), snapshot(3)]),
+                all(&[at(3, delta(3, 4)), at(2, delta(3, 4)), delta(3, 4)]),
+                all(&[at(3, delta(4, 5)), at(2, delta(4, 5)), delta(4, 5)]),
+            ]),
+        ),
+        (
+            "one bad variant",
+            with(vec![
+                all(&[BundlePlan { flaw: Flaw::Probe, ..at(3, snapshot(3)) }, delta(2, 3)]),
+                all(&[at(2, snapshot(4)), snapshot(4), delta(3, 4)]),
+            ]),
+        ),
     ]
 }
 
@@ -171,6 +227,8 @@ pub struct Prepared {
     pub generations: Generations,
     /// The histories.
     pub histories: Vec<History>,
+    /// The program of each level.
+    pub programs: Vec<Arc<Program>>,
 }
 
 impl Prepared {
@@ -180,7 +238,7 @@ impl Prepared {
         let generations = Generations::new();
         let histories = acts().into_iter().map(|(name, acts)| live(name, &acts, &generations));
         let histories = histories.collect();
-        Self { generations, histories }
+        Self { generations, histories, programs: (1..=LEVELS).map(program).collect() }
     }
 }
 
@@ -222,37 +280,44 @@ impl Publisher<'_> {
             }
         }
         let repository = self.folder.path().join("repository");
-        publish(&Objects::directory(&repository).unwrap(), &self.keys(), &change, now).unwrap();
+        let objects = Objects::directory(&repository).unwrap();
+        let published = publish(&objects, &self.keys(), &change, now).unwrap();
+        for (bundle, name) in change.bundles.iter().zip(&published.added) {
+            let signed = self.history.signed.get_mut(&manifest_of(bundle)).unwrap();
+            signed.variant = parse_name(name).unwrap().2;
+        }
         self.record(&repository, act);
     }
 
     fn sign(&mut self, lead: BundlePlan) -> PathBuf {
         let bundle = self.generations.pack(lead);
-        let hash = sha256(BundleReader::open(&bundle).unwrap().manifest_bytes());
-        let signed = Signed { sequence: lead.to, flaw: lead.flaw };
-        self.history.signed.insert(hash, signed);
+        let BundlePlan { to: sequence, flaw, level, from } = lead;
+        let signed = Signed { sequence, flaw, level, variant: 0, is_delta: from.is_some() };
+        self.history.signed.entry(manifest_of(&bundle)).or_insert(signed);
         self.history.last = self.history.last.max(lead.to);
         bundle
     }
 
-    /// Finds the objects that must not be lost for good: those of the newest listed snapshot, and
-    /// of the deltas after it.
+    /// Finds the objects that must not be lost for good: at each level those of the newest listed
+    /// snapshot, and of the deltas after it.
     fn find_vital(&mut self) {
-        let states = &self.history.states;
-        let snapshots = (1..=self.history.last).rev().map(snapshot);
-        let plan = |plan: BundlePlan| (plan, self.generations.pack(plan));
-        let is_listed = |(_, bundle): &(BundlePlan, PathBuf)| {
-            let hash = sha256(BundleReader::open(bundle).unwrap().manifest_bytes());
-            states.last().unwrap().listed.contains(&hash)
-        };
-        let newest = snapshots.map(plan).find(is_listed).unwrap();
-        let deltas = (newest.0.to..self.history.last).map(|from| plan(delta(from, from + 1)));
-        for (_, bundle) in std::iter::once(newest).chain(deltas) {
+        let listed = self.history.states.last().unwrap().listed.clone();
+        let is_listed = |bundle: &PathBuf| listed.contains(&manifest_of(bundle));
+        let mut vital = Vec::new();
+        for level in 1..=LEVELS {
+            let pack = |plan| self.generations.pack(at(level, plan));
+            let newest = (1..=self.history.last).rev().find(|to| is_listed(&pack(snapshot(*to))));
+            let Some(newest) = newest else { continue };
+            let deltas = (newest..self.history.last).map(|from| pack(delta(from, from + 1)));
+            vital.extend(std::iter::once(pack(snapshot(newest))).chain(deltas.filter(is_listed)));
+        }
+        for bundle in vital {
             let bundle = BundleReader::open(&bundle).unwrap();
-            let manifest = bundle.manifest();
-            let name = target_name(&manifest.generation, manifest.parent);
+            let (manifest, hash) = (bundle.manifest(), sha256(bundle.manifest_bytes()));
+            let variant = self.history.signed[&hash].variant;
+            let name = target_name(&manifest.generation, manifest.parent, variant);
             let vital = &mut self.history.vital;
-            vital.insert(manifest_path(&name, &sha256(bundle.manifest_bytes())));
+            vital.insert(manifest_path(&name, &hash));
             let chunks = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
             vital.extend(chunks.map(|chunk| chunk_path(&chunk.sha256)));
         }
@@ -271,7 +336,8 @@ impl Publisher<'_> {
             Publish(leads, _) | Ahead(leads) => {
                 let wanted = |hash: &&Hash| {
                     let signed = self.history.signed[*hash];
-                    leads.iter().any(|l| (l.to, l.flaw) == (signed.sequence, signed.flaw))
+                    let Signed { sequence, flaw, level, .. } = signed;
+                    leads.iter().any(|l| (l.to, l.flaw, l.level) == (sequence, flaw, level))
                 };
                 listed.extend(self.history.signed.keys().filter(wanted));
             }

@@ -78,6 +78,22 @@ pub const ALL: &[Scenario] = &[
         history: Some(10),
         ..found("a lost generation waits for a new snapshot", &[Fault::FlashLoss])
     },
+    Scenario {
+        history: Some(11),
+        ..found("a release for later programs is fetched and refused", &[Fault::Version])
+    },
+    Scenario {
+        history: Some(12),
+        ..found("a delta follows another variant", &[Fault::Version, Fault::Hostile])
+    },
+    Scenario {
+        history: Some(13),
+        ..found("a lost generation is rebuilt in one variant", &[Fault::Version, Fault::FlashLoss])
+    },
+    Scenario {
+        history: Some(14),
+        ..found("a bad variant hides the good one", &[Fault::Version, Fault::Kill])
+    },
 ];
 
 /// Returns the knobs that scenarios begin with.

@@ -7,6 +7,7 @@ use crate::sim_disk::{SimClock, SimDisk};
 use crate::whole_car::checks::Checks;
 use crate::whole_car::faults::Knobs;
 use crate::whole_car::inject::Lasting;
+use crate::whole_car::model::LEVELS;
 use crate::whole_car::names::{FLASH, SYNC};
 use crate::whole_car::repository::{Contents, History, Prepared, T0};
 use crate::whole_car::requests::Pending;
@@ -199,6 +200,10 @@ pub struct World {
     pub lasting: RefCell<Lasting>,
     /// Whether the faults have ended.
     pub is_healing: Cell<bool>,
+    /// The level of the programs of the processes that start next.
+    pub level: Cell<u8>,
+    /// The level of the daemon's program.
+    pub daemon_level: Cell<u8>,
     /// State of the checks.
     pub checks: RefCell<Checks>,
     /// The record so far.
@@ -241,6 +246,7 @@ impl World {
         let mut random = Random::of(seed, 1);
         let drawn = random.below(prepared.histories.len() as u64) as usize;
         let history = knobs.history.unwrap_or(drawn);
+        let level = 1 + random.below(u64::from(LEVELS)) as u8;
         let disk = SimDisk::default();
         let process = |_| {
             RefCell::new(ProcessState {
@@ -276,6 +282,8 @@ impl World {
             hostile_until: Cell::new(0),
             lasting: RefCell::default(),
             is_healing: Cell::new(false),
+            level: Cell::new(level),
+            daemon_level: Cell::new(level),
             checks: RefCell::default(),
             trace: RefCell::default(),
             failure: RefCell::default(),
@@ -331,6 +339,7 @@ impl World {
             flash: FLASH.into(),
             lineage: None,
             cohort: COHORT,
+            program: Arc::clone(&self.prepared.programs[usize::from(self.level.get()) - 1]),
         }
     }
 

@@ -12,7 +12,8 @@ use hatchback::update::apply::Host;
 use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::Offer;
 use hatchback::update::link::{Fetcher, LinkLimits};
-use hatchback::update::release::{manifest_path, target_name};
+use hatchback::update::program::Program;
+use hatchback::update::release::manifest_path;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, release_of};
 use hatchback_tests::rewrite::Parts;
@@ -20,6 +21,7 @@ use hatchback_tools::repository::keys::rotate;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use tough::schema::RoleType;
 
 const DAY_S: u64 = 24 * 3600;
@@ -98,8 +100,7 @@ fn a_car_whose_clock_was_ahead_with_the_publishers() {
 /// Returns the path of the manifest of `bundle` in the repository.
 fn manifest_of(fleet: &Fleet, bundle: &Path) -> PathBuf {
     let release = release_of(bundle);
-    let name = target_name(&release.generation, release.parent);
-    fleet.file(&manifest_path(&name, &release.manifest))
+    fleet.file(&manifest_path(&release.name(), &release.manifest))
 }
 
 /// One object of the cheapest path is lost, cut, too long or another one. The car takes the other
@@ -173,17 +174,19 @@ fn publish_unreadable(fleet: &Fleet) {
 #[test]
 fn another_version_tries_what_this_one_cannot_read() {
     let fleet = Fleet::new();
-    let car = Car::at_first_release(&fleet);
+    let mut car = Car::at_first_release(&fleet);
     publish_unreadable(&fleet);
     car.run(&mut fleet.link(), T0 + 11).unwrap_err();
-    let fetch = |now| poll(&car, &fleet, now).unwrap().state;
-    assert_ne!(fetch(T0 + 12), UpdateState::Staged, "refused by this version");
+    let state = poll(&car, &fleet, T0 + 12).unwrap().state;
+    assert_ne!(state, UpdateState::Staged, "refused by this version");
 
     for version in ["0.2.0", "0.3.0", hatchback::VERSION] {
-        car.sync.begin_process(version, 2, T0 + 13).unwrap();
+        let program = Program { version: version.to_owned(), ..Program::clone(&car.sync.program) };
+        car.sync.program = Arc::new(program);
+        car.sync.begin_process(2, T0 + 13).unwrap();
+        let fetch = |now| poll(&car, &fleet, now).unwrap().state;
         assert_eq!(fetch(T0 + 14), UpdateState::Staged, "{version}");
-        let host = Host { version, ..car.host() };
-        while car.sync.advance(&host, T0 + 15).unwrap() {}
+        apply(&car, T0 + 15);
         let status = car.sync.status().unwrap();
         assert_eq!((status.state, status.refused.len()), (UpdateState::Failed, 1), "{version}");
         assert_ne!(fetch(T0 + 16), UpdateState::Staged, "{version} has refused it");
@@ -203,7 +206,7 @@ fn a_release_that_kills_every_install_gives_way() {
     assert_eq!(fetch(T0 + 11), UpdateState::Staged);
     let deaths = Cell::new(0);
     for start in 0..12 {
-        car.sync.begin_process(hatchback::VERSION, 1, T0 + 12 + start).unwrap();
+        car.sync.begin_process(1, T0 + 12 + start).unwrap();
         fetch(T0 + 12 + start);
         if car.sync.is_paused(T0 + 12 + start).unwrap() {
             continue;
@@ -269,7 +272,7 @@ fn a_pause_ends_with_its_cause() {
         assert!(car.sync.is_paused(T0 + 310).unwrap(), "the third attempt failed just now");
 
         if has_restarted {
-            car.sync.begin_process(hatchback::VERSION, 1, T0 + 311).unwrap();
+            car.sync.begin_process(1, T0 + 311).unwrap();
         } else {
             car.disk.set_room(&car.sync.flash, None);
         }

@@ -189,7 +189,7 @@ fn an_unreadable_record_of_the_serving_process_is_not_replaced() {
         )
     };
     unreadable(car.run(&mut fleet.link(), T0 + 13).unwrap_err());
-    unreadable(car.sync.begin_process(hatchback::VERSION, 1, T0 + 13).unwrap_err());
+    unreadable(car.sync.begin_process(1, T0 + 13).unwrap_err());
     unreadable(car.sync.consent(T0 + 13).unwrap_err());
     names.iter().for_each(|name| {
         car.disk.read(name, u64::MAX).expect_err("the record was replaced");

@@ -179,14 +179,14 @@ fn a_release_that_kills_every_start_is_rolled_back() {
     car.watched = seen(0, 0, 0);
     assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::Probation);
     for start in 0..20 {
-        car.sync.begin_process(hatchback::VERSION, 1, T0 + 20 + start).unwrap();
+        car.sync.begin_process(1, T0 + 20 + start).unwrap();
         car.sync.end_trial().unwrap();
     }
     for start in 0..5 {
-        car.sync.begin_process(hatchback::VERSION, 1, T0 + 40 + start).unwrap();
+        car.sync.begin_process(1, T0 + 40 + start).unwrap();
         assert_eq!(car.sync.status().unwrap().state, UpdateState::Probation);
     }
-    car.sync.begin_process(hatchback::VERSION, 1, T0 + 50).unwrap();
+    car.sync.begin_process(1, T0 + 50).unwrap();
     assert_eq!(car.sync.status().unwrap().state, UpdateState::RollingBack);
     assert!(car.sync.advance(&car.host(), T0 + 51).unwrap());
     assert_eq!((car.sync.status().unwrap().state, car.live()), (UpdateState::Failed, 1));
@@ -256,7 +256,7 @@ fn the_serving_process_continues_while_the_fetch_waits_for_its_link() {
         if path.starts_with("chunks/") && !agreed {
             agreed = sync.consent(T0 + 13).unwrap();
             while sync.advance(&host, T0 + 13).unwrap() {}
-            sync.begin_process(hatchback::VERSION, 1, T0 + 14).unwrap();
+            sync.begin_process(1, T0 + 14).unwrap();
             assert_eq!(sync.status().unwrap().trials, 1);
             sync.end_trial().unwrap();
             let (mut link, clock) = (fleet.link(), Ticks::still());
@@ -405,7 +405,7 @@ fn records_of_any_content_are_handled() {
             fetch.write(&car.disk, &car.sync.directory).unwrap();
 
             let what = format!("{install:?}");
-            car.sync.begin_process(hatchback::VERSION, 1, T0 + 12).unwrap();
+            car.sync.begin_process(1, T0 + 12).unwrap();
             car.sync.consent(T0 + 12).unwrap();
             for now in T0 + 13..T0 + 17 {
                 let _ = car.run(&mut fleet.link(), now);
@@ -455,7 +455,7 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             *cuts.entry(format!("{state}, faults {faults}")).or_default() += 1;
 
             assert!((1..=2).contains(&car.live()), "cut {cut}");
-            car.sync.begin_process(hatchback::VERSION, 1, T0 + 13).unwrap();
+            car.sync.begin_process(1, T0 + 13).unwrap();
 
             // A bad release fails once more, or was marked before the cut.
             let _ = run(&car);

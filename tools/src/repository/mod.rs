@@ -8,5 +8,6 @@ pub mod prune;
 pub mod publish;
 mod state;
 pub mod store;
+mod variants;
 
 pub use clock::{ClockError, now, timestamp};

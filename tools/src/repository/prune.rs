@@ -200,7 +200,7 @@ fn referenced(store: &dyn Store, state: &RepositoryState, since: u64) -> Result<
     Ok(referenced)
 }
 
-/// The listed releases of one model.
+/// The listed releases of one variant of a model.
 #[derive(Default)]
 struct Releases {
     sequences: BTreeSet<u64>,
@@ -208,18 +208,18 @@ struct Releases {
     snapshot: Option<u64>,
 }
 
-/// Returns the targets of all but the newest `releases` of each model. Keeps the newest snapshot
-/// that the whole fleet may fetch, and every later release.
+/// Returns the targets of all but the newest `releases` of each variant of each model. Keeps the
+/// newest snapshot of a variant that the whole fleet may fetch, and every later release of it.
 fn surplus(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     let Some(releases) = releases else { return Vec::new() };
     let is_for_all = |target: &Target| {
         target.custom.get(SHARE).and_then(Value::as_u64).is_none_or(|share| share >= 100)
     };
 
-    let mut models: BTreeMap<String, Releases> = BTreeMap::new();
+    let mut models: BTreeMap<(String, u8), Releases> = BTreeMap::new();
     for (name, target) in &listed.targets {
-        let Some((generation, parent)) = parse_name(name.raw()) else { continue };
-        let model = models.entry(generation.lineage).or_default();
+        let Some((generation, parent, variant)) = parse_name(name.raw()) else { continue };
+        let model = models.entry((generation.lineage, variant)).or_default();
         model.sequences.insert(generation.sequence);
         if parent.is_none() && is_for_all(target) {
             model.snapshot = model.snapshot.max(Some(generation.sequence));
@@ -227,17 +227,16 @@ fn surplus(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     }
 
     let releases = usize::try_from(releases).unwrap_or(usize::MAX);
-    let first_kept = |lineage: &str| {
-        let model = models.get(lineage)?;
+    let first_kept = |lineage: &str, variant: u8| {
+        let model = models.get(&(lineage.to_owned(), variant))?;
         let oldest = *model.sequences.iter().rev().take(releases).next_back()?;
         Some(oldest.min(model.snapshot?))
     };
-    let is_surplus = |generation: &Generation| {
-        first_kept(&generation.lineage).is_some_and(|first| generation.sequence < first)
+    let is_surplus = |(generation, _, variant): (Generation, Option<u64>, u8)| {
+        first_kept(&generation.lineage, variant).is_some_and(|first| generation.sequence < first)
     };
     let names = listed.targets.keys().map(|name| name.raw());
-    let surplus = names
-        .filter(|name| parse_name(name).is_some_and(|(generation, _)| is_surplus(&generation)));
+    let surplus = names.filter(|name| parse_name(name).is_some_and(is_surplus));
     let mut surplus: Vec<String> = surplus.map(str::to_owned).collect();
     surplus.sort();
     surplus

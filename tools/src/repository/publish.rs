@@ -19,14 +19,14 @@ use crate::repository::clock::{ClockError, DAY_S, now, shown, signing_time, time
 use crate::repository::keys::{block_on, roots, sources};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
+use crate::repository::variants::{self, Bundle, Named};
 use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Blob, sha256};
-use hatchback::update::release::{
-    BYTES, NEEDS, SHARE, chunk_path, formats, hex, manifest_path, parse_name, target_name,
-};
+use hatchback::bundle::manifest::{Blob, Manifest, sha256};
+use hatchback::update::program::needs_of;
+use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path};
 use hatchback::update::trust::PUBLISHED;
 use serde::Serialize;
 use serde_json::Value;
@@ -40,7 +40,9 @@ use tough::{TargetName, schema};
 /// Signs bundles and puts them where cars fetch them
 #[derive(Args, Debug)]
 pub struct PublishArgs {
-    /// Bundles: snapshots and deltas. Without one, the timestamp is signed again
+    /// Bundles: snapshots and deltas. Several for one generation are variants, for cars of
+    /// different versions: a car takes the first that it can read. Without a bundle, the timestamp
+    /// is signed again
     bundles: Vec<PathBuf>,
     /// The repository: a directory that a web server or a CDN serves, or with the feature `s3` an
     /// `s3://BUCKET/PREFIX` (endpoint and keys from the AWS_... environment)
@@ -178,28 +180,21 @@ struct Offer {
 }
 
 impl Offer {
-    fn open(path: &Path, share: u8) -> Result<Self> {
-        let bundle = BundleReader::open(path)?;
+    fn open(bundle: BundleReader, named: Named, share: u8) -> Self {
         let (manifest, content) = (bundle.manifest(), bundle.manifest_bytes());
-        let name = target_name(&manifest.generation, manifest.parent);
-        ensure!(
-            parse_name(&name).is_some(),
-            "{}: cars accept no release named {name:?}; change `name` in model.toml and pack again",
-            path.display()
-        );
-
         let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
+        let mut custom = named.custom;
+        custom.extend([
+            (BYTES.to_owned(), Value::from(bytes)),
+            (SHARE.to_owned(), Value::from(share)),
+        ]);
         let target = Target {
             length: content.len() as u64,
             hashes: Hashes { sha256: sha256(content).to_vec().into(), _extra: HashMap::new() },
-            custom: HashMap::from([
-                (BYTES.to_owned(), Value::from(bytes)),
-                (SHARE.to_owned(), Value::from(share)),
-                (NEEDS.to_owned(), Value::from(formats().to_vec())),
-            ]),
+            custom,
             _extra: HashMap::new(),
         };
-        Ok(Self { name: TargetName::new(name)?, target, bundle })
+        Self { name: named.name, target, bundle }
     }
 
     /// Uploads the chunks that the store lacks, then the manifest. Adds the chunks that the store
@@ -250,12 +245,17 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     let state = RepositoryState::read(store, keys)?;
     let now = signing_time(now, TIMESTAMP, state.published)?;
 
-    let open = |path: &PathBuf| Offer::open(path, change.share);
-    let mut offers = change.bundles.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let mut names = match (change.bundles.as_slice(), change.re_sign.as_slice()) {
+        ([], []) => ReleaseNames::default(),
+        _ => ReleaseNames::read(store, &state)?,
+    };
+    let mut offers = open_offers(change, &mut names, &state)?;
     let revoked = find_releases(&state, &change.revoke, "--revoke")?;
     let resigned = find_resigned(&state, change, &revoked, &offers)?;
 
-    check_names(store, &state, &offers, &resigned)?;
+    resigned
+        .iter()
+        .try_for_each(|resigned| names.hold(&resigned.name, &resigned.target.hashes.sha256))?;
     let mut done = Published {
         added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
@@ -293,20 +293,31 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     Ok(done)
 }
 
-/// Checks that no release name of `offers` and `resigned` was published with other content.
-fn check_names(
-    store: &dyn Store,
+/// Opens the bundles of `change` and names their releases.
+///
+/// # Errors
+/// A bundle cannot be read, or its release name was published with other content.
+fn open_offers(
+    change: &Change,
+    names: &mut ReleaseNames,
     state: &RepositoryState,
-    offers: &[Offer],
-    resigned: &[Resigned],
-) -> Result<()> {
-    if offers.is_empty() && resigned.is_empty() {
-        return Ok(());
-    }
+) -> Result<Vec<Offer>> {
+    let open = |path: &PathBuf| Ok(BundleReader::open(path)?);
+    let mut readers = change.bundles.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let describe = |reader: &mut BundleReader| {
+        let needs = needs_of(reader);
+        let Manifest { generation, parent, .. } = reader.manifest().clone();
+        Bundle { generation, parent, manifest: sha256(reader.manifest_bytes()), needs }
+    };
+    let bundles: Vec<Bundle> = readers.iter_mut().map(describe).collect();
 
-    let mut names = ReleaseNames::read(store, state)?;
-    resigned.iter().try_for_each(|resigned| names.hold(&resigned.name, &resigned.target))?;
-    offers.iter().try_for_each(|offer| names.hold(&offer.name, &offer.target))
+    let mut named = variants::name(&bundles, names, state)?;
+    for (named, bundle) in named.iter().zip(&bundles) {
+        names.hold(&named.name, &bundle.manifest)?;
+    }
+    variants::add_parents(&mut named, names)?;
+    let offers = readers.into_iter().zip(named);
+    Ok(offers.map(|(bundle, named)| Offer::open(bundle, named, change.share)).collect())
 }
 
 /// Returns the next versions of the metadata: the first ones without a file in the store. A killed

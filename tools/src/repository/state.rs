@@ -113,22 +113,32 @@ impl ReleaseNames {
         Ok(names)
     }
 
-    /// Records that `name` stands for the content of `target`. A (lineage, sequence) pair is
-    /// immutable, because a delta identifies its parent only by the sequence. If a pair had two
-    /// contents, a car could install a delta onto the wrong parent.
+    /// Returns whether the target `name` had the content `hash`.
+    pub fn is_of(&self, name: &str, hash: &[u8]) -> bool {
+        self.0.iter().any(|(known, content)| known.raw() == name && content == hash)
+    }
+
+    /// Returns the contents of the names that `is_wanted`.
+    pub fn hashes(&self, is_wanted: impl Fn(&TargetName) -> bool) -> impl Iterator<Item = &[u8]> {
+        let wanted = self.0.iter().filter(move |(name, _)| is_wanted(name));
+        wanted.map(|(_, content)| content.as_slice())
+    }
+
+    /// Records that `name` stands for the content `hash`. A name is immutable, because a delta
+    /// identifies its parent only by the sequence. If a name had two contents, a car could install
+    /// a delta onto the wrong parent.
     ///
     /// # Errors
     /// The name stood for other content before.
-    pub fn hold(&mut self, name: &TargetName, target: &Target) -> Result<()> {
-        let hash = target.hashes.sha256.to_vec();
-        let same = self.0.get(name).is_none_or(|before| *before == hash);
+    pub fn hold(&mut self, name: &TargetName, hash: &[u8]) -> Result<()> {
+        let same = self.0.get(name).is_none_or(|before| before == hash);
         ensure!(
             same,
             "{}: was published with other content, which cars may have installed; \
              pack the model with a higher sequence",
             name.raw()
         );
-        self.0.insert(name.clone(), hash);
+        self.0.insert(name.clone(), hash.to_vec());
         Ok(())
     }
 }

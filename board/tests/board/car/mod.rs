@@ -9,7 +9,7 @@ use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::Pipeline;
-use hatchback::{Sample, UpdateState, UpdateStatus, Updater};
+use hatchback::{Program, Sample, UpdateState, UpdateStatus, Updater};
 use hatchback_tests::client::Client;
 use hatchback_tools::pack::{Overrides, pack_file, pack_file_onto};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
@@ -441,6 +441,7 @@ impl Car {
             flash: self.flash(),
             lineage: None,
             cohort: 0,
+            program: Program::this(),
         }
     }
 

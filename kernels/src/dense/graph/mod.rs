@@ -8,6 +8,7 @@ pub(crate) mod functions;
 mod indices;
 pub(crate) mod interface;
 pub(crate) mod joined_outputs;
+mod known;
 pub(crate) mod node;
 pub mod onnx;
 pub(crate) mod onnx_graph;
@@ -23,3 +24,5 @@ mod stop;
 mod stored;
 pub(crate) mod tensor;
 mod windows;
+
+pub use known::{operators, operators_of};

@@ -13,6 +13,7 @@ use hatchback::model::budget::Budget;
 use hatchback::schema::sample::Sample;
 use hatchback::update::apply::Policy;
 use hatchback::update::link::{Link, LinkRules};
+use hatchback::update::program::Program;
 use hatchback::{
     Generation, LookupStatus, MaintenanceRules, RequestError, Serving, Trust, UpdateState, Updater,
     unmix,
@@ -135,6 +136,7 @@ impl TestCar {
             flash: self.folder.join("flash"),
             lineage: None,
             cohort: 0,
+            program: Program::this(),
         }
     }
 
@@ -151,15 +153,7 @@ impl TestCar {
         let clock: Arc<dyn Clock> = self.clock.clone();
         let serving = Arc::new(Serving::new(1 << 30, 16, clock).stepped());
         let (name, root) = (NAME.to_owned(), Some(self.root.clone()));
-        let update = ModelUpdates {
-            name,
-            updater: self.updater(),
-            budget,
-            policy,
-            root,
-            version: hatchback::VERSION.to_owned(),
-            boot: 1,
-        };
+        let update = ModelUpdates { name, updater: self.updater(), budget, policy, root, boot: 1 };
         update.begin(self.now);
         if !update.awaits_first_release_at(&self.folder.join("flash"))
             && let Ok(flash) = Flash::open(&disk::system(), &self.folder.join("flash"))
