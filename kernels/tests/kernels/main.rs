@@ -5,5 +5,6 @@
 mod bounds;
 mod cases;
 mod dense;
+mod lookups;
 mod onnx_cases;
 mod small_graphs;

@@ -287,6 +287,27 @@ mod tests {
     }
 
     #[test]
+    fn a_release_that_needs_an_unknown_format_is_passed_over() {
+        let listed = |needs: &[&str]| {
+            let hash = "00".repeat(32);
+            let custom = serde_json::json!({ NEEDS: needs, SHARE: 7 });
+            let target = serde_json::json!({
+                "length": 1, "hashes": { "sha256": hash }, "custom": custom
+            });
+            let targets = serde_json::json!({
+                "_type": "targets", "spec_version": "1.0.0", "version": 1,
+                "expires": "2030-01-01T00:00:00Z",
+                "targets": { "m/000000000001-snapshot": target }
+            });
+            let shares = releases(&serde_json::from_value(targets).unwrap());
+            shares.iter().map(|release| release.share).collect::<Vec<_>>()
+        };
+        assert_eq!(listed(&formats().each_ref().map(|format| &**format)), [7]);
+        assert_eq!(listed(&[]), [7]);
+        assert_eq!(listed(&["bundle-99"]), [0u8; 0]);
+    }
+
+    #[test]
     fn only_names_of_releases_are_parsed() {
         let generation = Generation { lineage: "ads.v2".to_owned(), sequence: 7 };
         for parent in [None, Some(6)] {
