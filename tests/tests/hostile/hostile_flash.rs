@@ -176,6 +176,7 @@ fn a_trailer_with_other_bytes() {
         let error = opened.err().unwrap().to_string();
         assert!(error.contains("t0000-0000.seg: trailer"), "byte {byte}: {error}");
     }
+    std::fs::write(&path, whole).unwrap();
 }
 
 /// A network with a flipped weight would run and score wrongly, so it must not open.
