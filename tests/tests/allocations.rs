@@ -24,8 +24,8 @@ use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_f
 use hatchback_tests::{onnx, standin};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 struct Counting;
@@ -35,6 +35,8 @@ static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 /// Bytes of the heap in use, and the most since `PEAK` was last set.
 static HELD: AtomicI64 = AtomicI64::new(0);
 static PEAK: AtomicI64 = AtomicI64::new(0);
+/// Held by the test that runs: the counters are those of the whole process.
+static ALONE: Mutex<()> = Mutex::new(());
 
 fn hold(more: usize, less: usize) {
     let change = more as i64 - less as i64;
@@ -204,6 +206,7 @@ fn phase(what: &str, serving: &Serving, batches: &[Batch], timeout: Option<Durat
 
 #[test]
 fn after_warm_up_nothing_is_allocated() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // The driver's own memory is not counted.
     for device in [Device::Cpu, Device::Cuda(standin::gpu(23))] {
         every_path(&Fixture::new(device));
@@ -212,6 +215,11 @@ fn after_warm_up_nothing_is_allocated() {
     // These run last, because the test harness allocates on its own thread when a test starts.
     cache_verbs();
     reading_threads();
+}
+
+#[test]
+fn the_memory_plan_covers_the_heap() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     memory_is_summed(&Fixture::new(Device::Cpu));
     memory_of_a_swap_is_summed();
 }

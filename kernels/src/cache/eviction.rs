@@ -104,3 +104,76 @@ fn next(hand: &mut u8, part: u16) -> usize {
     *hand = ((way + 1) % WAYS) as u8;
     way
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// One full set; the fingerprint of a row is its number.
+    struct Set {
+        ways: Ways,
+        rows: [u16; WAYS],
+    }
+
+    impl Set {
+        /// A set with the rows 1 to `WAYS`, all on probation.
+        fn full() -> Self {
+            let rows = std::array::from_fn(|way| way as u16 + 1);
+            let mut set = Self { ways: Ways::default(), rows };
+            (0..WAYS).for_each(|way| set.ways.assign(way, rows[way]));
+            set
+        }
+
+        /// Inserts `row` and returns the row that leaves.
+        fn insert(&mut self, row: u16) -> u16 {
+            let way = self.ways.evict(|way| self.rows[way]);
+            self.ways.assign(way, row);
+            std::mem::replace(&mut self.rows[way], row)
+        }
+    }
+
+    #[test]
+    fn a_scan_leaves_all_used_rows_but_two() {
+        let mut set = Set::full();
+        // One use of every row.
+        set.ways.uses = 0x0555_5555;
+        (100..200).for_each(|row| assert_ne!(set.insert(row), row));
+        assert_eq!(set.rows.iter().filter(|row| **row < 100).count(), WAYS - 2);
+    }
+
+    #[test]
+    fn rows_that_nobody_used_leave_in_the_order_of_their_arrival() {
+        let mut set = Set::full();
+        assert!((1..100).all(|row| set.insert(row + WAYS as u16) == row));
+    }
+
+    #[test]
+    fn a_row_that_returns_outlives_a_scan() {
+        let mut set = Set::full();
+        assert_eq!((set.insert(100), set.insert(1)), (1, 2));
+        assert!((101..200).all(|row| set.insert(row) != 1));
+    }
+
+    #[test]
+    fn the_row_of_the_main_part_that_was_used_least_leaves() {
+        let mut set = Set::full();
+        set.ways.probation = 1;
+        // Two uses of every row but the seventh.
+        set.ways.uses = 0x0aaa_aaaa;
+        set.ways.set_uses(6, 1);
+        assert_eq!(set.insert(100), 7);
+    }
+
+    #[test]
+    fn uses_on_probation_count_no_more_in_the_main_part() {
+        let mut set = Set::full();
+        // The first two rows are on probation, each with one use.
+        (set.ways.probation, set.ways.uses) = (0b11, 0b0101);
+        assert_eq!(set.insert(100), 1);
+    }
+
+    #[test]
+    fn the_use_count_of_a_row_has_an_end() {
+        assert_eq!((0..100).fold(0, |uses, _| used(uses, 0)), USES_MAX);
+    }
+}

@@ -4,7 +4,11 @@
 
 mod cases;
 mod dense;
+<<<<<<< HEAD
 mod integers;
 mod limits;
+=======
+mod lookups;
+>>>>>>> mutants
 mod onnx_cases;
 mod small_graphs;

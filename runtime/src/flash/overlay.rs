@@ -165,4 +165,17 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn a_joined_overlay_has_the_newer_change_of_each_key() {
+        let [mut older, mut newer] = [2, 2].map(Overlay::with_capacity);
+        older.set(1, Newest::Delta(0, 5));
+        older.set(2, Newest::Delta(0, 6));
+        newer.set(2, Newest::Deleted);
+        newer.set(3, Newest::Delta(1, 7));
+        let joined = older.with(&newer);
+        let expected =
+            [Some(Newest::Delta(0, 5)), Some(Newest::Deleted), Some(Newest::Delta(1, 7)), None];
+        assert_eq!([1, 2, 3, 4].map(|order| joined.get(order)), expected);
+    }
 }

@@ -454,6 +454,19 @@ mod tests {
     }
 
     #[test]
+    fn only_regular_files_of_bounded_length_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, link) = (folder.path().join("file"), folder.path().join("link"));
+        fs::write(&path, [7; 10]).unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let read = |path: &Path, bytes_max| SystemDisk.read(path, bytes_max).map_err(|e| e.kind());
+        assert_eq!(read(&path, 10), Ok(vec![7; 10]));
+        assert_eq!(read(&path, 9), Err(io::ErrorKind::InvalidData));
+        assert_eq!(read(&link, 10), Err(io::ErrorKind::InvalidData));
+        assert_eq!(read(Path::new("/dev/null"), 10), Err(io::ErrorKind::InvalidData));
+    }
+
+    #[test]
     fn a_lock_ends_although_a_copy_of_its_file_is_open() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");

@@ -110,3 +110,22 @@ impl PairedRecord {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::disk::SystemDisk;
+
+    #[test]
+    fn the_newer_copy_is_read_whichever_it_is() {
+        let names = ["record.a", "record.b"];
+        let record = PairedRecord { magic: b"HATCHTST", format: 1, names, bytes_max: 100 };
+        for newer in names {
+            let folder = tempfile::tempdir().unwrap();
+            record.write(&SystemDisk, folder.path(), 1, &7u64).unwrap();
+            std::fs::write(folder.path().join(newer), record.encode(2, &8u64)).unwrap();
+            let read = record.read::<u64>(&SystemDisk, folder.path()).unwrap();
+            assert_eq!(read, Some(Stored { value: 8, writes: 2, is_in_both: false }));
+        }
+    }
+}

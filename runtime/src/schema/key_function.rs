@@ -552,6 +552,8 @@ mod tests {
                 prop_assert!((first..first + buckets).contains(&key));
                 prop_assert_eq!(function.key_max(), Some(first + buckets - 1));
             }
+            let function = KeyFunction::Modulo { divisor: buckets, first };
+            prop_assert_eq!(function.key_max(), Some(first + buckets - 1));
         }
     }
 }

@@ -356,3 +356,22 @@ fn first_step(
     let found = if is_step { or_else(found, &rebuilt) } else { found };
     Ok(found?.into_iter().next())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_charged_durably_before_they_arrive() {
+        let folder = tempfile::tempdir().unwrap();
+        let [directory, flash] = ["sync", "flash"].map(|name| folder.path().join(name));
+        std::fs::create_dir(&directory).unwrap();
+        let disk = crate::io::disk::system();
+        let updater = Updater { disk, directory, flash, lineage: None, cohort: 0 };
+        let mut run = Run { updater: &updater, status: FetchStatus::default(), now: 0, charged: 0 };
+        for (bytes, charges) in [(0, 0), (1, 1), (CHARGE_BYTES, 1), (CHARGE_BYTES + 1, 2)] {
+            run.cover(bytes).unwrap();
+            assert_eq!(updater.fetch_status().received.bytes, charges * CHARGE_BYTES);
+        }
+    }
+}

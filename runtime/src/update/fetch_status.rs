@@ -215,6 +215,7 @@ impl FetchStatus {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bundle::manifest::Generation;
 
     use FetchState::*;
 
@@ -236,6 +237,22 @@ mod tests {
                 assert_eq!(entered.is_ok(), mark == "x", "{from:?} -> {to:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_release_that_was_set_aside_returns_after_some_polls() {
+        let generation = Generation { lineage: "m".to_owned(), sequence: 7 };
+        let (parent, manifest) = (None, [7; 32]);
+        let release =
+            Release { generation, parent, bytes: 0, share: 100, manifest_bytes: 0, manifest };
+        let mut status = FetchStatus::default();
+        status.count_failure(&release, FETCH_FAILURES_MAX);
+        let polls = (0..100).take_while(|_| {
+            let is_set_aside = status.is_set_aside(&release);
+            status.begin_poll(std::slice::from_ref(&release));
+            is_set_aside
+        });
+        assert_eq!(polls.count(), 2);
     }
 
     #[test]

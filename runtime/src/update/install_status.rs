@@ -412,6 +412,21 @@ mod tests {
         }
     }
 
+    /// A process that dies within one start of the machine counts at once, a reset of the machine
+    /// much later: nearly all of these are ends of drives.
+    #[test]
+    fn ends_of_the_process_and_resets_of_the_machine_have_counts_of_their_own() {
+        type Count = fn(&mut InstallStatus, u64) -> Option<String>;
+        for count in [InstallStatus::count_trial as Count, InstallStatus::count_install] {
+            let starts = |boot: fn(u64) -> u64| {
+                let mut status = InstallStatus::default();
+                (1..1000).find(|start| count(&mut status, boot(*start)).is_some())
+            };
+            assert_eq!(starts(|_| 7), Some(u64::from(TRIALS_MAX) + 1));
+            assert_eq!(starts(|start| start), Some(u64::from(TRIAL_CUTS_MAX) + 2));
+        }
+    }
+
     #[test]
     fn any_changed_bit_is_refused() {
         let status = InstallStatus {

@@ -6,7 +6,7 @@ use crate::bundle::{BUNDLE_FORMAT, BundleReader};
 use crate::flash::segment::SEGMENT_FORMAT;
 use crate::limits::{
     DELTA_PAGES_MAX, DENSE_BYTES_MAX, DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOT_KEYS_MAX,
-    HOTNESS_MAX, INPUT_FEATURES_MAX, INPUT_WIDTH_MAX, MANIFEST_BYTES_MAX, NEEDS_MAX, OUTPUTS_MAX,
+    HOTNESS_MAX, INPUT_FEATURES_MAX, INPUT_WIDTH_MAX, LOOKUPS_MAX, MANIFEST_BYTES_MAX, NEEDS_MAX, OUTPUTS_MAX,
     PAGE_BYTES, PROBE_BYTES_MAX, TABLES_MAX,
 };
 use crate::schema::InputSource;
@@ -46,6 +46,7 @@ impl Program {
             let sizes = [
                 ("tables", TABLES_MAX as u64),
                 ("features", FEATURES_MAX as u64),
+                ("lookups", LOOKUPS_MAX as u64),
                 ("dense-features", DENSE_FEATURES_MAX as u64),
                 ("dim", DIM_MAX as u64),
                 ("hotness", HOTNESS_MAX as u64),
@@ -100,14 +101,14 @@ pub fn needs_of(bundle: &mut BundleReader) -> BTreeSet<String> {
     operators.chain(formats()).chain(sizes).collect()
 }
 
-fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64); 13] {
+fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64); 14] {
     let schema = &manifest.schema;
     let largest = |sizes: &mut dyn Iterator<Item = u64>| sizes.max().unwrap_or(0);
     let bytes = |blob: u32| manifest.blobs[blob as usize].raw_bytes();
     let inputs = &schema.network.inputs;
     let listed = inputs.iter().map(|input| match &input.source {
         InputSource::Dense => 0,
-        InputSource::Features(list) | InputSource::Lengths(list) | InputSource::Masks(list) => {
+        InputSource::Vectors(list) | InputSource::Lengths(list) | InputSource::Masks(list) => {
             list.len()
         }
     });
@@ -116,6 +117,7 @@ fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64);
     [
         ("tables", schema.tables.len() as u64),
         ("features", schema.features.len() as u64),
+        ("lookups", schema.lookups.len() as u64),
         ("dense-features", schema.dense_features.len() as u64),
         ("dim", largest(&mut schema.tables.iter().map(|t| u64::from(t.dim)))),
         ("hotness", largest(&mut schema.features.iter().map(|f| u64::from(f.hotness_max)))),

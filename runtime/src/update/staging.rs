@@ -165,6 +165,8 @@ impl<'a> Staging<'a> {
         }
         let mut out = self.disk.create(part)?;
         out.write_all(&header())?;
+        // Syncs of the chunks would be lost with the name of the file.
+        self.disk.sync_dir(self.directory)?;
         Ok(out)
     }
 

@@ -183,3 +183,19 @@ pub(super) fn blames_bundle(error: &FlashError) -> bool {
         ),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::page::PageFault;
+
+    #[test]
+    fn errors_of_the_device_do_not_blame_the_bundle() {
+        let path = std::path::PathBuf::from("t0000-0000.seg");
+        let source = std::io::Error::other("the device");
+        let of_device = SegmentError::Io { path: path.clone(), source };
+        assert!(!blames_bundle(&FlashError::Segment(of_device)));
+        let of_bundle = SegmentError::Page { path, page: 0, source: PageFault::Count(0) };
+        assert!(blames_bundle(&FlashError::Segment(of_bundle)));
+    }
+}

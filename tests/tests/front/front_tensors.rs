@@ -156,3 +156,20 @@ fn weights_that_do_not_fit_their_keys_are_refused_by_name() {
     let other = with(&|t| t[4].0 = "plain.weights".to_owned());
     assert!(other.contains("no such input"), "{other}");
 }
+
+#[test]
+fn tensors_that_contradict_their_shape_are_refused_by_name() {
+    let (schema, mut random) = (schema(), Random::new(10));
+    let whole = tensors(&[sample(&mut random)], false);
+    let with = |shape: &[usize]| {
+        let mut tensors = whole.clone();
+        tensors[0].2 = shape.to_vec();
+        [over_http(&tensors, &schema), over_grpc(&tensors, &schema)].map(|e| e.unwrap_err())
+    };
+    for problem in with(&[1; 20]) {
+        assert!(problem.contains("dimensions"), "{problem}");
+    }
+    for problem in with(&[2, 1]) {
+        assert!(problem.contains("[2, 1] has 2"), "{problem}");
+    }
+}

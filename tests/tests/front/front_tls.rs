@@ -39,12 +39,21 @@ fn open(folder: &Path, cars: &Authority, callers: &Authority) -> Remote {
     Remote { address, _door: door }
 }
 
-/// Asks for the metadata over TLS as a caller that trusts `cars` and shows `own`.
+/// Asks for the metadata over TLS 1.3 as a caller that trusts `cars` and shows `own`.
 fn ask(remote: &Remote, cars: &Authority, own: Option<&Signed>) -> io::Result<String> {
+    ask_over(&rustls::version::TLS13, remote, cars, own)
+}
+
+fn ask_over(
+    version: &'static rustls::SupportedProtocolVersion,
+    remote: &Remote,
+    cars: &Authority,
+    own: Option<&Signed>,
+) -> io::Result<String> {
     let mut roots = RootCertStore::empty();
     roots.add(cars.certificate.clone()).unwrap();
     let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()))
-        .with_safe_default_protocol_versions()
+        .with_protocol_versions(&[version])
         .unwrap()
         .with_root_certificates(roots);
     let config = match own {
@@ -75,6 +84,8 @@ fn a_caller_beyond_the_machine_needs_a_certificate_of_the_authority() {
     let answer = ask(&remote, &cars, Some(&good)).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200 OK") && answer.contains("\"coupon\""), "{answer}");
 
+    let older = ask_over(&rustls::version::TLS12, &remote, &cars, Some(&good));
+    assert!(older.is_err(), "TLS 1.2");
     assert!(ask(&remote, &cars, None).is_err(), "no certificate");
     let wrong = others.signs(folder.path(), "phone.example");
     assert!(ask(&remote, &cars, Some(&wrong)).is_err(), "the certificate of another authority");

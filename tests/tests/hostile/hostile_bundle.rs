@@ -137,6 +137,17 @@ fn a_chunk_that_does_not_match_its_hash() {
 }
 
 #[test]
+fn a_blob_that_does_not_match_its_hash() {
+    let victim = Victim::default();
+    let mut parts = victim.next.clone();
+    parts.rehash();
+    let probe = parts.manifest.probe.unwrap();
+    parts.manifest.blobs[probe as usize].sha256 = [7; 32];
+    let bundle = parts.bytes_with(&parts.manifest.encode().unwrap());
+    victim.refuses(&bundle, &["attack.bundle", &format!("blobs[{probe}].sha256"), "hash"]);
+}
+
+#[test]
 fn chunks_that_overlap_the_manifest_or_leave_a_hole() {
     let victim = Victim::default();
     let last = victim.next.stored.len() - 1;
@@ -595,6 +606,7 @@ fn schemas_that_contradict_themselves() {
         "table[1].dim: 1017 takes 4068 bytes a row, over 4064",
     );
     refused(&|m| m.schema.tables[0].dim = 19, "table[0].default_row: is not 19 finite values");
+    refused(&|m| m.schema.tables[0].default_row[1] = f32::NAN, "table[0].default_row: is not");
     refused(&|m| m.schema.tables[0].unit_exp = 65, "table[0].unit_exp: 65 does not fit u8");
     refused(&|m| m.schema.tables[0].unit_exp = i8::MIN, "table[0].unit_exp: -128 does not fit u8");
     refused(&|m| m.schema.tables[1].unit_exp = 1, "table[1].unit_exp: 1 does not fit f32");

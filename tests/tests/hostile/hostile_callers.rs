@@ -117,6 +117,19 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
+fn long_paths_and_compressed_bodies_are_refused_by_name() {
+    let open = Open::new();
+    let ask = |line: &str, more: &str| {
+        let answer = open.exchange(&format!("{line} HTTP/1.1\r\n{LOCAL}{more}"), b"{}");
+        String::from_utf8_lossy(&answer).into_owned()
+    };
+    let answer = ask(&format!("GET /{}", "a/".repeat(4000)), "");
+    assert!(answer.contains("a path has at most"), "{answer}");
+    let answer = ask("POST /v2/models/m/infer", "content-encoding: gzip\r\n");
+    assert!(answer.contains("send the body uncompressed"), "{answer}");
+}
+
+#[test]
 fn no_answer_shows_more_than_a_short_part_of_a_callers_text() {
     let open = Open::new();
     let (long, head) = ("\u{1}".repeat(1 << 20), "a".repeat(8000));

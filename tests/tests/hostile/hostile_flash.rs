@@ -7,6 +7,7 @@ use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback_tests::rewrite::{pages_of, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::victim::Victim;
 use hatchback_tools::serve::install;
@@ -62,6 +63,22 @@ fn only_a_snapshot_follows_a_lost_live_record() {
     assert!(Flash::open(&hatchback::io::disk::system(), &flash).is_err());
     let flash = install(&versions.snapshots[1], &flash).unwrap();
     assert_eq!(flash.manifest().generation.sequence, 2);
+}
+
+/// A segment of a wrong length is damage. The same snapshot replaces it, and an older one does not.
+#[test]
+fn damage_lets_no_older_release_in() {
+    let (versions, folder) = (Versions::new(2, 100, 3), tempfile::tempdir().unwrap());
+    let flash = folder.path().join("flash");
+    install(&versions.snapshots[1], &flash).unwrap();
+    let segment = flash.join("g000000000002/t0000-0000.seg");
+    for bytes in [0, 5000] {
+        std::fs::File::options().write(true).open(&segment).unwrap().set_len(bytes).unwrap();
+        let error = format!("{:#}", install(&versions.snapshots[0], &flash).err().unwrap());
+        assert!(error.contains("needs a higher sequence"), "{error}");
+        install(&versions.snapshots[1], &flash).unwrap();
+        Model::open(&hatchback::io::disk::system(), &flash, Budget::default()).unwrap();
+    }
 }
 
 #[test]
@@ -140,6 +157,26 @@ fn files_missing_on_flash() {
         assert!(error.contains(&format!("g000000000005/{name}: No such file")), "{error}");
         std::fs::write(&path, &whole).unwrap();
     }
+}
+
+/// No byte of a trailer may differ from what the manifest and its counts make, whatever its
+/// checksum.
+#[test]
+fn a_trailer_with_other_bytes() {
+    let victim = Victim::default();
+    let path = victim.flash.join("g000000000005/t0000-0000.seg");
+    let whole = std::fs::read(&path).unwrap();
+    for byte in [1000, 2000, 4095] {
+        let mut pages = pages_of(&whole);
+        let trailer = pages.last_mut().unwrap();
+        trailer[byte] ^= 1;
+        reseal(trailer);
+        std::fs::write(&path, pages.concat()).unwrap();
+        let opened = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
+        let error = opened.err().unwrap().to_string();
+        assert!(error.contains("t0000-0000.seg: trailer"), "byte {byte}: {error}");
+    }
+    std::fs::write(&path, whole).unwrap();
 }
 
 /// A network with a flipped weight would run and score wrongly, so it must not open.

@@ -364,6 +364,39 @@ fn a_cache_with_room_for_every_row_has_a_slot_for_each() {
     assert_eq!(worker.counters().since(&first).misses, 0);
 }
 
+/// The plan has the bytes of every row, whether its table is cached or resident, and of what a
+/// request needs.
+#[test]
+fn the_memory_plan_has_every_row() {
+    let lines = [(Placement::Cached, "embedding caches"), (Placement::Resident, "resident tables")];
+    for (placement, line) in lines {
+        let cached = TablePlan::cached(KeySpace::Sparse, 1500, 8, CodecChoice::F32);
+        let plan = ModelPlan {
+            name: "planned".to_owned(),
+            sequence: 1,
+            seed: 8,
+            dense: 0,
+            tables: vec![TablePlan { placement, ..cached }],
+            features: vec![FeaturePlan::one_hot(0)],
+        };
+        let (packed, disk) = (plan.pack(), hatchback::io::disk::system());
+        let budget = Budget::default();
+        let model = Model::open(&disk, &packed.install(), budget).unwrap();
+        let lines = model.memory().lines();
+        let bytes = |line: &str| lines.iter().find(|(name, _)| *name == line).unwrap().1;
+        assert!(bytes(line) >= 1500 * 32, "{line}: {lines:?}");
+        // A fence of 4 bytes for each page but the first.
+        let index = "indexes of the segments and overlays of their deltas";
+        assert!(placement == Placement::Resident || bytes(index) > 8, "{lines:?}");
+        let (batch, workers) = (u64::from(budget.batch_max), u64::from(budget.workers));
+        assert!(bytes("dense network inputs, all workers") >= workers * batch * 32, "{lines:?}");
+        assert!(bytes("page buffers, all workers") >= workers * 4096, "{lines:?}");
+        assert!(bytes("scores and statuses, all workers") >= workers * batch * 20, "{lines:?}");
+        assert!(bytes("batches, all workers") >= workers * batch * 8, "{lines:?}");
+        assert!(bytes("queues of requests and of keys to prefetch") > 8 << 10, "{lines:?}");
+    }
+}
+
 /// A table with few rows of a width that no other table has still gets a cache of one set beside a
 /// large table.
 #[test]
@@ -454,7 +487,7 @@ fn a_batch_of_another_schema_is_refused() {
         (small_plan(1, &[2, 2, 2]), "features"),
         (small_plan(2, &[2, 2]), "dense"),
         (small_plan(0, &[2, 2]), "dense"),
-        (small_plan(1, &[2, 6]), "hotness"),
+        (small_plan(1, &[2, 3]), "hotness"),
     ];
 
     for (plan, field) in others {
@@ -531,4 +564,10 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     assert_eq!(refused(&|b| b.workers = 0), "workers");
     assert_eq!(refused(&|b| b.resident_bytes_max = 300 * 16 - 1), "resident_bytes_max");
     assert_eq!(refused(&|b| b.memory_bytes_max = 1 << 12), "memory_bytes_max");
+
+    let packed = small_plan(1, &[5]).pack();
+    let budget = Budget { cache_bytes_max: 100, resident_bytes_max: 0, ..Budget::default() };
+    let refused = Model::open(&hatchback::io::disk::system(), &packed.install(), budget);
+    let refused = refused.err().unwrap();
+    assert!(matches!(refused, OpenError::Budget { field: "cache_bytes_max", .. }), "{refused}");
 }

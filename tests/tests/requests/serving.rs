@@ -294,3 +294,34 @@ fn what_callers_would_notice_is_refused() {
     assert_eq!(field(&plan(2), Budget { batch_max: BATCH_MAX - 1, ..budget() }), "batch_max");
     assert_eq!(serving.generation("m").unwrap().sequence, 1);
 }
+
+#[test]
+fn requests_are_scored_in_order_of_arrival() {
+    let made = make(&plan(1));
+    let serving = serving(1 << 30).stepped();
+    serving.load("a", &made.flash, Budget { batch_max: 1, ..budget() }).unwrap();
+    let sample = Sample {
+        dense: vec![1.0; 2],
+        sparse: vec![vec![1], vec![2], vec![3]],
+        ..Sample::default()
+    };
+    let batch = batch_for(&made.packed.schema, 1, &[sample]);
+    let tickets: Vec<_> = (0..4).map(|_| serving.submit("a", &batch, None).unwrap()).collect();
+    for (number, ticket) in tickets.iter().enumerate() {
+        while !ticket.is_done() {
+            assert!(!tickets[number..].iter().any(|later| later.is_done()), "{number}");
+            serving.step("a");
+        }
+    }
+}
+
+#[test]
+fn what_a_process_takes_beside_its_models_counts() {
+    let made = make(&plan(1));
+    let alone = serving(1 << 30);
+    alone.load("a", &made.flash, budget()).unwrap();
+    let each = total(&alone);
+    serving(each).load("a", &made.flash, budget()).unwrap();
+    let refused = serving(each).beside("the front door", 1).load("a", &made.flash, budget());
+    assert!(matches!(refused, Err(ServingError::Memory { .. })), "{refused:?}");
+}

@@ -15,7 +15,7 @@ use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::program::Program;
 use hatchback::update::release::manifest_path;
 use hatchback::update::status::{UpdateState, UpdateStatus};
-use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, release_of};
+use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, first_release, release_of};
 use hatchback_tests::rewrite::Parts;
 use hatchback_tools::repository::keys::rotate;
 use std::cell::Cell;
@@ -340,6 +340,11 @@ fn a_lost_generation_is_rebuilt_from_what_is_listed() {
             let status = car.sync.status().unwrap();
             assert_eq!(car.live(), 4, "{what}, cut: {is_cut}: {status:#?}");
             assert!(status.refused.is_empty(), "{what}: {status:?}");
+            // No step of the rebuild is a generation to go back to.
+            let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+            let record = flash.record();
+            assert!(record.previous.is_none(), "{what}");
+            assert!(record.rebuilds > 0 || what == "the live record", "{what}");
         }
     }
 }
@@ -498,6 +503,50 @@ fn a_release_that_the_targets_do_not_list_is_not_installed() {
     let status = car.sync.status().unwrap();
     assert!(status.error.as_ref().is_some_and(|e| e.contains("not listed")), "{status:?}");
     assert_eq!(car.live(), 1);
+}
+
+/// A taken-over sync process puts another bundle, whole and signed by nobody, under the name of the
+/// listed one.
+#[test]
+fn a_bundle_under_the_name_of_a_listed_one_is_not_installed() {
+    let fleet = Fleet::new();
+    let mut car = Car::at_first_release(&fleet);
+    car.policy.consent = true;
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+
+    let hex = hatchback::update::release::hex(&release_of(&VERSIONS.deltas[1]).manifest);
+    let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
+    car.disk.read(&path, u64::MAX).unwrap();
+    car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());
+    car.sync.consent(T0 + 12).unwrap();
+    apply(&car, T0 + 13);
+    let error = car.sync.status().unwrap().error.unwrap_or_default();
+    assert!(error.contains("its manifest is not the signed one"), "{error}");
+    assert_eq!(car.live(), 1);
+    car.policy.consent = false;
+    reaches(&car, &fleet, 2, 3);
+}
+
+/// A taken-over sync process puts back targets that are older than those that the serving process
+/// accepted.
+#[test]
+fn targets_older_than_those_accepted_install_nothing() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let targets = car.sync.directory.join("targets.json");
+    let older = car.disk.read(&targets, u64::MAX).unwrap();
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+
+    car.disk.put(&targets, older);
+    let mut fetch = car.sync.fetch_status();
+    fetch.offer = Some(Offer { number: 99, release: first_release() });
+    fetch.write(&car.disk, &car.sync.directory).unwrap();
+    apply(&car, T0 + 12);
+    let error = car.sync.status().unwrap().error.unwrap_or_default();
+    assert!(error.contains("replay: targets"), "{error}");
+    assert_eq!(car.live(), 2);
 }
 
 /// A repository that shows one timestamp for ever is noticed when that timestamp expires, also if

@@ -8,6 +8,7 @@ use hatchback::io::disk::{self, Disk};
 use hatchback::update::Updater;
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
+use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::staging::Staging;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
@@ -152,6 +153,35 @@ fn replay_after_torn_metadata() {
     }
 }
 
+/// Each role has a floor, which follows what the car accepted. A file below it is refused although
+/// those of the other roles are above theirs, and is not stored.
+#[test]
+fn every_role_has_a_floor_of_its_own() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    assert_eq!(car.floor(), [1, 2, 2, 2]);
+
+    let directory = &car.sync.directory;
+    let floor = Trust::open(&car.sync.disk, directory).unwrap().floor();
+    let raised = [
+        ("root", RollbackFloor { root: 2, ..floor }),
+        ("timestamp", RollbackFloor { timestamp: 3, ..floor }),
+        ("snapshot", RollbackFloor { snapshot: 3, ..floor }),
+        ("targets", RollbackFloor { targets: 3, ..floor }),
+    ];
+    for (writes, (role, raised)) in (100..).zip(raised) {
+        let files = ["timestamp", "snapshot", "targets"].map(|role| format!("{role}.json"));
+        files.iter().for_each(|name| drop(car.disk.remove_file(&directory.join(name))));
+        raised.write(&car.disk, directory, writes).unwrap();
+        let error = car.run(&mut fleet.link(), T0 + 12).unwrap_err();
+        assert!(matches!(error, UpdateError::Replay { role: r, .. } if r == role), "{error:?}");
+        let replayed = directory.join(format!("{role}.json"));
+        assert!(role == "root" || car.disk.read(&replayed, u64::MAX).is_err(), "{role}");
+    }
+}
+
 /// One copy of the rollback floor is enough, whether the other is torn or cannot be read.
 #[test]
 fn one_readable_copy_of_the_floor_is_enough() {
@@ -244,6 +274,7 @@ fn mix_and_match() {
     let error = car.run(&mut bad.link(), T0 + 13).unwrap_err();
     assert!(is_expected(&error), "{error:?}");
     // The bad mirror's timestamp was valid, so the next accepted version must be higher.
+    assert_eq!(car.floor(), [1, 2, 1, 1]);
     fleet.delta(T0 + 14, 3);
     car.run(&mut fleet.link(), T0 + 15).unwrap();
     assert_eq!(car.live(), 3);
@@ -269,6 +300,21 @@ fn endless_data() {
         );
         assert!(wire.bytes < 200_000, "the car took {} bytes", wire.bytes);
     }
+}
+
+#[test]
+fn a_release_without_room_is_not_fetched() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    car.disk.set_room(&car.sync.directory, Some(1 << 19));
+    let mut link = Wire::new(fleet.link(), Faults::default());
+    let error = car.run(&mut link, T0 + 11).unwrap_err();
+    assert!(matches!(error, UpdateError::NoSpace { .. }), "{error:?}");
+    assert!(!link.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", link.asked);
+    car.disk.set_room(&car.sync.directory, None);
+    car.run(&mut fleet.link(), T0 + 12).unwrap();
+    assert_eq!(car.live(), 2);
 }
 
 #[test]

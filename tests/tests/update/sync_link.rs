@@ -5,7 +5,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
 use hatchback::update::error::UpdateError;
-use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits};
+use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::update::staging::Staging;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS, first_release};
@@ -285,4 +285,56 @@ fn a_download_resumes_after_a_pause_of_three_days() {
 
     assert!(fetched < all, "{fetched} of {all} chunks were fetched after the pause");
     assert!(before + wire2.bytes < total + largest.unwrap() + 20_000);
+}
+
+/// A link that sends whole objects only, and breaks off once within a chunk.
+struct Rangeless(DirectoryLink, bool);
+
+impl Link for Rangeless {
+    fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
+        if from > 0 {
+            return Err(LinkError::NoRanges);
+        }
+        if self.1 || !path.starts_with("chunks/") {
+            return self.0.get(path, 0, take);
+        }
+        self.1 = true;
+        self.0.get(path, 0, &mut |piece| {
+            let _ = take(&piece[..piece.len() / 2]);
+            ControlFlow::Break(())
+        })?;
+        Err(LinkError::Broken("cut".to_owned()))
+    }
+}
+
+#[test]
+fn a_link_without_ranges_sends_an_object_again() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let mut link = Rangeless(fleet.link(), false);
+    car.run(&mut link, T0 + 1).unwrap();
+    assert!(link.1 && car.live() == 1);
+}
+
+/// Chunks that arrived before the end of a run survive a power cut. If one is damaged then, it is
+/// fetched again.
+#[test]
+fn chunks_of_an_interrupted_fetch_are_durable_and_checked() {
+    let fleet = Fleet::new();
+    let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
+    for seed in 0..8 {
+        let car = Car::new(&fleet);
+        let error = car.run_timed(&mut fleet.link(), T0 + 1, &Ticks::still(), limits).unwrap_err();
+        assert!(matches!(error, UpdateError::ByteBudget { .. }), "{error:?}");
+        car.disk.cut_after(0);
+        car.disk.reboot(seed);
+        let hex = hatchback::update::release::hex(&first_release().manifest);
+        let part = car.sync.directory.join("staged").join(format!("{hex}.hatch.part"));
+        let mut bytes = car.disk.read(&part, u64::MAX).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        assert!(bytes.len() > 100, "no chunk survived");
+        car.disk.put(&part, bytes);
+        car.run(&mut fleet.link(), T0 + 2).unwrap();
+        assert_eq!(car.live(), 1);
+    }
 }

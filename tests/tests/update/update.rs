@@ -14,15 +14,19 @@ use hatchback::update::status::UpdateState;
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tests::flash_check::whole_generation;
-use hatchback_tests::fleet::{Car, Fleet, T0, Ticks, VERSIONS, release_of};
+use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, T0, Ticks, VERSIONS, release_of};
 use hatchback_tests::random::Random;
 use hatchback_tests::versions::copy;
 use hatchback_tests::wire::{Faults, Wire};
+use hatchback_tools::repository::keys::rotate;
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::Objects;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use tough::schema::RoleType;
 
 /// Returns a fleet at its first release, and a copy that has published its second.
 fn next_release() -> (Fleet, Fleet) {
@@ -157,7 +161,7 @@ fn a_release_revoked_on_probation_is_rolled_back_and_a_later_revocation_is_repor
     late.run(&mut fleet.link(), T0 + 11).unwrap();
     fleet.revoke(T0 + 12, 2);
     assert!(car.run(&mut fleet.link(), T0 + 13).is_err());
-    assert_eq!(car.live(), 1);
+    assert_eq!((car.live(), car.sync.status().unwrap().refused.len()), (1, 0));
     let status = late.run(&mut fleet.link(), T0 + 13).unwrap();
     assert!(status.withdrawn && late.live() == 2, "{status:?}");
     fleet.publish(T0 + 14, &VERSIONS.snapshots[2]);
@@ -167,6 +171,54 @@ fn a_release_revoked_on_probation_is_rolled_back_and_a_later_revocation_is_repor
         let status = car.run(&mut fleet.link(), T0 + 15).unwrap();
         assert!(car.live() == 3 && !status.withdrawn);
     }
+}
+
+/// A taken-over sync process offers a rejected release again, although the signed targets list it.
+#[test]
+fn a_rejected_release_that_is_offered_again_is_not_installed() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    car.policy.requests_min = 1;
+    car.watched = seen(0, 1, 0);
+    car.run(&mut fleet.link(), T0 + 11).unwrap_err();
+    assert_eq!((car.live(), car.sync.status().unwrap().refused.len()), (1, 1));
+
+    let release = release_of(&VERSIONS.deltas[1]);
+    let hex = hatchback::update::release::hex(&release.manifest);
+    let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
+    car.disk.put(&path, std::fs::read(&VERSIONS.deltas[1]).unwrap());
+    let mut fetch = car.sync.fetch_status();
+    fetch.offer = Some(Offer { number: 99, release });
+    fetch.write(&car.disk, &car.sync.directory).unwrap();
+    car.watched = None;
+    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    let error = car.sync.status().unwrap().error.unwrap_or_default();
+    assert!(error.contains("rejected before"), "{error}");
+    assert_eq!(car.live(), 1);
+}
+
+/// The record of the sync process only makes the serving process look. The signed targets decide,
+/// for the car's own cohort.
+#[test]
+fn only_signed_targets_withdraw_a_release() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    car.sync.cohort = 50;
+    car.policy.requests_min = 1;
+    car.watched = seen(0, 0, 0);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::Probation);
+    let mut fetch = car.sync.fetch_status();
+    fetch.revoked = Some(release_of(&VERSIONS.deltas[1]).manifest);
+    fetch.write(&car.disk, &car.sync.directory).unwrap();
+    assert!(!car.sync.advance(&car.host(), T0 + 12).unwrap());
+    assert_eq!((car.sync.status().unwrap().state, car.live()), (UpdateState::Probation, 2));
+
+    let bundles = vec![VERSIONS.deltas[1].clone()];
+    let narrowed = Change { bundles, share: 50, expires_s: FRESH_S, ..Change::default() };
+    let repository = Objects::directory(&fleet.repository()).unwrap();
+    publish(&repository, &fleet.keys(), &narrowed, T0 + 13).unwrap();
+    assert!(car.run(&mut fleet.link(), T0 + 14).is_err());
+    assert_eq!(car.live(), 1);
 }
 
 /// Starts that end before the first answers count against a release. Starts that end normally, or
@@ -228,6 +280,36 @@ impl<F: FnMut(&str) -> Result<(), LinkError>> Link for Interposed<F> {
         (self.1)(path)?;
         self.0.get(path, from, take)
     }
+}
+
+/// A root may revoke keys, so none is passed over: a refresh without an answer for the next root
+/// accepts nothing.
+#[test]
+fn a_refresh_ends_where_the_next_root_does_not_arrive() {
+    let (before, fleet) = next_release();
+    let car = Car::at_first_release(&before);
+    let broken = |path: &str| match path.ends_with("root.json") {
+        true => Err(LinkError::Broken("cut".to_owned())),
+        false => Ok(()),
+    };
+    let error = car.run(&mut Interposed(fleet.link(), broken), T0 + 11).unwrap_err();
+    assert!(matches!(error, UpdateError::LinkBroken { .. }), "{error:?}");
+    assert_eq!((car.floor(), car.live()), ([1; 4], 1));
+}
+
+/// The serving process needs every root after its own, so the sync process restores a lost one.
+#[test]
+fn a_lost_root_is_fetched_again() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    rotate(&fleet.keys(), RoleType::Snapshot, T0 + ROOT_S).unwrap();
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    let root = car.sync.directory.join("root.2");
+    let bytes = car.disk.read(&root, u64::MAX).unwrap();
+    car.disk.remove_file(&root).unwrap();
+    car.run(&mut fleet.link(), T0 + 12).unwrap();
+    assert_eq!(car.disk.read(&root, u64::MAX).unwrap(), bytes);
 }
 
 /// Returns a car on the real disk, with real locks. The first release is live, and the second waits

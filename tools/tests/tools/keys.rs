@@ -196,3 +196,12 @@ fn a_rotation_without_enough_root_keys_changes_nothing() {
     rotate(&here, RoleType::Snapshot, 2_000_000_001).unwrap();
     assert!(listed(&here)[2].is_disjoint(&before[2]) && listed(&here)[0] == before[0]);
 }
+
+#[test]
+fn no_more_keys_must_sign_than_there_are() {
+    let desk = Desk::new();
+    let [enough, few] = [(2, 2), (2, 3)].map(|(keys, threshold)| RoleCounts { keys, threshold });
+    let folder = desk.folder.path().join("keys");
+    let refused = new_fleet(&folder, [enough, enough, few, enough], 2_000_000_000).unwrap_err();
+    assert!(refused.to_string().contains("3 keys must sign, but the role has only 2"), "{refused}");
+}

@@ -64,6 +64,9 @@ fn new_directories_are_durable_in_their_parents() {
         let path = std::fs::canonicalize(path).unwrap();
         assert!(synced.lines().any(|line| Path::new(line) == path), "{path:?}: {synced}");
     }
+    // A new name in a directory is durable with the directory.
+    let generation = std::fs::canonicalize(format!("{flash}/g000000000001")).unwrap();
+    assert!(synced.lines().any(|line| Path::new(line) == generation), "{synced}");
     for part in ["dense.onnx", "live", "manifest", "staged", "timestamp.json"] {
         assert!(synced.contains(part), "{part}: {synced}");
     }
