@@ -29,11 +29,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("bench", 11_100),
     ("tests", 5_990),
 ];
-<<<<<<< HEAD
-const WORDS_MAX: usize = 44_000;
-=======
-const WORDS_MAX: usize = 45_400;
->>>>>>> mutants
+const WORDS_MAX: usize = 46_200;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;

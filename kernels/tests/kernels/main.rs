@@ -4,11 +4,8 @@
 
 mod cases;
 mod dense;
-<<<<<<< HEAD
 mod integers;
 mod limits;
-=======
 mod lookups;
->>>>>>> mutants
 mod onnx_cases;
 mod small_graphs;

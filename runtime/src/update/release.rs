@@ -350,7 +350,6 @@ mod tests {
     }
 
     #[test]
-<<<<<<< HEAD
     fn a_path_keeps_to_its_variant_and_ends_at_the_first_one() {
         let all = [
             variant(0, release(7, None, 100)),
@@ -381,26 +380,6 @@ mod tests {
         named[2].parents = vec![parent_id(&first)];
         named[3].parents = vec![parent_id(&second), parent_id(&unlisted)];
         assert_eq!(path(&unlisted, &named).unwrap(), [(1, Some(7))]);
-=======
-    fn a_release_that_needs_an_unknown_format_is_passed_over() {
-        let listed = |needs: &[&str]| {
-            let hash = "00".repeat(32);
-            let custom = serde_json::json!({ NEEDS: needs, SHARE: 7 });
-            let target = serde_json::json!({
-                "length": 1, "hashes": { "sha256": hash }, "custom": custom
-            });
-            let targets = serde_json::json!({
-                "_type": "targets", "spec_version": "1.0.0", "version": 1,
-                "expires": "2030-01-01T00:00:00Z",
-                "targets": { "m/000000000001-snapshot": target }
-            });
-            let shares = releases(&serde_json::from_value(targets).unwrap());
-            shares.iter().map(|release| release.share).collect::<Vec<_>>()
-        };
-        assert_eq!(listed(&formats().each_ref().map(|format| &**format)), [7]);
-        assert_eq!(listed(&[]), [7]);
-        assert_eq!(listed(&["bundle-99"]), [0u8; 0]);
->>>>>>> mutants
     }
 
     #[test]
