@@ -121,9 +121,9 @@ impl DenseEngine {
     }
 
     /// Scores `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, `scores` is
-    /// `[batch, outputs]`, and `scratch` was created by this engine. A sample whose indices, lengths
-    /// or integers are out of their range has NaN as its scores, and so has a logit that is no
-    /// finite number.
+    /// `[batch, outputs]`, and `scratch` was created by this engine. A sample whose indices,
+    /// lengths or integers are out of their range has NaN as its scores, and so has a logit that is
+    /// no finite number.
     ///
     /// # Errors
     /// [`DenseError::Batch`] if the batch is larger than `scratch`, and `Run` if a buffer has

@@ -112,7 +112,8 @@ fn widen_model(model: &mut ModelProto) -> bool {
     !found.is_empty()
 }
 
-/// Drops the lines of Python from nodes: a car does not need them, and they name the trainer's files.
+/// Drops the lines of Python from nodes: a car does not need them, and they name the trainer's
+/// files.
 fn drop_sources(graph: &mut GraphProto) {
     for node in &mut graph.node {
         (node.doc_string, node.metadata_props) = (None, Vec::new());

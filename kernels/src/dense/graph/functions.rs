@@ -143,6 +143,7 @@ impl Map {
             Self::Half => f16::from_f32(x).to_f32(),
             Self::Sign if x.is_nan() => x,
             Self::Sign => truth(x > 0.0) - truth(x < 0.0),
+            // The crate `libm` is plain Rust: the same bits everywhere, unlike the system's libm.
             Self::Sin => libm::sinf(x),
             Self::Cos => libm::cosf(x),
             Self::Tan => libm::tanf(x),

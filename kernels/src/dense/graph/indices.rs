@@ -1,5 +1,5 @@
-//! Translates the operators that make indices or write at them: `OneHot`, `NonZero`, `TopK`, `ArgMax`
-//! and the scatters; and `CumSum`. None of them selects among the samples of a batch.
+//! Translates the operators that make indices or write at them: `OneHot`, `NonZero`, `TopK`,
+//! `ArgMax` and the scatters; and `CumSum`. None of them selects among the samples of a batch.
 
 use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::NodeProto;

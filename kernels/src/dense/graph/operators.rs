@@ -328,8 +328,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds the check that computed integers are exact: f32 arithmetic on integers is, if its result
-    /// is below 2^24.
+    /// Adds the check that computed integers are exact: f32 arithmetic on integers is, if its
+    /// result is below 2^24.
     pub fn exact(&mut self, x: &Tensor) -> Result<Tensor, Stop> {
         self.check(x, [-INTEGER_MAX, INTEGER_MAX])
     }

@@ -77,7 +77,8 @@ impl Kind {
 }
 
 impl Size {
-    /// The number of the sample itself, as an index on the axis of the batch. No arithmetic uses it.
+    /// The number of the sample itself, as an index on the axis of the batch. No arithmetic uses
+    /// it.
     pub const SAMPLE: Self = Self { fixed: 0, batches: i64::MIN };
 
     pub fn fixed(fixed: i64) -> Self {

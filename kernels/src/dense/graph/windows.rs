@@ -1,6 +1,6 @@
-//! Translates the operators on windows: `Conv` and the poolings, over any number of axes. The values
-//! of every window are gathered by one index table, so a convolution is a matrix product and a
-//! pooling is a reduction. No window reaches into another sample.
+//! Translates the operators on windows: `Conv` and the poolings, over any number of axes. The
+//! values of every window are gathered by one index table, so a convolution is a matrix product and
+//! a pooling is a reduction. No window reaches into another sample.
 
 use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::NodeProto;
