@@ -17,7 +17,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 18_100),
+    ("kernels", 18_110),
     ("runtime", 17_450),
     ("link", 500),
     ("server", 5_400),
@@ -28,7 +28,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("bench", 11_100),
     ("tests", 5_990),
 ];
-const WORDS_MAX: usize = 43_600;
+const WORDS_MAX: usize = 43_750;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;
