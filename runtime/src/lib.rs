@@ -39,9 +39,6 @@
 // The repository's own crates (tests, tools, the daemon, the C library) use the modules directly.
 // Their contents may change with any commit, so the documentation shows the root only.
 #[doc(hidden)]
-/// The version of the program.
-pub const VERSION: &str = env!("CARGO_PKG_VERSION");
-
 pub mod bundle;
 #[doc(hidden)]
 pub mod car;

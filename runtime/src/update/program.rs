@@ -60,7 +60,7 @@ impl Program {
                 ("delta-pages", u64::from(DELTA_PAGES_MAX)),
             ];
             Arc::new(Program {
-                version: crate::VERSION.to_owned(),
+                version: env!("CARGO_PKG_VERSION").to_owned(),
                 known: known.collect(),
                 sizes: sizes.map(|(size, most)| (size.to_owned(), most)).into(),
             })

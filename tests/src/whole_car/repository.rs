@@ -119,11 +119,52 @@ fn flawed(flaw: Flaw) -> Act {
     all(&[BundlePlan { flaw, ..delta(2, 3) }])
 }
 
-/// Returns the acts of every history. Most end with a good release that has a
+/// Returns these acts after the first two of most histories.
+fn with(more: Vec<Act>) -> Vec<Act> {
+    [all(&[snapshot(1)]), all(&[delta(1, 2)])].into_iter().chain(more).collect()
+}
+
+/// Returns the histories with releases that need later programs.
+fn acts_of_versions() -> Vec<(&'static str, Vec<Act>)> {
+    vec![
+        (
+            "later programs",
+            with(vec![
+                all(&[at(2, delta(2, 3))]),
+                all(&[at(2, snapshot(4)), at(2, delta(3, 4))]),
+                all(&[at(3, snapshot(5)), at(3, delta(4, 5))]),
+            ]),
+        ),
+        (
+            "variants",
+            with(vec![
+                all(&[at(3, snapshot(3)), snapshot(3), delta(2, 3)]),
+                all(&[at(3, delta(3, 4)), delta(3, 4)]),
+                all(&[at(3, snapshot(5)), at(3, delta(4, 5)), snapshot(5), delta(4, 5)]),
+            ]),
+        ),
+        (
+            "variants of old snapshots",
+            with(vec![
+                all(&[at(3, snapshot(3)), at(2, snapshot(3)), snapshot(3)]),
+                all(&[at(3, delta(3, 4)), at(2, delta(3, 4)), delta(3, 4)]),
+                // A car that was downgraded leaves its variant, which takes a snapshot.
+                all(&[at(3, delta(4, 5)), at(2, delta(4, 5)), snapshot(5), delta(4, 5)]),
+            ]),
+        ),
+        (
+            "one bad variant",
+            with(vec![
+                all(&[BundlePlan { flaw: Flaw::Probe, ..at(3, snapshot(3)) }, delta(2, 3)]),
+                all(&[at(2, snapshot(4)), snapshot(4), delta(3, 4)]),
+            ]),
+        ),
+    ]
+}
+
+/// Returns the acts of every other history. Most end with a good release that has a
 /// snapshot and a delta.
 fn acts() -> Vec<(&'static str, Vec<Act>)> {
-    let begin = || vec![all(&[snapshot(1)]), all(&[delta(1, 2)])];
-    let with = |more: Vec<Act>| begin().into_iter().chain(more).collect::<Vec<_>>();
     let over_bad = || all(&[snapshot(4), delta(2, 4)]);
     vec![
         ("deltas", with(vec![all(&[delta(2, 3)]), all(&[snapshot(4), delta(3, 4)])])),
@@ -187,37 +228,6 @@ fn acts() -> Vec<(&'static str, Vec<Act>)> {
             ]),
         ),
         ("one old snapshot", with(vec![all(&[delta(2, 3)]), all(&[delta(3, 4)])])),
-        (
-            "later programs",
-            with(vec![
-                all(&[at(2, delta(2, 3))]),
-                all(&[at(2, snapshot(4)), at(2, delta(3, 4))]),
-                all(&[at(3, snapshot(5)), at(3, delta(4, 5))]),
-            ]),
-        ),
-        (
-            "variants",
-            with(vec![
-                all(&[at(3, snapshot(3)), snapshot(3), delta(2, 3)]),
-                all(&[at(3, delta(3, 4)), delta(3, 4)]),
-                all(&[at(3, snapshot(5)), at(3, delta(4, 5)), snapshot(5), delta(4, 5)]),
-            ]),
-        ),
-        (
-            "variants of old snapshots",
-            with(vec![
-                all(&[at(3, snapshot(3)), at(2, snapshot(3)), snapshot(3)]),
-                all(&[at(3, delta(3, 4)), at(2, delta(3, 4)), delta(3, 4)]),
-                all(&[at(3, delta(4, 5)), at(2, delta(4, 5)), delta(4, 5)]),
-            ]),
-        ),
-        (
-            "one bad variant",
-            with(vec![
-                all(&[BundlePlan { flaw: Flaw::Probe, ..at(3, snapshot(3)) }, delta(2, 3)]),
-                all(&[at(2, snapshot(4)), snapshot(4), delta(3, 4)]),
-            ]),
-        ),
     ]
 }
 
@@ -236,7 +246,8 @@ impl Prepared {
     /// simulation decides depends on them.
     pub fn new() -> Self {
         let generations = Generations::new();
-        let histories = acts().into_iter().map(|(name, acts)| live(name, &acts, &generations));
+        let acts = acts().into_iter().chain(acts_of_versions());
+        let histories = acts.map(|(name, acts)| live(name, &acts, &generations));
         let histories = histories.collect();
         Self { generations, histories, programs: (1..=LEVELS).map(program).collect() }
     }

@@ -180,7 +180,8 @@ fn another_version_tries_what_this_one_cannot_read() {
     let state = poll(&car, &fleet, T0 + 12).unwrap().state;
     assert_ne!(state, UpdateState::Staged, "refused by this version");
 
-    for version in ["0.2.0", "0.3.0", hatchback::VERSION] {
+    let this = Program::this();
+    for version in ["0.2.0", "0.3.0", &this.version] {
         let program = Program { version: version.to_owned(), ..Program::clone(&car.sync.program) };
         car.sync.program = Arc::new(program);
         car.sync.begin_process(2, T0 + 13).unwrap();
