@@ -367,7 +367,8 @@ mod tests {
         let [directory, flash] = ["sync", "flash"].map(|name| folder.path().join(name));
         std::fs::create_dir(&directory).unwrap();
         let disk = crate::io::disk::system();
-        let updater = Updater { disk, directory, flash, lineage: None, cohort: 0 };
+        let program = Program::this();
+        let updater = Updater { disk, directory, flash, lineage: None, cohort: 0, program };
         let mut run = Run { updater: &updater, status: FetchStatus::default(), now: 0, charged: 0 };
         for (bytes, charges) in [(0, 0), (1, 1), (CHARGE_BYTES, 1), (CHARGE_BYTES + 1, 2)] {
             run.cover(bytes).unwrap();

@@ -242,9 +242,7 @@ mod tests {
     #[test]
     fn a_release_that_was_set_aside_returns_after_some_polls() {
         let generation = Generation { lineage: "m".to_owned(), sequence: 7 };
-        let (parent, manifest) = (None, [7; 32]);
-        let release =
-            Release { generation, parent, bytes: 0, share: 100, manifest_bytes: 0, manifest };
+        let release = Release { generation, share: 100, manifest: [7; 32], ..Release::default() };
         let mut status = FetchStatus::default();
         status.count_failure(&release, FETCH_FAILURES_MAX);
         let polls = (0..100).take_while(|_| {
