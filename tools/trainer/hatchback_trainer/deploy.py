@@ -38,6 +38,9 @@ class Deployable:
         Publishes it to the repository `publish_to` if there is one. Returns what was printed."""
         name = f"{self.schema.name}-{self.schema.sequence}.hatch"
         self.bundle = Path(out or self.folder / name)
+        # `run` keeps an installed copy beside a bundle, which no other bundle of the same sequence
+        # may replace.
+        shutil.rmtree(self.bundle.with_suffix(".flash"), ignore_errors=True)
         options = [*(("--parent", parent) if parent else ()), *(("--codec", codec) if codec else ())]
         said = run("pack", self.folder / "model.toml", "--out", self.bundle, *options)
         if publish_to is not None:
