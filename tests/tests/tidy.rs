@@ -18,8 +18,8 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 17_900),
-    ("runtime", 17_500),
+    ("kernels", 17_980),
+    ("runtime", 17_640),
     ("link", 500),
     ("server", 5_400),
     ("board", 1_850),
@@ -29,7 +29,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("bench", 11_100),
     ("tests", 5_990),
 ];
-const WORDS_MAX: usize = 46_200;
+const WORDS_MAX: usize = 46_900;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;

@@ -532,7 +532,8 @@ mod tests {
         }
 
         #[test]
-        fn a_value_outside_its_range_has_no_key(value in -9i64..99, size in 1u64..50, first in 0u64..9) {
+        fn a_value_outside_its_range_has_no_key(value in -9i64..99, size in 1u64..50) {
+            let first = size % 9;
             let function = KeyFunction::Range { size, first };
             let inside = u64::try_from(value).ok().filter(|value| *value < size);
             let key = inside.map_or(UNKNOWN_KEY, |value| first + value);

@@ -20,6 +20,8 @@ pub struct Checks {
     calls: u64,
     /// The live record at the last check; `None` if it could not be opened then.
     live: Option<LiveRecord>,
+    /// The sequence that was served at the last check.
+    served: Option<u64>,
     /// The state of the repository that the sync process saw last; `None` if it saw none, or if a
     /// hostile process wrote since.
     pub known: Option<usize>,
@@ -94,12 +96,16 @@ impl World {
     }
 
     fn check_live(&self) {
+        let served = self.served();
+        let before = std::mem::replace(&mut self.checks.borrow_mut().served, served);
         let opened = Flash::open(&self.disk.shared(), Path::new(names::FLASH));
         let Ok(flash) = opened else {
             self.checks.borrow_mut().live = None;
             return;
         };
-        if self.served().is_some_and(|served| served < flash.record().least) {
+        // A model that was open before its newer release was lost is served on meanwhile.
+        let begins = served.filter(|_| served != before);
+        if begins.is_some_and(|served| served < flash.record().least) {
             self.fail("a generation is served that is older than one before".to_owned());
         }
         let record = flash.record().clone();

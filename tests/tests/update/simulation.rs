@@ -12,6 +12,8 @@ use std::sync::{Arc, LazyLock};
 
 /// Seeds of the test: a minute on two cores.
 const SEEDS: u64 = 1_000;
+/// A live release is rolled back in one seed of some 650; these seeds have two of them.
+const FIRST_SEED: u64 = 1_000;
 
 static PREPARED: LazyLock<Arc<Prepared>> = LazyLock::new(|| Arc::new(Prepared::new()));
 
@@ -47,7 +49,7 @@ fn counts(outcomes: &[Outcome]) -> BTreeMap<&'static str, u64> {
 #[test]
 fn a_car_survives_every_fault_and_heals_after_it() {
     let half = |odd: u64| {
-        let seeds = (0..SEEDS).filter(|seed| seed % 2 == odd);
+        let seeds = (FIRST_SEED..FIRST_SEED + SEEDS).filter(|seed| seed % 2 == odd);
         seeds.map(|seed| simulate(&PREPARED, seed, &all(), false)).collect::<Vec<_>>()
     };
     LazyLock::force(&PREPARED);

@@ -1,5 +1,5 @@
 //! The ONNX operators that this version knows by name, and those of a file. A car compares both
-//! before it fetches a release. A known operator may still be in a form that the engine does not run.
+//! before it fetches a release. A known operator may still be in a form that the engine refuses.
 
 use crate::dense::error::DenseError;
 use crate::dense::graph::onnx::{GraphProto, read};
@@ -73,6 +73,8 @@ mod tests {
         }
         let known: BTreeSet<&str> = operators().collect();
         let unknown: Vec<_> = named.difference(&known).collect();
-        assert!(unknown == [&"Arg", &"Reduce"] && named.len() > 80, "{unknown:?}");
+        // The others are beginnings of names, and values of an attribute.
+        let parts = ["NOTSET", "Reduce", "Scatter", "VALID"];
+        assert!(unknown == parts.each_ref() && named.len() > 80, "{unknown:?}");
     }
 }

@@ -48,7 +48,8 @@ def stand_in(*roots):
 
 
 def torchfm():
-    from torchfm.model import afi, afm, afn, dcn, dfm, ffm, fm, fnfm, fnn, lr, ncf, nfm, pnn, wd, xdfm
+    from torchfm.model import afi, afm, afn, dcn, dfm, ffm, fm, fnfm
+    from torchfm.model import fnn, lr, ncf, nfm, pnn, wd, xdfm
 
     dims = [ROWS[name] for name in SPARSE]
     batch = lambda rows: torch.stack([rows[name] for name in SPARSE], dim=1)
@@ -183,8 +184,8 @@ def recbole():
     stand_in("ray", "hyperopt", "thop", "kmeans_pytorch", "wandb")
     import numpy
 
-    for name in ("float", "bool", "complex", "unicode", "int"):  # names of NumPy 1
-        vars(numpy).setdefault(f"{name}_", getattr(numpy, {"unicode": "str_"}.get(name, f"{name}64"), bool))
+    for name, now in (("float_", "float64"), ("complex_", "complex128"), ("unicode_", "str_")):
+        vars(numpy).setdefault(name, getattr(numpy, now))  # names of NumPy 1
     import recbole.model.general_recommender as general
     import recbole.model.sequential_recommender as sequential
     from recbole.config import Config
@@ -226,7 +227,8 @@ def recbole():
             given = {
                 "data_path": "/tmp", "use_gpu": False, "MAX_ITEM_LIST_LENGTH": LENGTH["history"],
                 "hidden_size": DIM, "embedding_size": DIM, "inner_size": 16, "n_heads": 2,
-                "train_neg_sample_args": None, "loss_type": "BPR" if kind.__name__ == "FPMC" else "CE", "device": "cpu", "log_wandb": False,
+                "train_neg_sample_args": None, "device": "cpu", "log_wandb": False,
+                "loss_type": "BPR" if kind.__name__ == "FPMC" else "CE",
             }
             sys.argv = sys.argv[:1]
             config = Config(model=kind.__name__, dataset="ml-100k", config_dict=given)
