@@ -5,7 +5,6 @@ the batch that select rows become sparse features, and the rest becomes the ONNX
 the network with the model on other samples before it writes anything. It never changes the model.
 """
 
-import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +13,18 @@ import torch
 
 from .batch import Flat, Leaf
 from .capture import (
-    Captured, Masks, capture, check_version, collection_calls, collections, collections_of,
-    constant_masks, program_of
+    Captured, Masks, capture, check_version, collection_calls, collections, constant_masks
 )
-from .columns import raw_bags
-from .cut import Cut, Names
+from .checks import check
+from .cut import Cut
 from .deploy import Deployable
+from .export_files import samples_of, write
 from .graph import Followed
-from .model_files import export_tables
-from .samples import Sample, write_lines
-from .schema import Feature, Input, Schema, Table, model_toml
+from .names import Names
+from .samples import write_lines
+from .schema import Schema
 
 OPSET = 18  # every supported torch writes it, and every version of the engine reads it
-MANY = 300  # samples of a batch that no sample batch has
-TOLERANCE = 1e-4  # largest difference between the model and the cut network
 
 
 @dataclass
@@ -106,11 +103,9 @@ def recorded(source, flat):
     def answer(name, module, forward, features):
         output = forward(features)
         made = collection_calls(name, module, features, output)
-        tables = {config.name: config for config in module.embedding_bag_configs()}
         for call in made:
-            short = call.table.removeprefix(f"{name}.")
-            call.weight = module.embedding_bags[short].weight.detach()
-            assert short in tables
+            table = module.embedding_bags[call.table.removeprefix(f"{name}.")]
+            call.weight = table.weight.detach()
         calls.extend(made)
         return output
 
@@ -274,272 +269,6 @@ def trimmed(bag, padding):
     return bag[:end]
 
 
-# --- checks ---
-
-
-def check(exporter, network):
-    """Compares the cut network with the model on the batch, on other keys, on one sample and twice
-    on the same samples.
-
-    # Errors
-    ValueError that names the input which breaks it.
-    """
-    source, leaves = exporter.source, exporter.leaves
-    again = source.scores(exporter.flat)
-    if any(differ(a, b) for a, b in zip(again, exporter.scores)):
-        raise ValueError(
-            "two calls of the model with the same samples give different scores: it draws random "
-            "numbers or keeps a state also in eval(); such a model has no score to reproduce"
-        )
-    difference(exporter, network, leaves, exporter.calls, exporter.scores, "the sample batch")
-    if not exporter.calls:
-        for seed in range(2):
-            changed = [other_rows(exporter, place, seed) for place in range(len(leaves))]
-            try:
-                compare(exporter, network, changed)
-            except ValueError as error:
-                raise ValueError(f"{error}{culprits(exporter, network, changed)}") from None
-    if all(leaf.per_sample for leaf in leaves) and not exporter.calls:
-        one_sample(exporter, network)
-
-
-def culprits(exporter, network, changed):
-    """Returns which inputs, changed alone, break the network."""
-    found = []
-    for place, leaf in enumerate(changed):
-        alone = [*exporter.leaves[:place], leaf, *exporter.leaves[place + 1 :]]
-        try:
-            compare(exporter, network, alone)
-        except ValueError:
-            found.append(f"`{leaf.name}`")
-    return f"; the values of {', '.join(found)} break it" if found else ""
-
-
-def compare(exporter, network, leaves):
-    try:
-        scores = exporter.source.scores(exporter.flat, [leaf.tensor for leaf in leaves])
-    except (RuntimeError, IndexError, ValueError):
-        return  # the model itself does not take such rows, so nothing can be compared
-    difference(exporter, network, leaves, [], scores, "other rows")
-
-
-def answer(network, inputs):
-    """Returns the outputs of the network.
-
-    # Errors
-    ValueError if the network was captured for one number of samples only.
-    """
-    try:
-        with torch.no_grad():
-            return network(*inputs)
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"the network does not run with {len(inputs[0])} samples, because the model fixes the "
-            f"number of samples of its batch: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def difference(exporter, network, leaves, calls, scores, what):
-    followed = exporter.follow(leaves, calls) if leaves is not exporter.leaves else (
-        exporter.made.followed)
-    inputs = exporter.network_inputs(followed, leaves, trim=True)
-    found = answer(network, inputs)
-    for name, a, b in zip(exporter.output_names, found, scores):
-        if differ(a, b):
-            most = (a - b).abs().max().item()
-            raise ValueError(
-                f"output `{name}` of the network behind the lookups differs from the model's by "
-                f"{most:.2g} on {what}"
-            )
-
-
-def differ(a, b):
-    return a.shape != b.shape or bool(((a - b).abs() > TOLERANCE * (1 + b.abs())).any())
-
-
-def one_sample(exporter, network):
-    """Scores one sample alone, which is what a car often asks for."""
-    first = [type(leaf)(leaf.name, leaf.tensor[:1], True) for leaf in exporter.leaves]
-    inputs = exporter.network_inputs(exporter.made.followed, exporter.leaves, trim=True)
-    many = torch.arange(MANY) % len(inputs[0])
-    alone = answer(network, [one[:1] for one in inputs])
-    together = answer(network, [one[many] for one in inputs])
-    for name, a, more, b in zip(exporter.output_names, alone, together, exporter.scores):
-        if differ(a, b[:1]) or differ(more, b[many]):
-            raise ValueError(
-                f"output `{name}` of a sample differs when the sample is scored alone or in a batch "
-                f"of {MANY}: the model lets the samples of a batch reach each other"
-            )
-    source, exporter.source.samples = exporter.source, None
-    try:
-        source.scores(exporter.flat, [leaf.tensor for leaf in first])
-    except (RuntimeError, IndexError, ValueError) as error:
-        exporter.note(
-            f"the model itself fails with one sample ({str(error).splitlines()[0]}); the exported "
-            "network does not"
-        )
-    finally:
-        source.samples = exporter.samples
-
-
-def other_rows(exporter, place, seed):
-    """Returns a leaf with other values: rows 0 and n - 1 and random ones for keys, short and long
-    bags where there is a padding, and other samples' values for the rest."""
-    leaf, draw = exporter.leaves[place], torch.Generator().manual_seed(seed)
-    tensor = leaf.tensor.clone()
-    columns = [one for one in exporter.made.columns if one.leaf == place and one.call is None]
-    if not leaf.per_sample:
-        for column in columns:
-            tensor = torch.randint(0, column_size(exporter, column), tensor.shape, generator=draw)
-        return type(leaf)(leaf.name, tensor.to(leaf.tensor.dtype), False)
-    order = torch.randperm(len(tensor), generator=draw)
-    tensor = tensor[order]
-    flat = tensor.reshape(len(tensor), -1)
-    for column in columns:
-        keys = torch.randint(0, column.size, (len(flat), column.hotness), generator=draw)
-        keys[0], keys[1] = 0, column.size - 1
-        if column.padding is not None:
-            keys = keys.where(keys != column.padding, (column.padding + 1) % column.size)
-            lengths = torch.randint(1, column.hotness + 1, (len(flat), 1), generator=draw)
-            keys[torch.arange(column.hotness) >= lengths] = column.padding
-        flat[:, list(column.columns)] = keys.to(flat.dtype)
-    return type(leaf)(leaf.name, flat.reshape(tensor.shape), True)
-
-
-def column_size(exporter, column):
-    rows = len(exporter.made.tables[column.tables[0]])
-    return column.size or rows - column.shift
-
-
-# --- files ---
-
-
-class Weights:
-    """The part of `Embeddings` that `export_tables` reads."""
-
-    def __init__(self, weights):
-        self.weights = weights
-
-
-def key_of(column, functions, folder):
-    """Returns the key function of a feature whose values are not the row numbers themselves."""
-    if column.name in functions:
-        return functions[column.name].fields(column.name, column.shift, folder)
-    if column.modulus is not None:
-        return {"function": "modulo", "divisor": column.modulus, "first": column.shift}
-    if column.ranged:
-        return {"function": "range", "size": column.size, "first": column.shift}
-    return None
-
-
-def features_of(exporter, bags, hotness_max, weights, folder):
-    made, features = exporter.made, []
-    for column in made.columns:
-        longest = max(map(len, bags[column.name]), default=0)
-        hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
-        table = column.tables[0] if len(column.tables) == 1 else tuple(column.tables)
-        padding = None if column.padding is None else column.padding + column.shift
-        features.append(Feature(
-            column.name, table, column.pooling, hotness, column.name in weights,
-            key_of(column, exporter.functions, folder), padding
-        ))
-    return tuple(features)
-
-
-def counts_of(made, bags):
-    """Returns how often the batch looked each row up, by table."""
-    counts = {
-        name: torch.zeros(len(rows), dtype=torch.int64) for name, rows in made.tables.items()
-    }
-    for column in made.columns:
-        keys = torch.tensor([key for bag in bags[column.name] for key in bag], dtype=torch.int64)
-        keys = (keys if column.modulus is None else keys % column.modulus) + column.shift
-        for table in column.tables:
-            counts[table] += torch.bincount(keys, minlength=len(counts[table]))
-    return counts
-
-
-def network_inputs_of(made):
-    inputs = []
-    for name in made.inputs:
-        if name == "dense":
-            inputs.append(Input("dense"))
-        elif name in made.refs:
-            inputs.append(Input(name, (name.removeprefix("emb_"),)))
-        else:
-            inputs.append(Input(name, masks=(name.removeprefix("mask_"),)))
-    return tuple(inputs)
-
-
-def is_probability(exporter):
-    """Returns whether the model's own last operation is a sigmoid."""
-    ends = set()
-    for node in exporter.made.outputs:
-        while str(node.target).split(".")[0:2] == ["aten", "view"] or any(
-                part in str(node.target) for part in ("squeeze", "reshape", "view", "alias")):
-            node = node.args[0]
-        ends.add("sigmoid" in str(node.target))
-    if ends == {True, False}:
-        raise ValueError(
-            "some outputs end in a sigmoid and some do not; pass output=\"probability\" for outputs "
-            "that are scores as they are"
-        )
-    return ends == {True}
-
-
-def write_network(network, inputs, made, names, path, opset):
-    """Writes the network as ONNX, with the batch left open."""
-    batch = torch.export.Dim("batch", min=2)
-    program = program_of(network, inputs, tuple({0: batch} for _ in inputs))
-    with torch.no_grad():
-        write = lambda program: torch.onnx.export(
-            program, (), str(path), input_names=list(made.inputs), output_names=list(names),
-            opset_version=opset, dynamo=True, external_data=False, verbose=False
-        )
-        log = logging.getLogger("torch.onnx")
-        level = log.level
-        log.setLevel(logging.ERROR)  # it warns of every package that is not installed
-        try:
-            write(program)
-        except Exception:  # the exporter has no function for some operations as they are
-            write(program.run_decompositions())
-        finally:
-            log.setLevel(level)
-
-
-def samples_of(exporter, leaves, calls, scores, labels):
-    """Yields the samples of a batch as the car takes them."""
-    bags, weights = exporter.bags(leaves, calls)
-    bags = {
-        name: raw_bags(name, exporter.functions.get(name), bag) for name, bag in bags.items()
-    }
-    flat = {a: leaves[a].tensor.reshape(len(leaves[a].tensor), -1) for a, _ in exporter.made.dense}
-    dense = (
-        torch.stack([flat[a][:, b].float() for a, b in exporter.made.dense], dim=1).tolist()
-        if flat else None
-    )
-    count = len(next(iter(bags.values())))
-    value = lambda given, name: given.get(name) if isinstance(given, dict) else given
-    for number in range(count):
-        label = {} if labels is not None else None
-        score = {} if scores is not None else None
-        for place, name in enumerate(exporter.output_names):
-            if labels is not None and value(labels, name) is not None:
-                given = value(labels, name).reshape(count, -1)
-                label[name] = int(given[number, min(place, given.shape[1] - 1)])
-            if scores is not None:
-                score[name] = float(scores[number, place])
-        if len(exporter.output_names) == 1:
-            label, score = (one and next(iter(one.values())) for one in (label, score))
-            score = float(scores[number, 0]) if scores is not None else None
-            label = label if labels is not None else None
-        yield Sample(
-            [] if dense is None else dense[number],
-            {name: bag[number] for name, bag in bags.items() if bag[number]}, label, score,
-            {name: bag[number] for name, bag in weights.items() if bag[number]}
-        )
-
-
 def lines_of(exporter, batch, path):
     """Writes the samples of another batch, without labels and scores."""
     source = exporter.source
@@ -579,34 +308,11 @@ def export(
         exporter = Exporter(model, sample_batch, columns, outputs)
         exporter.cut()
         check(exporter, exporter.made.network)
-        return write(exporter, out, name, sequence, output, labels, counts, hotness_max, opset)
+        schema, scores = write(
+            exporter, Path(out), name, sequence, output, labels, counts, hotness_max, opset)
+        return Exported(schema, Path(out), scores, exporter.notes, exporter)
     finally:
         for module in training:
             module.training = True
 
 
-def write(exporter, out, name, sequence, output, labels, counts, hotness_max, opset):
-    """Writes the files of an export that was checked."""
-    made, out = exporter.made, Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    inputs = exporter.network_inputs(made.followed, exporter.leaves, trim=True)
-    write_network(made.network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
-
-    logits = output == "logit" or output is None and not is_probability(exporter)
-    scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
-    scores = torch.sigmoid(scores) if logits else scores
-    bags, weights = exporter.bags(exporter.leaves, exporter.calls)
-    features = features_of(exporter, bags, hotness_max or {}, weights, out)
-    tables = tuple(Table(one, *rows.shape, counted=True) for one, rows in made.tables.items())
-    dense = tuple(exporter.made.names.dense(*place) for place in made.dense)
-    schema = Schema(
-        name, dense, network_inputs_of(made), tables, features, sequence,
-        "sigmoid" if logits else "none", tuple(exporter.output_names)
-    )
-    rows = {one: value.float() for one, value in made.tables.items()}
-    export_tables(schema, Weights(rows), counts_of(made, bags) | (counts or {}),
-                  out / "tables.safetensors")
-    (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
-    write_lines(out / "probe.jsonl",
-                samples_of(exporter, exporter.leaves, exporter.calls, scores, labels))
-    return Exported(schema, out, scores, exporter.notes, exporter)

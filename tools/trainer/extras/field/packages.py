@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 import torch
 
 from data import DIM, LENGTH, ROWS, Case
+from data import rows as data_rows
 
 SPARSE = ("user", "item", "city")
 
@@ -195,10 +196,15 @@ def recbole():
         """What the models ask a dataset for."""
 
         field2type, field2source = {}, {}
+        field2seqlen = {"item_id_list": LENGTH["history"]}
 
         def __init__(self, config):
             self.config = config
             self.user_num, self.item_num = ROWS["user"], ROWS["item"]
+
+        @property
+        def inter_feat(self):
+            return batch(data_rows(64, 3))
 
         def num(self, name):
             return ROWS["user"] if name == "user_id" else ROWS["item"]
@@ -226,7 +232,8 @@ def recbole():
         def made():
             given = {
                 "data_path": "/tmp", "use_gpu": False, "MAX_ITEM_LIST_LENGTH": LENGTH["history"],
-                "hidden_size": DIM, "embedding_size": DIM, "inner_size": 16, "n_heads": 2,
+                "hidden_size": DIM,
+                "embedding_size": 64 if kind.__name__ == "ConvNCF" else DIM, "inner_size": 16, "n_heads": 2,
                 "train_neg_sample_args": None, "device": "cpu", "log_wandb": False,
                 "loss_type": "BPR" if kind.__name__ == "FPMC" else "CE",
             }

@@ -1,0 +1,178 @@
+"""Writes an export that was checked: the network, the tables, model.toml and the probe set."""
+
+import logging
+import re
+
+import torch
+
+from .capture import program_of
+from .columns import raw_bags
+from .graph import op_name, source_line
+from .model_files import export_tables
+from .samples import Sample, write_lines
+from .schema import Feature, Input, Schema, Table, model_toml
+
+
+class Weights:
+    """The part of `Embeddings` that `export_tables` reads."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+
+def key_of(column, functions, folder):
+    """Returns the key function of a feature whose values are not the row numbers themselves."""
+    if column.name in functions:
+        return functions[column.name].fields(column.name, column.shift, folder)
+    if column.modulus is not None:
+        return {"function": "modulo", "divisor": column.modulus, "first": column.shift}
+    if column.ranged:
+        return {"function": "range", "size": column.size, "first": column.shift}
+    return None
+
+
+def features_of(exporter, bags, hotness_max, weights, folder):
+    made, features = exporter.made, []
+    for column in made.columns:
+        longest = max(map(len, bags[column.name]), default=0)
+        hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
+        table = column.tables[0] if len(column.tables) == 1 else tuple(column.tables)
+        padding = None if column.padding is None else column.padding + column.shift
+        features.append(Feature(
+            column.name, table, column.pooling, hotness, column.name in weights,
+            key_of(column, exporter.functions, folder), padding
+        ))
+    return tuple(features)
+
+
+def counts_of(made, bags):
+    """Returns how often the batch looked each row up, by table."""
+    counts = {
+        name: torch.zeros(len(rows), dtype=torch.int64) for name, rows in made.tables.items()
+    }
+    for column in made.columns:
+        keys = torch.tensor([key for bag in bags[column.name] for key in bag], dtype=torch.int64)
+        keys = (keys if column.modulus is None else keys % column.modulus) + column.shift
+        for table in column.tables:
+            counts[table] += torch.bincount(keys, minlength=len(counts[table]))
+    return counts
+
+
+def network_inputs_of(made):
+    inputs = []
+    for name in made.inputs:
+        if name == "dense":
+            inputs.append(Input("dense"))
+        elif name in made.refs:
+            inputs.append(Input(name, (name.removeprefix("emb_"),)))
+        else:
+            inputs.append(Input(name, masks=(name.removeprefix("mask_"),)))
+    return tuple(inputs)
+
+
+def is_probability(exporter):
+    """Returns whether the model's own last operation is a sigmoid."""
+    ends = set()
+    for node in exporter.made.outputs:
+        while str(node.target).split(".")[0:2] == ["aten", "view"] or any(
+                part in str(node.target) for part in ("squeeze", "reshape", "view", "alias")):
+            node = node.args[0]
+        ends.add("sigmoid" in str(node.target))
+    if ends == {True, False}:
+        raise ValueError(
+            "some outputs end in a sigmoid and some do not; pass output=\"probability\" for outputs "
+            "that are scores as they are"
+        )
+    return ends == {True}
+
+
+def no_onnx(made, error):
+    """Returns a message about an operation that ONNX, or PyTorch's exporter of it, lacks."""
+    found = re.search(r"op='(?:aten\.)?([\w.]+)'", str(error))
+    name = found.group(1) if found else "an operation"
+    lines = [source_line(node) for node in made.graph.nodes if op_name(node) == name]
+    where = f" from {lines[0]}" if lines else ""
+    return f"`{name}`{where}: PyTorch cannot write this operation as ONNX; write it in another way"
+
+
+def write_network(network, inputs, made, names, path, opset):
+    """Writes the network as ONNX, with the batch left open."""
+    batch = torch.export.Dim("batch", min=2)
+    program = program_of(network, inputs, tuple({0: batch} for _ in inputs))
+    with torch.no_grad():
+        write = lambda program: torch.onnx.export(
+            program, (), str(path), input_names=list(made.inputs), output_names=list(names),
+            opset_version=opset, dynamo=True, external_data=False, verbose=False
+        )
+        log = logging.getLogger("torch.onnx")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it warns of every package that is not installed
+        try:
+            write(program)
+        except Exception:  # the exporter has no function for some operations as they are
+            try:
+                write(program.run_decompositions())
+            except Exception as error:
+                raise ValueError(no_onnx(made, error)) from None
+        finally:
+            log.setLevel(level)
+
+
+def samples_of(exporter, leaves, calls, scores, labels):
+    """Yields the samples of a batch as the car takes them."""
+    bags, weights = exporter.bags(leaves, calls)
+    bags = {
+        name: raw_bags(name, exporter.functions.get(name), bag) for name, bag in bags.items()
+    }
+    flat = {a: leaves[a].tensor.reshape(len(leaves[a].tensor), -1) for a, _ in exporter.made.dense}
+    dense = (
+        torch.stack([flat[a][:, b].float() for a, b in exporter.made.dense], dim=1).tolist()
+        if flat else None
+    )
+    count = len(next(iter(bags.values())))
+    value = lambda given, name: given.get(name) if isinstance(given, dict) else given
+    for number in range(count):
+        label = {} if labels is not None else None
+        score = {} if scores is not None else None
+        for place, name in enumerate(exporter.output_names):
+            if labels is not None and value(labels, name) is not None:
+                given = value(labels, name).reshape(count, -1)
+                label[name] = int(given[number, min(place, given.shape[1] - 1)])
+            if scores is not None:
+                score[name] = float(scores[number, place])
+        if len(exporter.output_names) == 1:
+            label, score = (one and next(iter(one.values())) for one in (label, score))
+            score = float(scores[number, 0]) if scores is not None else None
+            label = label if labels is not None else None
+        yield Sample(
+            [] if dense is None else dense[number],
+            {name: bag[number] for name, bag in bags.items() if bag[number]}, label, score,
+            {name: bag[number] for name, bag in weights.items() if bag[number]}
+        )
+
+
+def write(exporter, out, name, sequence, output, labels, counts, hotness_max, opset):
+    """Writes the files of an export. Returns the schema and the scores, `[samples, outputs]`."""
+    made = exporter.made
+    out.mkdir(parents=True, exist_ok=True)
+    inputs = exporter.network_inputs(made.followed, exporter.leaves, trim=True)
+    write_network(made.network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
+
+    logits = output == "logit" or output is None and not is_probability(exporter)
+    scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
+    scores = torch.sigmoid(scores) if logits else scores
+    bags, weights = exporter.bags(exporter.leaves, exporter.calls)
+    features = features_of(exporter, bags, hotness_max or {}, weights, out)
+    tables = tuple(Table(one, *rows.shape, counted=True) for one, rows in made.tables.items())
+    dense = tuple(exporter.made.names.dense(*place) for place in made.dense)
+    schema = Schema(
+        name, dense, network_inputs_of(made), tables, features, sequence,
+        "sigmoid" if logits else "none", tuple(exporter.output_names)
+    )
+    rows = {one: value.float() for one, value in made.tables.items()}
+    export_tables(schema, Weights(rows), counts_of(made, bags) | (counts or {}),
+                  out / "tables.safetensors")
+    (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
+    write_lines(out / "probe.jsonl",
+                samples_of(exporter, exporter.leaves, exporter.calls, scores, labels))
+    return schema, scores
