@@ -34,9 +34,8 @@ def parameters_of(forward):
     """Returns the names of the positional parameters, and whether `forward` takes any keyword."""
     kinds = inspect.Parameter
     found = inspect.signature(forward).parameters.values()
-    names = [
-        one.name for one in found if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    names = [one.name for one in found if one.kind in positional]
     return names, any(one.kind == kinds.VAR_KEYWORD for one in found)
 
 

@@ -266,7 +266,7 @@ class Masks(TorchFunctionMode):
 
 
 def select(values, mask, positions):
-    """Returns `values.masked_select(mask)` for a mask that is true at `positions` of each sample."""
+    """Returns `values.masked_select(mask)` for a mask that is true at `positions` of a sample."""
     whole = values.expand(torch.broadcast_shapes(mask.shape, values.shape))
     return whole.flatten(1)[:, positions].flatten()
 

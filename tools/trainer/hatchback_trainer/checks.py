@@ -100,8 +100,8 @@ def one_sample(exporter, network):
     for name, a, more, b in zip(exporter.output_names, alone, together, exporter.scores):
         if differ(a, b[:1]) or differ(more, b[many]):
             raise ValueError(
-                f"output `{name}` of a sample differs when the sample is scored alone or in a batch "
-                f"of {MANY}: the model lets the samples of a batch reach each other"
+                f"output `{name}` of a sample differs when the sample is scored alone or in a "
+                f"batch of {MANY}: the model lets the samples of a batch reach each other"
             )
     source, exporter.source.samples = exporter.source, None
     try:

@@ -1,7 +1,7 @@
 """What the trainer's pipeline did to a column before the model: words, hashes, buckets.
 
-`export(columns={"city": Vocabulary(words, first=1)})` lets the car take the column's raw values. Key
-functions are those of docs/model.md. A vocabulary is checked against the sample batch here, and
+`export(columns={"city": Vocabulary(words, first=1)})` lets the car take the column's raw values.
+Key functions are those of docs/model.md. A vocabulary is checked against the sample batch here, and
 every function by the scores of the probe set in `pack`.
 """
 

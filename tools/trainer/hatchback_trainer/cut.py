@@ -313,8 +313,8 @@ class Cut:
                 column.padding = value
             else:
                 self.note(
-                    f"the network computes with the values of `{column.name}` themselves: a request "
-                    f"sends them as dense features too, and they must be row numbers"
+                    f"the network computes with the values of `{column.name}` themselves: a "
+                    f"request sends them as dense features too, and they must be row numbers"
                 )
         self.dense, self.masked = [], {}
         for node, user in self.reads:
@@ -588,5 +588,5 @@ def compared_with(user, node, followed):
     if name in ("eq", "ne"):
         return name, value
     # Keys are 0 or more, so `> 0` and `>= 1` say `!= 0`.
-    return {("gt", 0): ("ne", 0), ("ge", 1): ("ne", 0), ("lt", 1): ("eq", 0), ("le", 0): ("eq", 0)}.get(
-        (name, value))
+    same = {("gt", 0): "ne", ("ge", 1): "ne", ("lt", 1): "eq", ("le", 0): "eq"}
+    return (same[name, value], 0) if (name, value) in same else None

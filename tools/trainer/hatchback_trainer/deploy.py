@@ -41,7 +41,8 @@ class Deployable:
         # `run` keeps an installed copy beside a bundle, which no other bundle of the same sequence
         # may replace.
         shutil.rmtree(self.bundle.with_suffix(".flash"), ignore_errors=True)
-        options = [*(("--parent", parent) if parent else ()), *(("--codec", codec) if codec else ())]
+        given = {"--parent": parent, "--codec": codec}
+        options = [word for pair in given.items() if pair[1] is not None for word in pair]
         said = run("pack", self.folder / "model.toml", "--out", self.bundle, *options)
         if publish_to is not None:
             said += run("publish", self.bundle, "--keys", keys or "keys", "--to", publish_to)

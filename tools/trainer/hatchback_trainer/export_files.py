@@ -80,8 +80,8 @@ def is_probability(exporter):
         ends.add("sigmoid" in str(node.target))
     if ends == {True, False}:
         raise ValueError(
-            "some outputs end in a sigmoid and some do not; pass output=\"probability\" for outputs "
-            "that are scores as they are"
+            'some outputs end in a sigmoid and some do not; pass output="probability" for '
+            "outputs that are scores as they are"
         )
     return ends == {True}
 

@@ -1,8 +1,9 @@
 """Exports a model that was not written for Hatchback: writes the files that `hatchback pack` reads.
 
 PyTorch captures the model as one graph. The exporter cuts the graph at its lookups: the columns of
-the batch that select rows become sparse features, and the rest becomes the ONNX network. It compares
-the network with the model on other samples before it writes anything. It never changes the model.
+the batch that select rows become sparse features, and the rest becomes the ONNX network. It
+compares the network with the model on other samples before it writes anything. It never changes the
+model.
 """
 
 import sys
@@ -287,12 +288,13 @@ def export(
     """Writes `model` into the folder `out` as `hatchback pack` reads it.
 
     `model` is an nn.Module, or a method of one. `sample_batch` is what it is called with: a tensor,
-    a tuple, a dict of arguments, or a dict as the only argument. It has two samples or more, and all
-    of them become the probe set. `output` is "logit" or "probability"; by default the last operation
-    of the model says which. `outputs` names the scores of a model that returns several. `labels` has
-    a label for each sample, or maps outputs to labels. `columns` maps an argument to the names of
-    its columns, and a feature to what the pipeline did to its raw values (columns.py). `counts` maps tables to the lookups of each row in training. `hotness_max` maps
-    features to the most keys of a bag. By default both are those of the sample batch.
+    a tuple, a dict of arguments, or a dict as the only argument. It has two samples or more, and
+    all of them become the probe set. `output` is "logit" or "probability"; by default the last
+    operation of the model says which. `outputs` names the scores of a model that returns several.
+    `labels` has a label for each sample, or maps outputs to labels. `columns` maps an argument to
+    the names of its columns, and a feature to what the pipeline did to its raw values (columns.py).
+    `counts` maps tables to the lookups of each row in training. `hotness_max` maps features to the
+    most keys of a bag. By default both are those of the sample batch.
 
     # Errors
     ValueError if the model cannot be captured, cut, or reproduced. Its first sentence names the

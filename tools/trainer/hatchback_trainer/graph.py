@@ -135,7 +135,8 @@ class Followed(torch.fx.Interpreter):
             return self.shifted(node, name)
         if name == "remainder" and isinstance(node.args[1], int) and node.args[1] > 0:
             before = self.origin.get(node.args[0])
-            return Origin(before.code, before.shift, node.args[1]) if before and before.moved else None
+            if before is not None and before.moved:
+                return Origin(before.code, before.shift, node.args[1])
         return None
 
     def moved(self, node):
@@ -147,7 +148,7 @@ class Followed(torch.fx.Interpreter):
         if isinstance(origins[0], (list, tuple)):  # the parts of a split
             return origins[0][node.args[1]] if node.target is operator.getitem else None
         # A table's index that comes from the batch does not only move values.
-        if op_name(node) in ("index", "index_select") and self.needs.get(node.args[0], set()) == set():
+        if op_name(node) in ("index", "index_select") and not self.needs.get(node.args[0]):
             return None
         if op_name(node) == "index" and any(
             isinstance(one, torch.fx.Node) and self.needs[one] for one in node.args[1]
@@ -203,8 +204,8 @@ class Followed(torch.fx.Interpreter):
             index = node.args[2]
         elif op_name(node) == "embedding_bag":
             arguments = dict(zip(
-                ("table", "index", "bounds", "scale", "mode", "sparse", "weights", "last_bound", "padding"),
-                node.args
+                ("table", "index", "bounds", "scale", "mode", "sparse", "weights", "last_bound",
+                 "padding"), node.args
             )) | dict(node.kwargs)
             padding = arguments.get("padding")
             options = {

@@ -53,7 +53,9 @@ def columns_of_model(model):
     found = {}
     for module in model.modules():
         for value in vars(module).values():
-            if not isinstance(value, dict) or not value or not all(isinstance(k, str) for k in value):
+            if not isinstance(value, dict) or not value:
+                continue
+            if not all(isinstance(name, str) for name in value):
                 continue
             spans = []
             for name, place in value.items():

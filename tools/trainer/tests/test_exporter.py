@@ -281,7 +281,8 @@ class Exports(unittest.TestCase):
         done = self.export(Collected(), (torch.randn(3, 2), Jagged(
             {"a": [[1, 2], [], [3]], "b": [[4], [4, 4], [49]]})))
         self.assertEqual(
-            [(one.name, one.table) for one in done.schema.features], [("a", "ebc.t"), ("b", "ebc.t")])
+            [(one.name, one.table) for one in done.schema.features],
+            [("a", "ebc.t"), ("b", "ebc.t")])
         done.pack(codec="f32")
 
     def test_what_cannot_run_in_the_car_is_refused_by_name_and_line(self):
@@ -339,7 +340,8 @@ class Collection(nn.Module):
         from hatchback_trainer.capture import Pooled
 
         bag = self.embedding_bags["t"]
-        return Pooled({one: bag(features[one].values(), features[one].offsets()[:-1]) for one in "ab"})
+        pooled = lambda jagged: bag(jagged.values(), jagged.offsets()[:-1])
+        return Pooled({one: pooled(features[one]) for one in "ab"})
 
 
 class Collected(nn.Module):

@@ -1,6 +1,7 @@
 """Runs docs/first_model.md from top to bottom, with the `hatchback` program.
 
-Without onnxscript or target/release/hatchback (or $HATCHBACK) the page is skipped, and the test says so.
+Without onnxscript or target/release/hatchback (or $HATCHBACK) the page is skipped, and the test
+says so.
 """
 
 import importlib.util

@@ -233,7 +233,8 @@ def recbole():
             given = {
                 "data_path": "/tmp", "use_gpu": False, "MAX_ITEM_LIST_LENGTH": LENGTH["history"],
                 "hidden_size": DIM,
-                "embedding_size": 64 if kind.__name__ == "ConvNCF" else DIM, "inner_size": 16, "n_heads": 2,
+                "embedding_size": 64 if kind.__name__ == "ConvNCF" else DIM,
+                "inner_size": 16, "n_heads": 2,
                 "train_neg_sample_args": None, "device": "cpu", "log_wandb": False,
                 "loss_type": "BPR" if kind.__name__ == "FPMC" else "CE",
             }
@@ -250,8 +251,9 @@ def recbole():
             "item_id_list": rows["history"], "item_length": rows["history_length"],
         })
 
-    names = ("SASRec", "GRU4Rec", "NARM", "Caser", "STAMP", "NextItNet", "SHAN", "LightSANs", "CORE",
-             "BERT4Rec", "SINE", "FPMC", "HGN", "HRM", "NPE", "TransRec", "FOSSIL", "SRGNN", "GCSAN",
+    names = ("SASRec", "GRU4Rec", "NARM", "Caser", "STAMP", "NextItNet", "SHAN", "LightSANs",
+             "CORE", "BERT4Rec", "SINE", "FPMC", "HGN", "HRM", "NPE", "TransRec", "FOSSIL",
+             "SRGNN", "GCSAN",
              "RepeatNet", "FEARec")
     cases = [
         Case("recbole", name, build(getattr(sequential, name)), batch, {}, True)

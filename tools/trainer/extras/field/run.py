@@ -9,7 +9,6 @@ usage: run.py [--package NAME] [--class NAME] [--json FILE] [--trace]
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
