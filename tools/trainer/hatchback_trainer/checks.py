@@ -32,8 +32,9 @@ def check(exporter, network):
                 compare(exporter, network, changed)
             except ValueError as error:
                 raise ValueError(f"{error}{culprits(exporter, network, changed)}") from None
+    numbers_of_samples(exporter, network)
     if all(leaf.per_sample for leaf in leaves) and not exporter.calls:
-        one_sample(exporter, network)
+        one_sample(exporter)
 
 
 def culprits(exporter, network, changed):
@@ -51,8 +52,10 @@ def culprits(exporter, network, changed):
 def compare(exporter, network, leaves):
     try:
         scores = exporter.source.scores(exporter.flat, [leaf.tensor for leaf in leaves])
-    except (RuntimeError, IndexError, ValueError):
-        return  # the model itself does not take such rows, so nothing can be compared
+    except (RuntimeError, IndexError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        exporter.note(f"the model fails on other rows ({said}), so they were not compared")
+        return
     difference(exporter, network, leaves, [], scores, "other rows")
 
 
@@ -75,7 +78,7 @@ def answer(network, inputs):
 def difference(exporter, network, leaves, calls, scores, what):
     followed = exporter.follow(leaves, calls) if leaves is not exporter.leaves else (
         exporter.made.followed)
-    inputs = exporter.network_inputs(followed, leaves, trim=True)
+    inputs = exporter.network_inputs(followed, leaves)
     found = answer(network, inputs)
     for name, a, b in zip(exporter.output_names, found, scores):
         if differ(a, b):
@@ -90,10 +93,9 @@ def differ(a, b):
     return a.shape != b.shape or bool(((a - b).abs() > TOLERANCE * (1 + b.abs())).any())
 
 
-def one_sample(exporter, network):
-    """Scores one sample alone, which is what a car often asks for."""
-    first = [type(leaf)(leaf.name, leaf.tensor[:1], True) for leaf in exporter.leaves]
-    inputs = exporter.network_inputs(exporter.made.followed, exporter.leaves, trim=True)
+def numbers_of_samples(exporter, network):
+    """Scores one sample alone, which is what a car often asks for, and more than the batch has."""
+    inputs = exporter.network_inputs(exporter.made.followed, exporter.leaves)
     many = torch.arange(MANY) % len(inputs[0])
     alone = answer(network, [one[:1] for one in inputs])
     together = answer(network, [one[many] for one in inputs])
@@ -103,9 +105,13 @@ def one_sample(exporter, network):
                 f"output `{name}` of a sample differs when the sample is scored alone or in a "
                 f"batch of {MANY}: the model lets the samples of a batch reach each other"
             )
+
+
+def one_sample(exporter):
+    """Says so if the model itself does not take one sample."""
     source, exporter.source.samples = exporter.source, None
     try:
-        source.scores(exporter.flat, [leaf.tensor for leaf in first])
+        source.scores(exporter.flat, [leaf.tensor[:1] for leaf in exporter.leaves])
     except (RuntimeError, IndexError, ValueError) as error:
         exporter.note(
             f"the model itself fails with one sample ({str(error).splitlines()[0]}); the exported "

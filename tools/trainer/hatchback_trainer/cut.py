@@ -30,19 +30,24 @@ class Column:
     jagged: object = None  # the lookup that takes offsets
     size: int = 0  # number of rows that its values can reach
     ranged: bool = False  # whether the tables have rows of other columns too
+    skipped: int | None = None  # value that an EmbeddingBag leaves out of its bags
 
     @property
     def hotness(self):
         return len(self.columns)
 
+    @property
+    def keeps_rows(self):
+        """Returns whether the network gets the row of each key, and not one vector of a bag."""
+        return self.pooling == "none" or self.hotness == 1 and self.skipped is None
+
 
 @dataclass
 class Part:
-    """The vectors of one column in one table: elements `first..first + count` of a lookup."""
+    """The vectors of one column in one table: those of `count` elements of a lookup."""
 
     column: Column
     table: str
-    first: int
     count: int
 
 
@@ -151,7 +156,7 @@ class Cut:
             elements = elements_of(self.followed, lookup)
             if elements is None:
                 elements = self.chosen(lookup)
-            if elements is None or lookup.padding is not None and len(elements) > 1:
+            if elements is None:
                 self.keep(lookup)
             else:
                 found.append((lookup, runs_of(elements, self.names.separate)))
@@ -208,7 +213,7 @@ class Cut:
         self.kept[lookup.node] = lookup
 
     def cut_lookup(self, lookup, runs, alone):
-        table, first, parts = self.table_name(lookup.table), 0, []
+        table, parts = self.table_name(lookup.table), []
         split = [
             [one] if run[0].leaf in alone else run
             for run in runs for one in (run if run[0].leaf in alone else run[:1])
@@ -222,19 +227,21 @@ class Cut:
                 )
             rows = len(self.followed.value[lookup.table])
             size = run[0].modulus or rows - run[0].shift
-            column = self.column(run, "sum" if len(run) == 1 else pooling, table)
+            skips = lookup.padding is not None and lookup.padding >= 0
+            skipped = lookup.padding - run[0].shift if skips else None
+            column = self.column(run, "sum" if len(run) == 1 else pooling, skipped, table)
             column.size = min(column.size or size, size)
-            parts.append(Part(column, table, first, len(run)))
-            first += len(run)
+            parts.append(Part(column, table, len(run)))
         self.parts[lookup.node] = parts
 
-    def column(self, run, pooling, table):
+    def column(self, run, pooling, skipped, table):
         key = (run[0].leaf, tuple(one.column for one in run), run[0].shift, run[0].modulus, pooling)
         for known in self.columns:
-            if (known.leaf, known.columns, known.shift, known.modulus, known.pooling) == key:
+            same = (known.leaf, known.columns, known.shift, known.modulus, known.pooling) == key
+            if same and known.skipped == skipped:
                 break
         else:
-            known = Column(self.names.feature(key[0], key[1]), *key)
+            known = Column(self.names.feature(key[0], key[1]), *key, skipped=skipped)
             self.columns.append(known)
         if table not in known.tables:
             known.tables.append(table)
@@ -258,7 +265,7 @@ class Cut:
             lookup.pooling, None, [table], None, lookup
         )
         self.columns.append(column)
-        self.parts[lookup.node] = [Part(column, table, 0, 1)]
+        self.parts[lookup.node] = [Part(column, table, 1)]
 
     def cut_call(self, node, call):
         self.tables[call.table] = call.weight
@@ -271,7 +278,7 @@ class Cut:
             column = Column(call.feature, -1, (), pooling=call.pooling, call=call)
             self.columns.append(column)
         column.tables.append(call.table)
-        self.parts[node] = [Part(column, call.table, 0, 1)]
+        self.parts[node] = [Part(column, call.table, 1)]
 
     # --- what the network reads of the batch ---
 
@@ -304,8 +311,7 @@ class Cut:
             for place in places:
                 column = owner.get(place)
                 if column is not None:
-                    uses.setdefault(id(column), (column, set()))[1].add(
-                        compared[1] if compared else None)
+                    uses.setdefault(id(column), (column, set()))[1].add(compared)
         for column, values in uses.values():
             value = next(iter(values))
             if len(values) == 1 and value is not None and column.modulus is None and (
@@ -316,12 +322,13 @@ class Cut:
                     f"the network computes with the values of `{column.name}` themselves: a "
                     f"request sends them as dense features too, and they must be row numbers"
                 )
-        self.dense, self.masked = [], {}
+        self.dense, self.masked = [], set()
         for node, user in self.reads:
             columns = [owner.get(place) for place in self.places(node)]
             compared = compared_with(user, node, self.followed)
-            if compared and all(one is not None and one.padding is not None for one in columns):
-                self.masked[node, user] = compared[0]
+            padded = all(one is not None and one.padding is not None for one in columns)
+            if compared is not None and padded:
+                self.masked.add((node, user))
             else:
                 self.dense += [one for one in self.places(node) if one not in self.dense]
         self.dense.sort()
@@ -519,7 +526,7 @@ class Cut:
     def part(self, part):
         vector = self.placeholders[f"emb_{reference(part)}"]
         column, rows = part.column, self.tables[part.table]
-        if column.padding is None or column.pooling not in ("none", "sum"):
+        if column.padding is None or not column.keeps_rows:
             return vector
         padding = rows[column.padding + column.shift]
         if not bool(padding.any()):
@@ -566,15 +573,15 @@ def integer_made(followed, node):
 
 
 def compared_with(user, node, followed):
-    """Returns how `user` compares the values of a column with its padding: the operation and the
-    padding; None if it does something else."""
+    """Returns the padding with which `user` compares the values of a column; None if it does
+    something else with them."""
     if user is None:
         return None
     name = op_name(user)
     if name in ("_to_copy", "to") and user.kwargs.get("dtype") is torch.bool:
-        return "bool", 0
+        return 0
     if name == "logical_not":
-        return "logical_not", 0
+        return 0
     if name not in COMPARES or user.args[0] is not node:
         return None
     value = user.args[1]
@@ -586,7 +593,6 @@ def compared_with(user, node, followed):
         return None
     value = int(value)
     if name in ("eq", "ne"):
-        return name, value
+        return value
     # Keys are 0 or more, so `> 0` and `>= 1` say `!= 0`.
-    same = {("gt", 0): "ne", ("ge", 1): "ne", ("lt", 1): "eq", ("le", 0): "eq"}
-    return (same[name, value], 0) if (name, value) in same else None
+    return 0 if (name, value) in (("gt", 0), ("ge", 1), ("lt", 1), ("le", 0)) else None

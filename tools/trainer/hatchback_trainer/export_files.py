@@ -74,10 +74,9 @@ def is_probability(exporter):
     """Returns whether the model's own last operation is a sigmoid."""
     ends = set()
     for node in exporter.made.outputs:
-        while str(node.target).split(".")[0:2] == ["aten", "view"] or any(
-                part in str(node.target) for part in ("squeeze", "reshape", "view", "alias")):
+        while op_name(node) in ("view", "reshape", "squeeze", "unsqueeze", "flatten", "alias"):
             node = node.args[0]
-        ends.add("sigmoid" in str(node.target))
+        ends.add(op_name(node) == "sigmoid")
     if ends == {True, False}:
         raise ValueError(
             'some outputs end in a sigmoid and some do not; pass output="probability" for '
@@ -132,8 +131,7 @@ def samples_of(exporter, leaves, calls, scores, labels):
     count = len(next(iter(bags.values())))
     value = lambda given, name: given.get(name) if isinstance(given, dict) else given
     for number in range(count):
-        label = {} if labels is not None else None
-        score = {} if scores is not None else None
+        label, score = {}, {}
         for place, name in enumerate(exporter.output_names):
             if labels is not None and value(labels, name) is not None:
                 given = value(labels, name).reshape(count, -1)
@@ -141,12 +139,11 @@ def samples_of(exporter, leaves, calls, scores, labels):
             if scores is not None:
                 score[name] = float(scores[number, place])
         if len(exporter.output_names) == 1:
-            label, score = (one and next(iter(one.values())) for one in (label, score))
-            score = float(scores[number, 0]) if scores is not None else None
-            label = label if labels is not None else None
+            label, score = (next(iter(one.values()), None) for one in (label, score))
         yield Sample(
             [] if dense is None else dense[number],
-            {name: bag[number] for name, bag in bags.items() if bag[number]}, label, score,
+            {name: bag[number] for name, bag in bags.items() if bag[number]},
+            None if label == {} else label, None if score == {} else score,
             {name: bag[number] for name, bag in weights.items() if bag[number]}
         )
 
@@ -155,7 +152,7 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     """Writes the files of an export. Returns the schema and the scores, `[samples, outputs]`."""
     made = exporter.made
     out.mkdir(parents=True, exist_ok=True)
-    inputs = exporter.network_inputs(made.followed, exporter.leaves, trim=True)
+    inputs = exporter.network_inputs(made.followed, exporter.leaves)
     write_network(made.network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
 
     logits = output == "logit" or output is None and not is_probability(exporter)

@@ -191,7 +191,7 @@ class Exporter:
             if name not in known:
                 have = ", ".join(f"`{one}`" for one in known)
                 raise ValueError(f"columns[{name!r}]: no sparse feature of this name, only {have}")
-            if known[name].modulus is not None or known[name].tables and known[name].call:
+            if known[name].modulus is not None:
                 raise ValueError(
                     f"columns[{name!r}]: the model makes row numbers of this column in its own way"
                 )
@@ -218,7 +218,10 @@ class Exporter:
             else:
                 values = leaves[column.leaf].tensor
                 values = values.reshape(len(values), -1)[:, list(column.columns)].long().tolist()
-                bags[column.name] = [trimmed(bag, column.padding) for bag in values]
+                bags[column.name] = [
+                    trimmed([key for key in bag if key != column.skipped], column.padding)
+                    for bag in values
+                ]
         return bags, weights
 
     def jagged_bags(self, column, leaves):
@@ -230,7 +233,7 @@ class Exporter:
         bags = [keys[a:b] for a, b in zip(ends, ends[1:])]
         return [[key for key in bag if key + column.shift != lookup.padding] for bag in bags]
 
-    def network_inputs(self, followed, leaves, trim):
+    def network_inputs(self, followed, leaves):
         """Returns the inputs of the network, `[samples, width]`, as a car would make them."""
         made, found = self.made, {}
         flat = [
@@ -244,11 +247,11 @@ class Exporter:
             if column.padding is not None:
                 keys = flat[column.leaf][:, list(column.columns)] != column.padding
                 found[f"mask_{column.name}"] = keys.float()
-                rest = keys.flip(1).cumsum(1).flip(1) > 0
-                keeps[id(column)] = rest if trim else torch.ones_like(rest)
+                # A request leaves the padding after the last key out.
+                keeps[id(column)] = keys.flip(1).cumsum(1).flip(1) > 0
         for name, part in made.refs.items():
             column = part.column
-            if column.call is None and column.pooling in ("none", "sum") and column.columns:
+            if column.call is None and column.keeps_rows:
                 keys = flat[column.leaf][:, list(column.columns)].long()
                 keys = keys if column.modulus is None else keys % column.modulus
                 rows = made.tables[part.table][keys + column.shift].float()

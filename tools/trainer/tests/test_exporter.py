@@ -125,6 +125,13 @@ def words():
     return torch.randint(0, KEYS, (int(ends[-1]),)), ends
 
 
+def unlike_zeros(bag):
+    """Gives the padding a row, which the bag must leave out all the same."""
+    with torch.no_grad():
+        bag.weight.fill_(0.5).add_(torch.randn_like(bag.weight))
+    return bag
+
+
 def cases():
     """Maps each kind of model to the model, its batches, and names of features and dense values."""
     lists = lambda: {"history": history()[0]}
@@ -186,6 +193,17 @@ def cases():
                 mask[..., None], 4, dim=2)).sum(1)), 4),
             lambda: {"item": fields(), "mask": torch.rand(B, LONG)}, ["item"],
             [f"mask{n}" for n in range(LONG)]),
+        "the sum of a bag without its padding": (
+            Model(lambda m, item: m.n(m.bag(item)), 4, bag=unlike_zeros(
+                nn.EmbeddingBag(KEYS, 4, mode="sum", padding_idx=0))),
+            lambda: {"item": ids(B, LONG, high=4)}, ["item"], []),
+        "the largest of each column of a bag": (
+            Model(lambda m, item: m.n(m.bag(item)), 4, bag=nn.EmbeddingBag(KEYS, 4, mode="max")),
+            lambda: {"item": fields()}, ["item"], []),
+        "a bag of one key that may be padding": (
+            Model(lambda m, item: m.n(m.bag(item[:, None])), 4, bag=unlike_zeros(
+                nn.EmbeddingBag(KEYS, 4, mode="mean", padding_idx=3))),
+            lambda: {"item": ids(B, high=6)}, ["item"], []),
         "bags with offsets": (
             Model(bags, 5, bag=nn.EmbeddingBag(
                 KEYS, 4, mode="mean", include_last_offset=True, padding_idx=0)),

@@ -41,7 +41,7 @@ def runtime_error(exporter, folder, batch):
     """Returns the largest difference of ONNX Runtime's scores, for all rows and one by one."""
     flat, leaves = other_leaves(exporter, batch)
     want = exporter.source.scores(flat)
-    inputs = exporter.network_inputs(exporter.follow(leaves, []), leaves, trim=True)
+    inputs = exporter.network_inputs(exporter.follow(leaves, []), leaves)
     given = dict(zip(exporter.made.inputs, (one.numpy() for one in inputs)))
     session = onnxruntime.InferenceSession(str(folder / "dense.onnx"))
     names = {one.name for one in session.get_inputs()}
