@@ -100,19 +100,26 @@ impl Recurrent {
         }
 
         if self.has_last {
-            let each = states.chunks_exact(hidden).zip(cells.chunks_exact(hidden));
-            for (sample, (out, (state, cell))) in
-                out.chunks_exact_mut(rows * hidden).zip(each).enumerate()
-            {
-                // A sample without steps has zeros, as in ONNX Runtime, whatever its first state.
-                if self.time(operands, sample, 0).is_none() {
-                    continue;
-                }
-                let (state_out, cell_out) = out[self.steps * hidden..].split_at_mut(hidden);
-                state_out.copy_from_slice(state);
-                if !cell_out.is_empty() {
-                    cell_out.copy_from_slice(cell);
-                }
+            self.write_last(operands, [states, cells], out);
+        }
+    }
+
+    /// Writes the last state and cell of each sample behind its states after each step.
+    fn write_last(&self, operands: &Operands, last: [&[f32]; 2], out: &mut [f32]) {
+        let hidden = self.hidden;
+        let rows = self.steps + Self::last_rows(self.kind, true);
+        let [states, cells] = last.map(|part| part.chunks_exact(hidden));
+        for (sample, (out, (state, cell))) in
+            out.chunks_exact_mut(rows * hidden).zip(states.zip(cells)).enumerate()
+        {
+            // A sample without steps has zeros, as in ONNX Runtime, whatever its first state.
+            if self.time(operands, sample, 0).is_none() {
+                continue;
+            }
+            let (state_out, cell_out) = out[self.steps * hidden..].split_at_mut(hidden);
+            state_out.copy_from_slice(state);
+            if !cell_out.is_empty() {
+                cell_out.copy_from_slice(cell);
             }
         }
     }
