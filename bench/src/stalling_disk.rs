@@ -113,6 +113,10 @@ impl Disk for StallingDisk {
         SystemDisk.sync_dir(path)
     }
 
+    fn sync_files_in(&self, directory: &Path) -> io::Result<()> {
+        SystemDisk.sync_files_in(directory)
+    }
+
     fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()> {
         SystemDisk.write_page(path, number, page)
     }

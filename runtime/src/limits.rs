@@ -99,6 +99,9 @@ pub const BACKGROUND_READS_MAX: usize = 1;
 pub const INSTALL_PIECE_BYTES: usize = 8 * PAGE_BYTES;
 /// Files that an install writes before it makes them durable together.
 pub const UNSYNCED_FILES_MAX: usize = 32;
+/// Files of a bundle that an install makes durable one by one, at most. The device flushes its
+/// cache for each. For more files one sync of the file system is faster.
+pub const SYNCED_FILES_MAX: usize = 256;
 /// Longest single wait for io_uring. The kernel refuses times that its own clock cannot hold.
 pub const URING_WAIT_MAX: Duration = Duration::from_secs(1 << 30);
 

@@ -15,7 +15,8 @@ use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock, Output};
 use crate::limits::{
-    DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, UNSYNCED_FILES_MAX,
+    DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, SYNCED_FILES_MAX,
+    UNSYNCED_FILES_MAX,
 };
 use crate::schema::sample::Sample;
 use crate::schema::{Schema, Table};
@@ -144,8 +145,14 @@ fn write_next(
 
     let folder = folder_of(directory, bundle.manifest().generation.sequence);
     let base = live.as_ref().filter(|_| bundle.manifest().parent.is_some());
-    let incoming =
-        Incoming { disk: disk.as_ref(), folder: &folder, base, progress, unsynced: Vec::new() };
+    let incoming = Incoming {
+        disk: disk.as_ref(),
+        folder: &folder,
+        base,
+        progress,
+        is_synced_whole: bundle.manifest().blobs.len() > SYNCED_FILES_MAX,
+        unsynced: Vec::new(),
+    };
     let counts = incoming.write(bundle)?;
     // The new folder must survive a power cut before the live record names it.
     disk.sync_dir(directory).map_err(io_error(directory))?;
@@ -403,6 +410,8 @@ struct Incoming<'a, P> {
     /// The live generation that a delta starts from; `None` for a snapshot.
     base: Option<&'a Flash>,
     progress: P,
+    /// Whether one sync at the end makes all files durable.
+    is_synced_whole: bool,
     /// Files that are written and not durable yet.
     unsynced: Vec<Written>,
 }
@@ -431,6 +440,9 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             self.copy(bundle, probe, "probe", |_| Ok(()))?;
         }
         self.sync_written()?;
+        if self.is_synced_whole {
+            self.disk.sync_files_in(self.folder).map_err(io_error(self.folder))?;
+        }
 
         let path = self.folder.join("manifest");
         atomic_write::replace(self.disk, &path, bundle.manifest_bytes())
@@ -493,6 +505,10 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         })?;
         file.flush().map_err(io_error(&path))?;
 
+        // A closed file is durable after the sync of the whole.
+        if self.is_synced_whole {
+            return Ok(());
+        }
         self.unsynced.push(Written { path, file });
         if self.unsynced.len() < UNSYNCED_FILES_MAX { Ok(()) } else { self.sync_written() }
     }

@@ -100,6 +100,13 @@ pub trait Disk: Send + Sync {
     /// The system refused.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
+    /// Makes the content of all files in a directory durable, at one time. It may do the same for
+    /// every file of the file system.
+    ///
+    /// # Errors
+    /// The system refused. Bytes written since the last successful sync may be lost.
+    fn sync_files_in(&self, directory: &Path) -> io::Result<()>;
+
     /// Replaces page `number` of a file and makes it durable.
     ///
     /// # Errors
@@ -414,6 +421,11 @@ impl Disk for SystemDisk {
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
         File::open(path)?.sync_all()
+    }
+
+    fn sync_files_in(&self, directory: &Path) -> io::Result<()> {
+        // From Linux 5.8 on, this call also returns an error of an earlier write.
+        Ok(rustix::fs::syncfs(File::open(directory)?)?)
     }
 
     fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()> {

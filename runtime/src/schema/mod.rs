@@ -417,9 +417,6 @@ fn check_table(i: usize, table: &Table) -> Result<(), SchemaError> {
     if dim == 0 || dim > DIM_MAX {
         return fault(format!("table[{i}].dim"), format!("{dim} is not in 1..={DIM_MAX}"));
     }
-    if table.rows == 0 {
-        return fault(format!("table[{i}].rows"), "is 0");
-    }
 
     let Some(format) = table.format() else {
         return fault(

@@ -218,6 +218,17 @@ impl Disk for SimDisk {
         Ok(())
     }
 
+    fn sync_files_in(&self, directory: &Path) -> io::Result<()> {
+        let mut state = self.enter()?;
+        state.change_at(directory)?;
+        let state = &mut *state;
+        for (_, file) in state.names.iter().filter(|(path, _)| path.parent() == Some(directory)) {
+            let file = &mut state.files[*file];
+            file.durable.clone_from(&file.content);
+        }
+        Ok(())
+    }
+
     fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()> {
         let mut state = self.enter()?;
         state.change_at(path)?;

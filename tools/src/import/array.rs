@@ -39,8 +39,27 @@ pub(super) struct Layout {
 }
 
 impl Array {
-    /// Returns the array of this shape that fills `file` from `start` to exactly its end.
+    /// Returns the array of this shape that fills `file` from `start` to exactly its end. A file
+    /// without rows is refused, because it may be a copy that was cut off.
     pub(super) fn to_end(
+        file: &Path,
+        start: u64,
+        shape: Shape,
+        dtype: Dtype,
+    ) -> Result<Self, ImportError> {
+        if shape.rows == 0 {
+            return Err(Self::empty(file, shape));
+        }
+        Self::of_shape(file, start, shape, dtype)
+    }
+
+    fn empty(file: &Path, Shape { rows, width }: Shape) -> ImportError {
+        ImportError::field(file, "shape", format!("[{rows}, {width}]"), "an empty table")
+    }
+
+    /// Returns the array of this shape, which the file itself states, like [`Array::to_end`]. It
+    /// may have no rows: the table then grows by deltas.
+    pub(super) fn of_shape(
         file: &Path,
         start: u64,
         shape: Shape,
@@ -54,13 +73,8 @@ impl Array {
             .and_then(|n| n.checked_mul(each))
             .and_then(|n| n.checked_add(start));
 
-        if rows == 0 || width == 0 {
-            return Err(ImportError::field(
-                file,
-                "shape",
-                format!("[{rows}, {width}]"),
-                "an empty table",
-            ));
+        if width == 0 {
+            return Err(Self::empty(file, shape));
         }
         if end != Some(size) {
             let why =

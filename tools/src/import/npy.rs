@@ -46,7 +46,7 @@ fn array(path: &Path, rank: usize) -> Result<Array, ImportError> {
     let shape = header.shape();
     let axes =
         || ImportError::field(path, "shape", format!("{shape:?}"), format!("not of {rank} axes"));
-    Array::to_end(path, start, rows_and_width(rank, shape).ok_or_else(axes)?, dtype)
+    Array::of_shape(path, start, rows_and_width(rank, shape).ok_or_else(axes)?, dtype)
 }
 
 /// Returns the offsets at which the header's text starts and ends.

@@ -58,7 +58,7 @@ impl<'a> Safetensors<'a> {
         let info = self.tensors.info(tensor).ok_or_else(|| self.missing(tensor))?;
         let shape: Vec<u64> = info.shape.iter().map(|&n| n as u64).collect();
         let Shape { rows, width } = rows_and_width(rank, &shape)
-            .filter(|shape| shape.rows > 0 && shape.width > 0)
+            .filter(|shape| shape.width > 0)
             .ok_or_else(|| self.bad("shape", tensor, format!("{shape:?}"), shape_wanted(rank)))?;
         let dtype =
             dtype(info).ok_or_else(|| self.bad("dtype", tensor, info.dtype.to_string(), DTYPES))?;

@@ -153,17 +153,18 @@ fn open_sources(
     let (mut sources, mut left_out) = (Vec::new(), Vec::new());
     for number in 0..spec.tables.len() {
         let opened = open_source(spec, number, base, min_count, at)?;
-        check_rows_left(opened.rows.rows(), min_count, &spec.tables[number].name)?;
+        check_rows_left(&opened, min_count, &spec.tables[number].name)?;
         sources.push(opened.rows);
         left_out.push(opened.left_out);
     }
     Ok(OpenedSources { sources, rows_left_out: sum_left_out(min_count, &left_out)? })
 }
 
-/// Returns an error if no row of the table `name` is left.
-fn check_rows_left(rows: u64, min_count: Option<u64>, name: &str) -> Result<()> {
-    let least = min_count.unwrap_or_default();
-    ensure!(rows > 0, "table `{name}`: --min-count {least}: no row was used so often");
+/// Returns an error if all rows of the table `name` are rare. A table without rows grows by deltas.
+fn check_rows_left(source: &OpenedSource, min_count: Option<u64>, name: &str) -> Result<()> {
+    let (least, left_out) = (min_count.unwrap_or_default(), source.left_out.unwrap_or_default());
+    let is_left = source.rows.rows() > 0 || left_out == 0;
+    ensure!(is_left, "table `{name}`: --min-count {least}: no row was used so often");
     Ok(())
 }
 

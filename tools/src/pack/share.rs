@@ -75,7 +75,7 @@ impl ReadModel {
         let at = |field: &str| at_line(&self.path, line_of(&self.text, field));
         let opened = open_source(&self.spec, number, &self.base, self.overrides.min_count, &at)?;
         let name = &self.spec.tables[number].name;
-        check_rows_left(opened.rows.rows(), self.overrides.min_count, name)?;
+        check_rows_left(&opened, self.overrides.min_count, name)?;
         Ok(opened)
     }
 
