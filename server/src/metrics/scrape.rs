@@ -2,8 +2,8 @@
 //! and the facts of the car. Never reads a file.
 
 use crate::connections::Connections;
-use crate::facts::{CarFacts, WearFacts};
-use crate::memory::ByteBudget;
+use crate::connections::memory::ByteBudget;
+use crate::metrics::facts::{CarFacts, WearFacts};
 use hatchback::{CacheUse, Serving, Stats, TableCounts};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -245,8 +245,8 @@ mod tests {
     use hatchback::SystemClock;
     use std::collections::BTreeSet;
 
-    const ALERTS: &str = include_str!("../monitoring/alerts.yml");
-    const DASHBOARD: &str = include_str!("../monitoring/dashboard.json");
+    const ALERTS: &str = include_str!("../../monitoring/alerts.yml");
+    const DASHBOARD: &str = include_str!("../../monitoring/dashboard.json");
 
     fn metrics() -> Metrics {
         let serving = Serving::new(1 << 20, 1, Arc::new(SystemClock::default()));
@@ -292,7 +292,7 @@ mod tests {
     fn what_callers_send_adds_no_label() {
         let metrics = metrics();
         let problem = crate::problem::not_served("evil");
-        let protocol = crate::trace::Protocol::Http;
+        let protocol = crate::metrics::trace::Protocol::Http;
         metrics.refuse("", protocol, &problem, std::time::Duration::ZERO);
         let text = metrics.text();
         let line = "hatchback_requests_total{model=\"\",protocol=\"http\",outcome=\"not_found\"} 1";

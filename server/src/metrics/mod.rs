@@ -1,10 +1,16 @@
 //! The server's counters, for Prometheus and for the status page. `scrape.rs` adds the runtime's
 //! own counters when the metrics are read.
 
+pub mod facts;
+pub mod history;
+pub mod scrape;
+pub mod slowest;
+pub mod trace;
+
 use crate::limits::PERCENTILE_US_MAX;
+use crate::metrics::scrape::Scrape;
+use crate::metrics::trace::{Protocol, Trace};
 use crate::problem::Problem;
-use crate::scrape::Scrape;
-use crate::trace::{Protocol, Trace};
 use hdrhistogram::Histogram as Percentiles;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;

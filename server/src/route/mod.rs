@@ -1,27 +1,30 @@
 //! Routes a request to its answer by protocol, path and method. Checks the limits that hold for
 //! every request.
 
+mod control;
+pub mod status;
+
+use self::control::{Change, check_right};
+use crate::connections::memory::Reservation;
 use crate::connections::{Connection, Peer};
-use crate::control::{self, Change, check_right};
-use crate::describe;
 use crate::front::Front;
 use crate::grpc;
-use crate::grpc_infer;
+use crate::grpc::infer as grpc_infer;
+use crate::http::infer::{self as http_infer, Target};
+use crate::http::page::page;
 use crate::http::{Answered, header_text, json_reply, read_body, refusal, reply};
-use crate::http_infer::{self, Target};
 use crate::infer::Call;
 use crate::limits::{
     CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
 };
-use crate::memory::Reservation;
-use crate::page::page;
+use crate::metrics::trace::Protocol;
+use crate::models::describe;
+use crate::models::repository;
 use crate::problem::{Code, Problem, checked};
 use crate::proto::{
     Empty, HealthResponse, ModelConfigResponse, ModelRequest, ModelStatisticsResponse,
     RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE,
 };
-use crate::repository;
-use crate::trace::Protocol;
 use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
