@@ -22,8 +22,9 @@ use crate::models::describe;
 use crate::models::repository;
 use crate::problem::{Code, Problem, checked};
 use crate::proto::{
-    Empty, HealthResponse, ModelConfigResponse, ModelRequest, ModelStatisticsResponse,
-    RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE,
+    Empty, HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, HealthResponse,
+    ModelConfigResponse, ModelRequest, ModelStatisticsResponse, NOT_SERVING,
+    RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE, SERVING,
 };
 use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Incoming};
@@ -183,6 +184,10 @@ async fn answer_grpc(
     head: &Head,
     body: Incoming,
 ) -> Result<Answered, Problem> {
+    if head.path == HEALTH_CHECK {
+        let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
+        return service_health(call.front, decode(grpc::message_of(&body)?)?);
+    }
     let no_method = || format!("no method `{}`", Shortened(&head.path));
     let unknown = || Problem::new(Code::Unimplemented, no_method());
     let method = head.path.strip_prefix(SERVICE).ok_or_else(unknown)?;
@@ -229,6 +234,17 @@ async fn answer_grpc(
         "RepositoryModelUnload" => change_grpc(call, message, Change::Unload).await,
         _ => Err(unknown()),
     }
+}
+
+/// Answers a health check for the whole server or for its service, by their names.
+fn service_health(front: &Front, request: HealthCheckRequest) -> Result<Answered, Problem> {
+    let service = checked(&request.service)?;
+    if !service.is_empty() && service != SERVICE.trim_matches('/') {
+        let message = format!("no service `{}`", Shortened(service));
+        return Err(Problem::new(Code::NotFound, message));
+    }
+    let status = if is_ready(front) { SERVING } else { NOT_SERVING };
+    Ok(message_reply(&HealthCheckResponse { status }))
 }
 
 fn decode<M: Message + Default>(message: Bytes) -> Result<M, Problem> {
