@@ -2,9 +2,9 @@
 //! and the status page, on Unix sockets, on loopback, and with certificates beyond it.
 //!
 //! **A request.** `listen` accepts a connection, and `connections` gives it a place. `route` finds
-//! the function that answers a request. `infer` decodes the request (`grpc`, `http`, `tensors`) straight into a slot of the runtime. The runtime scores a short request on
-//! the thread of its connection. A worker scores every other one, while the thread serves its other
-//! connections.
+//! the function that answers a request. `infer` decodes the request (`grpc`, `http`, `tensors`)
+//! straight into a slot of the runtime. The runtime scores a short request on the thread of its
+//! connection. A worker scores every other one, while the thread serves its other connections.
 //!
 //! **Memory.** Every byte that a caller can make this crate keep is part of `ByteBudget` or of a
 //! connection's fixed share. `front_bytes` is the sum, which the daemon counts in its budget.
