@@ -1,16 +1,16 @@
 //! The front door's state: models, limits and counters. There is one for each process.
 
-use crate::alarm::Alarm;
 use crate::connections::Connections;
-use crate::facts::{CarFacts, ModelFolder};
-use crate::gate::Gate;
-use crate::history::History;
+use crate::connections::alarm::Alarm;
+use crate::connections::gate::Gate;
+use crate::connections::memory::ByteBudget;
 use crate::limits::{CONNECTION_BYTES_MAX, RETRY_MAX, TLS_BYTES_MAX};
-use crate::memory::ByteBudget;
 use crate::metrics::Metrics;
+use crate::metrics::facts::{CarFacts, ModelFolder};
+use crate::metrics::history::History;
+use crate::metrics::scrape::Scrape;
+use crate::metrics::slowest::Slowest;
 use crate::problem::Problem;
-use crate::scrape::Scrape;
-use crate::slowest::Slowest;
 use crate::tensors::Layout;
 use hatchback::{Budget, Generation, Schema, ServerRules, Serving};
 use hyper::body::Bytes;

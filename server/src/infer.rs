@@ -2,18 +2,18 @@
 //! the runtime its thread for a short request; for others it waits without blocking the thread.
 //! Records where the time went.
 
+use crate::connections::gate::Turn;
+use crate::connections::memory::Reservation;
 use crate::connections::{Connection, Work};
-use crate::describe;
 use crate::front::Front;
-use crate::gate::Turn;
 use crate::limits::TIMEOUT_MAX;
-use crate::memory::Reservation;
 use crate::metrics::ModelMetrics;
-use crate::outputs::{Asked, Numbers, Output, Want, Wants};
+use crate::metrics::trace::{Names, Protocol, Trace};
+use crate::models::describe;
 use crate::problem::{Code, Problem, not_served};
+use crate::tensors::outputs::{Asked, Numbers, Output, Want, Wants};
+use crate::tensors::values::Tensor;
 use crate::tensors::{Layout, fill};
-use crate::trace::{Names, Protocol, Trace};
-use crate::values::Tensor;
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
 use hatchback::{Queued, RequestError, Ticket};

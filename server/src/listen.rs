@@ -2,16 +2,16 @@
 //! connections and assigns each to one of a few serving threads. When the front door stops, it
 //! answers the requests that it has received.
 
+use crate::connections::log_limit::LogLimit;
+use crate::connections::tls::Tls;
 use crate::connections::{Connection, Peer, Place};
 use crate::front::Front;
 use crate::limits::{
     ANSWER_TIME_MAX, HANDSHAKE_TIME_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX, HTTP1_BUFFER_BYTES_MAX,
     SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
 };
-use crate::log_limit::LogLimit;
+use crate::route::status;
 use crate::route::{self, Received};
-use crate::status;
-use crate::tls::Tls;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;

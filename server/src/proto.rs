@@ -11,6 +11,27 @@ use std::collections::HashMap;
 /// The full name of the service, as a path.
 pub const SERVICE: &str = "/inference.GRPCInferenceService/";
 
+/// The path of a health check, by gRPC's own protocol `grpc.health.v1`.
+pub const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
+
+/// The states of a health check.
+pub const SERVING: i32 = 1;
+pub const NOT_SERVING: i32 = 2;
+
+/// The request of a health check; an empty name is the whole server.
+#[derive(Clone, PartialEq, Message)]
+pub struct HealthCheckRequest {
+    #[prost(string, tag = "1")]
+    pub service: String,
+}
+
+/// The answer to a health check.
+#[derive(Clone, PartialEq, Message)]
+pub struct HealthCheckResponse {
+    #[prost(int32, tag = "1")]
+    pub status: i32,
+}
+
 /// The types of tensors: in metadata, as the number of a configuration, and as its name in JSON.
 pub const DATA_TYPES: [(&str, i32, &str); 5] = [
     ("INT32", 8, "TYPE_INT32"),

@@ -8,8 +8,9 @@ use hatchback::model::budget::Budget;
 use hatchback::schema::KeySpace;
 use hatchback_server::Listener;
 use hatchback_server::proto::{
-    InferInputTensor, InferRequestedOutputTensor, ModelInferRequest, ModelRequest,
-    RepositoryIndexRequest, RepositoryModelRequest,
+    HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, InferInputTensor,
+    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING,
+    RepositoryIndexRequest, RepositoryModelRequest, SERVING,
 };
 use hatchback_tests::client::{Client, request_of};
 use hatchback_tests::front_door::{FrontDoor, RULES, TOKEN, serving};
@@ -114,6 +115,28 @@ fn infer() -> ModelInferRequest {
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_health_check_knows_the_server_and_its_service_and_no_other() {
+    let open = Open::new();
+    let check = |service: &str| {
+        let head =
+            format!("POST {HEALTH_CHECK} HTTP/1.1\r\ncontent-type: application/grpc\r\n{LOCAL}");
+        let service = service.to_owned();
+        open.exchange(&head, &framed(&HealthCheckRequest { service }))
+    };
+    let holds = |answer: &[u8], message: &HealthCheckResponse| {
+        let message = framed(message);
+        answer.windows(message.len()).any(|bytes| bytes == message)
+    };
+    for service in ["", "inference.GRPCInferenceService"] {
+        let answer = check(service);
+        assert!(holds(&answer, &HealthCheckResponse { status: SERVING }), "{}", text(&answer));
+    }
+    assert!(text(&check("other")).contains("grpc-status: 5\r\n"));
+    open.door.serving.unload("m").unwrap();
+    assert!(holds(&check(""), &HealthCheckResponse { status: NOT_SERVING }));
 }
 
 #[test]

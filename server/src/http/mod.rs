@@ -1,5 +1,8 @@
 //! Bodies and answers of HTTP: a request's body is read within its limits. Knows no route.
 
+pub mod infer;
+pub mod page;
+
 use crate::infer::Call;
 use crate::limits::BODY_TIME_MAX;
 use crate::problem::{Code, Problem};

@@ -2,8 +2,8 @@
 //! and the facts of the car. Never reads a file.
 
 use crate::connections::Connections;
-use crate::facts::{CarFacts, WearFacts};
-use crate::memory::ByteBudget;
+use crate::connections::memory::ByteBudget;
+use crate::metrics::facts::{CarFacts, WearFacts};
 use hatchback::{CacheUse, Serving, Stats, TableCounts};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -98,11 +98,8 @@ impl Scrape {
         to.counters("pipeline_requests", "Requests that a worker took", each(|s| s.requests))?;
         to.counters("pipeline_batches", "Batches of these requests", each(|s| s.batches))?;
         to.counters("pipeline_busy", "Requests refused for want of a slot", each(|s| s.busy))?;
-        to.counters(
-            "pipeline_failed",
-            "Requests that a worker could not score",
-            each(|s| s.failed),
-        )?;
+        let help = "Requests that a worker could not score";
+        to.counters("pipeline_failed", help, each(|s| s.failed))?;
         to.counters("pipeline_late", "Requests whose deadline passed", each(|s| s.expired))?;
         to.gauges("pipeline_waiting", "Requests that wait now", each(|s| s.waiting as u64))?;
         let help = "Lookups of tables that are not resident";
@@ -136,11 +133,8 @@ impl Scrape {
         to.counters("table_misses", help, each(|t| t.misses))?;
         let help = "Missed rows that the miss policy or a deadline did not wait for";
         to.counters("table_defaulted", help, each(|t| t.defaulted))?;
-        to.counters(
-            "table_absent",
-            "Missed rows that the table does not have",
-            each(|t| t.absent),
-        )?;
+        let help = "Missed rows that the table does not have";
+        to.counters("table_absent", help, each(|t| t.absent))?;
         let help = "Missed rows whose page failed its check";
         to.counters("table_damaged", help, each(|t| t.damaged))?;
 
@@ -152,11 +146,8 @@ impl Scrape {
             };
             names.filter_map(of).collect()
         };
-        to.gauges(
-            "cache_rows_max",
-            "Rows that the caches have room for",
-            occupancy(|c| c.rows_max),
-        )?;
+        let help = "Rows that the caches have room for";
+        to.gauges("cache_rows_max", help, occupancy(|c| c.rows_max))?;
         let help = "Rows that are cached, estimated from a sample of the sets";
         to.gauges("cache_rows", help, occupancy(|c| c.rows))
     }
@@ -174,11 +165,8 @@ impl Scrape {
             labels: with(model(""), "line", line),
             value: bytes as f64,
         });
-        to.gauges(
-            "memory_bytes",
-            "The memory plan, by model and line",
-            models.chain(beside).collect(),
-        )?;
+        let help = "The memory plan, by model and line";
+        to.gauges("memory_bytes", help, models.chain(beside).collect())?;
         let max = self.serving.memory_bytes_max() as f64;
         to.gauges("memory_bytes_max", "The budget of all models", one(max))?;
         let used = self.bytes.used() as f64;
@@ -223,11 +211,8 @@ impl Scrape {
         to.counters("flash_bytes_written", help, wear(|w| w.bytes_total))?;
         let help = "Bytes that they have written today";
         to.gauges("flash_bytes_written_today", help, wear(|w| w.bytes_today))?;
-        to.gauges(
-            "flash_pages_listed_damaged",
-            "Damaged pages of the last scrub",
-            wear(|w| w.damaged),
-        )?;
+        let help = "Damaged pages of the last scrub";
+        to.gauges("flash_pages_listed_damaged", help, wear(|w| w.damaged))?;
 
         let celsius = facts.celsius.map(one).unwrap_or_default();
         to.gauges("celsius", "The hottest thermal zone", celsius)?;
@@ -245,8 +230,8 @@ mod tests {
     use hatchback::SystemClock;
     use std::collections::BTreeSet;
 
-    const ALERTS: &str = include_str!("../monitoring/alerts.yml");
-    const DASHBOARD: &str = include_str!("../monitoring/dashboard.json");
+    const ALERTS: &str = include_str!("../../monitoring/alerts.yml");
+    const DASHBOARD: &str = include_str!("../../monitoring/dashboard.json");
 
     fn metrics() -> Metrics {
         let serving = Serving::new(1 << 20, 1, Arc::new(SystemClock::default()));
@@ -292,7 +277,7 @@ mod tests {
     fn what_callers_send_adds_no_label() {
         let metrics = metrics();
         let problem = crate::problem::not_served("evil");
-        let protocol = crate::trace::Protocol::Http;
+        let protocol = crate::metrics::trace::Protocol::Http;
         metrics.refuse("", protocol, &problem, std::time::Duration::ZERO);
         let text = metrics.text();
         let line = "hatchback_requests_total{model=\"\",protocol=\"http\",outcome=\"not_found\"} 1";

@@ -2,10 +2,13 @@
 //! hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function takes
 //! raw values in place of keys. The dense features are one tensor. Never copies a tensor.
 
-use crate::memory::Reservation;
-use crate::outputs::Outputs;
+pub mod outputs;
+pub mod values;
+
+use crate::connections::memory::Reservation;
 use crate::problem::Problem;
-use crate::values::{Floats, Integers, Key, RawValues, Tensor};
+use crate::tensors::outputs::Outputs;
+use crate::tensors::values::{Floats, Integers, Key, RawValues, Tensor};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::key_function::KeyFunction;
 use hatchback::{Feature, Schema};

@@ -4,6 +4,10 @@
 //! The service has unary methods only. For these, gRPC over HTTP/2 is a prefix of five bytes and
 //! three headers, so hyper carries it without a further library. Messages are never compressed.
 
+pub mod infer;
+pub mod request;
+pub mod wire;
+
 use crate::http::{AnswerBody, Answered, header_text};
 use crate::problem::{Code, Problem};
 use hyper::body::Bytes;

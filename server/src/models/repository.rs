@@ -1,9 +1,9 @@
 //! The model repository: the folders of the car that hold a model. Lists them, loads one within the
 //! budget, and unloads one. Opens flash, never writes to it.
 
-use crate::facts::ModelFolder;
 use crate::front::Front;
 use crate::limits::RETRY_MAX;
+use crate::metrics::facts::ModelFolder;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::ModelIndex;
 use hatchback::{Flash, FlashError, ServingError, Shortened, system_disk};

@@ -1,10 +1,16 @@
 //! The server's counters, for Prometheus and for the status page. `scrape.rs` adds the runtime's
 //! own counters when the metrics are read.
 
+pub mod facts;
+pub mod history;
+pub mod scrape;
+pub mod slowest;
+pub mod trace;
+
 use crate::limits::PERCENTILE_US_MAX;
+use crate::metrics::scrape::Scrape;
+use crate::metrics::trace::{Protocol, Trace};
 use crate::problem::Problem;
-use crate::scrape::Scrape;
-use crate::trace::{Protocol, Trace};
 use hdrhistogram::Histogram as Percentiles;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -56,36 +62,18 @@ impl Metrics {
             connections_refused: Counter::default(),
         };
         let registry = &mut metrics.registry;
-        registry.register(
-            "requests",
-            "Requests for scores, by model, protocol and outcome",
-            metrics.requests.clone(),
-        );
-        registry.register(
-            "request_seconds",
-            "Time from the headers of a request to the end of its answer",
-            metrics.seconds.clone(),
-        );
-        registry.register(
-            "stage_seconds",
-            "Time that answered requests spent in each stage",
-            metrics.stages.clone(),
-        );
-        registry.register(
-            "lookups",
-            "Lookups of scored requests, by model and status; late counts samples",
-            metrics.lookups.clone(),
-        );
-        registry.register(
-            "connections_opened",
-            "Connections that were given a place",
-            metrics.connections.clone(),
-        );
-        registry.register(
-            "connections_refused",
-            "Connections that were closed because every other one had a request in progress",
-            metrics.connections_refused.clone(),
-        );
+        let help = "Requests for scores, by model, protocol and outcome";
+        registry.register("requests", help, metrics.requests.clone());
+        let help = "Time from the headers of a request to the end of its answer";
+        registry.register("request_seconds", help, metrics.seconds.clone());
+        let help = "Time that answered requests spent in each stage";
+        registry.register("stage_seconds", help, metrics.stages.clone());
+        let help = "Lookups of scored requests, by model and status; late counts samples";
+        registry.register("lookups", help, metrics.lookups.clone());
+        let help = "Connections that were given a place";
+        registry.register("connections_opened", help, metrics.connections.clone());
+        let help = "Connections that were closed because every other one had a request in progress";
+        registry.register("connections_refused", help, metrics.connections_refused.clone());
         registry.register_collector(Box::new(scrape));
         metrics
     }

@@ -2,9 +2,7 @@
 //! are parsed in place and written straight into the answer. Knows no message.
 
 use crate::problem::{Problem, checked};
-
-/// Bytes of a varint, at most.
-const VARINT_BYTES: usize = 10;
+use prost::encoding::{decode_varint, encode_varint};
 
 /// The value of a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,16 +51,7 @@ pub struct Fields<'a>(pub &'a [u8]);
 impl<'a> Fields<'a> {
     /// Takes a varint; returns `None` if there is none.
     pub fn varint(&mut self) -> Option<u64> {
-        let mut value = 0;
-        for shift in (0..7 * VARINT_BYTES).step_by(7) {
-            let (&byte, rest) = self.0.split_first()?;
-            self.0 = rest;
-            value |= u64::from(byte & 0x7f).checked_shl(shift as u32)?;
-            if byte & 0x80 == 0 {
-                return Some(value);
-            }
-        }
-        None
+        decode_varint(&mut self.0).ok()
     }
 
     fn take(&mut self, bytes: u64) -> Option<&'a [u8]> {
@@ -104,19 +93,10 @@ impl<'a> Iterator for Fields<'a> {
     }
 }
 
-/// Appends a varint.
-fn write_varint(to: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        to.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    to.push(value as u8);
-}
-
 /// Appends the head of a field with `length` bytes.
 pub fn write_head(to: &mut Vec<u8>, number: u64, length: usize) {
-    write_varint(to, (number << 3) | 2);
-    write_varint(to, length as u64);
+    encode_varint((number << 3) | 2, to);
+    encode_varint(length as u64, to);
 }
 
 /// Appends a field with `bytes`.
@@ -132,7 +112,7 @@ pub fn write_bytes(to: &mut Vec<u8>, number: u64, bytes: &[u8]) {
 pub fn write_packed(to: &mut Vec<u8>, number: u64, numbers: &[usize]) {
     let bytes = |number: &usize| 1 + number.checked_ilog2().unwrap_or(0) as usize / 7;
     write_head(to, number, numbers.iter().map(bytes).sum());
-    numbers.iter().for_each(|number| write_varint(to, *number as u64));
+    numbers.iter().for_each(|number| encode_varint(*number as u64, to));
 }
 
 #[cfg(test)]

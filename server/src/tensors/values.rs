@@ -2,8 +2,8 @@
 //! integers, floats, and raw values for a key function. Checks that there are as many as the shape
 //! says. Never copies a tensor; a list of texts takes a pointer for each text.
 
+use crate::connections::memory::Reservation;
 use crate::limits::DIMENSIONS_MAX;
-use crate::memory::Reservation;
 use crate::problem::Problem;
 use hatchback::Shortened;
 use hatchback::schema::raw_value::RawValue;
@@ -305,7 +305,7 @@ fn texts<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{ByteBudget, Share};
+    use crate::connections::memory::{ByteBudget, Share};
 
     fn raw<'a>(
         datatype: &'a str,

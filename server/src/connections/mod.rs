@@ -3,11 +3,17 @@
 //! never closed for that. If too many bytes wait for callers, the connection that holds most of
 //! them is closed. Never reads or writes the bytes of a connection.
 
+pub mod alarm;
+pub mod gate;
+pub mod log_limit;
+pub mod memory;
+pub mod tls;
+
+use crate::connections::log_limit::LogLimit;
+use crate::connections::memory::{ByteBudget, Reservation, Share};
 use crate::limits::{
     FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, TURN_BYTES_MAX,
 };
-use crate::log_limit::LogLimit;
-use crate::memory::{ByteBudget, Reservation, Share};
 use crate::problem::{Code, Problem};
 use std::io;
 use std::net::SocketAddr;

@@ -2,7 +2,7 @@
 //! fastest one kept if it is slower. Requests older than `SLOWEST_AGE_MAX` are dropped.
 
 use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX};
-use crate::trace::{Names, Trace};
+use crate::metrics::trace::{Names, Trace};
 use hatchback::{LookupStatus, Shortened};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};

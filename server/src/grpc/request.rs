@@ -2,14 +2,14 @@
 //! tensor has two bytes in the message and a hundred in memory, so tensors are counted before any
 //! is kept.
 
+use crate::connections::memory::Reservation;
+use crate::grpc::wire::{Field, Fields, Value, malformed};
 use crate::http::timeout_of;
 use crate::limits::{DIMENSIONS_MAX, TENSORS_MAX};
-use crate::memory::Reservation;
-use crate::outputs::{Asked, Want};
 use crate::problem::{Code, Problem};
 use crate::proto::InferTensorContents;
-use crate::values::{Tensor, Values};
-use crate::wire::{Field, Fields, Value, malformed};
+use crate::tensors::outputs::{Asked, Want};
+use crate::tensors::values::{Tensor, Values};
 use hatchback::Shortened;
 use hyper::body::Bytes;
 use prost::Message;
@@ -278,7 +278,7 @@ fn typed<'a>(datatype: &str, contents: &'a InferTensorContents) -> Values<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{ByteBudget, Share};
+    use crate::connections::memory::{ByteBudget, Share};
     use crate::proto::{
         InferInputTensor, InferParameter, InferRequestedOutputTensor, ModelInferRequest,
         ParameterValue,

@@ -1,27 +1,31 @@
 //! Routes a request to its answer by protocol, path and method. Checks the limits that hold for
 //! every request.
 
+mod control;
+pub mod status;
+
+use self::control::{Change, check_right};
+use crate::connections::memory::Reservation;
 use crate::connections::{Connection, Peer};
-use crate::control::{self, Change, check_right};
-use crate::describe;
 use crate::front::Front;
 use crate::grpc;
-use crate::grpc_infer;
+use crate::grpc::infer as grpc_infer;
+use crate::http::infer::{self as http_infer, Target};
+use crate::http::page::page;
 use crate::http::{Answered, header_text, json_reply, read_body, refusal, reply};
-use crate::http_infer::{self, Target};
 use crate::infer::Call;
 use crate::limits::{
     CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
 };
-use crate::memory::Reservation;
-use crate::page::page;
+use crate::metrics::trace::Protocol;
+use crate::models::describe;
+use crate::models::repository;
 use crate::problem::{Code, Problem, checked};
 use crate::proto::{
-    Empty, HealthResponse, ModelConfigResponse, ModelRequest, ModelStatisticsResponse,
-    RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE,
+    Empty, HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, HealthResponse,
+    ModelConfigResponse, ModelRequest, ModelStatisticsResponse, NOT_SERVING,
+    RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE, SERVING,
 };
-use crate::repository;
-use crate::trace::Protocol;
 use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
@@ -180,6 +184,10 @@ async fn answer_grpc(
     head: &Head,
     body: Incoming,
 ) -> Result<Answered, Problem> {
+    if head.path == HEALTH_CHECK {
+        let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
+        return service_health(call.front, decode(grpc::message_of(&body)?)?);
+    }
     let no_method = || format!("no method `{}`", Shortened(&head.path));
     let unknown = || Problem::new(Code::Unimplemented, no_method());
     let method = head.path.strip_prefix(SERVICE).ok_or_else(unknown)?;
@@ -226,6 +234,17 @@ async fn answer_grpc(
         "RepositoryModelUnload" => change_grpc(call, message, Change::Unload).await,
         _ => Err(unknown()),
     }
+}
+
+/// Answers a health check for the whole server or for its service, by their names.
+fn service_health(front: &Front, request: HealthCheckRequest) -> Result<Answered, Problem> {
+    let service = checked(&request.service)?;
+    if !service.is_empty() && service != SERVICE.trim_matches('/') {
+        let message = format!("no service `{}`", Shortened(service));
+        return Err(Problem::new(Code::NotFound, message));
+    }
+    let status = if is_ready(front) { SERVING } else { NOT_SERVING };
+    Ok(message_reply(&HealthCheckResponse { status }))
 }
 
 fn decode<M: Message + Default>(message: Bytes) -> Result<M, Problem> {

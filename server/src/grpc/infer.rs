@@ -1,15 +1,15 @@
 //! `ModelInfer` over gRPC: from the message of a request to the message of its answer.
 
+use crate::connections::memory::{ByteBudget, Share};
 use crate::grpc;
-use crate::grpc_request::Request;
+use crate::grpc::request::Request;
+use crate::grpc::wire::{write_bytes, write_head, write_packed};
 use crate::http::Answered;
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::limits::REQUEST_BYTES;
-use crate::memory::{ByteBudget, Share};
-use crate::outputs::{Want, Wants};
 use crate::problem::Problem;
+use crate::tensors::outputs::{Want, Wants};
 use crate::tensors::{Layout, Read, batch_of};
-use crate::wire::{write_bytes, write_head, write_packed};
 use hatchback::Schema;
 use hatchback::schema::batch::Batch;
 use hyper::body::Bytes;

@@ -2,11 +2,11 @@
 //! wear and slow requests. Status and metrics are made once a second, so callers cannot raise their
 //! cost.
 
-use crate::facts::{CarFacts, ModelFolder};
 use crate::front::{Front, Published};
 use crate::grpc;
+use crate::metrics::facts::{CarFacts, ModelFolder};
+use crate::models::repository::index;
 use crate::proto::RepositoryIndexResponse;
-use crate::repository::index;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

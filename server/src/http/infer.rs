@@ -1,15 +1,15 @@
 //! Inference over HTTP: a head of JSON, with the tensors in it or as binary data after it, and an
 //! answer of the same form.
 
-use crate::describe;
+use crate::connections::memory::{ByteBudget, Reservation, Share};
 use crate::http::{Answered, header_text, reply, timeout_of};
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::limits::REQUEST_BYTES;
-use crate::memory::{ByteBudget, Reservation, Share};
-use crate::outputs::{Asked, Numbers, Want, Wants};
+use crate::models::describe;
 use crate::problem::{Problem, checked, not_served};
+use crate::tensors::outputs::{Asked, Numbers, Want, Wants};
+use crate::tensors::values::{Tensor, Values};
 use crate::tensors::{Layout, Read, batch_of};
-use crate::values::{Tensor, Values};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::{Schema, Shortened};
