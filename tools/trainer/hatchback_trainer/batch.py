@@ -31,24 +31,29 @@ def is_jagged(value):
 
 
 def parameters_of(forward):
-    """Returns the names of the positional parameters, and whether `forward` takes any keyword."""
+    """Returns the names of the positional parameters, whether `forward` takes any keyword, and
+    whether it takes any number of values."""
     kinds = inspect.Parameter
     found = inspect.signature(forward).parameters.values()
     positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     names = [one.name for one in found if one.kind in positional]
-    return names, any(one.kind == kinds.VAR_KEYWORD for one in found)
+    has = lambda kind: any(one.kind == kind for one in found)
+    return names, has(kinds.VAR_KEYWORD), has(kinds.VAR_POSITIONAL)
 
 
 def arguments(forward, batch):
     """Returns the positional arguments, as (name, value), and the named ones of a batch.
 
     A dict is the arguments by name if `forward` has parameters of these names. Otherwise it is the
-    first argument, as packages with `forward(self, inputs)` take it.
+    first argument, as packages with `forward(self, inputs)` take it. So is a tuple or list of
+    several values, if `forward` has one parameter.
     """
-    names, takes_any = parameters_of(forward)
+    names, takes_any, takes_more = parameters_of(forward)
     if isinstance(batch, dict):
         if takes_any or set(batch) <= set(names):
             return [], dict(batch)
+        return [("", batch)], {}
+    if isinstance(batch, (list, tuple)) and len(batch) > 1 == len(names) and not takes_more:
         return [("", batch)], {}
     values = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     names += [f"input{place}" for place in range(len(names), len(values))]
@@ -92,7 +97,8 @@ class Flat:
             self.found.append((path or "input", value))
         else:
             for key, part in parts_of(value):
-                self.collect(f"{path}.{key}" if path else str(key), part)
+                own = f"input{key}" if isinstance(key, int) else str(key)
+                self.collect(f"{path}.{key}" if path else own, part)
 
     def leaves(self, samples):
         """Returns the leaves of a batch of `samples` samples."""

@@ -291,9 +291,9 @@ def export(
     """Writes `model` into the folder `out` as `hatchback pack` reads it.
 
     `model` is an nn.Module, or a method of one. `sample_batch` is what it is called with: a tensor,
-    a tuple, a dict of arguments, or a dict as the only argument. It has two samples or more, and
-    all of them become the probe set. `output` is "logit" or "probability"; by default the last
-    operation of the model says which. `outputs` names the scores of a model that returns several.
+    a tuple or dict of arguments, or a tuple or dict as the only argument. It has two samples or
+    more, and all of them become the probe set. `output` is "logit" or "probability"; by default the
+    last operation of the model says which. `outputs` names the scores of several outputs.
     `labels` has a label for each sample, or maps outputs to labels. `columns` maps an argument to
     the names of its columns, and a feature to what the pipeline did to its raw values (columns.py).
     `counts` maps tables to the lookups of each row in training. `hotness_max` maps features to the

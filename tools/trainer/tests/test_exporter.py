@@ -156,6 +156,9 @@ def cases():
         "a dict as the only argument": (
             Model(lambda m, x: m.n(torch.cat([m.e(x["item"]), x["user"]["age"][:, None]], 1)), 5),
             lambda: {"item": ids(B), "user": {"age": torch.randn(B)}}, ["item"], ["age"]),
+        "a tuple as the only argument": (
+            Model(lambda m, x: m.n(torch.cat([m.e(x[0]["item"]), x[1][:, None]], 1)), 5),
+            lambda: ({"item": ids(B)}, torch.randn(B)), ["item"], ["input1"]),
         "a mean of the keys that are no padding": (
             Model(lambda m, history: mean_of_keys(m, history), 4), lists, ["history"], []),
         "padding in the last row": (

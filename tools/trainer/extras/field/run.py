@@ -3,7 +3,7 @@
 Each is exported with 64 rows. The network's scores by ONNX Runtime are compared with the model's on
 200 other rows, together and one by one. With $HATCHBACK the export is also packed and run.
 
-usage: run.py [--package NAME] [--class NAME] [--json FILE] [--trace]
+usage: run.py [--package NAME] [--class NAME] [--fuxictr FOLDER] [--json FILE] [--trace]
 """
 
 import argparse
@@ -25,6 +25,8 @@ import hatchback_trainer  # noqa: E402
 from data import rows  # noqa: E402
 from hatchback_trainer.batch import Flat, Leaf  # noqa: E402
 from packages import PACKAGES  # noqa: E402
+
+import zoo  # noqa: E402
 
 CLOSE = 2e-4
 
@@ -100,14 +102,19 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--package", action="append")
     parser.add_argument("--class", dest="kind", action="append")
+    parser.add_argument("--fuxictr", help="checkout of FuxiCTR, or its unpacked source archive")
     parser.add_argument("--json")
     parser.add_argument("--trace", action="store_true")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     results = []
-    for name in args.package or PACKAGES:
-        for case in PACKAGES[name]():
+    known = PACKAGES | {"fuxictr": lambda: zoo.fuxictr(args.fuxictr)}
+    for name in args.package or known:
+        if name == "fuxictr" and args.fuxictr is None:
+            print("fuxictr skipped: its wheel has no models; --fuxictr FOLDER says where they are")
+            continue
+        for case in known[name]():
             if args.kind and case.name not in args.kind:
                 continue
             result = {"package": name, "class": case.name, "sequence": case.sequence}
