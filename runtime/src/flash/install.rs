@@ -413,13 +413,7 @@ struct Incoming<'a, P> {
     /// Whether one sync at the end makes all files durable.
     is_synced_whole: bool,
     /// Files that are written and not durable yet.
-    unsynced: Vec<Written>,
-}
-
-/// A file of the bundle that is written.
-struct Written {
-    path: PathBuf,
-    file: Box<dyn Output>,
+    unsynced: Vec<(PathBuf, Box<dyn Output>)>,
 }
 
 impl<P: FnMut(u64)> Incoming<'_, P> {
@@ -505,18 +499,16 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         })?;
         file.flush().map_err(io_error(&path))?;
 
-        // A closed file is durable after the sync of the whole.
-        if self.is_synced_whole {
-            return Ok(());
-        }
-        self.unsynced.push(Written { path, file });
+        self.unsynced.push((path, file));
         if self.unsynced.len() < UNSYNCED_FILES_MAX { Ok(()) } else { self.sync_written() }
     }
 
     /// Makes the written files durable. The first sync writes the file system's journal for all of
     /// them. The device then pauses the reads of requests less often.
     fn sync_written(&mut self) -> Result<(), FlashError> {
-        for Written { path, mut file } in self.unsynced.drain(..) {
+        // The sync of the whole makes closed files durable too.
+        let each = self.unsynced.drain(..).filter(|_| !self.is_synced_whole);
+        for (path, mut file) in each {
             // No content, only a pause: each sync may delay the reads of requests.
             (self.progress)(0);
             file.sync().map_err(io_error(&path))?;

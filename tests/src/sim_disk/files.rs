@@ -192,18 +192,10 @@ impl Disk for SimDisk {
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         let state = self.enter()?;
-        let below = |p: &&PathBuf| p.parent() == Some(path);
-        let folders =
-            state.names.keys().filter_map(|n| n.parent()).filter(|p| p.parent() == Some(path));
-        let all: BTreeSet<PathBuf> = state
-            .names
-            .keys()
-            .filter(below)
-            .chain(state.directories.iter().filter(below))
-            .cloned()
-            .chain(folders.map(Path::to_owned))
-            .collect();
-        Ok(all.into_iter().collect())
+        let named = state.names.keys().chain(&state.directories).map(PathBuf::as_path);
+        let all = named.chain(state.names.keys().filter_map(|name| name.parent()));
+        let below: BTreeSet<&Path> = all.filter(|p| p.parent() == Some(path)).collect();
+        Ok(below.into_iter().map(Path::to_owned).collect())
     }
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {

@@ -12,10 +12,12 @@ use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
 use hatchback::schema::KeySpace;
 use hatchback::unmix;
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan};
 use hatchback_tests::random::Random;
 use hatchback_tests::rewrite::{kind, pages_of};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::{Rows, Versions};
+use hatchback_tools::pack::spec::CodecChoice;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -197,6 +199,40 @@ fn every_cut_ends_in_one_whole_generation() {
     let resumed = RESUMED.load(Ordering::Relaxed);
     println!("{} cuts at {calls} places, {resumed} merged pages resumed, all whole", cut_points());
     assert!(cut_points() < 1000 || resumed > cut_points() / 4, "only {resumed} pages were resumed");
+}
+
+/// Such an install syncs the file system once, not each file.
+#[test]
+fn a_cut_in_the_install_of_many_files_leaves_all_of_them_or_nothing() {
+    let plan = ModelPlan {
+        name: "wide".to_owned(),
+        sequence: 1,
+        seed: 3,
+        dense: 0,
+        tables: vec![TablePlan::cached(KeySpace::Index, 3, 4, CodecChoice::F32); 300],
+        features: (0..300).map(FeaturePlan::one_hot).collect(),
+    };
+    let packed = plan.pack();
+    let disk = SimDisk::default();
+    install(&packed.bundle, &disk).unwrap();
+    let calls = disk.calls();
+
+    let mut lives = 0;
+    // Every call near the end, where the content must be durable before its names are.
+    for cut in (0..calls).step_by(97).chain(calls - 25..calls) {
+        let disk = SimDisk::default();
+        disk.cut_after(cut);
+        assert!(install(&packed.bundle, &disk).is_err(), "cut {cut}: the power was cut");
+        disk.reboot(cut);
+        if let Ok(flash) = open(&disk) {
+            (0..300).for_each(|table| assert_eq!(rows_of(&flash, table).len(), 3, "cut {cut}"));
+            lives += 1;
+        }
+        install(&packed.bundle, &disk).unwrap();
+        disk.reboot(cut + 1);
+        (0..300).for_each(|t| assert_eq!(rows_of(&open(&disk).unwrap(), t).len(), 3, "cut {cut}"));
+    }
+    assert!(lives > 0, "no cut came between the live record and the end");
 }
 
 #[test]

@@ -190,6 +190,24 @@ fn every_answer_is_of_one_generation_and_the_caches_stay_warm() {
 }
 
 #[test]
+fn a_table_without_rows_grows_by_deltas_and_loses_them_again() {
+    for kind in kinds().filter(|kind| kind.changes_keys) {
+        let car = Car::new(Versions::of(kind, &[1], 0, 4));
+        assert!(car.versions.rows[0].iter().all(Rows::is_empty));
+        let empty = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        car.score_everything();
+        let full = car.flash(&car.versions.deltas[1]);
+        for to in [&full, &empty, &full, &empty] {
+            car.under_load(|| {
+                car.swap(to);
+            });
+            car.score_everything();
+        }
+        assert_eq!(car.score(&car.pairs[..1]), 1);
+    }
+}
+
+#[test]
 fn a_rollback_brings_the_old_rows_back() {
     for kind in kinds() {
         let car = Car::new(Versions::of(kind, &[12], 2000, 77));
