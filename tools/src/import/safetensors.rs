@@ -212,7 +212,8 @@ mod tests {
         };
         assert!(one("F32", "[4]", 16).contains("shape of tensor \"t\" is [4]"));
         assert!(one("F32", "[1,2,2]", 16).contains("[1, 2, 2], not [rows, dim]"));
-        assert!(one("F32", "[0,2]", 0).contains("[0, 2]"));
+        // A table without rows is one, whatever its width.
+        assert!(one("F32", "[0,4]", 0).contains("dim is 4, but the table declares dim 2"));
         assert!(one("F32", "[2,0]", 0).contains("[2, 0]"));
         assert!(one("F8_E4M3", "[2,2]", 4).contains("dtype of tensor \"t\" is F8_E4M3"));
         assert!(one("I64", "[2,2]", 32).contains("dtype of values is i64"));
