@@ -155,7 +155,7 @@ impl Plan {
         (VALUES_CACHED / (4 * values).max(1)).clamp(BLOCK_MIN, BLOCK_MAX)
     }
 
-    /// Returns the numbers of requests and of samples that a memory for `batch_max` samples holds at
+    /// Returns how many requests, and how many samples, a memory for `batch_max` samples holds at
     /// a time.
     fn blocks(&self, batch_max: usize) -> [usize; 2] {
         let Layout { buffers, shared_buffers, .. } = &self.layout;

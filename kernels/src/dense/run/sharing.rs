@@ -1,7 +1,7 @@
-//! What a request computes once. A value is shared if only shared inputs and constants reach it: all
-//! samples of a request have the same. A product by weights over shared and own columns becomes two:
-//! that of the shared columns, and that of the own ones, which continues its sums. The nodes are the
-//! same whether a run shares or not, so the bits are equal. This file runs nothing.
+//! What a request computes once. A value is shared if only shared inputs and constants reach it:
+//! all samples of a request have the same. A product by weights over shared and own columns becomes
+//! two: that of the shared columns, and that of the own ones, which continues its sums. The nodes
+//! are the same whether a run shares or not, so the bits are equal. This file runs nothing.
 
 use crate::dense::graph::node::{Node, Op, Operand};
 use crate::dense::graph::onnx_graph::Graph;
@@ -63,7 +63,7 @@ impl Split {
         output
     }
 
-    /// Lets a node of their own read the index tables of shared operands, once a request.
+    /// Gives the index table of a shared operand to a node of its own, which runs once a request.
     fn pick_apart(&mut self, node: &mut Node) {
         let Op::Zip { left, right, .. } = &mut node.op else { return };
         for operand in [left, right] {
