@@ -106,15 +106,18 @@ impl BlockScratch {
 pub(in crate::dense) struct Start<'a> {
     pub values: &'a [f32],
     pub rows: usize,
-    /// The request whose sums a sample takes.
-    pub requests: &'a [u32],
+    /// The request whose sums a sample takes; `None` if each sample has its own.
+    pub requests: Option<&'a [u32]>,
 }
 
 impl<'a> Start<'a> {
     /// Returns the sums of row `row` of a product of `n` columns.
     fn row(&self, row: usize, n: usize) -> &'a [f32] {
-        let request = self.requests[row / self.rows] as usize;
-        &self.values[(request * self.rows + row % self.rows) * n..][..n]
+        let row = match self.requests {
+            Some(requests) => requests[row / self.rows] as usize * self.rows + row % self.rows,
+            None => row,
+        };
+        &self.values[row * n..][..n]
     }
 
     /// Adds the sums to the complete products `out` `[m, n]`.

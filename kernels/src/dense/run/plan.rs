@@ -487,9 +487,11 @@ impl Plan {
         let read = |i: usize| self.value(node.inputs[i], span, inputs, buffers);
         match &node.op {
             Op::Matrix { rows, matrix } => {
-                let values = (node.inputs.len() > 1).then(|| read(1));
-                let requests = &scratch.requests;
-                let start = values.map(|values| Start { values, rows: *rows, requests });
+                let start = node.inputs.get(1).map(|&sums| Start {
+                    values: read(1),
+                    rows: *rows,
+                    requests: self.layout.shared[sums].then_some(&scratch.requests),
+                });
                 let rows = Rows { m: out.len() / matrix.n, a: read(0), start };
                 matrix.multiply_rows(rows, out, self.isa, &mut scratch.gemm);
             }
@@ -628,10 +630,14 @@ fn concat<'a>(parts: &[usize], read: impl Fn(usize) -> &'a [f32], out: &mut [f32
     let stride: usize = parts.iter().sum();
     let mut first = 0;
     for (i, &part) in parts.iter().enumerate() {
-        // All samples take the values of one request, if there are fewer than results.
-        let from = read(i).chunks_exact(part).cycle();
-        for (from, to) in from.zip(out.chunks_exact_mut(stride)) {
+        let (from, to) = (read(i), out.chunks_exact_mut(stride));
+        let copy = |(to, from): (&mut [f32], &[f32])| {
             to[first..first + part].copy_from_slice(from);
+        };
+        match from.len() / part < to.len() {
+            // All samples take the values of one request.
+            true => to.zip(from.chunks_exact(part).cycle()).for_each(copy),
+            false => to.zip(from.chunks_exact(part)).for_each(copy),
         }
         first += part;
     }
