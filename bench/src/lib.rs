@@ -26,6 +26,7 @@ mod punctuality;
 mod request;
 mod request_families;
 mod request_peers;
+mod request_shared;
 pub mod results;
 mod stalling_disk;
 mod synthetic_model;

@@ -1,10 +1,12 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key
 //! distributions, cache sizes and batch sizes. The bench opens the model again for every cache
-//! size. Never compares with another runtime; `--peers` does (`request_peers`).
+//! size. Never compares with another runtime; `--peers` does (`request_peers`). `--shared` measures
+//! dense networks alone (`request_shared`).
 
 use super::load::{ClosedLoop, LoadTotals};
 use super::peer_figures::PeersPlan;
 use super::request_peers;
+use super::request_shared;
 use super::results::{BenchReport, HostMachine, prints_tables};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
@@ -68,6 +70,10 @@ pub struct RequestArgs {
     #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads",
                                       "bags", "target", "flash", "resident_mib"])]
     peers: bool,
+    /// Measures the dense networks of requests whose candidates share the driver's inputs instead
+    #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads",
+                                      "bags", "target", "flash", "resident_mib", "peers", "plot"])]
+    shared: bool,
     /// The Python environment of the peers, as `bench/peers/setup` makes it
     #[arg(long, default_value = super::peer::VENV)]
     venv: PathBuf,
@@ -187,6 +193,9 @@ impl RequestArgs {
 pub fn run(args: &RequestArgs) -> Result<()> {
     if args.peers {
         return run_peers(args);
+    }
+    if args.shared {
+        return request_shared::run(args.quick, args.json.as_ref());
     }
 
     let sweep = args.sweep();

@@ -83,7 +83,14 @@ fn load(onnx: &[u8], inputs: &[(&str, usize)], output: &str) -> Vec<(String, Den
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
             if is_selected("WEIGHTS", &weights.to_string()) {
                 let (onnx, activation) = (narrow_all(onnx, weights).unwrap(), Activation::Sigmoid);
-                let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation);
+                let engine = DenseEngine::load_for(
+                    isa,
+                    onnx,
+                    inputs,
+                    &vec![false; inputs.len()],
+                    output,
+                    activation,
+                );
                 engines.push((format!("{} {weights:?}", isa.name()), engine.unwrap()));
             }
         }

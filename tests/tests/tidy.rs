@@ -18,7 +18,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 17_990),
+    ("kernels", 18_670),
     ("runtime", 17_640),
     ("link", 500),
     ("server", 5_400),
@@ -26,7 +26,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("capi", 770),
     ("python", 440),
     ("tools", 13_420),
-    ("bench", 11_100),
+    ("bench", 11_330),
     ("tests", 5_990),
 ];
 const WORDS_MAX: usize = 46_900;

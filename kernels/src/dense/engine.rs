@@ -8,7 +8,7 @@ use crate::dense::graph::onnx_graph::{Graph, Stop};
 use crate::dense::matrix::math;
 use crate::dense::matrix::microkernel;
 use crate::dense::run::layout::Layout;
-use crate::dense::run::plan::{Plan, PlanScratch};
+use crate::dense::run::plan::{MultiplyAdds, Plan, PlanScratch};
 use crate::dense::weights::{Activation, DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
@@ -17,6 +17,8 @@ use crate::simd::isa::Isa;
 pub struct DenseEngine {
     plan: Plan,
     widths: Vec<usize>,
+    /// Of each input, whether a request has one value.
+    shared: Vec<bool>,
     activation: Activation,
     isa: Isa,
 }
@@ -42,10 +44,13 @@ impl DenseEngine {
         output: &str,
         activation: Activation,
     ) -> Result<Self, DenseError> {
-        Self::load_for(Isa::detect(), onnx, inputs, output, activation)
+        let shared = vec![false; inputs.len()];
+        Self::load_for(Isa::detect(), onnx, inputs, &shared, output, activation)
     }
 
-    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set.
+    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set. `shared`
+    /// says of each input whether all samples of a request have the same values. What only such
+    /// inputs reach is computed once by [`DenseEngine::run_requests`].
     ///
     /// # Errors
     /// Those of [`DenseEngine::load`].
@@ -53,6 +58,7 @@ impl DenseEngine {
         isa: Isa,
         onnx: Vec<u8>,
         inputs: &[(&str, usize)],
+        shared: &[bool],
         output: &str,
         activation: Activation,
     ) -> Result<Self, DenseError> {
@@ -67,15 +73,25 @@ impl DenseEngine {
         })?;
 
         // An operator that fails does so here and not in the first request.
-        let plan = Plan::new(Layout::for_cpu(graph), isa);
+        let plan = Plan::new(Layout::for_cpu(graph, shared), isa);
         let zeros: Vec<Vec<f32>> = widths.iter().map(|w| vec![0.0; *w]).collect();
         plan.run(1, &zeros, &mut vec![0.0; plan.outputs()], &mut plan.scratch(1));
-        Ok(Self { plan, widths, activation, isa })
+        Ok(Self { plan, widths, shared: shared.to_vec(), activation, isa })
     }
 
     /// Returns the number of values in one sample's score.
     pub fn outputs(&self) -> usize {
         self.plan.outputs()
+    }
+
+    /// Returns the values that each input has for a sample, or for a request if it is shared.
+    pub fn widths(&self) -> &[usize] {
+        &self.widths
+    }
+
+    /// Returns the multiply-adds of a sample, and those that a request needs once.
+    pub fn multiply_adds(&self) -> MultiplyAdds {
+        self.plan.multiply_adds()
     }
 
     /// Returns the number of parameters of the network.
@@ -135,26 +151,58 @@ impl DenseEngine {
         scores: &mut [f32],
         scratch: &mut DenseScratch,
     ) -> Result<(), DenseError> {
-        if batch > scratch.batch_max {
-            return Err(DenseError::Batch { batch, max: scratch.batch_max });
-        }
-        self.check(batch, inputs, scores)?;
+        self.check([batch, batch], inputs, scores, scratch)?;
         self.plan.run(batch, inputs, scores, &mut scratch.plan);
-        if self.activation == Activation::Sigmoid {
-            microkernel::each(self.isa, scores, math::finite_sigmoid);
-        }
+        self.activate(scores);
         Ok(())
     }
 
-    /// Checks that inputs and scores have the sizes of `batch` samples.
+    /// Scores several requests. The samples of request `i` end before sample `ends[i]`. A shared
+    /// input starts with `[requests, width]`. The scores have the same bits as those of
+    /// [`DenseEngine::run`], where each sample has a copy of the shared values.
+    ///
+    /// # Errors
+    /// Those of [`DenseEngine::run`], and `Run` if `ends` descend.
+    pub fn run_requests<I: AsRef<[f32]>>(
+        &self,
+        ends: &[usize],
+        inputs: &[I],
+        scores: &mut [f32],
+        scratch: &mut DenseScratch,
+    ) -> Result<(), DenseError> {
+        let batch = ends.last().copied().unwrap_or(0);
+        if let Some(pair) = ends.windows(2).find(|pair| pair[0] > pair[1]) {
+            let problem = format!("a request ends at sample {} after {}", pair[1], pair[0]);
+            return Err(DenseError::Run(problem));
+        }
+        self.check([batch, ends.len()], inputs, scores, scratch)?;
+        self.plan.run_requests(ends, inputs, scores, &mut scratch.plan);
+        self.activate(scores);
+        Ok(())
+    }
+
+    fn activate(&self, scores: &mut [f32]) {
+        if self.activation == Activation::Sigmoid {
+            microkernel::each(self.isa, scores, math::finite_sigmoid);
+        }
+    }
+
+    /// Checks that inputs and scores have the sizes of `batch` samples of `requests` requests, and
+    /// that the memory holds these.
     fn check<I: AsRef<[f32]>>(
         &self,
-        batch: usize,
+        [batch, requests]: [usize; 2],
         inputs: &[I],
         scores: &[f32],
+        scratch: &DenseScratch,
     ) -> Result<(), DenseError> {
-        let short = |(data, width): (&I, &usize)| data.as_ref().len() < batch * width;
-        if inputs.len() != self.widths.len() || inputs.iter().zip(&self.widths).any(short) {
+        if batch > scratch.batch_max {
+            return Err(DenseError::Batch { batch, max: scratch.batch_max });
+        }
+        let rows = self.shared.iter().map(|shared| if *shared { requests } else { batch });
+        let mut needed = self.widths.iter().zip(rows).map(|(width, rows)| width * rows);
+        let is_short = |data: &I| needed.next().is_none_or(|needed| data.as_ref().len() < needed);
+        if inputs.len() != self.widths.len() || inputs.iter().any(is_short) {
             return Err(DenseError::Run(format!(
                 "an input is missing or holds fewer than {batch} samples"
             )));

@@ -22,4 +22,5 @@ pub use graph::forms::{Forms, forms, narrow, narrow_all, widen};
 pub(crate) use graph::interface::match_interface;
 pub use graph::joined_outputs::{JOINED_OUTPUT, check_joined, join_outputs};
 pub use graph::{operators, operators_of};
+pub use run::plan::MultiplyAdds;
 pub use weights::{Activation, DenseLayer, Weights};

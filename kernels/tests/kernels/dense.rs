@@ -38,9 +38,9 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-type Network = (&'static str, &'static [(&'static str, usize)]);
+pub type Network = (&'static str, &'static [(&'static str, usize)]);
 
-const NETWORKS: [Network; 11] = [
+pub const NETWORKS: [Network; 11] = [
     ("tests/data/families/dlrm", &[("dense", 3), ("emb", 48)]),
     ("tests/data/families/dcnv2", &[("dense", 3), ("emb", 28)]),
     ("tests/data/families/deepfm", &[("dense", 3), ("first", 4), ("second", 20)]),
@@ -54,7 +54,17 @@ const NETWORKS: [Network; 11] = [
     ("tools/demo/criteo", &[("dense", 13), ("emb", 832)]),
 ];
 
-fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
+fn load(network: Network, isa: Isa, weights: Weights) -> DenseEngine {
+    load_sharing(network, isa, weights, &vec![false; network.1.len()])
+}
+
+/// Loads a network whose requests share the inputs `shared`.
+pub fn load_sharing(
+    (folder, inputs): Network,
+    isa: Isa,
+    weights: Weights,
+    shared: &[bool],
+) -> DenseEngine {
     let onnx =
         std::fs::read(format!("{}/../{folder}/dense.onnx", env!("CARGO_MANIFEST_DIR"))).unwrap();
     let (onnx, output, activation) = match folder {
@@ -65,13 +75,13 @@ fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
         _ => (onnx, "logit", Activation::Sigmoid),
     };
     let onnx = narrow_all(&onnx, weights).unwrap();
-    let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation).unwrap();
+    let engine = DenseEngine::load_for(isa, onnx, inputs, shared, output, activation).unwrap();
     assert!(engine.layers().iter().any(|layer| layer.weights == weights), "{folder}, {weights}");
     engine
 }
 
 /// Returns inputs for `batch` samples. A sample's inputs do not depend on the batch.
-fn inputs((_, inputs): Network, batch: usize) -> Vec<Vec<f32>> {
+pub fn inputs((_, inputs): Network, batch: usize) -> Vec<Vec<f32>> {
     let value = |i: usize| {
         ((i * 7919 % 1009) as f32 / 504.5 - 1.0) * if i.is_multiple_of(6) { 0.0 } else { 1.0 }
     };
@@ -84,7 +94,7 @@ fn scores(engine: &DenseEngine, batch: usize, inputs: &[Vec<f32>]) -> Vec<f32> {
     scores
 }
 
-fn bits(scores: &[f32]) -> Vec<u32> {
+pub fn bits(scores: &[f32]) -> Vec<u32> {
     scores.iter().map(|s| s.to_bits()).collect()
 }
 

@@ -8,4 +8,5 @@ mod integers;
 mod limits;
 mod lookups;
 mod onnx_cases;
+mod shared;
 mod small_graphs;

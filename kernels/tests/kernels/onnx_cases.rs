@@ -7,7 +7,7 @@
 use crate::dense::ALLOCATIONS;
 use hatchback_kernels::simd::isa::Isa;
 
-fn read(file: &str) -> Vec<crate::cases::Case> {
+pub fn read(file: &str) -> Vec<crate::cases::Case> {
     let path = format!("{}/../tests/data/onnx/{file}", env!("CARGO_MANIFEST_DIR"));
     crate::cases::read(&std::fs::read(path).unwrap())
 }

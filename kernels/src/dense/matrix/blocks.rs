@@ -3,6 +3,7 @@
 //! of each sum is that of `k`, whatever the blocks are. A product never allocates.
 
 use crate::dense::matrix::lanes::Stored;
+use crate::dense::matrix::math;
 use crate::dense::matrix::microkernel::{
     Finish, Output, ROWS_MAX, SUMS_WIDTH, Sums, Tile, WIDTH_MAX, decode, rows_max,
 };
@@ -40,6 +41,11 @@ pub(in crate::dense) struct BlockSizes {
 }
 
 impl BlockSizes {
+    /// Makes room for products that continue other sums.
+    pub fn add_start(&mut self) {
+        self.is_split = true;
+    }
+
     /// Makes room for a product of this shape. `skips_zeros` says that it may skip zeros.
     pub fn add(&mut self, shape: ProductShape, skips_zeros: bool) {
         let ProductShape { m, k, n } = shape;
@@ -94,11 +100,53 @@ impl BlockScratch {
     }
 }
 
+/// The sums that the rows of a product continue, from a product with other columns of the left
+/// operand: `[.., rows, n]`, where a sample has `rows` rows.
+#[derive(Clone, Copy)]
+pub(in crate::dense) struct Start<'a> {
+    pub values: &'a [f32],
+    pub rows: usize,
+    /// The request whose sums a sample takes; `None` if each sample has its own.
+    pub requests: Option<&'a [u32]>,
+}
+
+impl<'a> Start<'a> {
+    /// Returns the sums of row `row` of a product of `n` columns.
+    fn row(&self, row: usize, n: usize) -> &'a [f32] {
+        let row = match self.requests {
+            Some(requests) => requests[row / self.rows] as usize * self.rows + row % self.rows,
+            None => row,
+        };
+        &self.values[row * n..][..n]
+    }
+
+    /// Adds the sums to the complete products `out` `[m, n]`.
+    pub fn add(&self, n: usize, relu: bool, out: &mut [f32]) {
+        for (row, out) in out.chunks_exact_mut(n).enumerate() {
+            out.iter_mut().zip(self.row(row, n)).for_each(|(out, x)| *out += x);
+            if relu {
+                out.iter_mut().for_each(|x| *x = math::relu(*x));
+            }
+        }
+    }
+}
+
+/// The distance between the rows of the left operand, and of the result.
+#[derive(Clone, Copy)]
+pub(in crate::dense) struct Strides {
+    pub a: usize,
+    pub out: usize,
+}
+
 /// A product `out[m, n] = a[m, k] x packed`, whose panels are `packed`.
 #[derive(Clone, Copy)]
 pub(in crate::dense) struct BlockedProduct<'a, W> {
     pub shape: ProductShape,
+    /// The rows of a product that skips zeros lie together.
+    pub strides: Strides,
     pub packed: &'a [W],
+    /// `None` starts the sums at zero.
+    pub start: Option<Start<'a>>,
     /// As wide as all panels.
     pub finish: Option<Finish<'a>>,
     /// Whether the weights are finite, so that a product with zero is zero.
@@ -156,33 +204,48 @@ impl<W: Stored> BlockedProduct<'_, W> {
         let fewest = if self.is_coded { FEWEST_ROWS_CODED } else { FEWEST_ROWS };
         let skips_zeros = self.skips_zeros && may_skip(n) && m > fewest;
         if m <= STREAMED_ROWS && !skips_zeros {
-            return self.stream(a, out, &mut scratch.partial);
+            return self.stream(a, out, scratch);
         }
-        for (a, out) in a[..m * k].chunks(rows * k).zip(out[..m * n].chunks_mut(rows * n)) {
+        let Strides { a: a_stride, out: out_stride } = self.strides;
+        for first in (0..m).step_by(rows) {
+            let rows = rows.min(m - first);
+            let (a, out) = (&a[first * a_stride..], &mut out[first * out_stride..]);
             if skips_zeros {
-                scratch.nonzero.find(self.isa, a, k, block_len(n));
+                scratch.nonzero.find(self.isa, &a[..rows * k], k, block_len(n));
                 let nonzero = (0..k.div_ceil(block_len(n))).map(|i| scratch.nonzero.count(i));
                 if m <= STREAMED_ROWS && 100 * nonzero.sum::<usize>() > SPARSE_PERCENT * m * k {
-                    return self.stream(a, out, &mut scratch.partial);
+                    return self.stream(a, out, scratch);
                 }
             }
             for group in groups(n) {
+                self.begin(first..first + rows, group.first, group.width * group.panels, scratch);
                 for number in 0..k.div_ceil(block_len(n)) {
-                    self.block(group, number, a, out, scratch);
+                    self.block(group, number, rows, a, out, scratch);
                 }
             }
         }
     }
 
+    /// Writes the sums of the rows `rows` that the `width` columns from `first` on continue.
+    fn begin(&self, rows: Range<usize>, first: usize, width: usize, scratch: &mut BlockScratch) {
+        let n = self.shape.n;
+        let Some(start) = self.start else { return };
+        for (row, to) in rows.zip(scratch.partial.chunks_exact_mut(SUMS_WIDTH)) {
+            let sums = &start.row(row, n)[first..n.min(first + width)];
+            to[..sums.len()].copy_from_slice(sums);
+        }
+    }
+
     /// Computes a product of few rows, by one panel after the other. The weights come from memory
     /// once, in blocks, and the first level of the cache keeps a block for all tiles.
-    fn stream(&self, a: &[f32], out: &mut [f32], partial: &mut [f32]) {
-        let ProductShape { k, n, .. } = self.shape;
+    fn stream(&self, a: &[f32], out: &mut [f32], scratch: &mut BlockScratch) {
+        let ProductShape { m, k, n } = self.shape;
         for (first, width) in panels(n) {
+            self.begin(0..m, first, width, scratch);
             let len = BLOCK_VALUES / width;
             for start in (0..k).step_by(len) {
                 let part = Streamed { first, width, range: start..k.min(start + len) };
-                self.streamed(&part, a, out, partial);
+                self.streamed(&part, a, out, &mut scratch.partial);
             }
         }
     }
@@ -192,32 +255,34 @@ impl<W: Stored> BlockedProduct<'_, W> {
         let ProductShape { m, k, n } = self.shape;
         let Streamed { first, width, ref range } = *part;
         let panel = &self.packed[first * k..][range.start * width..range.end * width];
-        let (is_first, is_last) = (range.start == 0, range.end == k);
+        let (is_first, is_last) = (range.start == 0 && self.start.is_none(), range.end == k);
+        let Strides { a: a_stride, out: stride } = self.strides;
         for (row, rows) in tiles(m, rows_max(self.isa)) {
             let result = is_last.then(|| Output {
-                out: &mut out[row * n + first..],
-                stride: n,
+                out: &mut out[row * stride + first..],
+                stride,
                 finish: self.finish.map(|finish| finish.from(first)),
             });
             let from = if is_first && is_last { 0 } else { row * SUMS_WIDTH };
             let columns = width.min(n - first);
             let sums = Sums { partial: &mut partial[from..], is_first, columns, result };
-            let (a, k_here) = (&a[row * k + range.start..], range.len());
-            Tile { a, a_stride: k, k: k_here, rows, panel, width, sums, ahead: None }.run(self.isa);
+            let (a, k_here) = (&a[row * a_stride + range.start..], range.len());
+            Tile { a, a_stride, k: k_here, rows, panel, width, sums, ahead: None }.run(self.isa);
         }
     }
 
-    /// Computes a block for all rows of `a`.
+    /// Computes a block for `rows` rows of `a`.
     fn block(
         &self,
         group: Group,
         number: usize,
+        rows: usize,
         a: &[f32],
         out: &mut [f32],
         scratch: &mut BlockScratch,
     ) {
         let ProductShape { k, n, .. } = self.shape;
-        let (rows, len) = (a.len() / k, block_len(n));
+        let len = block_len(n);
         let range = number * len..k.min((number + 1) * len);
         let BlockScratch { nonzero, partial, decoded, .. } = scratch;
         let is_sparse = self.skips_zeros
@@ -228,6 +293,8 @@ impl<W: Stored> BlockedProduct<'_, W> {
             group,
             range,
             shape: ProductShape { m: rows, k, n },
+            strides: self.strides,
+            is_continued: self.start.is_some(),
             a,
             nonzero: is_sparse.then_some(nonzero),
             number,
@@ -281,6 +348,9 @@ struct Block<'a> {
     group: Group,
     range: Range<usize>,
     shape: ProductShape,
+    strides: Strides,
+    /// The sums of the first block start with those in `partial`.
+    is_continued: bool,
     /// `[m, k]`.
     a: &'a [f32],
     /// What is not zero, if the zeros are skipped.
@@ -294,7 +364,7 @@ struct Block<'a> {
 impl Block<'_> {
     /// Computes the block by `panels`, each `[length of the block, width]`.
     fn run<W: Stored>(&self, panels: &[&[W]], partial: &mut [f32], out: &mut [f32]) {
-        let ProductShape { m, k, .. } = self.shape;
+        let (m, a_stride) = (self.shape.m, self.strides.a);
         let width = self.group.width;
         if let Some(nonzero) = self.nonzero {
             let sums = self.sums(0, width * panels.len(), 0, partial, out);
@@ -305,10 +375,10 @@ impl Block<'_> {
         for (number, panel) in panels.iter().enumerate() {
             let (first, k_here) = (number * width, self.range.len());
             for (tile, (row, rows)) in tiles(m, ROWS_MAX).enumerate() {
-                let a = &self.a[row * k + self.range.start..];
+                let a = &self.a[row * a_stride + self.range.start..];
                 let sums = self.sums(first, width, row, partial, out);
                 let ahead = Some(self.ahead.of_tile(number, tile, k_here));
-                Tile { a, a_stride: k, k: k_here, rows, panel, width, sums, ahead }.run(self.isa);
+                Tile { a, a_stride, k: k_here, rows, panel, width, sums, ahead }.run(self.isa);
             }
         }
     }
@@ -324,10 +394,11 @@ impl Block<'_> {
     ) -> Sums<'s> {
         let ProductShape { k, n, .. } = self.shape;
         let at = self.group.first + first;
-        let (is_first, is_last) = (self.range.start == 0, self.range.end == k);
+        let is_first = self.range.start == 0 && !self.is_continued;
+        let (is_last, stride) = (self.range.end == k, self.strides.out);
         let result = is_last.then(|| Output {
-            out: &mut out[row * n + at..],
-            stride: n,
+            out: &mut out[row * stride + at..],
+            stride,
             finish: self.finish.map(|finish| finish.from(at)),
         });
         let from = if is_first && is_last { 0 } else { row * SUMS_WIDTH + first };

@@ -4,7 +4,7 @@
 //! element depend neither on the instruction set nor on the other rows of the batch. A product
 //! never allocates.
 
-use crate::dense::matrix::blocks::{BlockScratch, BlockSizes, BlockedProduct};
+use crate::dense::matrix::blocks::{BlockScratch, BlockSizes, BlockedProduct, Start, Strides};
 use crate::dense::matrix::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::matrix::lanes::Stored;
 use crate::dense::matrix::microkernel::{Finish, NonzeroRow, Row};
@@ -58,6 +58,11 @@ impl GemmSizes {
             }
             Panels::Int8(_) => self.k_int8 = self.k_int8.max(k),
         }
+    }
+
+    /// Makes room for products that continue other sums.
+    pub fn add_start(&mut self) {
+        self.blocks.add_start();
     }
 
     /// Makes room for products of this shape by a packed operand.
@@ -190,6 +195,20 @@ impl Matrix {
         panels + 8 * self.scale.len()
     }
 
+    /// Returns the matrix of the rows `rows` of this one, in that order. A product with it
+    /// continues one with the other rows; `has_finish` says that scale, bias and Relu follow here.
+    /// The sums of int8 weights are scaled on both sides.
+    pub fn with_rows(&self, rows: &[usize], has_finish: bool) -> Self {
+        let (k, n) = (rows.len(), self.n);
+        let panels = match &self.panels {
+            Panels::F32(p) => Panels::F32(select_rows(p, self.k, n, rows)),
+            Panels::F16(p) => Panels::F16(select_rows(p, self.k, n, rows)),
+            Panels::Int8(p) => Panels::Int8(p.with_rows(self.k, n, rows)),
+        };
+        let bias = if has_finish { self.bias.clone() } else { vec![0.0; self.bias.len()] };
+        Self { k, n, panels, scale: self.scale.clone(), bias, relu: self.relu && has_finish }
+    }
+
     /// Computes `out[m, n] = a[m, k] x self`.
     pub fn multiply(
         &self,
@@ -199,13 +218,21 @@ impl Matrix {
         isa: Isa,
         scratch: &mut GemmScratch,
     ) {
+        self.multiply_rows(Rows { m, a, start: None }, out, isa, scratch);
+    }
+
+    /// Computes `out[m, n] = start + rows x self`.
+    pub fn multiply_rows(&self, rows: Rows, out: &mut [f32], isa: Isa, scratch: &mut GemmScratch) {
         match &self.panels {
-            Panels::F32(p) => self.multiply_by(p, m, a, out, isa, scratch),
-            Panels::F16(p) => self.multiply_by(p, m, a, out, isa, scratch),
+            Panels::F32(p) => self.multiply_by(p, rows, out, isa, scratch),
+            Panels::F16(p) => self.multiply_by(p, rows, out, isa, scratch),
             Panels::Int8(p) => {
-                let shape = ProductShape { m, k: self.k, n: self.n };
-                let finish = Finish { scale: &self.scale, bias: &self.bias, relu: self.relu };
-                p.multiply(shape, a, out, finish, isa, &mut scratch.int8);
+                let shape = ProductShape { m: rows.m, k: self.k, n: self.n };
+                // Relu follows what is added.
+                let relu = self.relu && rows.start.is_none();
+                let finish = Finish { scale: &self.scale, bias: &self.bias, relu };
+                p.multiply(shape, rows.a, out, finish, isa, &mut scratch.int8);
+                rows.start.iter().for_each(|start| start.add(self.n, self.relu, out));
             }
         }
     }
@@ -213,18 +240,27 @@ impl Matrix {
     fn multiply_by<W: Stored>(
         &self,
         packed: &[W],
-        m: usize,
-        a: &[f32],
+        Rows { m, a, start }: Rows,
         out: &mut [f32],
         isa: Isa,
         scratch: &mut GemmScratch,
     ) {
         let finish = Finish { scale: &self.scale, bias: &self.bias, relu: self.relu };
-        if m != 1 {
+        if m != 1 || start.is_some() {
             let shape = ProductShape { m, k: self.k, n: self.n };
+            let strides = Strides { a: self.k, out: self.n };
             let is_coded = matches!(self.panels, Panels::F16(_));
             let (finish, skips_zeros) = (Some(finish), true);
-            let product = BlockedProduct { shape, packed, finish, skips_zeros, is_coded, isa };
+            let product = BlockedProduct {
+                shape,
+                strides,
+                packed,
+                start,
+                finish,
+                skips_zeros,
+                is_coded,
+                isa,
+            };
             return product.run(a, out, &mut scratch.blocks);
         }
 
@@ -235,6 +271,25 @@ impl Matrix {
             Row { a, panel, width, out, finish: finish.from(first) }.run(isa);
         }
     }
+}
+
+/// The left operand of a product with weights.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    pub m: usize,
+    /// `[m, k]`.
+    pub a: &'a [f32],
+    /// `None` starts the sums at zero.
+    pub(in crate::dense) start: Option<Start<'a>>,
+}
+
+/// Returns the panels of the rows `rows` of a matrix `[k, n]`.
+fn select_rows<T: Zeroable + Copy>(packed: &[T], k: usize, n: usize, rows: &[usize]) -> Zeroed<T> {
+    let at = |i: usize, j: usize| {
+        let (first, width) = panels(n).find(|(first, width)| j < first + width).unwrap_or((0, 0));
+        packed[first * k + rows[i] * width + j - first]
+    };
+    fill(rows.len(), n, &at)
 }
 
 /// Packs the values of a matrix `[k, n]` into panels.
@@ -267,16 +322,18 @@ pub(crate) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, pack
 }
 
 /// Computes `out[m, n] = a[m, k] x b`, where `pack_columns` packed `b` into `scratch.packed()`.
-pub(crate) fn multiply_packed(
+pub(in crate::dense) fn multiply_packed(
     shape: ProductShape,
+    strides: Strides,
     a: &[f32],
     out: &mut [f32],
     isa: Isa,
     scratch: &mut GemmScratch,
 ) {
     let GemmScratch { packed, blocks, .. } = scratch;
-    let (finish, skips_zeros, is_coded) = (None, false, false);
-    BlockedProduct { shape, packed, finish, skips_zeros, is_coded, isa }.run(a, out, blocks);
+    let (start, finish, skips_zeros, is_coded) = (None, None, false, false);
+    BlockedProduct { shape, strides, packed, start, finish, skips_zeros, is_coded, isa }
+        .run(a, out, blocks);
 }
 
 #[cfg(test)]
@@ -372,7 +429,8 @@ mod tests {
                 let (mut scratch, mut out) = (GemmScratch::new(sizes), vec![0.0; m * n]);
                 scratch.packed().fill(f32::NAN);
                 pack_columns(&b, k, n, transposed, scratch.packed());
-                multiply_packed(shape, &a, &mut out, isa, &mut scratch);
+                let strides = Strides { a: k, out: n };
+                multiply_packed(shape, strides, &a, &mut out, isa, &mut scratch);
                 let out: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
                 prop_assert_eq!(&out, &expected, "{:?}", isa);
             }

@@ -71,6 +71,25 @@ impl Int8Panels {
         Self { weights, column_sums }
     }
 
+    /// Returns the rows `rows` of this matrix `[k, n]`. The columns keep their scales.
+    pub fn with_rows(&self, k: usize, n: usize, rows: &[usize]) -> Self {
+        let (from, to) = (k.div_ceil(GROUP), rows.len().div_ceil(GROUP));
+        let mut weights = Zeroed::new(to * GROUP * padded(n));
+        let mut column_sums = vec![0; padded(n)];
+        for (first, width) in panels(n) {
+            let at = |i: usize, j: usize| (i / GROUP * width + j) * GROUP + i % GROUP;
+            let panel = &self.weights[first * from * GROUP..];
+            let own = &mut weights[first * to * GROUP..];
+            for column in 0..width {
+                for (i, &row) in rows.iter().enumerate() {
+                    own[at(i, column)] = panel[at(row, column)];
+                    column_sums[first + column] += i32::from(panel[at(row, column)]);
+                }
+            }
+        }
+        Self { weights, column_sums }
+    }
+
     /// Returns the bytes of weights and sums.
     pub fn bytes(&self) -> usize {
         self.weights.len() + 4 * self.column_sums.len()

@@ -1,7 +1,7 @@
 //! Matrix products with packed weights of f32, f16 and int8, for every instruction set. A product
 //! allocates nothing, and knows no graph.
 
-mod blocks;
+pub(in crate::dense) mod blocks;
 pub(crate) mod gemm;
 mod int8;
 mod int8_kernel;

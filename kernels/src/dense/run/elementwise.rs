@@ -17,6 +17,11 @@ pub(in crate::dense) enum Side<'a> {
 }
 
 impl Side<'_> {
+    /// Returns one sample's values as those of all samples.
+    pub fn constant(self) -> Self {
+        if let Self::Values(values) = self { Self::Constant(values) } else { self }
+    }
+
     /// Returns value `i` of sample `sample` of `n`. A sample's result has `width` values.
     #[inline(always)]
     fn at(&self, sample: usize, n: usize, width: usize, i: usize) -> f32 {
@@ -140,7 +145,7 @@ fn pairs(
             pattern.copy(picks, values, values.len() / n, out);
             [Some(left), None]
         }
-        [Side::Picked(values, picks, pattern), right @ Side::Values(_)] => {
+        [Side::Picked(values, picks, pattern), right @ (Side::Values(_) | Side::Constant(_))] => {
             pattern.copy(picks, values, values.len() / n, out);
             [None, Some(right)]
         }
@@ -178,6 +183,17 @@ impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
                 for (out, left) in out.chunks_exact_mut(width).zip(left.chunks_exact(width)) {
                     let pairs = left.iter().zip(right);
                     out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
+                }
+            }
+            [Some(Side::Constant(left)), Some(Side::Values(right))] => {
+                for (out, right) in out.chunks_exact_mut(width).zip(right.chunks_exact(width)) {
+                    let pairs = left.iter().zip(right);
+                    out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
+                }
+            }
+            [None, Some(Side::Constant(right))] => {
+                for out in out.chunks_exact_mut(width) {
+                    out.iter_mut().zip(right).for_each(|(out, b)| *out = f(*out, *b));
                 }
             }
             [Some(left), Some(right)] => {

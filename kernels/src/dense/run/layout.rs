@@ -8,6 +8,7 @@ use crate::dense::graph::node::{Node, Op, Operand};
 use crate::dense::graph::onnx_graph::Graph;
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::pairs::pair;
+use crate::dense::run::sharing;
 use std::collections::HashMap;
 
 /// The location of a value: an input of the network or a buffer, by its number.
@@ -26,23 +27,40 @@ pub(crate) struct Layout {
     /// The number of floats that one sample takes in each buffer.
     pub buffers: Vec<usize>,
     pub output: Id,
+    /// Whether all samples of a request have the same value; a buffer has values of one kind.
+    pub shared: Vec<bool>,
+    pub shared_buffers: Vec<bool>,
 }
 
 impl Layout {
-    /// Fuses the nodes of `graph` and assigns buffers, for the CPU.
-    pub fn for_cpu(mut graph: Graph) -> Self {
+    /// Fuses the nodes of `graph` and assigns buffers, for the CPU. `shared` says of each input
+    /// whether a request has one value.
+    pub fn for_cpu(mut graph: Graph, shared: &[bool]) -> Self {
         fuse_pairs(&mut graph);
         fuse_silu(&mut graph);
-        Self::new(graph)
+        fuse(&mut graph);
+        drop_unused(&mut graph);
+        let shared = match shared.contains(&true) {
+            true => sharing::split(&mut graph, shared),
+            false => vec![false; graph.widths.len()],
+        };
+        drop_unused(&mut graph);
+        Self::with_buffers(graph, shared)
     }
 
     /// Fuses the nodes of `graph` and assigns buffers.
     pub fn new(mut graph: Graph) -> Self {
         fuse(&mut graph);
         drop_unused(&mut graph);
-        let (places, buffers) = assign_buffers(&graph);
+        let shared = vec![false; graph.widths.len()];
+        Self::with_buffers(graph, shared)
+    }
+
+    fn with_buffers(graph: Graph, shared: Vec<bool>) -> Self {
+        let Buffers { places, widths: buffers, shared: shared_buffers } =
+            Buffers::assign(&graph, &shared);
         let Graph { nodes, widths, output } = graph;
-        Self { nodes, widths, places, buffers, output }
+        Self { nodes, widths, places, buffers, output, shared, shared_buffers }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -189,48 +207,66 @@ fn drop_unused(graph: &mut Graph) {
     graph.nodes.retain(|n| used[n.output]);
 }
 
-/// Returns the location of every value, and the size of every buffer. A result takes the smallest
-/// free buffer that is large enough. If none is, the largest free buffer grows; if none is free,
-/// the result takes a new one.
-fn assign_buffers(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
-    let mut places: Vec<Place> = (0..graph.widths.len()).map(Place::Input).collect();
-    let mut last = vec![0; graph.widths.len()];
-    for (at, node) in graph.nodes.iter().enumerate() {
-        node.inputs.iter().for_each(|&id| last[id] = at);
-    }
-    last[graph.output] = usize::MAX;
+/// The location of every value, and the size and the kind of every buffer.
+struct Buffers {
+    places: Vec<Place>,
+    widths: Vec<usize>,
+    shared: Vec<bool>,
+}
 
-    let (mut buffers, mut free): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
-    for (at, node) in graph.nodes.iter().enumerate() {
-        let width = graph.widths[node.output];
-        let is_last_read = |id: Id| last[id] == at;
-
-        // A function of each value works in place on an operand that no later node reads.
-        if let (Op::Map(_) | Op::Check { .. }, &[operand]) = (&node.op, node.inputs.as_slice())
-            && let Place::Buffer(b) = places[operand]
-            && is_last_read(operand)
-        {
-            places[node.output] = Place::Buffer(b);
-            continue;
-        }
-
-        let fitting =
-            free.iter().copied().filter(|&b| buffers[b] >= width).min_by_key(|&b| buffers[b]);
-        let chosen = fitting.or_else(|| free.iter().copied().max_by_key(|&b| buffers[b]));
-        let buffer = chosen.unwrap_or_else(|| {
-            buffers.push(0);
-            buffers.len() - 1
-        });
-        free.retain(|&b| b != buffer);
-        buffers[buffer] = buffers[buffer].max(width);
-        places[node.output] = Place::Buffer(buffer);
-
-        for &id in &node.inputs {
-            match places[id] {
-                Place::Buffer(b) if is_last_read(id) && !free.contains(&b) => free.push(b),
-                _ => {}
+impl Buffers {
+    /// Assigns a buffer to every result: the smallest free one that is large enough. If none is,
+    /// the largest free buffer grows; if none is free, the result takes a new one.
+    fn assign(graph: &Graph, shared: &[bool]) -> Self {
+        let mut last = vec![0; graph.widths.len()];
+        for (at, node) in graph.nodes.iter().enumerate() {
+            for &id in &node.inputs {
+                // A request's later blocks of samples read the value again.
+                let stays = shared[id] && !shared[node.output];
+                last[id] = if stays { usize::MAX } else { last[id].max(at) };
             }
         }
+        last[graph.output] = usize::MAX;
+
+        let places = (0..graph.widths.len()).map(Place::Input).collect();
+        let mut all = Self { places, widths: Vec::new(), shared: Vec::new() };
+        let mut free: Vec<usize> = Vec::new();
+        for (at, node) in graph.nodes.iter().enumerate() {
+            let is_last_read = |id: Id| last[id] == at;
+            // A function of each value works in place on an operand that no later node reads.
+            if let (Op::Map(_) | Op::Check { .. }, &[operand]) = (&node.op, node.inputs.as_slice())
+                && let Place::Buffer(b) = all.places[operand]
+                && is_last_read(operand)
+            {
+                all.places[node.output] = Place::Buffer(b);
+                continue;
+            }
+
+            let buffer = all.take(&mut free, graph.widths[node.output], shared[node.output]);
+            all.places[node.output] = Place::Buffer(buffer);
+            for &id in &node.inputs {
+                match all.places[id] {
+                    Place::Buffer(b) if is_last_read(id) && !free.contains(&b) => free.push(b),
+                    _ => {}
+                }
+            }
+        }
+        all
     }
-    (places, buffers)
+
+    /// Takes a buffer for a result of this width out of `free`, or a new one.
+    fn take(&mut self, free: &mut Vec<usize>, width: usize, is_shared: bool) -> usize {
+        let same_kind = || free.iter().copied().filter(|&b| self.shared[b] == is_shared);
+        let fitting =
+            same_kind().filter(|&b| self.widths[b] >= width).min_by_key(|&b| self.widths[b]);
+        let chosen = fitting.or_else(|| same_kind().max_by_key(|&b| self.widths[b]));
+        let buffer = chosen.unwrap_or(self.widths.len());
+        if buffer == self.widths.len() {
+            self.widths.push(0);
+            self.shared.push(is_shared);
+        }
+        free.retain(|&b| b != buffer);
+        self.widths[buffer] = self.widths[buffer].max(width);
+        buffer
+    }
 }

@@ -88,8 +88,15 @@ impl Case {
         let inputs: Vec<(&str, usize)> =
             self.inputs.iter().map(|(name, width)| (name.as_str(), *width)).collect();
         let (onnx, activation) = (self.onnx.clone(), Activation::None);
-        DenseEngine::load_for(isa, onnx, &inputs, &self.output, activation)
-            .map_err(|e| e.to_string())
+        DenseEngine::load_for(
+            isa,
+            onnx,
+            &inputs,
+            &vec![false; inputs.len()],
+            &self.output,
+            activation,
+        )
+        .map_err(|e| e.to_string())
     }
 
     fn run_on(&self, isa: Isa) -> Result<Vec<f32>, String> {
