@@ -41,12 +41,13 @@ static int mistakes_of_prefetch(hatchback_model model, const hatchback_shape *sh
     EXPECT(hatchback_prefetch(model, 0, NULL, 0, NULL), HATCHBACK_OK, "keys is NULL");
     EXPECT(hatchback_key_of_integer(model, 0, 7, keys), HATCHBACK_OK, "keys is NULL");
     EXPECT(keys[0], 7, "keys is NULL");
-    EXPECT(hatchback_key_of_integer(model, 0, -7, keys), HATCHBACK_REQUEST, "-7");
+    EXPECT(hatchback_key_of_integer(model, 0, -7, keys), HATCHBACK_OK, "keys is NULL");
+    EXPECT(keys[0], (uint64_t)-7, "keys is NULL");
     EXPECT(hatchback_key_of_number(model, 0, 0.5, keys), HATCHBACK_REQUEST, "0.5");
     EXPECT(hatchback_key_of_text(model, 0, "seven", keys), HATCHBACK_REQUEST, "seven");
     EXPECT(hatchback_key_of_text(model, 0, NULL, keys), HATCHBACK_REQUEST, "value is NULL");
     EXPECT(hatchback_key_of_text(model, shape->sparse_features, "seven", keys), HATCHBACK_REQUEST, "feature = ");
-    EXPECT(keys[0], 7, "feature = ");
+    EXPECT(keys[0], (uint64_t)-7, "feature = ");
     return 0;
 }
 

@@ -63,17 +63,12 @@ impl Array {
         self.values::<f32>()?.ok_or_else(|| self.wrong_type("float32"))
     }
 
-    /// Returns the values as keys. `place` says, of the position of a negative key, where it is.
-    pub fn keys(&self, place: impl FnOnce(usize) -> String) -> PyResult<&[u64]> {
+    /// Returns the values as keys. A negative key is the u64 of the same bits.
+    pub fn keys(&self) -> PyResult<&[u64]> {
         // Most programs have int64 keys, so these are tried first.
         let Some(keys) = self.values::<i64>()? else {
             return self.values::<u64>()?.ok_or_else(|| self.wrong_type("int64 or uint64"));
         };
-        if let Some(at) = keys.iter().position(|key| *key < 0) {
-            let (key, place, name) = (keys[at], place(at), self.name);
-            let problem = format!("{name}[{at}]{place} is {key}: a key is 0 to 2^64 - 1 (uint64)");
-            return Err(errors::of(request(problem)));
-        }
         // SAFETY: u64 has the size and alignment of i64, and every bit pattern is a value.
         Ok(unsafe { std::slice::from_raw_parts(keys.as_ptr().cast(), keys.len()) })
     }

@@ -143,14 +143,6 @@ impl Model {
             return Ok(samples);
         }))
     }
-
-    /// Returns where the key `at` of a request is: its feature and sample.
-    fn place(&self, offsets: &[u32], samples: usize, at: usize) -> String {
-        let bag = offsets.partition_point(|offset| *offset as usize <= at).saturating_sub(1);
-        // Offsets that fall, which the batch refuses, have no such feature.
-        let feature = self.features.get(bag / samples).map_or("", String::as_str);
-        format!(" of feature `{feature}`, sample {},", bag % samples)
-    }
 }
 
 #[pymethods]
@@ -219,7 +211,7 @@ impl Model {
         let weights = weights.as_ref().map(Array::f32).transpose()?;
         let (count, weighed) = (keys.shape()[0], weights.map(<[f32]>::len));
         let samples = self.samples(dense.shape(), count, offsets, weighed).map_err(errors::of)?;
-        let keys = keys.keys(|at| self.place(offsets, samples, at))?;
+        let keys = keys.keys()?;
         let (dense, weights) = (dense.f32()?, weights.unwrap_or_default());
 
         let serving = &open.model.process.serving;
@@ -277,7 +269,7 @@ impl Model {
     fn prefetch(&self, feature: &str, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (open, keys) = (self.opened()?, Array::open_line("keys", keys)?);
         let number = open.model.feature(feature).map_err(errors::of)?;
-        let keys = keys.keys(|_| format!(" of feature `{feature}`"))?;
+        let keys = keys.keys()?;
         let serving = &open.model.process.serving;
         Ok(serving.prefetch(&open.model.name, number as usize, keys))
     }

@@ -149,7 +149,9 @@ impl KeyFunction {
         match self {
             Self::Key => match value {
                 RawValue::Unsigned(key) => Ok(*key),
-                other => Err(refuse(other, "a key, an integer from 0 to 2^64 - 1")),
+                // `pack` reads int64 keys by their bits, so a request's negative key has them too.
+                RawValue::Negative(key) => Ok(*key as u64),
+                other => Err(refuse(other, "a key, an integer of 64 bits")),
             },
             Self::Hash { hash, buckets, first } => Ok(first + hash.of(value)? % buckets),
             Self::Modulo { divisor, first } => {
@@ -441,15 +443,21 @@ mod tests {
     }
 
     #[test]
+    fn a_negative_key_is_the_u64_of_the_same_bits() {
+        let key = |value: RawValue<'_>| KeyFunction::Key.apply(&value);
+        assert_eq!(key((-1i64).into()), Ok(u64::MAX));
+        assert_eq!(key(i64::MIN.into()), key((1u64 << 63).into()));
+    }
+
+    #[test]
     fn values_of_another_type_are_refused() {
         let words = Arc::new(Vocabulary::new(vec![("a".to_owned(), 3)]).unwrap());
         let vocabulary = KeyFunction::Vocabulary { words, unknown: Unknown::Key(1) };
         let buckets = KeyFunction::Buckets { boundaries: vec![0.5], first: 0, side: Side::Above };
         let modulo = KeyFunction::Modulo { divisor: 3, first: 0 };
         let long = "x".repeat(RAW_BYTES_MAX + 1);
-        let refused: [(&KeyFunction, RawValue<'_>, &str); 8] = [
+        let refused: [(&KeyFunction, RawValue<'_>, &str); 7] = [
             (&KeyFunction::Key, "a".into(), "`a` is not a key"),
-            (&KeyFunction::Key, (-1i64).into(), "-1 is not a key"),
             (&hash(KeyHash::Farmhash64, 3), 0.5.into(), "0.5 is not a text or an integer"),
             (&vocabulary, 0.5.into(), "0.5 is not a text or an integer"),
             (&vocabulary, long.as_str().into(), "a text of 1025 bytes is not one of at most"),

@@ -379,21 +379,19 @@ fn key_at(
     sample: usize,
     at: usize,
 ) -> Result<Option<u64>, Problem> {
-    let fault = |problem: &dyn std::fmt::Display| {
-        Problem::invalid(format!("input `{}{problem}", feature.name.escape_debug()))
-    };
     match &bags.keys {
         None => Ok(None),
         Some(Keys::Of(values)) => {
             let key = feature.key.apply(&values.get(at));
-            key.map(Some).map_err(|e| fault(&format_args!(".values`: sample {sample}: {e}")))
+            key.map(Some).map_err(|e| {
+                let name = feature.name.escape_debug();
+                Problem::invalid(format!("input `{name}.values`: sample {sample}: {e}"))
+            })
         }
         Some(Keys::Are(integers)) => match integers.key(at) {
             Key::Is(key) => Ok(Some(key)),
             Key::Padding if bags.offsets.is_none() => Ok(None),
-            Key::Padding | Key::Negative => {
-                Err(fault(&format_args!("`: sample {sample} has a negative key")))
-            }
+            Key::Padding => Ok(Some(u64::MAX)),
         },
     }
 }

@@ -108,9 +108,9 @@ pub enum Integers<'a> {
 
 /// A key of a tensor.
 pub enum Key {
+    /// -1, which is a key where bags have offsets.
     Padding,
     Is(u64),
-    Negative,
 }
 
 fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
@@ -147,7 +147,8 @@ impl<'a> Integers<'a> {
         match self.value(at) {
             Ok(key) => Key::Is(key),
             Err(PADDING) => Key::Padding,
-            Err(_) => Key::Negative,
+            // As in `pack`, a negative key is the u64 of the same bits.
+            Err(key) => Key::Is(key as u64),
         }
     }
 

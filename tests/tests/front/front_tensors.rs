@@ -158,6 +158,31 @@ fn weights_that_do_not_fit_their_keys_are_refused_by_name() {
 }
 
 #[test]
+fn a_negative_key_is_the_u64_of_the_same_bits_in_each_form() {
+    let schema = schema();
+    let sparse = json!({"plain": [-2], "weighted": [-1, i64::MIN]});
+    let line = json!({"dense": [0.5], "sparse": sparse, "weights": {"weighted": [1, 2]}});
+    let sample = Sample::from_json(&line.to_string(), &schema).unwrap();
+    assert_eq!(sample.sparse, [vec![u64::MAX - 1], vec![u64::MAX, 1 << 63]]);
+    let mut expected = Batch::new(&schema, 1);
+    expected.push(&schema, &sample).unwrap();
+    // -1 is padding in the feature without offsets, and a key in the one with offsets.
+    let column = |name: &str, datatype, data: Vec<Value>| {
+        (name.to_owned(), datatype, vec![data.len()], data)
+    };
+    let tensors = [
+        ("dense".to_owned(), "FP32", vec![1, 1], vec![json!(0.5)]),
+        ("plain".to_owned(), "INT64", vec![1, 2], vec![json!(-2), json!(-1)]),
+        column("weighted.keys", "INT64", vec![json!(-1), json!(i64::MIN)]),
+        column("weighted.offsets", "INT64", vec![json!(0), json!(2)]),
+        column("weighted.weights", "FP32", vec![json!(1), json!(2)]),
+    ];
+    for found in [over_http(&tensors, &schema), over_grpc(&tensors, &schema)] {
+        assert_eq!(format!("{:?}", found.unwrap()), format!("{expected:?}"));
+    }
+}
+
+#[test]
 fn tensors_that_contradict_their_shape_are_refused_by_name() {
     let (schema, mut random) = (schema(), Random::new(10));
     let whole = tensors(&[sample(&mut random)], false);
