@@ -111,7 +111,7 @@ pub struct UpdateSteps {
     looks: u64,
     /// Damaged pages that requests met, at the last look.
     pages_damaged: u64,
-    /// No trial began with this process, or it has ended well.
+    /// The trial that began with this process has ended well.
     is_proven: bool,
     /// The last logged reason of a wait, so that it is logged once.
     wait_logged: String,
@@ -120,11 +120,8 @@ pub struct UpdateSteps {
 }
 
 impl UpdateSteps {
-    /// Returns the steps of `update`, which load and swap generations in `serving`; to be called
-    /// after [`ModelUpdates::begin`].
+    /// Returns the steps of `update`, which load and swap generations in `serving`.
     pub fn new(update: ModelUpdates, serving: Arc<Serving>, latency_us_p99: LatencyP99) -> Self {
-        // A record that cannot be read now may hold an open trial.
-        let is_proven = update.updater.install_status().is_ok_and(|s| !s.has_open_trial());
         Self {
             update,
             serving,
@@ -133,7 +130,7 @@ impl UpdateSteps {
             failed_steps: 0,
             looks: 0,
             pages_damaged: 0,
-            is_proven,
+            is_proven: false,
             wait_logged: String::new(),
             open_logged: String::new(),
         }
