@@ -25,10 +25,15 @@ const STOP_WAIT: Duration = Duration::from_secs(60);
 const ANSWER_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Waits until the next look. Returns false if the thread must stop.
-fn wait_for_next_look(stopped: &Receiver<()>, steps: &mut UpdateSteps) -> bool {
+fn wait_for_next_look(
+    stopped: &Receiver<()>,
+    steps: &mut UpdateSteps,
+    background: &Background,
+) -> bool {
     let start = Instant::now();
     loop {
         let left = POLL_INTERVAL.saturating_sub(start.elapsed());
+        background.hold_ordinary(steps.awaits_first_answer());
         let wait = if steps.awaits_first_answer() { left.min(ANSWER_INTERVAL) } else { left };
         if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
             return false;
@@ -79,6 +84,9 @@ impl UpdateThread {
             };
             loop {
                 background.resume();
+                // A process that ends between its first answer and the record of it counts as a
+                // crash, so the record must not wait until the machine is idle.
+                background.hold_ordinary(steps.awaits_first_answer());
                 let yield_now = |urgency| background.yield_now(urgency, pause);
                 // A panic over the content of a release must not end updates for good. It counts as
                 // a failed step, and in an install as a crash.
@@ -90,7 +98,7 @@ impl UpdateThread {
                     })
                 };
                 while !is_stopping.load(Ordering::Acquire) && step() {}
-                if !wait_for_next_look(&stopped, &mut steps) {
+                if !wait_for_next_look(&stopped, &mut steps, &background) {
                     break;
                 }
             }

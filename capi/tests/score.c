@@ -31,10 +31,14 @@ static const hatchback_model no_model = {0};
 /* Keys are queued, and each mistake has its error. */
 static int mistakes_of_prefetch(hatchback_model model, const hatchback_shape *shape) {
     uint64_t keys[2] = {1, 2};
+    const uint64_t *unaligned;
     uint32_t queued = 7;
     EXPECT(hatchback_prefetch(no_model, 0, keys, 2, &queued), HATCHBACK_CLOSED, "the model is closed");
     EXPECT(hatchback_prefetch(model, shape->sparse_features, keys, 2, &queued), HATCHBACK_REQUEST, "feature = ");
     EXPECT(hatchback_prefetch(model, 0, NULL, 2, &queued), HATCHBACK_REQUEST, "keys is NULL");
+    EXPECT(queued, 7, "keys is NULL");
+    unaligned = (const void *)((const char *)keys + 1);
+    EXPECT(hatchback_prefetch(model, 0, unaligned, 1, &queued), HATCHBACK_REQUEST, "keys is NULL or not aligned");
     EXPECT(queued, 7, "keys is NULL");
     EXPECT(hatchback_prefetch(model, 0, keys, 2, &queued), HATCHBACK_OK, "keys is NULL");
     EXPECT(queued <= 2, 1, "keys is NULL");

@@ -47,6 +47,18 @@ impl FrontDoor {
     /// # Errors
     /// The socket cannot be bound.
     pub fn open(serving: Serving, listener: Option<Listener>) -> io::Result<Self> {
+        Self::open_with_token(serving, listener, TOKEN)
+    }
+
+    /// Opens a front door as [`FrontDoor::open`] does, whose token is `token`; empty for none.
+    ///
+    /// # Errors
+    /// The socket cannot be bound.
+    pub fn open_with_token(
+        serving: Serving,
+        listener: Option<Listener>,
+        token: &str,
+    ) -> io::Result<Self> {
         let serving = Arc::new(serving);
         let front = Front::new(FrontOptions {
             serving: Arc::clone(&serving),
@@ -57,7 +69,7 @@ impl FrontDoor {
             on_answer: Box::new(|_, _, _| {}),
             facts: Box::new(CarFacts::default),
             act: Box::new(|_, _| Ok(String::new())),
-            token: TOKEN.to_owned(),
+            token: token.to_owned(),
         });
         let (folder, stopping) = (tempfile::tempdir()?, Arc::new(Stopping::default()));
         let unix = Listener::Unix(UnixListener::bind(folder.path().join("socket"))?);

@@ -219,6 +219,20 @@ fn elementwise() -> Vec<(&'static str, ModelProto)> {
     ]
 }
 
+fn softmaxes() -> Vec<(&'static str, ModelProto)> {
+    // The exponential of these values overflows.
+    let large = || floats("k", &[1], &[1e3]);
+    let scaled = |op: &str, input: &str, axis: i64| {
+        let scale = node("Mul", &[input, "k"], &["a"], &[]);
+        network(vec![scale, node(op, &["a"], &["out"], &[("axis", &[axis])])], vec![large()])
+    };
+    vec![
+        ("softmax of large values", scaled("Softmax", "x", 1)),
+        ("softmax of large values in rows", scaled("Softmax", "y", 2)),
+        ("softmax of large values in columns", scaled("Softmax", "y", 1)),
+    ]
+}
+
 fn sums_and_views() -> Vec<(&'static str, ModelProto)> {
     vec![
         (
@@ -290,8 +304,8 @@ fn by_rten(model: &ModelProto, inputs: &[Vec<f32>; 2], batch: usize) -> Vec<f32>
 #[test]
 fn every_operator_gives_the_result_of_rten() {
     let values = |n: usize| (0..n).map(|i| ((i * i) as f32 * 0.37).cos()).collect::<Vec<_>>();
-    for (name, model) in [products(), products_of_pairs(), elementwise(), sums_and_views()].concat()
-    {
+    let lists = [products(), products_of_pairs(), elementwise(), softmaxes(), sums_and_views()];
+    for (name, model) in lists.concat() {
         let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
         for batch in [1, 2, 5, 100] {
             let inputs = [values(4 * batch), values(12 * batch)];

@@ -4,7 +4,7 @@
 
 use crate::clock::{Clock, SystemClock};
 use crate::maintenance::share::{BusyBounds, Class, Share, ThreadTime, Urgency};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
@@ -66,6 +66,8 @@ impl Clock for BusyClock {
 pub struct Background {
     clock: BusyClock,
     share: RefCell<Share>,
+    /// Whether the thread stays out of the idle class, whatever its share decides.
+    is_held: Cell<bool>,
 }
 
 impl Background {
@@ -84,7 +86,19 @@ impl Background {
         let clock = BusyClock::of_this_thread();
         let share = Share::new(bounds, can_leave_idle, clock.time());
         change_class(share.class());
-        Self { clock, share: RefCell::new(share) }
+        Self { clock, share: RefCell::new(share), is_held: Cell::new(false) }
+    }
+
+    /// Keeps the thread in the ordinary class while `is_held`; its pauses stay due. On a busy
+    /// machine the idle class may get no time for seconds, and a wait is no work that would end it.
+    pub fn hold_ordinary(&self, is_held: bool) {
+        if self.is_held.replace(is_held) != is_held {
+            change_class(self.class());
+        }
+    }
+
+    fn class(&self) -> Class {
+        if self.is_held.get() { Class::Ordinary } else { self.share.borrow().class() }
     }
 
     /// Returns the clock of the thread's work.
@@ -101,15 +115,17 @@ impl Background {
     /// before the next piece of work; zero for none.
     #[must_use]
     pub fn worked(&self, urgency: Urgency) -> Duration {
+        let before = self.class();
         let mut share = self.share.borrow_mut();
-        let before = share.class();
         share.set_urgency(urgency);
-        let rest = share.worked(self.clock.time());
-        if rest.class != before {
-            log::debug!("background work continues in the {:?} class", rest.class);
-            change_class(rest.class);
+        let pause = share.worked(self.clock.time()).pause;
+        drop(share);
+        let class = self.class();
+        if class != before {
+            log::debug!("background work continues in the {class:?} class");
+            change_class(class);
         }
-        rest.pause
+        pause
     }
 
     /// Counts the time since the last call as a pause.

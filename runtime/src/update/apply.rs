@@ -141,14 +141,12 @@ impl Updater {
         &self,
         lock: fn(&Self) -> Result<Lock, UpdateError>,
     ) -> Result<(), UpdateError> {
-        // The answers and the end of this process say nothing of a release that is not live yet.
-        let is_open = |status: &InstallStatus| status.is_on_trial() && status.is_on_probation();
-        if !is_open(&self.install_status()?) {
+        if !self.install_status()?.has_open_trial() {
             return Ok(());
         }
         let _lock = lock(self)?;
         let mut status = self.install_status()?;
-        if !is_open(&status) {
+        if !status.has_open_trial() {
             return Ok(());
         }
         status.end_trial();

@@ -289,9 +289,10 @@ impl InstallStatus {
         self.state == InstallState::Probation
     }
 
-    /// Returns whether a trial is open.
-    pub(super) fn is_on_trial(&self) -> bool {
-        self.trials > 0 || self.cuts > 0
+    /// Returns whether a trial of the live release is open. The answers and the end of a process
+    /// say nothing of a release that is not live yet.
+    pub(crate) fn has_open_trial(&self) -> bool {
+        (self.trials > 0 || self.cuts > 0) && self.is_on_probation()
     }
 
     /// Begins a run of the program's `version`. A new process has its memory, its target and its

@@ -35,6 +35,8 @@ const READS_MAX: u32 = 4;
 const POLL_MINUTES: u32 = 60;
 /// One step of the publisher in so many uploads something.
 const PUBLISH_ONE_IN: u64 = 4;
+/// Steps of others while an install makes no progress.
+const HANG_STEPS: u32 = 12;
 /// Time for which a stalled server sends nothing.
 const STALL: Duration = Duration::from_secs(45);
 
@@ -157,11 +159,13 @@ impl World {
         self.checks.borrow_mut().begin_update();
 
         let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
-        let history = self.history();
-        let may_kill = history.signed.values().any(|signed| signed.flaw == Flaw::Kills);
+        let is_to_end = |flaw| matches!(flaw, Flaw::Kills | Flaw::Endless);
+        let may_end = self.history().signed.values().any(|signed| is_to_end(signed.flaw));
         let yield_now = |_| {
-            if may_kill && self.installs_killer() {
-                self.process(Process::Daemon).borrow().disk.kill();
+            match self.installs_flaw().filter(|_| may_end) {
+                Some(Flaw::Kills) => self.process(Process::Daemon).borrow().disk.kill(),
+                Some(Flaw::Endless) => self.hang_until_ignition(),
+                _ => {}
             }
             preempt();
         };
@@ -179,12 +183,22 @@ impl World {
         format!("serves {serves}{}", if has_moved { ", next state" } else { "" })
     }
 
-    /// Returns whether the daemon installs a release that ends the process.
-    fn installs_killer(&self) -> bool {
-        let Ok(install) = self.updater(&self.disk).install_status() else { return false };
-        let signed = install.release.as_ref().map(|r| self.history().signed.get(&r.manifest));
-        let is_killer = signed.flatten().is_some_and(|signed| signed.flaw == Flaw::Kills);
-        is_killer && install.state == InstallState::Applying
+    /// Returns the flaw of the release that the daemon installs.
+    fn installs_flaw(&self) -> Option<Flaw> {
+        let install = self.updater(&self.disk).install_status().ok()?;
+        let signed = self.history().signed.get(&install.release.as_ref()?.manifest)?;
+        (install.state == InstallState::Applying).then_some(signed.flaw)
+    }
+
+    /// Lets the others take steps inside the step of the updates, which makes no progress. Then the
+    /// ignition cuts the power.
+    fn hang_until_ignition(self: &Rc<Self>) {
+        self.count("installs without an end");
+        for _ in 0..HANG_STEPS {
+            self.pass_time(self.knobs.tick_max);
+            self.take_any_step();
+        }
+        self.disk.cut();
     }
 
     /// Does what `hatchbackd serve` does before its loops.
@@ -313,6 +327,7 @@ impl World {
             Process::Sync => drop(self.sync.borrow_mut().take()),
             Process::Daemon => {
                 self.pending.borrow_mut().clear();
+                self.held.borrow_mut().clear();
                 drop(self.update.borrow_mut().take());
                 drop(self.maintenance.borrow_mut().take());
                 drop(self.maintenance_disk.borrow_mut().take());

@@ -41,11 +41,13 @@ pub enum Fault {
     Hostile,
     /// Another version of both programs is installed.
     Version,
+    /// Callers leave before their answer, or hold answers for as long as they can, for a while.
+    Callers,
 }
 
 impl Fault {
     /// Every class.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Kill,
         Self::Exit,
         Self::Stop,
@@ -63,6 +65,7 @@ impl Fault {
         Self::LostObject,
         Self::Hostile,
         Self::Version,
+        Self::Callers,
     ];
 
     /// Returns the class's name on the command line.

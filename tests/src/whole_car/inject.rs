@@ -72,6 +72,7 @@ impl World {
             Fault::LostObject => "fault lost-object",
             Fault::Hostile => "fault hostile",
             Fault::Version => "fault version",
+            Fault::Callers => "fault callers",
         };
         self.count(name);
     }
@@ -111,6 +112,7 @@ impl World {
             Fault::SyncDamage => return self.damage(false),
             Fault::LostObject => return self.lose_object(),
             Fault::Hostile => self.hostile_until.set(until),
+            Fault::Callers => self.callers_until.set(until),
             Fault::Version => {
                 self.level.set(1 + self.below(u64::from(LEVELS)) as u8);
                 Process::BOTH.iter().for_each(|process| self.end_in_order(*process));
@@ -186,6 +188,8 @@ impl World {
         self.lasting.borrow_mut().ends.clear();
         self.link_bad_until.set(0);
         self.hostile_until.set(0);
+        // Callers that hold an answer keep it to the end.
+        self.callers_until.set(0);
         for process in Process::BOTH {
             let mut state = self.process(process).borrow_mut();
             (state.wall, state.stopped_until, state.due) = (Wall::Right, 0, 0);

@@ -124,6 +124,10 @@ impl World {
             if self.failure().is_some() {
                 return;
             }
+            // The ignition still ends an install that would never end.
+            if self.disk.is_off() {
+                self.restore_power();
+            }
             self.clock.pass(HEAL_TICK);
             let first = self.below(Actor::ALL.len() as u64) as usize;
             for n in 0..Actor::ALL.len() {

@@ -50,6 +50,8 @@ pub enum Flaw {
     Page,
     /// It ends the process in the middle of its install.
     Kills,
+    /// Its install makes no progress until the ignition cuts the power.
+    Endless,
 }
 
 /// A bundle to pack.
@@ -152,8 +154,13 @@ impl Generations {
         }
 
         let shift = if flaw == Flaw::Probe { 1.0 } else { 0.0 };
-        // One sample more, so that its manifest is not that of the good release.
-        let samples = PROBE_SAMPLES + usize::from(flaw == Flaw::Kills);
+        // More samples, so that its manifest is not that of the good release.
+        let more = match flaw {
+            Flaw::Kills => 1,
+            Flaw::Endless => 2,
+            Flaw::None | Flaw::Probe | Flaw::Page => 0,
+        };
+        let samples = PROBE_SAMPLES + more;
         std::fs::write(path("jsonl"), self.probe(to, samples, shift)).unwrap();
         let sources: Vec<Box<dyn RowSource>> = (0..2)
             .map(|number| Table { number, rows: self.rows[&to][number].clone() })

@@ -231,6 +231,11 @@ fn acts() -> Vec<(&'static str, Vec<Act>)> {
     ]
 }
 
+/// Returns the history with a release whose install never ends.
+fn acts_of_endless() -> Vec<(&'static str, Vec<Act>)> {
+    vec![("endless", with(vec![flawed(Flaw::Endless), all(&[snapshot(4), delta(2, 4)])]))]
+}
+
 /// Everything that is prepared once for all seeds.
 pub struct Prepared {
     /// The model.
@@ -246,7 +251,7 @@ impl Prepared {
     /// simulation decides depends on them.
     pub fn new() -> Self {
         let generations = Generations::new();
-        let acts = acts().into_iter().chain(acts_of_versions());
+        let acts = acts().into_iter().chain(acts_of_versions()).chain(acts_of_endless());
         let histories = acts.map(|(name, acts)| live(name, &acts, &generations));
         let histories = histories.collect();
         Self { generations, histories, programs: (1..=LEVELS).map(program).collect() }

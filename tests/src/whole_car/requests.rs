@@ -12,7 +12,12 @@ use std::sync::Arc;
 /// Requests that callers have under way.
 const PENDING_MAX: usize = 3;
 
-/// A request that waits for its answer.
+/// Answers that hostile callers hold. The other slots are left to callers that take theirs.
+const HELD_MAX: usize = 2;
+/// One step in so many lets go an answer that was held.
+const LET_GO_ONE_IN: u64 = 30;
+
+/// A request that waits for its answer, or an answer that was not taken.
 pub struct Pending {
     ticket: Ticket,
     sample: Sample,
@@ -23,6 +28,7 @@ impl World {
     pub fn step_requests(&self) -> String {
         let Some(serving) = self.serving.borrow().clone() else { return "no daemon".to_owned() };
         let Some(schema) = serving.schema(LINEAGE) else { return "nothing is served".to_owned() };
+        self.step_hostile_callers();
 
         if self.pending.borrow().len() < PENDING_MAX && !self.one_in(3) {
             let sample = self.random(|random| self.prepared.generations.sample(random));
@@ -48,24 +54,51 @@ impl World {
         let (done, waiting): (Vec<_>, Vec<_>) = taken.into_iter().partition(|p| p.ticket.is_done());
         self.pending.borrow_mut().extend(waiting);
         let number = done.len();
-        for Pending { ticket, sample } in done {
-            let answered = ticket.wait().map(|answer| {
-                let scores = answer.scores();
-                let (values, status) = (scores.values.to_vec(), scores.statuses[0]);
-                Answer { sequence: answer.generation().sequence, values, status }
-            });
-            match answered {
-                Ok(answer) => {
-                    self.count("answers");
-                    if let Err(what) = self.check_answer(&sample, &answer) {
-                        let sequence = answer.sequence;
-                        self.fail(format!("a wrong answer of generation {sequence}: {what}"));
-                    }
-                }
-                Err(_) => self.count("failed requests"),
+        for pending in done {
+            let is_held = self.has_hostile_callers() && self.one_in(2);
+            if is_held && self.held.borrow().len() < HELD_MAX {
+                self.count("held answers");
+                self.held.borrow_mut().push(pending);
+            } else {
+                self.take(&pending);
             }
         }
         format!("{number} answers")
+    }
+
+    fn has_hostile_callers(&self) -> bool {
+        self.callers_until.get() > self.step_number()
+    }
+
+    /// Lets a caller leave before its answer, and lets go an answer that was held: it must still be
+    /// that of its generation, whatever was swapped meanwhile.
+    fn step_hostile_callers(&self) {
+        if self.has_hostile_callers() && self.one_in(4) && self.pending.borrow_mut().pop().is_some()
+        {
+            self.count("callers that left");
+        }
+        let lets_go = !self.is_healing.get() && self.one_in(LET_GO_ONE_IN);
+        let held = if lets_go { self.held.borrow_mut().pop() } else { None };
+        held.iter().for_each(|held| self.take(held));
+    }
+
+    /// Takes an answer and checks it.
+    fn take(&self, Pending { ticket, sample }: &Pending) {
+        let answered = ticket.wait().map(|answer| {
+            let scores = answer.scores();
+            let (values, status) = (scores.values.to_vec(), scores.statuses[0]);
+            Answer { sequence: answer.generation().sequence, values, status }
+        });
+        match answered {
+            Ok(answer) => {
+                self.count("answers");
+                if let Err(what) = self.check_answer(sample, &answer) {
+                    let sequence = answer.sequence;
+                    self.fail(format!("a wrong answer of generation {sequence}: {what}"));
+                }
+            }
+            Err(_) => self.count("failed requests"),
+        }
     }
 
     fn check_answer(&self, sample: &Sample, answer: &Answer) -> Result<(), String> {

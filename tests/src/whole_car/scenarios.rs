@@ -94,6 +94,11 @@ pub const ALL: &[Scenario] = &[
         history: Some(14),
         ..found("a bad variant hides the good one", &[Fault::Version, Fault::Kill])
     },
+    found("callers that hold answers of replaced generations", &[Fault::Callers, Fault::Exit]),
+    Scenario {
+        history: Some(15),
+        ..found("an install without an end holds the car", &[Fault::Callers])
+    },
 ];
 
 /// Returns the knobs that scenarios begin with.

@@ -187,6 +187,8 @@ pub struct World {
     pub serving: RefCell<Option<Arc<Serving>>>,
     /// The requests that wait for an answer.
     pub pending: RefCell<Vec<Pending>>,
+    /// The answers that hostile callers hold.
+    pub held: RefCell<Vec<Pending>>,
     /// The repository.
     pub shown: RefCell<Shown>,
     stack: RefCell<Vec<Actor>>,
@@ -196,6 +198,8 @@ pub struct World {
     pub link_bad_until: Cell<u64>,
     /// The step until which a hostile process writes into the sync directory.
     pub hostile_until: Cell<u64>,
+    /// The step until which hostile callers ask.
+    pub callers_until: Cell<u64>,
     /// The faults that last.
     pub lasting: RefCell<Lasting>,
     /// Whether the faults have ended.
@@ -274,6 +278,8 @@ impl World {
             maintenance_disk: RefCell::default(),
             serving: RefCell::default(),
             pending: RefCell::default(),
+            held: RefCell::default(),
+            callers_until: Cell::new(0),
             shown: RefCell::new(Shown { state: 0, uploaded: 0, view }),
             stack: RefCell::default(),
             atomic: Cell::new(0),

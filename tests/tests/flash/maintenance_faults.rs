@@ -120,6 +120,23 @@ fn lost_pages_of_an_unchanged_table_are_rebuilt() {
     assert_eq!(scrub(&mut flash), (0, 1));
 }
 
+/// Both generations have the damaged segment, so nothing else holds its rows.
+#[test]
+fn a_page_that_both_generations_share_is_left_as_it_is() {
+    let versions = Versions::new(2, 3000, 81);
+    let disk = SimDisk::default();
+    drop(install(&disk, &versions.deltas[0]));
+    let mut flash = install(&disk, &versions.deltas[1]);
+    disk.flip(&base_of(&flash, 0), PAGE_BYTES * 8 + 800);
+    let rules = MaintenanceRules { deltas_max: 9, changed_percent_max: 100, ..eager() };
+    let mut maintenance = Maintenance::new(rules, None, CatalogEntries::default());
+    while !matches!(
+        maintenance.step(&mut flash, NOW, 100).unwrap(),
+        StepOutcome::ScrubEnded { repaired: 0, damaged: 1, .. }
+    ) {}
+    assert!(matches!(flash.repair_from_retained(&maintenance.damage()[0]), Ok(false)));
+}
+
 /// Maintenance stays below its share of the time and one step stays short, for any duration of the
 /// disk's calls. The share is the car's, in the ordinary class.
 #[test]

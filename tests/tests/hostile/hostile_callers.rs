@@ -36,6 +36,10 @@ struct Open {
 
 impl Open {
     fn new() -> Self {
+        Self::with_token(TOKEN)
+    }
+
+    fn with_token(token: &str) -> Self {
         let plan = ModelPlan {
             name: "callers".to_owned(),
             sequence: 3,
@@ -52,7 +56,8 @@ impl Open {
         serving.load("m", &flash, budget).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let door = FrontDoor::open(serving, Some(Listener::Tcp(listener))).unwrap();
+        let listener = Some(Listener::Tcp(listener));
+        let door = FrontDoor::open_with_token(serving, listener, token).unwrap();
         Self { door, address }
     }
 
@@ -455,6 +460,18 @@ fn nobody_loads_unloads_or_acts_without_the_right() {
     let answers = ask(&format!("authorization: Bearer {TOKEN}\r\n"));
     assert!(!answers.iter().any(is_denied), "{answers:?}");
     assert!(open.door.serving.names().is_empty());
+}
+
+/// An empty text would equal the token that does not exist.
+#[test]
+fn nobody_has_the_right_where_there_is_no_token() {
+    let open = Open::with_token("");
+    for right in ["", "authorization: Bearer \r\n", "authorization: Bearer\r\n"] {
+        let head = format!("POST /v2/repository/models/m/unload HTTP/1.1\r\n{LOCAL}{right}");
+        let answer = text(&open.exchange(&head, b""));
+        assert!(answer.contains(" 403 "), "`{right}`: {answer}");
+    }
+    assert_eq!(open.door.serving.names(), ["m"]);
 }
 
 /// The folders would be listed on the thread that serves all callers.

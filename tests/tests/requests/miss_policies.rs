@@ -338,6 +338,20 @@ fn every_deadline_gives_an_exact_status_or_no_scores() {
     assert!(none > 5 && cut > 0 && whole > 0, "{none} without scores, {cut} cut, {whole} whole");
 }
 
+/// Rows of the next request are missing as well, and it may wait for them.
+#[test]
+fn a_late_request_does_not_make_the_next_one_late() {
+    let packed = plan(&MIXED, 8).pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let mut worker = worker_on(&packed.install());
+    let samples = known_samples(&packed, 30, 8);
+    let (first, next) = samples.split_at(15);
+    assert_eq!(try_score(&mut worker, &reference, first, Some(0)), None);
+    let status = score(&mut worker, &reference, next, None);
+    assert!(status.fresh > 0 && !status.late, "{status:?}");
+    assert!(worker.counters().pages > 0, "the second request read nothing: this proves nothing");
+}
+
 /// A read that one request stopped waiting for keeps its place in the reader. The next request must
 /// still get its own rows although the reader is full.
 #[test]

@@ -1,7 +1,7 @@
 //! Several models in one process share one memory budget. No caller notices loads, swaps and
 //! unloads, of the same model or of another.
 
-use hatchback::clock::SystemClock;
+use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
@@ -14,6 +14,7 @@ use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 const BATCH_MAX: u32 = 8;
 
@@ -91,6 +92,32 @@ fn score(
     }
 
     sequence
+}
+
+/// A clock that never advances, so that every request counts as short.
+struct Still;
+
+impl Clock for Still {
+    fn now(&self) -> Duration {
+        Duration::ZERO
+    }
+}
+
+/// Callers score short requests on their own threads, but never on a model that was replaced.
+#[test]
+fn the_first_request_after_a_swap_is_scored_by_the_new_generation() {
+    let (one, two) = (make(&plan(1)), make(&plan(2)));
+    let made = [&one, &two];
+    let serving = Serving::new(1 << 30, 16, Arc::new(Still));
+    serving.load("m", &one.flash, budget()).unwrap();
+    let (sample, schema) = (plan(1).sample(7), serving.schema("m").unwrap());
+    let ask = || score(&serving, "m", &schema, std::slice::from_ref(&sample), &made);
+    for swap in 0..40 {
+        // Afterwards the rows are in memory and the time of a request is known.
+        (0..3).for_each(|_| drop(ask()));
+        serving.swap("m", &made[1 - swap % 2].flash, budget(), &|_| {}).unwrap();
+        assert_eq!(ask(), 2 - swap as u64 % 2);
+    }
 }
 
 #[test]
