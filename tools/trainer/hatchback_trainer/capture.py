@@ -323,6 +323,16 @@ def program_of(module, tensors, shapes):
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
 
 
+def fixes_samples(program, per_sample):
+    """Returns whether a program holds for one number of samples only. Its symbol may still stand at
+    the input, but then has one value."""
+    names = program.graph_signature.user_inputs
+    sizes = {node.name: node.meta["val"].shape for node in program.graph.nodes
+             if node.name in names}
+    fixed = lambda size: isinstance(size, int) or size.node.maybe_as_int() is not None
+    return any(whole and fixed(sizes[name][0]) for name, whole in zip(names, per_sample))
+
+
 def capture(captured, tensors, per_sample):
     """Returns the graph of `captured` as a GraphModule. `per_sample` has a bool for each tensor.
 
@@ -345,13 +355,15 @@ def capture(captured, tensors, per_sample):
             errors.append(error)
             continue
         # AUTO may fix the number of samples to that of the sample batch, without a word.
-        names = program.graph_signature.user_inputs
-        sizes = {node.name: node.meta["val"].shape for node in program.graph.nodes
-                 if node.name in names}
-        if not any(whole and isinstance(sizes[name][0], int)
-                   for name, whole in zip(names, per_sample)):
+        if not fixes_samples(program, per_sample):
             return module
     error = errors[0]
+    if "specialized it to be a constant" in str(error):
+        raise ValueError(
+            "the model fixes the number of samples of its batch: take it from `x.shape[0]`, which "
+            "stays open while torch captures, and not from `len(x)` or `int(x.shape[0])`, and "
+            "write no loop over the samples"
+        ) from None
     where, said = user_line(error), str(error).strip().splitlines()
     raise ValueError(
         "the model cannot be captured as one graph"

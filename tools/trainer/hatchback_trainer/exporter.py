@@ -61,10 +61,11 @@ def picked(result, wanted, samples):
             known = ", ".join(f"`{name}`" for name, _ in tensors)
             raise ValueError(f"outputs: the model returns no `{lacking.pop()}`, only {known}")
         return [(name, part) for name, part in tensors if name in wanted]
+    # `shape` and not `len`: while torch captures, `len` fixes the number of samples.
     scores = [
         (name, part) for name, part in tensors
-        if part.is_floating_point() and part.dim() and samples in (None, len(part))
-        and part.numel() == len(part)
+        if part.is_floating_point() and part.dim() and all(size == 1 for size in part.shape[1:])
+        and (samples is None or samples == part.shape[0])
     ]
     if not scores:
         raise ValueError(

@@ -306,6 +306,12 @@ class Exports(unittest.TestCase):
             [("a", "ebc.t"), ("b", "ebc.t")])
         done.pack(codec="f32")
 
+    def test_unnamed_outputs_leave_the_number_of_samples_open(self):
+        done = self.export(Model(lambda m, item: {
+            "score": m.n(m.e(item).view(item.shape[0], -1)), "vector": m.e(item)}, 4),
+            {"item": ids(B)})
+        self.assertEqual(done.schema.outputs, ("logit",))
+
     def test_what_cannot_run_in_the_car_is_refused_by_name_and_line(self):
         def refused(pattern, forward, batch, width=4, columns=None, **modules):
             with self.assertRaisesRegex(ValueError, pattern):
@@ -321,6 +327,8 @@ class Exports(unittest.TestCase):
         refused("two calls of the model", lambda m, item: m.n(m.e(item)) + torch.rand(1), item)
         refused("samples of a batch reach each other", lambda m, item: m.n(
             m.e(item) - m.e(item).mean(0)), item)
+        refused(r"fixes the number of samples .* not from `len\(x\)`", lambda m, x: m.n(
+            m.e(x).view(len(x), -1)), ids(B, 2), 8)
         refused("depend on no table", lambda m, x: m.n(x), torch.randn(B, 4))
         refused("computed from `item`", lambda m, item: m.n(m.big(item * item % 7)), item,
                 big=nn.Embedding(300_000, 4))

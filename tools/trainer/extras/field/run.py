@@ -33,6 +33,8 @@ CLOSE = 2e-4
 
 def other_leaves(exporter, batch):
     flat = Flat(exporter.source.forward, batch)
+    exporter.source.samples = next(
+        len(tensor) for tensor, leaf in zip(flat.tensors, exporter.leaves) if leaf.per_sample)
     return flat, [
         Leaf(name, tensor, leaf.per_sample)
         for name, tensor, leaf in zip(flat.names, flat.tensors, exporter.leaves)
