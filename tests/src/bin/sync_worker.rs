@@ -15,25 +15,24 @@ use hatchback::update::program::Program;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
+use std::io::Write;
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// Prints `state`. The parent may have closed the pipe.
-fn print(state: UpdateState) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stdout(), "{state}");
+/// Prints each state once when it is seen.
+struct States {
+    sync: Updater,
+    before: Mutex<Option<UpdateState>>,
 }
 
-/// Prints states from a second thread, because some last only as long as one write.
-fn print_states(sync: &Updater) {
-    let sync = sync.clone();
-    std::thread::spawn(move || {
-        let mut before = None;
-        loop {
-            let Ok(UpdateStatus { state, .. }) = sync.status() else { continue };
-            if before.replace(state) != Some(state) {
-                print(state);
-            }
+impl States {
+    /// Prints the state if it is another one. The parent may have closed the pipe.
+    fn look(&self) {
+        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(UpdateStatus { state, .. }) = self.sync.status() else { return };
+        if before.replace(state) != Some(state) {
+            let _ = writeln!(std::io::stdout(), "{state}");
         }
-    });
+    }
 }
 
 fn main() -> Result<()> {
@@ -48,6 +47,7 @@ fn main() -> Result<()> {
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };
     let watched = Some(Watched { requests: 10, faults, latency_us_p99: 5 });
+    let states = Arc::new(States { sync: sync.clone(), before: Mutex::default() });
     let host = Host {
         policy,
         budget: Budget::default(),
@@ -55,15 +55,25 @@ fn main() -> Result<()> {
         unservable: None,
         root: None,
         boot: 0,
-        yield_now: &|| {},
+        yield_now: &|| states.look(),
     };
 
     sync.begin_process(1, T0 + 50)?;
-    print_states(&sync);
+    // Some states last only as long as one write. A second thread looks for these. Without a free
+    // core it would miss the others, so this thread looks too.
+    let others = Arc::clone(&states);
+    std::thread::spawn(move || {
+        loop {
+            others.look();
+        }
+    });
     loop {
-        while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}
+        while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {
+            states.look();
+        }
         let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-        let state = sync.fetch(&mut fetcher, T0 + 50, |_, _| {})?.state;
+        let state = sync.fetch(&mut fetcher, T0 + 50, |_, _| states.look())?.state;
+        states.look();
         if matches!(state, UpdateState::Idle | UpdateState::Committed | UpdateState::Failed) {
             return sync.end_trial().map_err(Into::into);
         }

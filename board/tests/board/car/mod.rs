@@ -284,7 +284,11 @@ impl Car {
         for name in ["base.toml", "cpu.toml"] {
             std::fs::copy(tree("targets").join(name), folder.join("etc").join(name)).unwrap();
         }
-        std::fs::copy(env!("CARGO_BIN_EXE_hatchbackd"), folder.join("etc/hatchbackd")).unwrap();
+        // Another process copies. A child that another thread starts here could still have the
+        // copy open for writing, and a file that is open for writing cannot be executed.
+        let mut copy = Command::new("cp");
+        copy.arg(env!("CARGO_BIN_EXE_hatchbackd")).arg(folder.join("etc/hatchbackd"));
+        assert!(copy.status().unwrap().success(), "{copy:?}");
         car.set_requests_min(requests_min);
         car
     }
