@@ -114,7 +114,9 @@ fn the_first_request_after_a_swap_is_scored_by_the_new_generation() {
     let ask = || score(&serving, "m", &schema, std::slice::from_ref(&sample), &made);
     for swap in 0..40 {
         // Afterwards the rows are in memory and the time of a request is known.
-        (0..3).for_each(|_| drop(ask()));
+        for _ in 0..3 {
+            ask();
+        }
         serving.swap("m", &made[1 - swap % 2].flash, budget(), &|_| {}).unwrap();
         assert_eq!(ask(), 2 - swap as u64 % 2);
     }

@@ -4,6 +4,8 @@ The network must give the model's scores on the sample batch, on other keys, on 
 on one sample and on many. Nothing here changes the network.
 """
 
+import copy
+
 import torch
 
 MANY = 300  # samples of a batch that no sample batch has
@@ -18,6 +20,7 @@ def check(exporter, network):
     ValueError that names the input which breaks it.
     """
     source, leaves = exporter.source, exporter.leaves
+    network = with_ordered_choices(network)
     again = source.scores(exporter.flat)
     if any(differ(a, b) for a, b in zip(again, exporter.scores)):
         raise ValueError(
@@ -35,6 +38,25 @@ def check(exporter, network):
     numbers_of_samples(exporter, network)
     if all(leaf.per_sample for leaf in leaves) and not exporter.calls:
         one_sample(exporter)
+
+
+def with_ordered_choices(network):
+    """Returns the network with each `topk` as the car runs it: of equal values the first ones.
+
+    PyTorch leaves the choice among equal values open. A model whose scores depend on that choice
+    then differs from its network.
+    """
+    ordered = torch.fx.GraphModule(network, copy.deepcopy(network.graph))
+    for node in ordered.graph.nodes:
+        if node.target is torch.ops.aten.topk.default:
+            node.target = first_of_equal
+    ordered.recompile()
+    return ordered
+
+
+def first_of_equal(values, k, dim=-1, largest=True, sorted=True):
+    found = torch.sort(values, dim=dim, descending=largest, stable=True)
+    return found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)
 
 
 def culprits(exporter, network, changed):
@@ -83,9 +105,14 @@ def difference(exporter, network, leaves, calls, scores, what):
     for name, a, b in zip(exporter.output_names, found, scores):
         if differ(a, b):
             most = (a - b).abs().max().item()
+            choices = [n for n in network.graph.nodes if n.target is first_of_equal]
+            open_choice = (
+                "; it takes the `topk` of equal values, an order that PyTorch leaves open: make "
+                "them differ, or sort with `stable=True`" if choices else ""
+            )
             raise ValueError(
                 f"output `{name}` of the network behind the lookups differs from the model's by "
-                f"{most:.2g} on {what}"
+                f"{most:.2g} on {what}{open_choice}"
             )
 
 

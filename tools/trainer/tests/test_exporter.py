@@ -329,6 +329,9 @@ class Exports(unittest.TestCase):
             m.e(item) - m.e(item).mean(0)), item)
         refused(r"fixes the number of samples .* not from `len\(x\)`", lambda m, x: m.n(
             m.e(x).view(len(x), -1)), ids(B, 2), 8)
+        # All values are equal, and PyTorch takes the last ones.
+        refused("the `topk` of equal values", lambda m, x: m.n(m.e(x).gather(1, torch.topk(
+            x[:, :, None] * 0.0, 3, dim=1).indices.expand(-1, -1, 4)).flatten(1)), ids(B, 40), 12)
         refused("depend on no table", lambda m, x: m.n(x), torch.randn(B, 4))
         refused("computed from `item`", lambda m, item: m.n(m.big(item * item % 7)), item,
                 big=nn.Embedding(300_000, 4))
