@@ -19,7 +19,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 18_670),
-    ("runtime", 17_640),
+    ("runtime", 17_660),
     ("link", 500),
     ("server", 5_400),
     ("board", 1_850),
@@ -27,7 +27,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("python", 440),
     ("tools", 13_420),
     ("bench", 11_330),
-    ("tests", 5_990),
+    ("tests", 6_070),
 ];
 const WORDS_MAX: usize = 46_900;
 const TARGET_KEYS_MAX: usize = 42;
