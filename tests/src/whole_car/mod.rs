@@ -148,8 +148,8 @@ impl World {
     }
 
     /// Returns whether the newest release that the program reads is live, has passed its probation,
-    /// and serves fresh answers. After a downgrade one that only a later program reads may be live.
-    /// If that one is damaged, nothing that this program reads may take its place.
+    /// and serves fresh answers. After a downgrade one that only a later program reads may be live,
+    /// committed or on probation. If it is damaged, nothing that this program reads takes its place.
     fn is_at_newest(&self) -> bool {
         let (level, history) = (self.level.get(), self.history());
         let best = history.best(level);
@@ -163,12 +163,13 @@ impl World {
         let is_damaged = [Fault::FlashDamage, Fault::FlashLoss]
             .iter()
             .any(|fault| self.knobs.faults.contains(fault));
-        let is_served = (live == Some(best) || live.is_some_and(is_later)) && self.served() == live;
+        let is_later = live.is_some_and(is_later);
+        let is_served = (live == Some(best) || is_later) && self.served() == live;
         let status = checks.status.as_ref();
         let is_judged =
             status.is_some_and(|s| matches!(s.state, UpdateState::Committed | UpdateState::Idle));
         is_judged
-            && (is_served || is_ahead && is_damaged)
+            && (is_served || (is_ahead || is_later) && is_damaged)
             && (is_damaged || checks.fresh_answers >= FRESH_ANSWERS)
     }
 
