@@ -13,7 +13,7 @@ use hatchback_tools::import::{RowSource, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, pack};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::workload::onnx::{Graph, Type, int, ints};
 use hatchback_tools::workload::synthetic::push_normals;
 use serde_json::{Value, json};
@@ -201,7 +201,8 @@ impl Dlrm {
         let sources: Vec<Box<dyn RowSource>> = (0..TABLES)
             .map(|table| Box::new(RandomTable { model: *self, table }) as Box<dyn RowSource>)
             .collect();
-        pack(&spec(), &sources, base.path(), out, Overrides::default(), progress)?;
+        let job = PackJob::new(spec(), base.path(), Overrides::default());
+        job.pack_rows(&sources, None, out, progress)?;
         Ok(())
     }
 

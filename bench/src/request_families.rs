@@ -12,7 +12,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use hatchback_tools::pack::{Overrides, pack_file, read_samples};
+use hatchback_tools::pack::{Overrides, PackJob, read_samples};
 use hatchback_tools::report::metrics::largest_difference;
 use hatchback_tools::{report, serve};
 use serde_json::json;
@@ -95,7 +95,8 @@ impl<'a> Family<'a> {
     /// Packs and opens the family that the peer wrote into `folder`.
     fn open(name: &'a str, folder: &Path) -> Result<Self> {
         let (spec, bundle) = (folder.join("model.toml"), folder.join("model.hatch"));
-        let packed = pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| ())?;
+        let job = PackJob::read(&spec, Overrides::default())?;
+        let packed = job.pack(None, &bundle, &mut |_, _| ())?;
         let flash = serve::install(&bundle, &folder.join("flash"))?;
         // Sets that are a third full on average almost never overflow.
         let rows_bytes: u64 = packed.schema.tables.iter().map(|t| t.row_bytes_total()).sum();

@@ -17,7 +17,7 @@ use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
     ProbeSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, pack, pack_file};
+use hatchback_tools::pack::{Overrides, PackJob};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -302,9 +302,8 @@ impl ModelPlan {
         let sources: Vec<Box<dyn RowSource>> =
             rows.iter().map(|r| Box::new(r.clone()) as Box<dyn RowSource>).collect();
         let bundle = folder.path().join("model.bundle");
-        let packed =
-            pack(spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {})
-                .unwrap();
+        let job = PackJob::new(spec.clone(), folder.path(), Overrides::default());
+        let packed = job.pack_rows(&sources, None, &bundle, &mut |_, _| {}).unwrap();
         Packed { bundle, schema: packed.schema, rows, folder }
     }
 
@@ -455,7 +454,8 @@ pub fn install_spec(
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash) = (folder.path().join("model.bundle"), folder.path().join("flash"));
     let overrides = Overrides { codec, placement, ..Overrides::default() };
-    let packed = pack_file(&repository(spec), &bundle, overrides, &mut |_, _| {}).unwrap();
+    let job = PackJob::read(&repository(spec), overrides).unwrap();
+    let packed = job.pack(None, &bundle, &mut |_, _| {}).unwrap();
     install(&flash, &bundle);
     Installed { flash, schema: packed.schema, _folder: folder }
 }

@@ -11,7 +11,7 @@ use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, pack_onto};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -141,11 +141,10 @@ impl Versions {
 
     fn pack(&self, generation: u64, tables: &[Plain; 2], parent: Option<&Flash>, out: &Path) {
         let source = |table: &Plain| Box::new(table.clone()) as Box<dyn RowSource>;
-        let (sources, base): (Vec<_>, _) =
-            (tables.iter().map(source).collect(), self.folder.path());
+        let sources: Vec<_> = tables.iter().map(source).collect();
         let spec = spec(generation, self.kind.placement);
-        pack_onto(&spec, &sources, parent, base, out, Overrides::default(), &mut |_, _| {})
-            .unwrap();
+        let job = PackJob::new(spec, self.folder.path(), Overrides::default());
+        job.pack_rows(&sources, parent, out, &mut |_, _| {}).unwrap();
     }
 
     fn add(&mut self, generation: u64, tables: &[Plain; 2]) {

@@ -5,10 +5,8 @@
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::codec_error::CodecError;
-use crate::pack::merge::merge_shares;
-use crate::pack::share::pack_tables;
 use crate::pack::spec::CodecChoice;
-use crate::pack::{Overrides, Packed, Proof, pack_file_onto};
+use crate::pack::{Overrides, PackJob, Packed, Proof};
 use crate::repository::{keys, prune, publish};
 use crate::{demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync};
 use anyhow::Result;
@@ -204,6 +202,7 @@ fn pack_model(args: &PackArgs) -> Result<()> {
     let &PackArgs { codec, placement, min_count, threads, probe_difference_max, .. } = args;
     let probe_difference_max = Some(probe_difference_max);
     let overrides = Overrides { codec, placement, min_count, probe_difference_max, threads };
+    let job = PackJob::read(&args.model, overrides)?;
     let scratch = tempfile::tempdir()?;
     let open = |path: &PathBuf| serve::open_flash(path, scratch.path());
     let parent = args.parent.as_ref().map(open).transpose()?;
@@ -214,13 +213,13 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         bar.inc(rows);
     };
     if !args.table.is_empty() {
-        pack_tables(&args.model, &args.table, &args.out, overrides, progress)?;
+        job.pack_tables(&args.table, &args.out, progress)?;
         bar.finish_and_clear();
         return say!("{}: {} tables of the model", args.out.display(), args.table.len());
     }
     let packed = match args.merge.is_empty() {
-        true => pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, progress),
-        false => merge_shares(&args.model, &args.merge, &args.out, overrides),
+        true => job.pack(parent.as_ref(), &args.out, progress),
+        false => job.merge(&args.merge, &args.out),
     };
     bar.finish_and_clear();
 

@@ -6,7 +6,7 @@
 use crate::eval::{Evaluation, evaluate};
 use crate::live::{self, LiveArgs};
 use crate::pack::spec::CodecChoice;
-use crate::pack::{Overrides, pack_file, read_samples};
+use crate::pack::{Overrides, PackJob, read_samples};
 use crate::report;
 use crate::report::metrics::{Latencies, Lookups};
 use crate::report::plot::{self, TimeSlice};
@@ -193,7 +193,8 @@ fn coupon_with(codec: CodecChoice, out: &Path) -> Result<CouponRun> {
     let bundle = out.join(format!("coupon-{name}.hatch"));
     let (codec, placement) = (Some(codec), Some(Placement::Cached));
     let overrides = Overrides { codec, placement, ..Overrides::default() };
-    let packed = pack_file(&out.join("model.toml"), &bundle, overrides, &mut |_, _| {})?;
+    let job = PackJob::read(&out.join("model.toml"), overrides)?;
+    let packed = job.pack(None, &bundle, &mut |_, _| {})?;
     let flash = serve::install(&bundle, &out.join(format!("{name}.flash")))?;
 
     let budget = Budget {

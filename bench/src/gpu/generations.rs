@@ -13,7 +13,7 @@ use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, pack_onto};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::workload::synthetic::{powerlaw_counts, push_normals};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -90,9 +90,8 @@ impl Generations {
             Box::new(rows) as Box<dyn RowSource>
         };
         let sources: Vec<_> = (0..TABLES).map(source).collect();
-        let spec = self.spec(sequence);
-        let (options, mut progress) = (Overrides::default(), |_, _| ());
-        pack_onto(&spec, &sources, parent, base.path(), out, options, &mut progress)?;
+        let job = PackJob::new(self.spec(sequence), base.path(), Overrides::default());
+        job.pack_rows(&sources, parent, out, &mut |_, _| ())?;
         Ok(())
     }
 

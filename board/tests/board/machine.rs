@@ -2,7 +2,7 @@
 //! notifications to systemd. Only the settings of the process are those of the real machine.
 
 use hatchback_tests::client::Client;
-use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -60,7 +60,8 @@ impl Machine {
     fn with_model(self) -> Self {
         let bundle = self.path("bundle");
         let spec = repository("tools/demo/coupon/model.toml");
-        pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+        let job = PackJob::read(&spec, Overrides::default()).unwrap();
+        job.pack(None, &bundle, &mut |_, _| {}).unwrap();
         install(&bundle, &self.path("models/coupon")).unwrap();
         let target = std::fs::read_to_string(self.path("own.toml")).unwrap();
         let models = self.path("models");

@@ -2,7 +2,7 @@
 //! request slots are taken, several models, and answers to the received requests after SIGTERM.
 
 use hatchback_tests::client::{Client, request_of};
-use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -26,7 +26,8 @@ impl Car {
         let folder = tempfile::tempdir().unwrap();
         let bundle = folder.path().join("b");
         let spec = repository("tools/demo/coupon/model.toml");
-        pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+        let job = PackJob::read(&spec, Overrides::default()).unwrap();
+        job.pack(None, &bundle, &mut |_, _| {}).unwrap();
         install(&bundle, &folder.path().join("flash")).unwrap();
         Self { folder }
     }
@@ -134,7 +135,8 @@ fn a_probe_score_that_is_not_a_number_is_named() {
     lines[3] = sample.to_string();
     std::fs::write(model.join("probe.jsonl"), lines.join("\n")).unwrap();
     let bundle = car.folder.path().join("without.hatch");
-    pack_file(&model.join("model.toml"), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    let job = PackJob::read(&model.join("model.toml"), Overrides::default()).unwrap();
+    job.pack(None, &bundle, &mut |_, _| {}).unwrap();
     install(&bundle, &flash).unwrap();
 
     let flash = [flash.to_str().unwrap().to_owned()];

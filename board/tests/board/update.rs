@@ -7,7 +7,7 @@ use hatchback::update::Updater;
 use hatchback::update::program::Program;
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_tests::client::Client;
-use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
@@ -109,8 +109,8 @@ impl Fleet {
         });
         std::fs::write(model.join("probe.jsonl"), moved.collect::<String>()).unwrap();
         let bundle = self.at(&format!("{sequence}.hatch"));
-        pack_file(&model.join("model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
-            .unwrap();
+        let job = PackJob::read(&model.join("model.toml"), Overrides::default()).unwrap();
+        job.pack(None, &bundle, &mut |_, _| {}).unwrap();
         let change = Change { bundles: vec![bundle], ..Change::default() };
         let store = Objects::directory(&self.at("repository")).unwrap();
         publish(&store, &self.at("keys"), &change, self.now()).unwrap();

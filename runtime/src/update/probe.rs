@@ -8,6 +8,7 @@ use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
 use crate::request::worker::Worker;
 use crate::schema::batch::Batch;
+use crate::schema::sample::Sample;
 use std::sync::Arc;
 
 /// The result of a probe.
@@ -19,6 +20,31 @@ pub struct Probed {
     pub samples: u32,
     /// The largest difference between a score and its recorded score.
     pub difference: f32,
+}
+
+impl Probed {
+    /// Adds the `scores` of a sample, and compares them with its recorded ones.
+    ///
+    /// # Errors
+    /// A score or a recorded score is not a number.
+    pub fn add(&mut self, sample: &Sample, scores: &[f32]) -> Result<(), String> {
+        if let Some(score) = scores.iter().find(|score| !score.is_finite()) {
+            return Err(format!("its score is {score}"));
+        }
+        let mut is_recorded = false;
+        for (output, score) in scores.iter().enumerate() {
+            let Some(expected) = sample.score(output) else { continue };
+            // `f32::max` would ignore a recorded score that is not a number.
+            let difference = (score - expected).abs();
+            if difference.is_nan() {
+                return Err(format!("the recorded score is {expected}"));
+            }
+            self.difference = self.difference.max(difference);
+            is_recorded = true;
+        }
+        self.samples += u32::from(is_recorded);
+        Ok(())
+    }
 }
 
 /// Why a probe has no result.
@@ -74,37 +100,14 @@ pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Prob
             |problem: String| ProbeFault::Release(format!("probe sample {number}: {problem}"));
         batch.clear();
         batch.push(model.schema(), sample).map_err(|e| wrong(e.to_string()))?;
-        let Some(scores) = score(&mut worker, &batch).map_err(wrong)? else {
+        let scores = worker.score(&batch, None).map_err(|e| wrong(e.to_string()))?;
+        if scores.status().damaged > 0 {
             probed.damaged += 1;
-            continue;
-        };
-
-        let mut is_recorded = false;
-        for (output, score) in scores.iter().enumerate() {
-            let Some(expected) = sample.score(output) else { continue };
-            // `f32::max` would ignore a recorded score that is not a number.
-            let difference = (score - expected).abs();
-            if difference.is_nan() {
-                return Err(wrong(format!("the recorded score is {expected}")));
-            }
-            probed.difference = probed.difference.max(difference);
-            is_recorded = true;
+        } else {
+            probed.add(sample, scores.values).map_err(wrong)?;
         }
-        probed.samples += u32::from(is_recorded);
     }
     Ok(probed)
-}
-
-/// Returns the scores of the one sample of `batch`; `None` if it uses damaged rows.
-fn score<'a>(worker: &'a mut Worker, batch: &Batch) -> Result<Option<&'a [f32]>, String> {
-    let scores = worker.score(batch, None).map_err(|e| e.to_string())?;
-    if scores.status().damaged > 0 {
-        return Ok(None);
-    }
-    if let Some(value) = scores.values.iter().find(|v| !v.is_finite()) {
-        return Err(format!("its score is {value}"));
-    }
-    Ok(Some(scores.values))
 }
 
 #[cfg(test)]

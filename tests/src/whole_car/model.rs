@@ -16,7 +16,7 @@ use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
     ProbeSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, pack_onto};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -168,9 +168,8 @@ impl Generations {
             .collect();
         let parent = from.map(|s| Flash::open(&disk::system(), &self.flash(s)).unwrap());
         let spec = spec(to, level, path("jsonl").file_name().map(Path::new));
-        let (parent, base) = (parent.as_ref(), self.folder.path());
-        pack_onto(&spec, &sources, parent, base, &out, Overrides::default(), &mut |_, _| {})
-            .unwrap();
+        let job = PackJob::new(spec, self.folder.path(), Overrides::default());
+        job.pack_rows(&sources, parent.as_ref(), &out, &mut |_, _| {}).unwrap();
 
         if flaw == Flaw::Page {
             let mut parts = Parts::read(&out);

@@ -6,7 +6,7 @@
 use crate::machine_fault::is_machine_fault;
 use crate::pack::table::write_blob;
 use crate::pack::weights;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use hatchback::bundle::manifest::{Deferral, Generation, Manifest, TableBlobs};
 use hatchback::bundle::{BundleReader, BundleWriter};
 use hatchback::limits::PROBE_INPUTS_MAX;
@@ -195,22 +195,8 @@ fn score(worker: &mut Worker, network: &DenseEngine, samples: &[Sample]) -> Resu
         let inputs = ProbeInputs::collect(worker, std::slice::from_ref(sample))
             .map_err(|e| renumbered(e, number))?;
         let scores = inputs.scores(network)?;
-        if let Some(score) = scores.iter().find(|score| !score.is_finite()) {
-            anyhow::bail!("probe sample {number}: its score is {score}");
-        }
-        let recorded = scores.iter().enumerate();
-        let recorded = recorded.filter_map(|(i, score)| Some((score, sample.score(i)?)));
-        let mut is_recorded = false;
-        for (score, expected) in recorded {
-            let difference = (score - expected).abs();
-            ensure!(
-                !difference.is_nan(),
-                "probe sample {number}: the recorded score is {expected}"
-            );
-            probed.difference = probed.difference.max(difference);
-            is_recorded = true;
-        }
-        probed.samples += u32::from(is_recorded);
+        let added = probed.add(sample, &scores);
+        added.map_err(|problem| anyhow!("probe sample {number}: {problem}"))?;
     }
     Ok(probed)
 }

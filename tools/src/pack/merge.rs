@@ -1,10 +1,8 @@
 //! Merges the shares of a snapshot into the bundle that a single `pack` makes, byte for byte. Opens
 //! no source, and copies each packed table as it is stored.
 
-use super::ending::Ending;
-use super::share::{Head, ReadModel, blobs_path, check_model, head_path, read_head};
-use super::{Overrides, Packed};
-use super::{read_network, read_probe, sum_left_out};
+use super::share::{Head, blobs_path, check_model, head_path, read_head};
+use super::{PackJob, Packed};
 use crate::report::input;
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleWriter;
@@ -19,12 +17,12 @@ struct PackedTable {
 
 impl PackedTable {
     /// Finds table `number` in `folders`.
-    fn find(model: &ReadModel, number: usize, folders: &[PathBuf]) -> Result<Self> {
+    fn find(job: &PackJob, number: usize, folders: &[PathBuf]) -> Result<Self> {
         let found = folders.iter().find(|folder| head_path(folder, number).is_file());
-        let name = &model.spec.tables[number].name;
+        let name = &job.spec.tables[number].name;
         let folder = found.with_context(|| format!("table `{name}` is in none of the shares"))?;
         let head = read_head(folder, number)?;
-        check_model(&head_path(folder, number), model, &head.model)?;
+        check_model(&head_path(folder, number), job, &head.model)?;
         Ok(Self { folder: folder.clone(), head })
     }
 
@@ -39,41 +37,29 @@ impl PackedTable {
     }
 }
 
-/// Makes the bundle `out` of the model.toml at `path` from the shares in `folders`, without the
-/// sources.
-///
-/// # Errors
-/// A table is in no folder, a share is of another model.toml or damaged, or a file cannot be
-/// written.
-pub fn merge_shares(
-    path: &Path,
-    folders: &[PathBuf],
-    out: &Path,
-    overrides: Overrides,
-) -> Result<Packed> {
-    let model = ReadModel::read(path, overrides)?;
-    let generation = model.generation()?;
-    let found =
-        (0..model.spec.tables.len()).map(|number| PackedTable::find(&model, number, folders));
-    let found: Vec<PackedTable> = found.collect::<Result<_>>()?;
+impl PackJob {
+    /// Makes the bundle `out` from the shares in `folders`, without the sources.
+    ///
+    /// # Errors
+    /// A table is in no folder, a share is of another model.toml or damaged, or a file cannot be
+    /// written.
+    pub fn merge(&self, folders: &[PathBuf], out: &Path) -> Result<Packed> {
+        let found =
+            (0..self.spec.tables.len()).map(|number| PackedTable::find(self, number, folders));
+        let found: Vec<PackedTable> = found.collect::<Result<_>>()?;
+        let left_out: Vec<Option<u64>> = found.iter().map(|found| found.head.left_out).collect();
+        let rows_left_out = self.sum_left_out(&left_out)?;
 
-    let left_out: Vec<Option<u64>> = found.iter().map(|found| found.head.left_out).collect();
-    let rows_left_out = sum_left_out(overrides.min_count, &left_out)?;
-    let tables = found.iter().map(|found| found.head.table.clone()).collect();
-    let schema = model.spec.schema(tables, &model.keys)?;
-    let onnx = read_network(&model.spec, &schema, &model.base)?;
-    let probe = read_probe(&model.spec, &schema, &model.base)?;
-    let workers = &overrides.workers()?;
-    let mut bundle = BundleWriter::create_on(out, workers)?;
-    let mut tables = Vec::new();
-    for (number, table) in found.iter().enumerate() {
-        let blobs = table.copy(&mut bundle, number);
-        tables.push(blobs.with_context(|| format!("table `{}`", table.head.table.name))?);
+        let tables = found.iter().map(|found| found.head.table.clone()).collect();
+        let schema = self.spec.schema(tables, &self.spec.key_functions(&self.base)?)?;
+        let files = self.network_files(&schema)?;
+        let mut bundle = BundleWriter::create_on(out, &self.overrides.workers()?)?;
+        let mut tables = Vec::new();
+        for (number, table) in found.iter().enumerate() {
+            let blobs = table.copy(&mut bundle, number);
+            let blobs = blobs.with_context(|| format!("table `{}`", table.head.table.name))?;
+            tables.push((blobs, table.head.error));
+        }
+        Ok(Packed { rows_left_out, ..self.finish(bundle, &schema, tables, files, None)? })
     }
-
-    let (generation, schema) = (&generation, &schema);
-    let ending = Ending { generation, parent: None, schema, tables, probe, deferral: None };
-    let ended = ending.finish_snapshot(bundle, onnx, overrides.probe_difference_max)?;
-    let errors = found.iter().map(|found| found.head.error).collect();
-    Ok(Packed { rows_left_out, ..Packed::new(generation, schema, ended, errors)? })
 }

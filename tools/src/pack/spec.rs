@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 const SPEC_FORMAT: u32 = 1;
 
 /// A model.toml.
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
     /// Version of the file's format: 1.
@@ -47,7 +47,7 @@ pub struct ModelSpec {
 }
 
 /// `[network]`: the dense network.
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkSpec {
     /// Path of the ONNX file.
@@ -67,7 +67,7 @@ pub struct NetworkSpec {
 }
 
 /// `output` of `[network]`.
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(
     untagged,
     expecting = "output is the name of an output, or a list of tables with a name and an activation"

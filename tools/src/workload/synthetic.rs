@@ -11,7 +11,7 @@ use crate::import::{RowSource, Source, TakeBlock};
 use crate::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
-use crate::pack::{Overrides, Packed, pack_onto};
+use crate::pack::{Overrides, PackJob, Packed};
 use crate::workload::key_distributions::{ALPHA, Scatter, powerlaw_share};
 use anyhow::{Context, Result};
 use hatchback::flash::Flash;
@@ -116,7 +116,8 @@ pub fn pack_criteo_at(
     let path = base.path().join("dense.onnx");
     std::fs::write(&path, CRITEO_ONNX).with_context(|| path.display().to_string())?;
     let (spec, sources) = criteo_at(rows_max, at);
-    pack_onto(&spec, &sources, parent, base.path(), out, Overrides::default(), progress)
+    let job = PackJob::new(spec, base.path(), Overrides::default());
+    job.pack_rows(&sources, parent, out, progress)
 }
 
 fn feature(number: usize, name: &str) -> FeatureSpec {

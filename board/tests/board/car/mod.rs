@@ -11,7 +11,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::Pipeline;
 use hatchback::{Program, Sample, UpdateState, UpdateStatus, Updater};
 use hatchback_tests::client::Client;
-use hatchback_tools::pack::{Overrides, pack_file, pack_file_onto};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
@@ -97,7 +97,8 @@ impl Releases {
         std::fs::write(model.join("probe.jsonl"), self.lines.join("\n")).unwrap();
 
         let (spec, scratch) = (model.join("model.toml"), model.join("scratch"));
-        pack_file(&spec, &scratch, Overrides::default(), &mut |_, _| {}).unwrap();
+        let job = || PackJob::read(&spec, Overrides::default()).unwrap();
+        job().pack(None, &scratch, &mut |_, _| {}).unwrap();
         self.scores.push(scores(&scratch, &self.lines));
         let probe = self.lines.iter().zip(self.scores.last().unwrap()).map(|(line, score)| {
             let mut sample: Value = serde_json::from_str(line).unwrap();
@@ -107,12 +108,11 @@ impl Releases {
         std::fs::write(model.join("probe.jsonl"), probe.collect::<String>()).unwrap();
 
         let snapshot = self.snapshot(generation);
-        pack_file(&spec, &snapshot, Overrides::default(), &mut |_, _| {}).unwrap();
+        job().pack(None, &snapshot, &mut |_, _| {}).unwrap();
         if generation > 1 {
             let parent = install(&self.snapshot(generation - 1), &model.join("parent")).unwrap();
             let delta = self.delta(generation);
-            pack_file_onto(&spec, Some(&parent), &delta, Overrides::default(), &mut |_, _| {})
-                .unwrap();
+            job().pack(Some(&parent), &delta, &mut |_, _| {}).unwrap();
         }
     }
 

@@ -1,7 +1,7 @@
 //! Code that the tests of the library share: the compiler, the library as programs load it, a
 //! model.
 
-use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,7 +42,8 @@ pub fn library(folder: &Path) -> PathBuf {
 pub fn pack_and_install(model: &str, folder: &Path) -> (PathBuf, String) {
     let (bundle, flash) = (folder.join("bundle"), folder.join("flash"));
     let spec = here(model).join("model.toml");
-    let packed = pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    let job = PackJob::read(&spec, Overrides::default()).unwrap();
+    let packed = job.pack(None, &bundle, &mut |_, _| {}).unwrap();
     install(&bundle, &flash).unwrap();
     (flash, packed.schema.features[0].name.clone())
 }
