@@ -315,7 +315,8 @@ impl PackJob {
     /// Returns the number of the table `name`.
     pub(super) fn number_of(&self, name: &str) -> Result<usize> {
         let number = self.spec.tables.iter().position(|table| table.name == *name);
-        number.with_context(|| format!("{}: there is no table `{name}`", self.place("table")))
+        let path = self.file.as_ref().map_or(Path::new("model.toml"), |file| &file.path);
+        number.with_context(|| format!("{}: has no table `{name}`", path.display()))
     }
 }
 
