@@ -216,6 +216,7 @@ dense_features = []
 [network]
 onnx = "tanh.onnx"
 output = "score"
+activation = "none"
 
 [[network.input]]
 name = "dense"

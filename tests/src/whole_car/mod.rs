@@ -149,7 +149,7 @@ impl World {
 
     /// Returns whether the newest release that the program reads is live, has passed its probation,
     /// and serves fresh answers. After a downgrade one that only a later program reads may be live,
-    /// committed or on probation. If it is damaged, nothing that this program reads takes its place.
+    /// also on probation. If it is damaged, nothing that this program reads may take its place.
     fn is_at_newest(&self) -> bool {
         let (level, history) = (self.level.get(), self.history());
         let best = history.best(level);
