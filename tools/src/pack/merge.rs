@@ -6,6 +6,7 @@ use super::share::{Head, ReadModel, blobs_path, check_model, head_path, read_hea
 use super::{Overrides, Packed};
 use super::{read_network, read_probe, sum_left_out};
 use crate::report::input;
+use crate::report::temporary::Claim;
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::TableBlobs;
@@ -64,6 +65,7 @@ pub fn merge_shares(
     let onnx = read_network(&model.spec, &schema, &model.base)?;
     let probe = read_probe(&model.spec, &schema, &model.base)?;
     let workers = &overrides.workers()?;
+    let _part = Claim::part_of(out);
     let mut bundle = BundleWriter::create_on(out, workers)?;
     let mut tables = Vec::new();
     for (number, table) in found.iter().enumerate() {

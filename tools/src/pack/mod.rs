@@ -28,6 +28,7 @@ use crate::pack::spec::ModelSpec;
 use crate::pack::spec_line::{at_line, line_of};
 use crate::pack::table::{Destination, write_table};
 use crate::report::input;
+use crate::report::temporary::Claim;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::Generation;
@@ -224,6 +225,7 @@ pub fn pack_onto(
     let workers = &overrides.workers()?;
     let tables = learn_tables(spec, sources, parent, overrides, workers, &mut advance)?;
     let schema = spec.schema(tables, &keys)?;
+    let _part = Claim::part_of(out);
     let mut bundle = BundleWriter::create_on(out, workers)?;
     let (mut tables, mut errors) = (Vec::new(), Vec::new());
     for (number, source) in sources.iter().enumerate() {

@@ -10,6 +10,7 @@ use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_table};
 use super::{Learnt, OpenedSource, Overrides, check_name, check_rows_left, learn};
 use crate::limits::HEADER_BYTES_MAX;
+use crate::report::temporary::Claim;
 use crate::report::{self, input};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
@@ -177,7 +178,9 @@ impl Work<'_> {
         self.tables[number] = learnt.table(spec, rows.rows(), model.overrides)?;
         let schema = model.spec.schema(self.tables.clone(), &model.keys)?;
 
-        let mut bundle = BundleWriter::create_on(&blobs_path(self.folder, number), workers)?;
+        let path = blobs_path(self.folder, number);
+        let _part = Claim::part_of(&path);
+        let mut bundle = BundleWriter::create_on(&path, workers)?;
         let (generation, schema) = (&model.generation()?, &schema);
         let destination = Destination { generation, schema, number, parent: None, workers };
         let written = write_table(&mut bundle, &destination, rows, advance)?;
