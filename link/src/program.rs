@@ -28,7 +28,7 @@ pub fn end(ended: anyhow::Result<()>) -> ExitCode {
         Err(error) => {
             // As clap prints its own errors.
             let is_plain = !io::stderr().is_terminal()
-                || std::env::var_os("NO_COLOR").is_some_and(|v| v != "");
+                || std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
             let head = if is_plain { "error:" } else { "\x1b[1m\x1b[31merror:\x1b[0m" };
             note(format_args!("{head} {}", explain(&error)));
             match is_machine_fault(&error) {
