@@ -34,7 +34,7 @@ mod synthetic_model;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use flash::peers::Store;
-use hatchback_tools::report::{self, OutputClosed, output::CLOSED_PIPE_STATUS};
+use hatchback_link::program;
 use hits::policies::PeerCache;
 use std::process::ExitCode;
 
@@ -96,14 +96,7 @@ pub enum BenchCommand {
 /// Runs the measurement of the command line beside `peers`.
 pub fn main_with(peers: &Peers) -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    match run(&Cli::parse(), peers) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if error.is::<OutputClosed>() => ExitCode::from(CLOSED_PIPE_STATUS),
-        Err(error) => {
-            report::note(format_args!("error: {}", report::explain(&error)));
-            ExitCode::FAILURE
-        }
-    }
+    program::end(run(&Cli::parse(), peers))
 }
 
 fn run(cli: &Cli, peers: &Peers) -> Result<()> {

@@ -146,7 +146,7 @@ impl Desk {
             floor: 0.0,
             ageing_percent: 5,
             refresh_every: 16,
-            json: None,
+            json: Default::default(),
         })
     }
 

@@ -8,6 +8,7 @@ use hatchback::flash::Flash;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
 use hatchback::targets::Target;
+use hatchback_link::program::explain;
 
 /// Loads `models` into `serving` and checks the probe set of each. A score may differ from its
 /// recorded score by `tolerance`.
@@ -24,10 +25,15 @@ pub fn run(
     models.iter().try_for_each(|model| models::load(serving, target, model))?;
     models::log_memory(serving);
 
-    models.iter().try_for_each(|model| {
+    // Every model is checked: the first fault must not hide those of the others.
+    let check = |model| {
         let (name, flash) = models::open(model)?;
         check(serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
-    })
+    };
+    let mut faults: Vec<_> = models.iter().filter_map(|model| check(model).err()).collect();
+    let last = faults.pop();
+    faults.iter().for_each(|fault| log::error!("{}", explain(fault)));
+    last.map_or(Ok(()), Err)
 }
 
 /// Scores the probe set, one sample a request.

@@ -26,7 +26,7 @@ use std::str::FromStr;
 #[derive(Debug, Parser)]
 #[command(
     name = "hatchbackd",
-    version = concat!(env!("CARGO_PKG_VERSION"), " (Hatchback)"),
+    version,
     after_long_help = "\
 Files:
   /etc/hatchback/car.toml

@@ -23,15 +23,21 @@ mod update;
 
 use anyhow::{Result, bail};
 use car::Car;
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use cli::{Cli, Command};
 use hatchback::targets::Target;
-use hatchback_link::daemon;
+use hatchback_link::{daemon, program};
 use machine::{Report, Root};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, Write};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    program::end(run())
+}
+
+fn run() -> Result<()> {
     #[cfg(feature = "generate")]
     if hatchback_link::generate::generate_if_asked::<Cli>("8")? {
         return Ok(());
@@ -52,7 +58,10 @@ fn main() -> Result<()> {
     }
 
     match cli.command {
-        None => bail!("pass --report or a command; --help lists the commands"),
+        None => {
+            let missing = "pass --report or a command; --help lists the commands";
+            Cli::command().error(ErrorKind::MissingSubcommand, missing).exit()
+        }
         Some(Command::Check { tolerance }) => {
             car.require_models()?;
             let serving = models::new_serving(&target, &cli.target, device, &[])?;
@@ -83,9 +92,5 @@ fn report(car: &Car<'_>, json: bool) -> Result<()> {
     let text =
         if json { serde_json::to_string_pretty(&report)? + "\n" } else { report.to_string() };
 
-    match io::stdout().lock().write_all(text.as_bytes()) {
-        // A reader such as `head` closed the pipe early.
-        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => Ok(written?),
-    }
+    io::stdout().lock().write_all(text.as_bytes()).map_err(program::output_error)
 }

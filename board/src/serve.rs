@@ -16,6 +16,7 @@ use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
 use hatchback::update::program::Program;
 use hatchback_link::daemon::now;
+use hatchback_link::program::explain;
 use hatchback_server::{Listener, Tls, front_bytes};
 use std::collections::BTreeSet;
 use std::net::TcpListener;
@@ -70,7 +71,7 @@ fn load_models(car: &Car<'_>, updates: &[ModelUpdates], serving: &Serving) -> Re
         match models::load(serving, car.target, model) {
             Ok(()) => loaded += 1,
             Err(e) => {
-                log::error!("{model} is not served: {e:#}");
+                log::error!("{model} is not served: {}", explain(&e));
                 fault = Some(e);
             }
         }

@@ -3,7 +3,7 @@
 //! work.
 
 use crate::{LinkOptions, OpenError, ProxyAddress, open};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::io::disk;
 use hatchback::update::Updater;
@@ -35,7 +35,7 @@ pub struct CarArgs {
     lineage: Option<String>,
     /// This car's place in a gradual rollout: 0 is in the first per cent of the fleet, 99 in the
     /// last
-    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
+    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..=99))]
     cohort: u8,
     /// Certificates to trust, a PEM file [default: the system's]
     #[arg(long)]
@@ -57,6 +57,15 @@ impl CarArgs {
         let (directory, lineage, cohort) = (self.state.clone(), self.lineage.clone(), self.cohort);
         let program = Program::this();
         Updater { disk: disk::system(), directory, flash, lineage, cohort, program }
+    }
+
+    /// Checks that the sync directory exists, for a command that only reads it.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn check_state(&self) -> Result<()> {
+        ensure!(self.state.is_dir(), "--state {}: no such sync directory", self.state.display());
+        Ok(())
     }
 
     /// Provisions the sync directory of `updater` if it is new and `--root` is given. Returns the

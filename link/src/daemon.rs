@@ -4,6 +4,7 @@
 //! process does that.
 
 use crate::args::CarArgs;
+use crate::program::explain;
 use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::car::sync_steps::SyncSteps;
@@ -51,7 +52,7 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
             match poll(&mut steps, &clock, args, rules) {
                 Ok(()) => {}
                 Err(e) if args.once => return Err(e),
-                Err(e) => log::warn!("{e:#}"),
+                Err(e) => log::warn!("{}", explain(&e)),
             }
             if args.once {
                 return Ok(());

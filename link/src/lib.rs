@@ -7,6 +7,7 @@ pub mod args;
 pub mod daemon;
 #[cfg(feature = "generate")]
 pub mod generate;
+pub mod program;
 
 use hatchback::update::link::{Link, LinkError, Take};
 use rustix::fs::OFlags;

@@ -3,11 +3,12 @@
 
 #![forbid(unsafe_code)]
 
-use anyhow::Result;
 use clap::Parser;
 use hatchback::targets::Target;
 use hatchback_link::daemon::{self, SyncArgs};
+use hatchback_link::program;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 /// Fetches releases for `hatchbackd serve` to install
 ///
@@ -32,7 +33,11 @@ struct Cli {
     sync: SyncArgs,
 }
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    program::end(run())
+}
+
+fn run() -> anyhow::Result<()> {
     #[cfg(feature = "generate")]
     if hatchback_link::generate::generate_if_asked::<Cli>("8")? {
         return Ok(());

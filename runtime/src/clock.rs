@@ -9,6 +9,12 @@ pub trait Clock: Send + Sync {
     fn now(&self) -> Duration;
 }
 
+/// Formats a time in seconds since 1970 for messages, as `2026-11-27T14:00:00Z`.
+pub fn utc(seconds: u64) -> String {
+    let time = i64::try_from(seconds).ok().and_then(|s| jiff::Timestamp::from_second(s).ok());
+    time.map_or_else(|| format!("{seconds} s after 1970"), |time| time.to_string())
+}
+
 /// The system's monotonic clock, started when it is made.
 pub struct SystemClock(Instant);
 

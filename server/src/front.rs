@@ -68,8 +68,9 @@ pub fn front_bytes(rules: &ServerRules) -> Vec<(&'static str, u64)> {
 pub(crate) struct Published {
     /// The status page's JSON.
     pub status: Bytes,
-    /// The text of the metrics.
+    /// The text of the metrics, in OpenMetrics and in the older format of Prometheus.
     pub metrics: Bytes,
+    pub metrics_prometheus: Bytes,
     /// The index of models as JSON, and as a framed message of gRPC.
     pub index: Bytes,
     pub index_message: Bytes,

@@ -17,6 +17,8 @@ pub enum Code {
     Late,
     /// There is no such model, version or path.
     NotFound,
+    /// The path has another method.
+    Method,
     /// The caller may not do this.
     Denied,
     /// A limit refuses the request now; the caller may repeat it.
@@ -31,6 +33,8 @@ pub enum Code {
     Unimplemented,
     /// The request failed in the server.
     Internal,
+    /// A score is NaN or infinite: most likely a fault of the release.
+    NotFinite,
     /// The server stops, or the model is not served now.
     Unavailable,
 }
@@ -42,6 +46,7 @@ impl Code {
             Self::Invalid => (3, StatusCode::BAD_REQUEST, "invalid"),
             Self::Late => (4, StatusCode::GATEWAY_TIMEOUT, "late"),
             Self::NotFound => (5, StatusCode::NOT_FOUND, "not_found"),
+            Self::Method => (12, StatusCode::METHOD_NOT_ALLOWED, "not_found"),
             Self::Denied => (7, StatusCode::FORBIDDEN, "denied"),
             Self::Busy => (8, StatusCode::SERVICE_UNAVAILABLE, "busy"),
             Self::TooOften => (8, StatusCode::TOO_MANY_REQUESTS, "too_often"),
@@ -49,6 +54,7 @@ impl Code {
             Self::Refused => (9, StatusCode::CONFLICT, "refused"),
             Self::Unimplemented => (12, StatusCode::NOT_IMPLEMENTED, "unimplemented"),
             Self::Internal => (13, StatusCode::INTERNAL_SERVER_ERROR, "failed"),
+            Self::NotFinite => (13, StatusCode::INTERNAL_SERVER_ERROR, "not_finite"),
             Self::Unavailable => (14, StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         }
     }
@@ -138,9 +144,8 @@ impl From<RequestError> for Problem {
             RequestError::Busy(_) => Code::Busy,
             RequestError::NotServed => Code::NotFound,
             RequestError::DeadlineExceeded => Code::Late,
-            // The network gives other requests finite scores, so the values of this one are the
-            // cause.
-            RequestError::NotFinite(_) => Code::Invalid,
+            // A caller whose values pass the checks cannot prevent it, so an alert must see it.
+            RequestError::NotFinite(_) => Code::NotFinite,
             RequestError::Score(_) | RequestError::Panicked => Code::Internal,
         };
         Self::new(code, e.to_string())

@@ -67,7 +67,7 @@ const CRATES: [Layers; 9] = [
     Layers {
         folder: "link",
         library: "hatchback_link",
-        groups: &[&["main"], &["daemon"], &["args", "generate"], &["lib"]],
+        groups: &[&["main"], &["daemon"], &["args", "generate", "program"], &["lib"]],
     },
     Layers {
         folder: "server",
@@ -98,11 +98,14 @@ const CRATES: [Layers; 9] = [
             &["cli"],
             &["demo"],
             &["live"],
-            &["consume", "eval", "gate", "image", "inspect", "plan", "run", "select", "sync"],
+            &[
+                "consume", "eval", "gate", "image", "inspect", "install", "plan", "run", "select",
+                "sync",
+            ],
             &["repository", "serve", "workload"],
             &["pack"],
             &["hps_kafka", "import", "window"],
-            &["machine_fault", "report"],
+            &["report"],
             &["limits"],
         ],
     },

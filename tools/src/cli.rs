@@ -7,15 +7,19 @@ use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::codec_error::CodecError;
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, PackJob, Packed, Proof};
+use crate::report::Json;
+use crate::report::temporary::TemporaryFolder;
 use crate::repository::{keys, prune, publish};
-use crate::{demo, eval, gate, image, inspect, plan, report, run, say, select, serve, sync};
+use crate::{
+    demo, eval, gate, image, inspect, install, plan, report, run, say, select, serve, sync,
+};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::{Placement, Table};
 use hatchback::update::probe::Probed;
 use serde::Serialize;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Recommendation models with huge embedding tables, from the trainer into the car
 ///
@@ -38,6 +42,7 @@ enum Command {
     Demo(demo::DemoArgs),
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
+    Install(install::InstallArgs),
     Image(image::ImageArgs),
     #[cfg(feature = "kafka")]
     Consume(consume::ConsumeArgs),
@@ -63,9 +68,10 @@ struct PackArgs {
     /// Replaces the codec of every table
     #[arg(long)]
     codec: Option<CodecChoice>,
-    /// Packs only the changes since this bundle or flash directory (a delta)
+    /// Packs only the changes since this bundle or flash directory (a delta). If the bundle is a
+    /// delta too, pass its chain: once for each bundle from a snapshot on
     #[arg(long)]
-    parent: Option<PathBuf>,
+    parent: Vec<PathBuf>,
     /// Replaces the placement of every table: resident, cached or auto
     #[arg(long, value_parser = placement)]
     placement: Option<Placement>,
@@ -87,10 +93,8 @@ struct PackArgs {
     /// Makes the bundle of the shares in this folder; once for each folder
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "table"])]
     merge: Vec<PathBuf>,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file, conflicts_with = "table")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The report of `pack`.
@@ -104,6 +108,13 @@ struct PackReport {
     dense_engine: String,
     /// Probe samples with a recorded score, and the largest difference; `None` if not scored.
     probed: Option<(u32, f32)>,
+}
+
+/// The report of `pack --table`.
+#[derive(Serialize)]
+struct ShareReport<'a> {
+    share: &'a Path,
+    tables: &'a [String],
 }
 
 /// A table with the error that its codec makes.
@@ -183,6 +194,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Demo(args) => demo::run(&args),
         Command::Pack(args) => pack_model(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Install(args) => install::run(&args),
         Command::Image(args) => image::run(&args),
         #[cfg(feature = "kafka")]
         Command::Consume(args) => consume::run(&args),
@@ -203,19 +215,24 @@ fn pack_model(args: &PackArgs) -> Result<()> {
     let probe_difference_max = Some(probe_difference_max);
     let overrides = Overrides { codec, placement, min_count, probe_difference_max, threads };
     let job = PackJob::read(&args.model, overrides)?;
-    let scratch = tempfile::tempdir()?;
-    let open = |path: &PathBuf| serve::open_flash(path, scratch.path());
-    let parent = args.parent.as_ref().map(open).transpose()?;
+    let scratch = TemporaryFolder::new()?;
+    let parent = serve::open_chain("--parent", &args.parent, &scratch.path().join("parent"))?;
 
     let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
-    let progress = &mut |rows, total| {
-        bar.set_length(total);
-        bar.inc(rows);
+    let mut read = 0;
+    let progress = &mut |rows, total: u64| {
+        // Every row is read twice.
+        bar.set_length(total / 2);
+        read += rows;
+        bar.set_position(read / 2);
     };
     if !args.table.is_empty() {
         job.pack_tables(&args.table, &args.out, progress)?;
         bar.finish_and_clear();
-        return say!("{}: {} tables of the model", args.out.display(), args.table.len());
+        let report = ShareReport { share: &args.out, tables: &args.table };
+        return args.json.write(&report, || {
+            say!("{}: {} tables of the model", args.out.display(), args.table.len())
+        });
     }
     let packed = match args.merge.is_empty() {
         true => job.pack(parent.as_ref(), &args.out, progress),
@@ -225,14 +242,13 @@ fn pack_model(args: &PackArgs) -> Result<()> {
 
     let packed = packed?;
     let report = PackReport::new(&packed);
-    report::write_report(args.json.as_deref(), &report, || report.print(args))?;
-    let is_quiet = args.json.as_deref().is_some_and(report::is_standard_output);
+    args.json.write(&report, || report.print(args))?;
     match packed.proof {
         Proof::Fault(error) => {
             let path = args.out.display();
             Err(error.context(format!("{path}: is packed, but its probe set was not scored")))
         }
-        _ if is_quiet => Ok(()),
+        _ if args.json.is_standard_output() => Ok(()),
         Proof::NotScored(problem) => say!("the probe set was not scored: {problem}"),
         Proof::Scored(Probed { samples: 0, .. }) => say!("no probe sample has a recorded score"),
         Proof::Scored(Probed { samples, difference, .. }) => {

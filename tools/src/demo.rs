@@ -8,19 +8,21 @@ use crate::live::{self, LiveArgs};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, PackJob, read_samples};
 use crate::report;
-use crate::report::metrics::{Latencies, Lookups};
+use crate::report::Json;
+use crate::report::metrics::{Latencies, Lookups, Percentiles};
 use crate::report::plot::{self, TimeSlice};
 use crate::say;
 use crate::serve;
 use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
 use crate::workload::synthetic;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Counters;
 use hatchback::schema::Placement;
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -35,14 +37,13 @@ pub struct DemoArgs {
     #[arg(long, default_value_t = 500_000,
           value_parser = clap::value_parser!(u64).range(1..=40_000_000))]
     rows_max: u64,
-    /// Embedding cache of the Criteo-shaped model, MiB
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
-    cache_mib: u64,
     /// Requests to the Criteo-shaped model
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     requests: u32,
     #[command(flatten)]
     live: LiveArgs,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The files of the coupon model that the trainer exported: name and content.
@@ -56,6 +57,8 @@ const COUPON: [(&str, &[u8]); 5] = [
 
 /// Cache of the coupon model, whose tables take 240 KB as f32.
 const COUPON_CACHE_BYTES: u64 = 32 << 10;
+/// Cache of the Criteo-shaped model.
+const CRITEO_CACHE_BYTES: u64 = 8 << 20;
 /// Samples in a request to the Criteo-shaped model.
 const CRITEO_BATCH: usize = 16;
 /// Exponent of the power law of its keys: that of NVIDIA's synthetic models.
@@ -69,13 +72,43 @@ const SLICES: u32 = 50;
 /// The output directory cannot be written. Any other error is a defect.
 pub fn run(args: &DemoArgs) -> Result<()> {
     if args.live.live {
+        ensure!(!args.json.is_given(), "--json: the report of --live is OUT/live/report.json");
         return live::run(&args.live, &args.out);
     }
     fresh_directory(&args.out)?;
-    say!("1. A DLRM that PyTorch trained on the in-vehicle coupon data (UCI 603, CC BY 4.0)\n")?;
-    coupon(&args.out.join("coupon"))?;
-    say!("\n2. A Criteo-shaped DLRM with synthetic rows and power-law keys\n")?;
-    criteo(args, &args.out.join("criteo"))
+    // Each part is printed as soon as it is done; the document comes at the end.
+    let print = |part: &str, text: String| match args.json.is_standard_output() {
+        true => Ok(()),
+        false => say!("{part}\n\n{text}"),
+    };
+    let (coupon, text) = coupon(&args.out.join("coupon"))?;
+    print(
+        "1. A DLRM that PyTorch trained on the in-vehicle coupon data (UCI 603, CC BY 4.0)",
+        text,
+    )?;
+    let (criteo, text) = criteo(args, &args.out.join("criteo"))?;
+    print("\n2. A Criteo-shaped DLRM with synthetic rows and power-law keys", text)?;
+    args.json.write(&DemoReport { coupon, criteo }, || Ok(()))
+}
+
+/// The report of the command.
+#[derive(Serialize)]
+struct DemoReport {
+    /// The coupon model, with tables as f32 and as u8.
+    coupon: [Evaluation; 2],
+    criteo: CriteoReport,
+}
+
+/// The figures of the Criteo-shaped model.
+#[derive(Serialize)]
+struct CriteoReport {
+    rows: u64,
+    bundle_bytes: u64,
+    flash_bytes: u64,
+    memory_bytes: u64,
+    latency: Percentiles,
+    hit_rate: f64,
+    lookups: Lookups,
 }
 
 /// Removes the files of an earlier demo, whose generation would still be live.
@@ -102,7 +135,7 @@ struct CouponRun {
     flash_bytes: u64,
 }
 
-fn coupon(out: &Path) -> Result<()> {
+fn coupon(out: &Path) -> Result<([Evaluation; 2], String)> {
     for (name, content) in COUPON {
         std::fs::write(out.join(name), content)
             .with_context(|| out.join(name).display().to_string())?;
@@ -119,7 +152,8 @@ fn coupon(out: &Path) -> Result<()> {
         "p50",
         "p99",
     ]);
-    table.add_row(coupon_with(CodecChoice::F32, out)?.cells("f32"));
+    let first = coupon_with(CodecChoice::F32, out)?;
+    table.add_row(first.cells("f32"));
     let last = coupon_with(CodecChoice::U8, out)?;
     table.add_row(last.cells("u8"));
     let found = &last.found;
@@ -135,22 +169,17 @@ fn coupon(out: &Path) -> Result<()> {
         blank(),
         blank(),
     ]);
-    say!("{table}")?;
-    say!(
-        "{} held-out rows, one a request; {}",
-        report::count(found.samples as u64),
-        rows_line(&found.rows)
-    )?;
-
+    let (samples, lookups) = (report::count(found.samples as u64), rows_line(&found.rows));
     let plot = out.join("coupon.svg");
     let title = "Coupon model: latency and hit rate, cold start to warm";
     plot::over_time(&plot, title, &found.slices)?;
-    say!(
-        "memory {} ({} rows of cache); plot {}",
-        report::bytes(last.model.memory().total()),
-        last.model.cache_slots(),
+    let (memory, slots) = (report::bytes(last.model.memory().total()), last.model.cache_slots());
+    let text = format!(
+        "{table}\n{samples} held-out rows, one a request; {lookups}\n\
+         memory {memory} ({slots} rows of cache); plot {}",
         plot.display()
-    )
+    );
+    Ok(([first.found, last.found], text))
 }
 
 impl CouponRun {
@@ -164,8 +193,8 @@ impl CouponRun {
             report::bytes(self.flash_bytes),
             digits(found.auc),
             digits(found.logloss),
-            found.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.1e}")),
-            report::percent(found.hit_rate),
+            report::or_dash(found.score_difference_max, |d| format!("{d:.1e}")),
+            report::or_dash(found.hit_rate, report::percent),
             time(found.latency.p50_us),
             time(found.latency.p99_us),
         ]
@@ -173,7 +202,7 @@ impl CouponRun {
 }
 
 fn digits(value: Option<f64>) -> String {
-    value.map_or("-".to_owned(), |v| format!("{v:.5}"))
+    report::or_dash(value, |v| format!("{v:.5}"))
 }
 
 fn rows_line(rows: &Lookups) -> String {
@@ -210,7 +239,7 @@ fn coupon_with(codec: CodecChoice, out: &Path) -> Result<CouponRun> {
     Ok(CouponRun { found, model, bundle_bytes: packed.bytes, flash_bytes: flash.bytes()? })
 }
 
-fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
+fn criteo(args: &DemoArgs, out: &Path) -> Result<(CriteoReport, String)> {
     let bundle = out.join("criteo.hatch");
     let start = Instant::now();
     let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
@@ -223,13 +252,23 @@ fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
 
     let flash = serve::install(&bundle, &out.join("flash"))?;
     let installing = start.elapsed().as_secs_f64() - packing;
-    let rows = report::count(packed.schema.tables.iter().map(|t| t.rows).sum());
-    let size = report::bytes(packed.bytes);
-    say!(
-        "{rows} rows in 26 tables packed into {size} in {packing:.1} s, installed on flash in \
-         {installing:.1} s"
-    )?;
-    serve_criteo(args, out, &flash)
+    let rows = packed.schema.tables.iter().map(|t| t.rows).sum();
+    let (count, size) = (report::count(rows), report::bytes(packed.bytes));
+    let mut report = CriteoReport {
+        rows,
+        bundle_bytes: packed.bytes,
+        flash_bytes: flash.bytes()?,
+        memory_bytes: 0,
+        latency: Percentiles::default(),
+        hit_rate: 0.0,
+        lookups: Lookups::default(),
+    };
+    let served = serve_criteo(args, out, &flash, &mut report)?;
+    let text = format!(
+        "{count} rows in 26 tables packed into {size} in {packing:.1} s, installed on flash in \
+         {installing:.1} s\n{served}"
+    );
+    Ok((report, text))
 }
 
 /// The result of serving the Criteo-shaped model.
@@ -241,9 +280,14 @@ struct Served {
     slices: Vec<TimeSlice>,
 }
 
-fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
+fn serve_criteo(
+    args: &DemoArgs,
+    out: &Path,
+    flash: &Flash,
+    report: &mut CriteoReport,
+) -> Result<String> {
     let budget = Budget {
-        cache_bytes_max: args.cache_mib << 20,
+        cache_bytes_max: CRITEO_CACHE_BYTES,
         resident_bytes_max: 4 << 20,
         batch_max: CRITEO_BATCH as u32,
         ..Budget::default()
@@ -253,17 +297,23 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
     let opened = start.elapsed();
 
     let served = drive(&model, flash, args.requests)?;
-    say!(
-        "opened in {:.0} ms; served {} requests of {CRITEO_BATCH} samples on one thread\n",
-        1e3 * opened.as_secs_f64(),
-        report::count(served.latencies.percentiles().requests)
-    )?;
-    say!("{}\n{}", served_table(&served), serve::memory_table(&model))?;
-    say!("{} on flash; {}", report::bytes(flash.bytes()?), rows_line(&served.rows))?;
+    report.memory_bytes = model.memory().total();
+    report.latency = served.latencies.percentiles();
+    (report.hit_rate, report.lookups) = (served.counters.hit_rate(), served.rows);
 
     let plot = out.join("criteo.svg");
     plot::over_time(&plot, "Criteo-shaped model: latency and hit rate", &served.slices)?;
-    say!("plot {}", plot.display())
+    Ok(format!(
+        "opened in {:.0} ms; served {} requests of {CRITEO_BATCH} samples on one thread\n\n{}\n{}\n\
+         {} on flash; {}\nplot {}",
+        1e3 * opened.as_secs_f64(),
+        report::count(report.latency.requests),
+        served_table(&served),
+        serve::memory_table(&model),
+        report::bytes(report.flash_bytes),
+        rows_line(&served.rows),
+        plot.display()
+    ))
 }
 
 /// Serves a fixed number of power-law requests, so that every run has the same counts. The time to

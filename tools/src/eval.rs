@@ -4,6 +4,7 @@
 
 use crate::pack::read_samples;
 use crate::report;
+use crate::report::Json;
 use crate::report::metrics::{Latencies, Lookups, Percentiles, auc, largest_difference, logloss};
 use crate::report::plot::TimeSlice;
 use crate::say;
@@ -29,10 +30,8 @@ pub struct EvalArgs {
     /// Samples in one request
     #[arg(long, default_value_t = 1, value_parser = report::args::batch)]
     batch: usize,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The result of an evaluation.
@@ -61,8 +60,8 @@ pub struct Evaluation {
     /// The quality of each further output.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub further_outputs: Vec<OutputQuality>,
-    /// Share of the lookups in cached tables that were cache hits, `0..=1`.
-    pub hit_rate: f64,
+    /// Share of the lookups in cached tables that were cache hits, `0..=1`; absent without any.
+    pub hit_rate: Option<f64>,
     /// Lookups by status.
     pub rows: Lookups,
     /// Number of all lookups.
@@ -137,8 +136,8 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
 
     let counters = worker.counters();
     found.samples = samples.len();
-    (found.hit_rate, found.lookups, found.pages) =
-        (counters.hit_rate(), counters.lookups, counters.pages);
+    found.hit_rate = (counters.cached_lookups > 0).then(|| counters.hit_rate());
+    (found.lookups, found.pages) = (counters.lookups, counters.pages);
     found.latency = all.percentiles();
     found.judge_all(model, samples)?;
     Ok(found)
@@ -223,7 +222,7 @@ impl Evaluation {
     /// Returns the report as a table.
     pub fn table(&self) -> comfy_table::Table {
         let mut table = report::table(&[&self.generation, "Hatchback", "trainer"]);
-        let digits = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.5}"));
+        let digits = |v| report::or_dash(v, |v| format!("{v:.5}"));
         let mut row = |what: &str, ours: String, theirs: String| {
             table.add_row([what.to_owned(), ours, theirs]);
         };
@@ -250,10 +249,14 @@ impl Evaluation {
             row(&format!("AUC{of}"), digits(found.auc), digits(found.reference_auc));
             row(&format!("logloss{of}"), digits(found.logloss), digits(found.reference_logloss));
             let difference = found.score_difference_max;
-            let difference = difference.map_or("-".to_owned(), |d| format!("{d:.2e}"));
+            let difference = report::or_dash(difference, |d| format!("{d:.2e}"));
             row(&format!("largest score difference{of}"), difference, String::new());
         }
-        row("hit rate, cached tables", report::percent(self.hit_rate), String::new());
+        row(
+            "hit rate, cached tables",
+            report::or_dash(self.hit_rate, report::percent),
+            String::new(),
+        );
         for (what, n) in [
             ("lookups fresh", self.rows.fresh),
             ("lookups defaulted", self.rows.defaulted),
@@ -296,7 +299,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     );
     let found = evaluate(&model, &samples, args.batch)?;
 
-    report::write_report(args.json.as_deref(), &found, || {
+    args.json.write(&found, || {
         say!("{}\n{}", found.table(), serve::memory_table(&model))?;
         say!("dense network: {}", found.dense_engine)
     })?;

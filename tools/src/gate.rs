@@ -6,9 +6,11 @@
 use crate::eval::{Evaluation, evaluate};
 use crate::limits::HEADER_BYTES_MAX;
 use crate::pack::read_samples;
+use crate::report::Json;
 use crate::report::input;
+use crate::report::temporary::TemporaryFolder;
 use crate::repository::approval::{approve, withdraw};
-use crate::serve::open_flash;
+use crate::serve::open_chain;
 use crate::{report, say};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
@@ -30,20 +32,18 @@ const POLICY_FORMAT: u32 = 1;
 pub struct GateArgs {
     /// The bundle: a snapshot or a delta
     bundle: PathBuf,
-    /// What the fleet holds: a bundle or a flash directory, such as `STATE/fleet` of `select`. A
-    /// delta needs it
+    /// What the fleet holds: a flash directory, such as `STATE/fleet` of `select`, or a bundle. If
+    /// that is a delta, once for each bundle from a snapshot on. A delta needs it
     #[arg(long)]
-    fleet: Option<PathBuf>,
+    fleet: Vec<PathBuf>,
     /// Held-out samples with labels, one line of JSON each
     #[arg(long)]
     samples: PathBuf,
     /// The policy file (TOML)
     #[arg(long)]
     policy: PathBuf,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// A policy file: bounds of a release's figures. A bound that is left out is not checked.
@@ -80,6 +80,16 @@ pub struct GateCheck {
     pub found: f64,
     /// How far the figure misses the bound; 0 if it holds.
     pub missed_by: f64,
+}
+
+impl GateCheck {
+    /// Formats a figure of the bound: a count has no fraction.
+    fn figure(&self, value: f64) -> String {
+        match self.bound {
+            "samples_min" => report::count(value as u64),
+            _ => format!("{value:.5}"),
+        }
+    }
 }
 
 /// The result of a gate.
@@ -201,12 +211,12 @@ fn no_figure(bound: &str) -> String {
 /// A file is refused, a sample has no score, or a bound has no figure.
 pub fn evaluate_gate(
     bundle: &Path,
-    fleet: Option<&Path>,
+    fleet: &[PathBuf],
     samples: &Path,
     policy: &GatePolicy,
 ) -> Result<GateReport> {
-    let scratch = tempfile::tempdir().context("a temporary folder")?;
-    let held = fleet.map(|path| open_flash(path, &scratch.path().join("fleet"))).transpose()?;
+    let scratch = TemporaryFolder::new()?;
+    let held = open_chain("--fleet", fleet, &scratch.path().join("fleet"))?;
     let mut reader = BundleReader::open(bundle)?;
     let delta = reader.manifest().parent.is_some();
     let schema = reader.manifest().schema.clone();
@@ -242,7 +252,7 @@ fn score(flash: &Flash, samples: &[Sample]) -> Result<Evaluation> {
 
 impl GateReport {
     fn print(&self) -> Result<()> {
-        let digits = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.5}"));
+        let digits = |v| report::or_dash(v, |v| format!("{v:.5}"));
         let mut table = report::table(&[&self.candidate, "candidate", "fleet", "trainer"]);
         for (what, values) in [("AUC", self.auc), ("logloss", self.logloss)] {
             let [new, old, trainer] = values.map(digits);
@@ -250,10 +260,11 @@ impl GateReport {
         }
         say!("{table}")?;
 
-        let mut table = report::table(&["bound", "limit", "found", "missed by"]);
+        let mut table = report::table(&["bound", "limit", "found", ""]);
         for check in &self.checks {
-            let [limit, found, missed] =
-                [check.limit, check.found, check.missed_by].map(|v| format!("{v:.5}"));
+            let [limit, found] = [check.limit, check.found].map(|v| check.figure(v));
+            let missed = (check.missed_by > 0.0).then_some(check.missed_by);
+            let missed = report::or_dash(missed, |v| format!("MISSED BY {}", check.figure(v)));
             table.add_row([check.bound.to_owned(), limit, found, missed]);
         }
         say!("{table}")
@@ -263,8 +274,9 @@ impl GateReport {
     pub fn refusal(&self) -> String {
         let missed = self.checks.iter().filter(|check| check.missed_by > 0.0);
         let line = |check: &GateCheck| {
-            let GateCheck { bound, limit, found, missed_by } = check;
-            format!("{bound} is {limit}, the candidate has {found:.5}: missed by {missed_by:.5}")
+            let [found, missed_by] = [check.found, check.missed_by].map(|v| check.figure(v));
+            let GateCheck { bound, limit, .. } = check;
+            format!("{bound} is {limit}, the candidate has {found}: missed by {missed_by}")
         };
         missed.map(line).collect::<Vec<_>>().join("; ")
     }
@@ -277,8 +289,8 @@ impl GateReport {
 pub fn run(args: &GateArgs) -> Result<()> {
     withdraw(&args.bundle)?;
     let policy = GatePolicy::load(&args.policy)?;
-    let found = evaluate_gate(&args.bundle, args.fleet.as_deref(), &args.samples, &policy)?;
-    report::write_report(args.json.as_deref(), &found, || found.print())?;
+    let found = evaluate_gate(&args.bundle, &args.fleet, &args.samples, &policy)?;
+    args.json.write(&found, || found.print())?;
 
     let name = args.bundle.display();
     ensure!(found.passed, "{name}: {} is refused: {}", found.candidate, found.refusal());

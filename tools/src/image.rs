@@ -4,12 +4,15 @@
 //! compares it; it never writes to a device.
 
 use crate::report;
+use crate::report::Json;
+use crate::report::temporary::{Claim, TemporaryFolder};
 use crate::say;
 use crate::serve::install;
 use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::digest::{Context as Digest, SHA256, digest};
 use clap::Args;
 use hatchback::update::release::hex;
+use serde::Serialize;
 use std::fmt::Write;
 use std::fs::{self, File};
 use std::io::Read;
@@ -49,6 +52,8 @@ pub struct ImageArgs {
     /// generation, the one before, the next release fetched and installed, and a merge]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=16 << 20))]
     mib: Option<u64>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// Runs the command.
@@ -58,6 +63,42 @@ pub struct ImageArgs {
 /// from the files when it is read back.
 pub fn run(args: &ImageArgs) -> Result<()> {
     fs::create_dir(&args.out).with_context(|| args.out.display().to_string())?;
+    let claim = Claim::new(&args.out);
+    let made = make_in(args);
+    drop(claim);
+    // A second try must find no half of an image.
+    let report = made.inspect_err(|_| drop(fs::remove_dir_all(&args.out)))?;
+    args.json.write(&report, || report.print())
+}
+
+/// The report of the command.
+#[derive(Serialize)]
+struct ImageReport {
+    image: PathBuf,
+    /// The manifest for CopyTarget.
+    manifest: PathBuf,
+    generation: String,
+    /// The folder of the model on the board.
+    name: String,
+    files: usize,
+    bytes: u64,
+    /// Size of the partition, MiB.
+    mib: u64,
+    /// SHA-256 of the image.
+    sha256: String,
+}
+
+impl ImageReport {
+    fn print(&self) -> Result<()> {
+        let Self { generation, name, mib, sha256, files, .. } = self;
+        let bytes = report::bytes(self.bytes);
+        say!("{}: {generation} as `{name}`, {bytes} in {mib} MiB of ext4", self.image.display())?;
+        say!("sha256 {sha256}; read back, every file is the same")?;
+        say!("{}: the same {files} files for CopyTarget", self.manifest.display())
+    }
+}
+
+fn make_in(args: &ImageArgs) -> Result<ImageReport> {
     let tree = args.out.join("hatchback");
     let (models, new) = (tree.join("models"), tree.join(".new"));
     for folder in [&tree, &models, &tree.join("updates")] {
@@ -83,11 +124,16 @@ pub fn run(args: &ImageArgs) -> Result<()> {
 
     let manifest = args.out.join("hatchback.yaml");
     fs::write(&manifest, copy_target(&files))?;
-    let (bytes, sum) = (report::bytes(content), file_hash(&image)?);
-    say!("{}: {generation} as `{name}`, {bytes} in {mib} MiB of ext4", image.display())?;
-    say!("sha256 {sum}; read back, every file is the same")?;
-    let count = files.iter().filter(|f| !f.folder).count();
-    say!("{}: the same {count} files for CopyTarget", manifest.display())
+    Ok(ImageReport {
+        sha256: file_hash(&image)?,
+        image,
+        manifest,
+        generation: generation.to_string(),
+        name: name.clone(),
+        files: files.iter().filter(|f| !f.folder).count(),
+        bytes: content,
+        mib,
+    })
 }
 
 /// Returns the size of a partition with room for all copies of `content` bytes.
@@ -112,7 +158,7 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
         for entry in fs::read_dir(tree.join(folder.trim_start_matches('/')))? {
             let entry = entry?;
             let Ok(name) = entry.file_name().into_string() else {
-                bail!("{:?}: the name is not UTF-8", entry.path())
+                bail!("{}: the name is not UTF-8", entry.path().display())
             };
             let (path, metadata) = (format!("{folder}/{name}"), entry.metadata()?);
             let is_folder = metadata.is_dir();
@@ -141,11 +187,12 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
 fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
     // Without these variables, mke2fs would store the current time and read the machine's defaults.
-    let config = tempfile::NamedTempFile::new()?;
-    fs::write(config.path(), "[fs_types]\next4 = {\ninode_size = 256\n}\n")?;
+    let folder = TemporaryFolder::new()?;
+    let config = folder.path().join("mke2fs.conf");
+    fs::write(&config, "[fs_types]\next4 = {\ninode_size = 256\n}\n")?;
     command
         .args(arguments)
-        .env("MKE2FS_CONFIG", config.path())
+        .env("MKE2FS_CONFIG", &config)
         .env("E2FSPROGS_FAKE_TIME", FILE_TIME_S.to_string());
     // Debian has these programs in folders that only root has in its PATH.
     let path = std::env::var("PATH").unwrap_or_default();
@@ -183,9 +230,10 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
         }
     }
 
-    let commands = tempfile::NamedTempFile::new()?;
-    fs::write(commands.path(), script)?;
-    let printed = e2fs("debugfs", &["-w", "-f", text(commands.path())?, image])?;
+    let folder = TemporaryFolder::new()?;
+    let commands = folder.path().join("commands");
+    fs::write(&commands, script)?;
+    let printed = e2fs("debugfs", &["-w", "-f", text(&commands)?, image])?;
     let refused = printed.lines().find(|l| !l.starts_with("debugfs"));
     ensure!(refused.is_none(), "debugfs: {}", refused.unwrap_or_default());
     Ok(())
@@ -194,7 +242,7 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
 /// Reads every file of `image` and compares it with the file in `tree`.
 fn read_back(tree: &Path, files: &[Entry], image: &Path) -> Result<()> {
     e2fs("e2fsck", &["-f", "-n", text(image)?])?;
-    let scratch = tempfile::tempdir()?;
+    let scratch = TemporaryFolder::new()?;
     e2fs("debugfs", &["-R", &format!("rdump / {}", text(scratch.path())?), text(image)?])?;
     for entry in files.iter().filter(|f| !f.folder) {
         let path = &entry.path[1..];

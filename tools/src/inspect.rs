@@ -2,6 +2,8 @@
 //! daemon's scrubs found. With `--verify` it reads and checks every byte. Never writes.
 
 use crate::report;
+use crate::report::Json;
+use crate::report::temporary::TemporaryFolder;
 use crate::say;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -28,10 +30,8 @@ pub struct InspectArgs {
     /// Reads and checks every chunk or page
     #[arg(long)]
     verify: bool,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The content of a bundle or a flash directory.
@@ -86,7 +86,7 @@ impl ScrubReport {
         if !place.exists() {
             return None;
         }
-        let scratch = tempfile::tempdir().ok()?;
+        let scratch = TemporaryFolder::new().ok()?;
         let notes = Catalog::peek(&place, scratch.path())
             .inspect_err(|e| report::note(format_args!("the catalog of scrubs is unreadable: {e}")))
             .ok()?;
@@ -437,7 +437,7 @@ pub fn run(args: &InspectArgs) -> Result<()> {
         report
     };
 
-    report::write_report(args.json.as_deref(), &report, || report.print())?;
+    args.json.write(&report, || report.print())?;
     let damage = report.damage.map_or(0, |d| d.len());
     anyhow::ensure!(damage == 0, "{}: {damage} parts are damaged", args.path.display());
     Ok(())

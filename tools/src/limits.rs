@@ -8,6 +8,11 @@ pub(crate) const SECONDS_MAX: f64 = 1e6;
 /// Longest time that a flag in days takes: a hundred years.
 pub(crate) const DAYS_MAX: u64 = 36_500;
 
+/// Columns of a printed table.
+pub(crate) const COLUMNS_MAX: u16 = 100;
+/// Days before the root expires from which on `publish` asks for a rotation.
+pub(crate) const ROOT_DAYS_MIN: u64 = 60;
+
 /// Largest header of a trainer's file, in bytes. A length above it is damage.
 pub(crate) const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Largest text header of an `.npy` file, in bytes: NumPy's own limit (`max_header_size`). The

@@ -3,6 +3,7 @@
 //! an error as their answer.
 
 use crate::report;
+use crate::report::Json;
 use crate::report::output::output_error;
 use crate::serve::{self, ServeArgs};
 use anyhow::{Context, Result, ensure};
@@ -39,6 +40,22 @@ pub struct RunArgs {
     /// Scores each request this many times and prints its last answer, for instruction counts
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The report of `--json`: the answers, and the generation that made them.
+#[derive(Serialize)]
+struct RunReport {
+    generation: String,
+    samples: usize,
+    /// Lines that were not samples.
+    refused: usize,
+    /// Samples whose score is not a number.
+    not_finite: usize,
+    /// Samples whose request had no scores in time.
+    overdue: usize,
+    answers: Vec<serde_json::Value>,
 }
 
 /// A line of output: a score, or the error of a line of input.
@@ -51,6 +68,9 @@ enum Answer<'a> {
 
 struct Output<W: Write> {
     to: W,
+    json: Json,
+    /// The answers for the report of `--json`.
+    answers: Vec<serde_json::Value>,
     schema: Arc<Schema>,
     repeat: u32,
     /// The line of each sample in the batch.
@@ -67,6 +87,13 @@ struct Output<W: Write> {
 
 impl<W: Write> Output<W> {
     fn put(&mut self, answer: &Answer<'_>) -> Result<()> {
+        if self.json.is_given() {
+            // Through text, because a `Value` of an f32 has digits that the f32 has not.
+            self.answers.push(serde_json::from_str(&serde_json::to_string(answer)?)?);
+        }
+        if self.json.is_standard_output() {
+            return Ok(());
+        }
         serde_json::to_writer(&mut self.to, answer).map_err(|e| output_error(e.into()))?;
         self.to.write_all(b"\n").map_err(output_error)
     }
@@ -150,6 +177,8 @@ pub fn run(args: &RunArgs) -> Result<()> {
     let timeout = args.timeout_us.map(Duration::from_micros);
     let mut output = Output {
         to,
+        json: args.json.clone(),
+        answers: Vec::new(),
         schema: Arc::clone(model.schema()),
         repeat,
         lines,
@@ -180,6 +209,14 @@ pub fn run(args: &RunArgs) -> Result<()> {
     }
     output.score(&mut worker, &mut batch)?;
 
+    let Output { refused, not_finite, overdue, .. } = output;
+    let answers = std::mem::take(&mut output.answers);
+    let (generation, samples) = (model.generation().to_string(), answers.len() - refused);
+    let report = RunReport { generation, samples, refused, not_finite, overdue, answers };
+    if args.json.is_given() {
+        // The lock of standard output is this thread's own, so the report is written under it.
+        args.json.write(&report, || Ok(()))?;
+    }
     output.check(&name)
 }
 

@@ -3,12 +3,13 @@
 
 use crate::report;
 use crate::report::args::mib_to_bytes;
-use anyhow::{Context, Result, ensure};
+use crate::report::temporary::Claim;
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::TableBlobs;
 use hatchback::clock::SystemClock;
-use hatchback::flash::Flash;
+use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
@@ -124,6 +125,41 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
     install(path, directory)
 }
 
+/// Opens what `paths` hold: a flash directory, or the bundles of a chain, a snapshot and the deltas
+/// after it. Installs bundles into the flash directory `directory`. `option` is that of `paths`.
+///
+/// # Errors
+/// A bundle or the directory is refused, or a delta has no parent among the bundles.
+pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<Option<Flash>> {
+    if let [path] = paths
+        && path.is_dir()
+    {
+        return open_flash(path, directory).map(Some);
+    }
+    let mut chain = Vec::new();
+    for path in paths {
+        let named = || format!("{option} {}: pass a flash directory alone", path.display());
+        ensure!(!path.is_dir(), named());
+        let bundle = BundleReader::open(path)?;
+        chain.push((bundle.manifest().generation.sequence, path));
+    }
+    chain.sort_unstable();
+
+    let mut live = None;
+    for (_, path) in chain {
+        let installed = install(path, directory);
+        live = Some(installed.map_err(|error| match error.downcast_ref() {
+            Some(FlashError::Parent { parent, live, .. }) => anyhow!(
+                "{option} {}: is a delta from sequence {parent}, and {live} is before it; pass \
+                 {option} for each bundle from a snapshot on, or one flash directory",
+                path.display()
+            ),
+            _ => error,
+        })?);
+    }
+    Ok(live)
+}
+
 /// Installs the bundle at `path` into the flash directory `directory`, with a progress bar.
 ///
 /// # Errors
@@ -138,6 +174,8 @@ pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
     let total = bundle.manifest().tables.iter().map(segment_bytes).sum();
 
     let bar = progress_bar(total, "installing on flash", "{bytes}/{total_bytes}");
+    // An interrupted install into a directory that holds a model is continued or repeated.
+    let _claim = (!directory.exists()).then(|| Claim::new(directory));
     let flash = Flash::install(&disk::system(), directory, &mut bundle, |bytes| bar.inc(bytes));
     bar.finish_and_clear();
     flash.with_context(|| {

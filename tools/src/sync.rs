@@ -3,13 +3,14 @@
 //! the progress; `hatchback::update` does the work.
 
 use crate::report;
+use crate::report::Json;
 use crate::report::args::mib_to_bytes;
 use crate::repository::now;
 use crate::say;
 use crate::serve::progress_bar;
 use anyhow::{Result, bail};
 use clap::Args;
-use hatchback::clock::SystemClock;
+use hatchback::clock::{SystemClock, utc};
 use hatchback::model::budget::Budget;
 use hatchback::targets::Target;
 use hatchback::update::Updater;
@@ -46,10 +47,8 @@ pub struct SyncArgs {
     /// Prints the state of the update and its history, and does nothing else
     #[arg(long)]
     status: bool,
-    /// Writes the status as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// Runs the command. Reports the status of the update even if the update fails.
@@ -59,17 +58,15 @@ pub struct SyncArgs {
 pub fn run(args: &SyncArgs) -> Result<()> {
     let updater = args.car.updater(args.flash.clone());
     let updated = match args.action() {
-        Action::Consent => consent(&updater),
-        Action::Status => Ok(()),
+        Action::Consent => args.car.check_state().and_then(|()| consent(&updater)),
+        Action::Status => return args.car.check_state().and_then(|()| args.report(&updater)),
         Action::Update => update(args, &updater),
     };
 
-    let status = updater.status();
-    if updated.is_err() && args.json.is_none() {
+    if updated.is_err() && !args.json.is_given() {
         return updated;
     }
-    let status = status?;
-    report::write_report(args.json.as_deref(), &status, || print_status(&status, args.status))?;
+    args.report(&updater)?;
     updated
 }
 
@@ -89,6 +86,11 @@ enum Action {
 }
 
 impl SyncArgs {
+    fn report(&self, updater: &Updater) -> Result<()> {
+        let status = updater.status()?;
+        self.json.write(&status, || print_status(&status, self.status))
+    }
+
     fn action(&self) -> Action {
         match (self.consent, self.status) {
             (true, _) => Action::Consent,
@@ -142,10 +144,9 @@ fn print_status(status: &UpdateStatus, with_history: bool) -> Result<()> {
     if with_history && !status.history.is_empty() {
         let mut table = report::table(&["when", "state", "release", ""]);
         for event in &status.history {
-            let when = jiff::Timestamp::from_second(event.at as i64).map(|t| t.to_string());
             let (release, note) = (event.release.clone(), event.note.clone());
             table.add_row([
-                when.unwrap_or_else(|_| event.at.to_string()),
+                utc(event.at),
                 event.state.to_string(),
                 release.unwrap_or_default(),
                 note.unwrap_or_default(),

@@ -459,7 +459,31 @@ fn a_report_into_a_closed_pipe_ends_quietly() {
     drop(reader);
     let output = machine.daemon().arg("--report").stdout(writer).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && said.is_empty(), "{said}");
+    assert!(output.status.code() == Some(141) && said.is_empty(), "{said}");
+}
+
+/// As `hatchback` does: one line for an error, no backtrace, and 2 for a wrong command line.
+#[test]
+fn an_error_is_one_line_and_the_status_says_who_must_act() {
+    let machine = Machine::new("cpu", "");
+    let run = |arguments: &[&str], backtrace: &str| {
+        let mut command = machine.daemon();
+        let output = command.args(arguments).env("RUST_BACKTRACE", backtrace).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    for backtrace in ["0", "1"] {
+        let nowhere = run(&["--flash", "nowhere", "check"], backtrace);
+        let lines: Vec<&str> = nowhere.1.lines().filter(|line| !line.starts_with('[')).collect();
+        assert_eq!(nowhere.0, Some(1));
+        assert_eq!(lines, ["error: nowhere: no such folder"]);
+    }
+    let (status, said) = run(&[], "1");
+    assert!(status == Some(2) && said.starts_with("error: pass --report or a command"), "{said}");
+
+    let mut unknown = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
+    let output = unknown.args(["--target", "nosuch.toml", "check"]).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said, "error: nosuch.toml: No such file or directory (os error 2)\n");
 }
 
 #[test]
@@ -470,7 +494,7 @@ fn help_and_version_name_the_product() {
         String::from_utf8(output.stdout).unwrap()
     };
     let version = run("--version");
-    let expected = concat!("hatchbackd ", env!("CARGO_PKG_VERSION"), " (Hatchback)\n");
+    let expected = concat!("hatchbackd ", env!("CARGO_PKG_VERSION"), "\n");
     assert_eq!(version, expected);
     let help = run("--help");
     for text in

@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 
 /// The name of the only model: its lineage.
 const MODEL: &str = "coupon-dlrm";
@@ -104,6 +104,17 @@ fn probe() -> Vec<String> {
 
 fn ask(client: &mut Client, line: &str) -> Value {
     client.ask(MODEL, line).unwrap()
+}
+
+/// Returns the metrics once they contain `text`: they are made once a second.
+fn metrics_with(car: &Car, text: &str) -> String {
+    loop {
+        let metrics = String::from_utf8(car.connect().get("/metrics").unwrap().body).unwrap();
+        if metrics.contains(text) {
+            return metrics;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
 }
 
 /// Checks that `answer` is the line's recorded score, within the error of its tables' codec.
@@ -413,10 +424,92 @@ fn a_score_that_is_not_a_number_is_an_error() {
     let answer = ask(&mut connection, &sample.to_string());
     let error = answer["error"].as_str().unwrap();
     assert!(error.starts_with("sample 0: score[0] is NaN: "), "{answer}");
-    assert_eq!((answer["code"].as_u64(), answer.as_object().unwrap().len()), (Some(400), 2));
+    assert_eq!((answer["code"].as_u64(), answer.as_object().unwrap().len()), (Some(500), 2));
+    // No caller can prevent such a score, so an alert must see it.
+    let metrics = metrics_with(&car, "outcome=\"not_finite\"");
+    assert!(metrics.contains("not_finite\"} 1"), "{metrics}");
     check(line, &ask(&mut connection, line));
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
+}
+
+/// What a newcomer's curl and Prometheus meet first.
+#[test]
+fn a_wrong_path_or_method_says_what_to_do_and_metrics_have_both_formats() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let ask = |method: &str, path: &str, header: &str| {
+        let mut stream = UnixStream::connect(car.socket()).unwrap();
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\n{header}\r\n\r\n");
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    let close = "connection: close";
+    for (method, path, status, said) in [
+        ("GET", "/v2/models", "404", "POST /v2/repository/index lists the models"),
+        ("GET", "/favicon.ico", "404", "no such path"),
+        ("GET", "/v2/models/coupon-dlrm/infer", "405", "use the method POST"),
+        ("POST", "/v2/models/coupon-dlrm/ready", "405", "use the method GET"),
+        ("POST", "/metrics", "405", "use the method GET"),
+        ("GET", "/v2/repository/index", "405", "use the method POST"),
+    ] {
+        let answer = ask(method, path, close);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
+        assert!(answer.contains(said) && answer.contains(path), "{answer}");
+        let allow =
+            said.rsplit_once("method ").map(|(_, method)| format!("\r\nallow: {method}\r\n"));
+        assert!(allow.is_none_or(|allow| answer.contains(&allow)), "{answer}");
+    }
+
+    let metrics = metrics_with(&car, "hatchback_generation");
+    for part in
+        ["# TYPE hatchback_lookups_total counter\n", "hatchback_build_info{version=", "\nprocess_"]
+    {
+        assert!(metrics.contains(part), "{part}: {metrics}");
+    }
+    assert!(!metrics.contains("# EOF") && !metrics.contains("{}"), "{metrics}");
+    let newer = ask("GET", "/metrics", &format!("accept: application/openmetrics-text\r\n{close}"));
+    assert!(
+        newer.contains("application/openmetrics-text") && newer.ends_with("# EOF\n"),
+        "{newer}"
+    );
+    let mut promtool = Command::new("promtool");
+    match promtool.args(["check", "metrics"]).stdin(Stdio::piped()).spawn() {
+        Ok(mut checked) => {
+            checked.stdin.take().unwrap().write_all(metrics.as_bytes()).unwrap();
+            assert!(checked.wait().unwrap().success());
+        }
+        Err(_) => println!("SKIPPED: the form of the metrics: promtool is not installed"),
+    }
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+/// Two of three models are wrong: both are named, and the right one is checked.
+#[test]
+fn a_check_names_every_model_that_fails() {
+    let car = Car::new();
+    let model = car.folder.path().join("bare");
+    hatchback_tests::versions::copy(&repository("tools/demo/coupon"), &model);
+    let spec = model.join("model.toml");
+    let text = std::fs::read_to_string(&spec).unwrap();
+    std::fs::write(&spec, text.split("[probe]").next().unwrap()).unwrap();
+    let (bundle, flash) = (car.folder.path().join("bare.hatch"), car.folder.path().join("f"));
+    pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    install(&bundle, &flash).unwrap();
+
+    let bare = flash.display();
+    let flash = [format!("a={bare}"), format!("b={}", car.flash()), format!("c={bare}")];
+    let checked = car.daemon_on(&repository("targets/cpu.toml"), &flash, &["check"]).output();
+    let checked = checked.unwrap();
+    let said = String::from_utf8_lossy(&checked.stderr);
+    assert_eq!(checked.status.code(), Some(1));
+    for line in ["model `a`: the bundle has no probe set", "model `c`: the bundle", "`b`: 64 probe"]
+    {
+        assert!(said.contains(line), "{line}: {said}");
+    }
 }
 
 #[test]

@@ -16,7 +16,7 @@ use crate::limits::{
 };
 use crate::schema::sample::Sample;
 use std::collections::BTreeSet;
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,8 +51,11 @@ impl Flash {
     /// [`FlashError::Live`] or [`FlashError::Manifest`] if one of them does not decode.
     /// [`FlashError::Io`] if the disk refused.
     pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, FlashError> {
-        let Some(stored) = read_live(disk.as_ref(), directory)? else {
-            return Err(FlashError::field(directory, "live", "no generation is live here"));
+        let read = read_live(disk.as_ref(), directory);
+        let Some(stored) = read.map_err(|e| not_flash(disk.as_ref(), directory).unwrap_or(e))?
+        else {
+            let nothing = || FlashError::field(directory, "live", "no generation is live here");
+            return Err(not_flash(disk.as_ref(), directory).unwrap_or_else(nothing));
         };
         let Stored { value: record, writes, .. } = stored;
 
@@ -519,6 +522,24 @@ fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveReco
         }
         FlashError::Live { path, problem }
     })
+}
+
+/// Returns the error for a path that is no flash directory, by what a user may have taken for one.
+fn not_flash(disk: &dyn Disk, directory: &Path) -> Option<FlashError> {
+    let content = disk.list(directory);
+    let holds = |name: &str| content.iter().flatten().any(|path| path.ends_with(name));
+    let problem = match &content {
+        Err(e) if e.kind() == ErrorKind::NotFound => "no such folder",
+        Err(e) if e.kind() == ErrorKind::NotADirectory => {
+            "is a file; `hatchback install BUNDLE --flash DIR` makes a flash directory of a bundle"
+        }
+        _ if holds("metadata") && holds("targets") => {
+            "is a repository of releases; `hatchback sync` makes a flash directory of it"
+        }
+        _ if holds("root.factory") => "is a sync directory; the flash directory is another",
+        _ => return None,
+    };
+    Some(FlashError::Live { path: directory.to_owned(), problem: problem.to_owned() })
 }
 
 /// Returns the live record, even if its generation is damaged; `None` if every copy is damaged or

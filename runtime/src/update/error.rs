@@ -3,6 +3,7 @@
 
 use crate::bundle::BundleError;
 use crate::bundle::manifest::ManifestError;
+use crate::clock::utc;
 use crate::flash::FlashError;
 use std::io;
 use std::path::PathBuf;
@@ -24,9 +25,9 @@ pub enum UpdateError {
     RollbackFloor { path: PathBuf, problem: String },
     /// Times in seconds since 1970.
     #[error(
-        "the clock ({now} s) is behind the newest signed time ({floor} s), so expired metadata \
-         cannot be detected; set the clock, or if the publisher's clock was ahead, rotate the \
-         timestamp key"
+        "the clock ({}) is behind the newest signed time ({}), so expired metadata cannot be \
+         detected; set the clock, or if the publisher's clock was ahead, rotate the timestamp key",
+        utc(*now), utc(*floor)
     )]
     ClockBehind { now: u64, floor: u64 },
     /// Rollback: signed metadata older than the trusted version.
@@ -39,7 +40,7 @@ pub enum UpdateError {
     )]
     Replay { role: &'static str, floor: u64, offered: u64 },
     /// Freeze: signed metadata that has expired. `now` is in seconds since 1970.
-    #[error("freeze: {role} metadata expired at {expires}; the clock is {now} s")]
+    #[error("freeze: {role} metadata expired at {expires}; the clock is {}", utc(*now))]
     Freeze { role: String, expires: String, now: u64 },
     /// Mix-and-match: metadata that were not signed for each other.
     #[error("mix-and-match: {path}: {problem}")]
@@ -76,6 +77,9 @@ pub enum UpdateError {
     /// A field of a release contradicts its signed target.
     #[error("release {name}: {field}: {problem}")]
     ReleaseField { name: String, field: &'static str, problem: String },
+    /// A fault of this car, such as a full disk, kept it from installing a release.
+    #[error("release {release} was not installed: {reason}")]
+    NotInstalled { release: String, reason: String },
     /// A release was not made live, or was rolled back.
     #[error("release {release} failed: {reason}")]
     ReleaseFailed { release: String, reason: String },
@@ -90,6 +94,8 @@ pub enum UpdateError {
     NoPath { live: String, newest: u64, lineage: String },
     #[error("the repository has the models {found}: choose one with --lineage")]
     AmbiguousLineage { found: String },
+    #[error("--lineage {chosen}: the repository has the models {found}")]
+    UnknownLineage { chosen: String, found: String },
     /// Too little space. The run fetched nothing of the release.
     #[error(
         "{path}: {needed} bytes are needed and {free} are free; make room on this file system",
@@ -115,6 +121,21 @@ pub enum UpdateError {
 }
 
 impl UpdateError {
+    /// Returns whether the car or its link is the cause, so that another try may succeed.
+    pub fn is_fault_of_car(&self) -> bool {
+        matches!(
+            self,
+            Self::NotInstalled { .. }
+                | Self::NoSpace { .. }
+                | Self::Busy { .. }
+                | Self::Car { .. }
+                | Self::LinkBroken { .. }
+                | Self::SlowRetrieval { .. }
+                | Self::ByteBudget { .. }
+                | Self::OutsideHours
+        )
+    }
+
     /// Returns how much the failed fetch of a release counts against that release: the failure is
     /// its own, perhaps its own, or not.
     pub(super) fn weight(&self) -> u32 {

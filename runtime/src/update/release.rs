@@ -217,24 +217,25 @@ impl Base {
 /// listed one. Returns `None` if no model is listed.
 ///
 /// # Errors
-/// `UpdateError::AmbiguousLineage` if several models are listed and none is chosen.
+/// `UpdateError::AmbiguousLineage` if several models are listed and none is chosen, and
+/// `UpdateError::UnknownLineage` if the chosen one is not among them.
 pub fn lineage_of(
     live: Option<&Generation>,
     chosen: Option<&str>,
     releases: &[Release],
 ) -> Result<Option<String>, UpdateError> {
-    if let Some(lineage) = live.map(|g| g.lineage.as_str()).or(chosen) {
-        return Ok(Some(lineage.to_owned()));
+    if let Some(live) = live {
+        return Ok(Some(live.lineage.clone()));
     }
-
     let found: BTreeSet<&str> = releases.iter().map(|r| r.generation.lineage.as_str()).collect();
-    match found.len() {
-        0 => Ok(None),
-        1 => Ok(found.first().map(|l| (*l).to_owned())),
-        _ => {
-            let found = found.into_iter().collect::<Vec<_>>().join(", ");
-            Err(UpdateError::AmbiguousLineage { found })
+    let names = || found.iter().copied().collect::<Vec<_>>().join(", ");
+    match chosen.map(str::to_owned) {
+        Some(chosen) if !found.is_empty() && !found.contains(chosen.as_str()) => {
+            Err(UpdateError::UnknownLineage { chosen, found: names() })
         }
+        Some(chosen) => Ok(Some(chosen)),
+        None if found.len() > 1 => Err(UpdateError::AmbiguousLineage { found: names() }),
+        None => Ok(found.first().map(|l| (*l).to_owned())),
     }
 }
 

@@ -16,7 +16,8 @@ impl Updater {
     /// # Errors
     /// [`UpdateError`](crate::update::error::UpdateError) for the reason why the run stopped. The
     /// live generation is then the one before the run, or a release on the path to the newest.
-    /// `ReleaseFailed` if a release was not installed, or was rolled back.
+    /// `ReleaseFailed` if a release was rejected or rolled back, and `NotInstalled` after a fault
+    /// of this car.
     pub fn run(
         &self,
         fetcher: &mut Fetcher<'_>,
@@ -35,10 +36,14 @@ impl Updater {
             match status.state {
                 UpdateState::Committed if self.install_status()?.offer != before.offer => {}
                 UpdateState::Failed => {
+                    let install = self.install_status()?;
+                    let is_refused = status.release.as_ref().is_none_or(|r| install.is_refused(r));
                     let release = status.release.map(|r| r.generation.to_string());
-                    return Err(UpdateError::ReleaseFailed {
-                        release: release.unwrap_or_default(),
-                        reason: status.error.unwrap_or_default(),
+                    let release = release.unwrap_or_default();
+                    let reason = status.error.unwrap_or_default();
+                    return Err(match is_refused {
+                        true => UpdateError::ReleaseFailed { release, reason },
+                        false => UpdateError::NotInstalled { release, reason },
                     });
                 }
                 // The release that was being applied was revoked and rolled back.

@@ -15,6 +15,7 @@ use crate::limits::{
     FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, TURN_BYTES_MAX,
 };
 use crate::problem::{Code, Problem};
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -35,6 +36,16 @@ pub enum Peer {
     Loopback,
     /// A caller at this address with a certificate of the target's authorities.
     Certified(SocketAddr),
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::User(user) => write!(f, "user {user}"),
+            Self::Loopback => f.write_str("a caller on the loopback device"),
+            Self::Certified(address) => write!(f, "the caller at {address}"),
+        }
+    }
 }
 
 /// One open connection.
@@ -297,7 +308,7 @@ impl Connections {
                 let (max, peer) = (self.connections_max, longest.peer);
                 let seconds = longest.last_activity().elapsed().as_secs();
                 let detail =
-                    format!("all {max} are open; that of {peer:?} was silent longest, {seconds} s");
+                    format!("all {max} are open; that of {peer} was silent longest, {seconds} s");
                 self.closed.warn(&detail);
                 return true;
             }
@@ -360,7 +371,7 @@ impl Connections {
         let Some((_, heaviest)) = heaviest else { return false };
         heaviest.close();
         let (peer, held) = (heaviest.peer, heaviest.share.waiting());
-        self.closed.warn(&format!("that of {peer:?} held {held} of server.bytes_max"));
+        self.closed.warn(&format!("that of {peer} held {held} of server.bytes_max"));
         true
     }
 

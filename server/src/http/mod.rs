@@ -8,7 +8,7 @@ use crate::limits::BODY_TIME_MAX;
 use crate::problem::{Code, Problem};
 use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
-use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
 use hyper::{HeaderMap, Response, StatusCode};
 use serde::Serialize;
 use serde_json::json;
@@ -84,6 +84,11 @@ pub fn json_reply(value: &impl Serialize) -> Answered {
 pub fn refusal(problem: &Problem) -> Answered {
     let text = json!({"error": problem.message}).to_string();
     let mut response = reply(problem.code.http(), "application/json", text.into());
+    if let (Code::Method, Some((_, allowed))) = (problem.code, problem.message.rsplit_once(' ')) {
+        // The message ends with the method.
+        let allowed = HeaderValue::from_str(allowed);
+        response.headers_mut().extend(allowed.ok().map(|allowed| (ALLOW, allowed)));
+    }
     if let Some(wait) = problem.retry_after {
         let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));

@@ -16,10 +16,12 @@ pub struct Second {
     pub answered: u64,
     /// Requests that were refused or failed.
     pub failed: u64,
-    pub p50_us: u64,
-    pub p99_us: u64,
-    /// Share of the lookups of cached tables that the caches answered, per cent; 100 without any.
-    pub hit_percent: f32,
+    /// `None` without an answer.
+    pub p50_us: Option<u64>,
+    pub p99_us: Option<u64>,
+    /// Share of the lookups of cached tables that the caches answered, per cent; `None` without
+    /// any.
+    pub hit_percent: Option<f32>,
     /// Pages read from flash.
     pub pages: u64,
 }
@@ -57,7 +59,7 @@ impl History {
                 failed: recent.failed,
                 p50_us: recent.latency_us(0.5),
                 p99_us: recent.latency_us(0.99),
-                hit_percent: 100.0 * since.hit_rate() as f32,
+                hit_percent: (since.cached_lookups > 0).then(|| 100.0 * since.hit_rate() as f32),
                 pages: since.pages,
             });
             if past.seconds.len() == HISTORY_S_MAX {

@@ -3,6 +3,7 @@
 
 pub mod facts;
 pub mod history;
+pub mod process;
 pub mod scrape;
 pub mod slowest;
 pub mod trace;
@@ -148,6 +149,8 @@ impl Metrics {
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
+        let end = text.rfind("# EOF").unwrap_or(text.len());
+        text.insert_str(end, &process::text());
         text
     }
 }
@@ -184,9 +187,10 @@ impl Recent {
         Self { answered: 0, failed: 0, latencies }
     }
 
-    /// Returns a percentile of the latencies, µs; 0 without requests.
-    pub fn latency_us(&self, quantile: f64) -> u64 {
-        self.latencies.as_ref().map_or(0, |latencies| latencies.value_at_quantile(quantile))
+    /// Returns a percentile of the latencies, µs; `None` without requests.
+    pub fn latency_us(&self, quantile: f64) -> Option<u64> {
+        let latencies = self.latencies.as_ref().filter(|latencies| !latencies.is_empty())?;
+        Some(latencies.value_at_quantile(quantile))
     }
 }
 

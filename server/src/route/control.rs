@@ -38,7 +38,10 @@ pub fn check_right(call: &Call<'_>) -> Result<(), Problem> {
         return Ok(());
     }
     let peer = call.connection.peer;
-    let message = format!("{peer:?} may not do this; send the token as `authorization: Bearer`");
+    let message = format!(
+        "{peer} may not do this without the token: send `authorization: Bearer TOKEN`, with the \
+         word from the file beside the daemon's socket"
+    );
     Err(Problem::new(Code::Denied, message))
 }
 

@@ -28,7 +28,7 @@ use crate::proto::{
 };
 use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Incoming};
-use hyper::header::{CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
+use hyper::header::{ACCEPT, CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::{Method, Request, StatusCode};
 use percent_encoding::percent_decode_str;
@@ -41,6 +41,7 @@ use std::time::{Duration, Instant};
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const JSON_TYPE: &str = "application/json";
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const PROMETHEUS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// A request whose headers were read. Their other parts are dropped before the body arrives, so
 /// that a caller cannot make the server keep headers.
@@ -62,6 +63,8 @@ struct Head {
     timeout: Option<Duration>,
     /// The length of the JSON before binary data.
     json_bytes: Option<usize>,
+    /// Whether the caller reads OpenMetrics.
+    reads_openmetrics: bool,
 }
 
 impl Received {
@@ -105,7 +108,7 @@ impl Head {
         let (method, path) = (method.clone(), uri.path().to_owned());
         if protocol == Protocol::Grpc {
             let timeout = grpc::timeout(headers)?;
-            return Ok(Self { method, path, timeout, json_bytes: None });
+            return Ok(Self { method, path, timeout, json_bytes: None, reads_openmetrics: false });
         }
         if let Some(encoding) = headers.get(CONTENT_ENCODING).filter(|e| *e != "identity") {
             let encoding = header_text(encoding);
@@ -113,13 +116,27 @@ impl Head {
             return Err(Problem::new(Code::Unimplemented, message));
         }
         let json_bytes = http_infer::json_bytes(headers)?;
-        Ok(Self { method, path, timeout: None, json_bytes })
+        let accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+        let reads_openmetrics =
+            accepted.into_iter().any(|value| value.contains("application/openmetrics-text"));
+        Ok(Self { method, path, timeout: None, json_bytes, reads_openmetrics })
     }
 
-    /// Returns the problem that there is no such path.
-    fn unknown(&self) -> Problem {
+    /// Returns the problem of a path that does not exist, or has the method `allowed` only.
+    fn unknown(&self, allowed: Option<&str>) -> Problem {
         let (method, path) = (Shortened(self.method.as_str()), Shortened(&self.path));
-        Problem::new(Code::NotFound, format!("{method} {path}"))
+        match allowed {
+            Some(allowed) => {
+                Problem::new(Code::Method, format!("{method} {path}: use the method {allowed}"))
+            }
+            None => {
+                let message = format!(
+                    "{method} {path}: no such path; a model is at /v2/models/NAME, and POST \
+                     /v2/repository/index lists the models"
+                );
+                Problem::new(Code::NotFound, message)
+            }
+        }
     }
 }
 
@@ -304,8 +321,11 @@ async fn answer_http(
 
     match (method, path.as_slice()) {
         (&Method::GET, [""]) => Ok(page()),
-        (&Method::GET, ["metrics"]) => {
+        (&Method::GET, ["metrics"]) if head.reads_openmetrics => {
             Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.shown().metrics))
+        }
+        (&Method::GET, ["metrics"]) => {
+            Ok(reply(StatusCode::OK, PROMETHEUS_TYPE, call.front.shown().metrics_prometheus))
         }
         (&Method::GET, ["status"]) => {
             Ok(reply(StatusCode::OK, JSON_TYPE, call.front.shown().status))
@@ -340,7 +360,19 @@ async fn answer_http(
         (&Method::POST, ["v2", "repository", "models", name, "unload"]) => {
             change_http(call, body, name, Change::Unload).await
         }
-        _ => Err(head.unknown()),
+        (_, path) => Err(head.unknown(method_of(path))),
+    }
+}
+
+/// Returns the method of a path that is none of a model.
+fn method_of(path: &[&str]) -> Option<&'static str> {
+    match path {
+        ["" | "metrics" | "status" | "v2"] | ["v2", "health", "live" | "ready"] => Some("GET"),
+        ["v2", "repository", "index"] | ["v2", "repository", "models", _, "load" | "unload"] => {
+            Some("POST")
+        }
+        ["actions", _, _] => Some("POST"),
+        _ => None,
     }
 }
 
@@ -371,7 +403,9 @@ async fn answer_model(
             let statistics = describe::statistics(front, model, version)?;
             Ok(json_reply(&describe::statistics_json(statistics)))
         }
-        _ => Err(head.unknown()),
+        (_, ["infer" | "prefetch"]) => Err(head.unknown(Some("POST"))),
+        (_, [] | ["ready" | "config" | "stats"]) => Err(head.unknown(Some("GET"))),
+        _ => Err(head.unknown(None)),
     }
 }
 

@@ -5,6 +5,7 @@
 use crate::front::{Front, Published};
 use crate::grpc;
 use crate::metrics::facts::{CarFacts, ModelFolder};
+use crate::metrics::process::prometheus;
 use crate::models::repository::index;
 use crate::proto::RepositoryIndexResponse;
 use serde_json::{Value, json};
@@ -23,9 +24,11 @@ pub fn tick(front: &Front) {
 pub fn show(front: &Front) {
     let folders = (front.models)();
     let models = index(front, &folders);
+    let metrics = front.metrics.text();
     front.show(Published {
         status: status(front, &folders).to_string().into(),
-        metrics: front.metrics.text().into(),
+        metrics_prometheus: prometheus(&metrics).into(),
+        metrics: metrics.into(),
         index: json!(models).to_string().into(),
         index_message: grpc::frame(&RepositoryIndexResponse { models }).into(),
     });
@@ -90,7 +93,8 @@ fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
         "busy": stats.busy,
         "late": stats.expired,
         "waiting": stats.waiting,
-        "hit_percent": 100.0 * stats.counters.hit_rate(),
+        "hit_percent": (stats.counters.cached_lookups > 0)
+            .then(|| 100.0 * stats.counters.hit_rate()),
         "pages": stats.counters.pages,
         "pages_damaged": stats.counters.pages_damaged,
         "cache_rows": cache.rows,

@@ -77,10 +77,8 @@ pub struct ConsumeArgs {
     /// Ends with an error if the brokers do not answer for so many seconds
     #[arg(long, default_value_t = 60.0, value_parser = report::args::seconds)]
     patience_s: f64,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 fn key_width(text: &str) -> Result<KeyWidth> {
@@ -117,7 +115,7 @@ pub fn run(args: &ConsumeArgs) -> Result<()> {
     let consumer = Consumer::open(args)?;
     loop {
         let done = consumer.window()?;
-        report::write_report(args.json.as_deref(), &done, || done.print())?;
+        args.json.write(&done, || done.print())?;
         match args.every_s {
             _ if done.is_full => {}
             Some(every_s) => consumer.member.wait(Duration::from_secs_f64(every_s))?,

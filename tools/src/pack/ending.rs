@@ -3,9 +3,9 @@
 //! it chooses the form of the network's weights, and compares the scores of the probe set with the
 //! recorded ones.
 
-use crate::machine_fault::is_machine_fault;
 use crate::pack::table::write_blob;
 use crate::pack::weights;
+use crate::report::temporary::TemporaryFolder;
 use anyhow::{Context, Result, anyhow, ensure};
 use hatchback::bundle::manifest::{Deferral, Generation, Manifest, TableBlobs};
 use hatchback::bundle::{BundleReader, BundleWriter};
@@ -16,6 +16,7 @@ use hatchback::schema::Schema;
 use hatchback::schema::sample::Sample;
 use hatchback::update::probe::Probed;
 use hatchback::{Budget, Codec, DenseEngine, Flash, Model, OpenError, SystemClock};
+use hatchback_link::program::is_machine_fault;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -160,8 +161,7 @@ impl Task<'_> {
     /// scored.
     fn run(&self, draft: &Path, samples: &[Sample]) -> Result<(Option<Vec<u8>>, Proof)> {
         let mut reader = BundleReader::open(draft)?;
-        let beside = draft.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let folder = tempfile::Builder::new().prefix(".pack-").tempdir_in(beside)?;
+        let folder = TemporaryFolder::beside(draft)?;
         let disk = hatchback::system_disk();
         let flash = Flash::install(&disk, folder.path(), &mut reader, |_| {})
             .context("the bundle cannot be installed")?;

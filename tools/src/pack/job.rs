@@ -11,6 +11,7 @@ use super::{Overrides, Packed, network, read_samples, table_major, weights};
 use crate::import::{FrequentRows, RowSource};
 use crate::limits::HEADER_BYTES_MAX;
 use crate::report::input;
+use crate::report::temporary::Claim;
 use anyhow::{Context, Error, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, TableBlobs, sha256};
@@ -130,6 +131,7 @@ impl PackJob {
         let workers = &self.overrides.workers()?;
         let tables = self.learn_tables(sources, parent, workers, &mut advance)?;
         let schema = &self.spec.schema(tables, &keys)?;
+        let _part = Claim::part_of(out);
         let mut bundle = BundleWriter::create_on(out, workers)?;
         let mut tables = Vec::new();
         for (number, source) in sources.iter().enumerate() {

@@ -4,6 +4,7 @@
 use super::share::{Head, blobs_path, check_model, head_path, read_head};
 use super::{PackJob, Packed};
 use crate::report::input;
+use crate::report::temporary::Claim;
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::TableBlobs;
@@ -53,6 +54,7 @@ impl PackJob {
         let tables = found.iter().map(|found| found.head.table.clone()).collect();
         let schema = self.spec.schema(tables, &self.spec.key_functions(&self.base)?)?;
         let files = self.network_files(&schema)?;
+        let _part = Claim::part_of(out);
         let mut bundle = BundleWriter::create_on(out, &self.overrides.workers()?)?;
         let mut tables = Vec::new();
         for (number, table) in found.iter().enumerate() {

@@ -9,6 +9,7 @@ use super::job::OpenedSource;
 use super::learn::learn;
 use super::table::{Destination, write_table};
 use crate::limits::HEADER_BYTES_MAX;
+use crate::report::temporary::Claim;
 use crate::report::{self, input};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
@@ -123,7 +124,9 @@ impl Work<'_> {
         self.tables[number] = learnt.table(spec, rows.rows(), job.overrides)?;
         let schema = job.spec.schema(self.tables.clone(), self.keys)?;
 
-        let mut bundle = BundleWriter::create_on(&blobs_path(self.folder, number), workers)?;
+        let path = blobs_path(self.folder, number);
+        let _part = Claim::part_of(&path);
+        let mut bundle = BundleWriter::create_on(&path, workers)?;
         let (generation, schema) = (&job.generation()?, &schema);
         let destination = Destination { generation, schema, number, parent: None, workers };
         let written = write_table(&mut bundle, &destination, rows, advance)?;

@@ -63,8 +63,7 @@ impl RowSorter {
             bail!("key {key} is not in 0..{}, the rows of this `index` table", self.table_rows)
         }
         let out = self.partitions.file_for(keys.order(key));
-        out.write_all(&key.to_le_bytes())?;
-        Ok(out.write_all(row)?)
+        out.write_all(&key.to_le_bytes()).and_then(|()| out.write_all(row)).with_context(named)
     }
 
     /// Passes all rows to `take`, in segment order.
@@ -84,7 +83,8 @@ impl SortRules {
         take: &mut dyn FnMut(u64, &[u8]) -> Result<()>,
     ) -> Result<()> {
         for Partition { file, lowest, highest } in partitions.files {
-            let mut file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+            let file = file.into_inner().map_err(std::io::IntoInnerError::into_error);
+            let mut file = file.with_context(named)?;
             let bytes = file.stream_position()?;
             file.seek(SeekFrom::Start(0))?;
             if bytes <= 2 * self.partition_bytes {
@@ -109,7 +109,10 @@ impl SortRules {
             if is_one_key {
                 bail!("key {} occurs twice", key_of(&record));
             }
-            split.file_for(self.keys.order(key_of(&record))).write_all(&record)?;
+            split
+                .file_for(self.keys.order(key_of(&record)))
+                .write_all(&record)
+                .with_context(named)?;
         }
         Ok(split)
     }
@@ -153,7 +156,7 @@ impl Partitions {
         };
         let count = count.clamp(1, SORT_PARTITIONS_MAX);
         let files = (0..count).map(|_| partition()).collect::<Result<_>>();
-        Ok(Self { orders, files: files.context("a temporary file")? })
+        Ok(Self { orders, files: files.with_context(named)? })
     }
 
     /// Returns the file for a row of this order.
@@ -165,6 +168,11 @@ impl Partitions {
         partition.highest = partition.highest.max(order);
         &mut partition.file
     }
+}
+
+/// Returns where the temporary files are, which may be another file system than that of the bundle.
+fn named() -> String {
+    format!("{}: a temporary file (TMPDIR)", std::env::temp_dir().display())
 }
 
 fn key_of(record: &[u8]) -> u64 {

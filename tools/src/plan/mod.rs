@@ -9,8 +9,10 @@ pub mod stream;
 use crate::plan::device::DeviceTimes;
 use crate::plan::simulate::{Curve, CurvePoint};
 use crate::plan::stream::{StreamRules, draw_counts, read_log};
+use crate::report::Json;
 use crate::report::args::mib_to_bytes;
 use crate::report::plot::{self, Axis, Panel, Series};
+use crate::report::temporary::Claim;
 use crate::{report, say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
@@ -70,10 +72,8 @@ pub struct PlanArgs {
     /// The target from which that file inherits, in the same folder
     #[arg(long, default_value = "cpu", value_name = "NAME")]
     inherits: String,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
     /// Draws the curve as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -138,7 +138,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     if let Some(path) = &args.write_target {
         write_target(args, &plan, &flash, path)?;
     }
-    report::write_report(args.json.as_deref(), &plan, || plan.print())
+    args.json.write(&plan, || plan.print())
 }
 
 /// Makes the plan of the model in `flash`.
@@ -314,6 +314,7 @@ fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Res
     let name = path.file_stem().unwrap_or_default();
     let draft = tempfile::Builder::new().prefix(name).suffix(".toml").tempfile_in(folder);
     let draft = draft.with_context(place)?;
+    let _claim = Claim::new(draft.path());
     std::fs::write(&draft, text(Some(1 << 50))).with_context(place)?;
     let inherits = || format!("--inherits {}", args.inherits);
     let target = Target::load(draft.path()).with_context(inherits)?;

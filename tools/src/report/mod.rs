@@ -6,12 +6,14 @@ pub mod input;
 pub mod metrics;
 pub mod output;
 pub mod plot;
+pub mod temporary;
 
-use crate::limits::MESSAGE_CHARS_MAX;
-use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
+use crate::limits::{COLUMNS_MAX, MESSAGE_CHARS_MAX};
+use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use std::time::Duration;
 
-pub use output::{OutputClosed, is_standard_output, json_file, note, write_json, write_report};
+pub use hatchback_link::program::{OutputClosed, explain, note};
+pub use output::{Json, is_standard_output, json_file, write_json};
 
 const RULE: LineStyle = LineStyle::none().fill('─').junction('─');
 /// Horizontal rules above the heads, below the heads and below the last row.
@@ -22,6 +24,8 @@ const STYLE: TableStyle =
 /// right.
 pub fn table(heads: &[&str]) -> Table {
     let mut table = Table::new();
+    // A long text, such as the reason of a failure, is broken over several lines.
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS_MAX);
     table.load_style(STYLE).set_header(heads);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -68,6 +72,11 @@ pub fn micros(time: Duration) -> String {
     if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") }
 }
 
+/// Formats a figure with `format`; `-` if there is none.
+pub fn or_dash<T>(figure: Option<T>, format: impl FnOnce(T) -> String) -> String {
+    figure.map_or_else(|| "-".to_owned(), format)
+}
+
 /// Formats a share: `0.98765` as `98.77 %`.
 pub fn percent(share: f64) -> String {
     format!("{:.2} %", 100.0 * share)
@@ -80,27 +89,9 @@ pub fn printable(text: &str) -> String {
     text.chars().take(MESSAGE_CHARS_MAX).map(safe).collect()
 }
 
-/// Formats an error and its causes as one line. The runtime's errors already contain their causes,
-/// so a cause that the line already contains is left out.
-pub fn explain(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
-        "" => cause,
-        _ if said.contains(&cause) => said,
-        _ => format!("{said}: {cause}"),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_cause_is_said_once() {
-        let io = || std::io::Error::other("no luck");
-        let error = anyhow::Error::from(io()).context("t.toml: no luck").context("table `a`");
-        assert_eq!(explain(&error), "table `a`: t.toml: no luck");
-        assert_eq!(explain(&anyhow::Error::from(io()).context("line 3")), "line 3: no luck");
-    }
 
     #[test]
     fn units() {

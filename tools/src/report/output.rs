@@ -2,23 +2,15 @@
 //! command writes through here. If the reader closes standard output, the program ends quietly, as
 //! other Unix tools do. Never decides what is reported.
 
-use anyhow::{Context, Result, ensure};
+use crate::report::temporary::write_file;
+use anyhow::{Result, ensure};
+use clap::Args;
+pub use hatchback_link::program::output_error;
 use serde::Serialize;
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-
-/// The reader of standard output closed the pipe, as `head` does.
-///
-/// The program ends quietly on this error, with [`CLOSED_PIPE_STATUS`].
-#[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("standard output was closed")]
-pub struct OutputClosed;
-
-/// Exit status after [`OutputClosed`]: what a shell reports of a tool that SIGPIPE killed (128 +
-/// 13).
-pub const CLOSED_PIPE_STATUS: u8 = 141;
 
 /// Where `--json` writes if it names standard output.
 const STANDARD_OUTPUT: &str = "-";
@@ -45,20 +37,6 @@ pub fn print_line(line: impl Display) -> Result<()> {
     writeln!(stdout, "{line}").and_then(|()| stdout.flush()).map_err(output_error)
 }
 
-/// Writes `line` to standard error. Ignores a failure: no other output is left to report it.
-pub fn note(line: impl Display) {
-    let _ = writeln!(io::stderr().lock(), "{line}");
-}
-
-/// Turns an error of standard output into the program's error: a closed pipe becomes
-/// [`OutputClosed`].
-pub fn output_error(error: io::Error) -> anyhow::Error {
-    match error.kind() {
-        ErrorKind::BrokenPipe => OutputClosed.into(),
-        _ => anyhow::Error::from(error).context("standard output"),
-    }
-}
-
 /// Writes `value` to `path` as indented JSON. The path `-` is standard output.
 ///
 /// # Errors
@@ -68,26 +46,40 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     if is_standard_output(path) {
         return print_line(text);
     }
-    std::fs::write(path, text + "\n").with_context(|| path.display().to_string())
+    write_file(path, (text + "\n").as_bytes())
 }
 
-/// Reports a result: writes `value` to the file of `--json`, if there is one, and calls `print` for
-/// the text that people read. With `--json -` standard output gets the document alone.
-///
-/// # Errors
-/// As [`write_json`] and `print`.
-pub fn write_report(
-    json: Option<&Path>,
-    value: &impl Serialize,
-    print: impl FnOnce() -> Result<()>,
-) -> Result<()> {
-    if let Some(path) = json {
-        write_json(path, value)?;
-        if is_standard_output(path) {
-            return Ok(());
+/// The option `--json`, which every command has.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Json {
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long = "json", value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = json_file)]
+    file: Option<PathBuf>,
+}
+
+impl Json {
+    /// Reports a result: writes `value` to the file of `--json`, if there is one, and calls `print`
+    /// for the text that people read. With `--json -` standard output gets the document alone.
+    ///
+    /// # Errors
+    /// As [`write_json`] and `print`.
+    pub fn write(&self, value: &impl Serialize, print: impl FnOnce() -> Result<()>) -> Result<()> {
+        if let Some(path) = &self.file {
+            write_json(path, value)?;
         }
+        if self.is_standard_output() { Ok(()) } else { print() }
     }
-    print()
+
+    /// Returns whether the option is given.
+    pub fn is_given(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Returns whether the document goes to standard output, and nothing else may.
+    pub fn is_standard_output(&self) -> bool {
+        self.file.as_deref().is_some_and(is_standard_output)
+    }
 }
 
 /// Returns whether `path`, the value of `--json`, is standard output. Nothing but the document goes
@@ -130,13 +122,5 @@ mod tests {
         assert!(json_file(&path("old.json", b"{}\n")).is_ok());
         assert!(json_file(&path("empty", b"")).is_ok());
         assert!(json_file(&path("model.hatch", b"HATCH")).is_err());
-    }
-
-    #[test]
-    fn a_closed_pipe_is_its_own_error() {
-        let closed = output_error(ErrorKind::BrokenPipe.into());
-        assert!(closed.is::<OutputClosed>());
-        let full = output_error(ErrorKind::StorageFull.into());
-        assert!(!full.is::<OutputClosed>() && full.to_string() == "standard output");
     }
 }

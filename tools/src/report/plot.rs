@@ -3,7 +3,8 @@
 
 use crate::limits::PLOT_DOTS_MAX;
 use crate::report::metrics::Percentiles;
-use anyhow::{Context, Result, anyhow};
+use crate::report::temporary::write_file;
+use anyhow::{Result, anyhow};
 use hatchback::request::worker::Counters;
 use plotters::coord::Shift;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
@@ -142,7 +143,7 @@ pub fn over_time(path: &Path, title: &str, points: &[TimeSlice]) -> Result<()> {
 /// # Errors
 /// The file cannot be written.
 pub fn panels(path: &Path, title: &str, panels: &[Panel]) -> Result<()> {
-    std::fs::write(path, svg(title, panels)?).with_context(|| path.display().to_string())
+    write_file(path, svg(title, panels)?.as_bytes())
 }
 
 fn svg(title: &str, panels: &[Panel]) -> Result<String> {

@@ -2,7 +2,7 @@
 //! bundle and has the hashes of manifest, policy and samples. `gate` writes it, and `publish
 //! --policy` refuses a bundle without it. Never evaluates a model.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::sha256;
 use hatchback::io::atomic_write::replace;
@@ -86,9 +86,12 @@ pub fn withdraw(bundle: &Path) -> Result<()> {
 pub fn check_approval(bundle: &Path, policy: &Path) -> Result<()> {
     let path = approval_path(bundle);
     let name = path.display();
-    let text = std::fs::read(&path).with_context(|| {
-        format!("{name}: {} has not passed the gate; run `hatchback gate`", bundle.display())
-    })?;
+    let text = match std::fs::read(&path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            bail!("{}: has not passed the gate; run `hatchback gate`", bundle.display())
+        }
+        text => text.with_context(|| name.to_string())?,
+    };
     let approval: Approval = serde_json::from_slice(&text).with_context(|| name.to_string())?;
     ensure!(
         approval.format == APPROVAL_FORMAT,

@@ -1,6 +1,7 @@
 //! Times in signed metadata, and why a publisher's clock is refused. Never waits.
 
 use anyhow::{Context, Result};
+use hatchback::clock::utc;
 use hatchback::limits::CLOCK_SLACK_S;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -14,12 +15,12 @@ pub enum ClockError {
     #[error(
         "nothing was signed: this clock ({}) is behind the time of {file} ({}); set the clock. If \
          it is right, see \"The publisher's clock\" in docs/fleet.md",
-        shown(*now), shown(*signed)
+        utc(*now), utc(*signed)
     )]
     Behind { now: u64, file: String, signed: u64 },
     #[error(
         "nothing was published: this clock ({}) is over a day from the repository's ({}); set it",
-        shown(*now), shown(*store)
+        utc(*now), utc(*store)
     )]
     NotThatOfTheStore { now: u64, store: u64 },
 }
@@ -34,11 +35,6 @@ pub(super) fn signing_time(now: u64, file: &str, signed: u64) -> Result<u64, Clo
         true => Err(ClockError::Behind { now, file: file.to_owned(), signed }),
         false => Ok(now.max(signed)),
     }
-}
-
-/// Returns the time `seconds` after 1970 for messages.
-pub(super) fn shown(seconds: u64) -> String {
-    timestamp(seconds).map_or_else(|_| format!("{seconds} s after 1970"), |time| time.to_string())
 }
 
 /// Returns `time` in seconds since 1970; 0 for an earlier one.

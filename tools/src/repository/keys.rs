@@ -4,6 +4,8 @@
 //! trusts the old root accepts the new one. Never signs releases: `publish` does.
 
 use crate::report;
+use crate::report::Json;
+use crate::report::temporary::Claim;
 use crate::repository::clock::{DAY_S, now, signing_time, timestamp, unix_s};
 use crate::repository::store::create_folder;
 use crate::say;
@@ -11,7 +13,9 @@ use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::signature::Ed25519KeyPair;
 use clap::{Args, Subcommand};
+use hatchback::clock::utc;
 use hatchback::update::release::hex;
+use serde::Serialize;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Permissions, TryLockError};
@@ -54,6 +58,8 @@ enum Action {
         /// Days until the root expires
         #[arg(long, default_value_t = 365, value_parser = report::args::days)]
         days: u64,
+        #[command(flatten)]
+        json: Json,
     },
     /// Replaces the keys of a role by as many new keys, which revokes the old keys
     Rotate {
@@ -65,7 +71,81 @@ enum Action {
         /// Days until the new root expires
         #[arg(long, default_value_t = 365, value_parser = report::args::days)]
         days: u64,
+        #[command(flatten)]
+        json: Json,
     },
+    /// Lists the keys of the newest root by role, with their files and dates
+    List {
+        /// The folder of the keys and roots
+        keys: PathBuf,
+        #[command(flatten)]
+        json: Json,
+    },
+}
+
+/// The newest root, and its keys.
+#[derive(Serialize)]
+struct KeysReport {
+    root: PathBuf,
+    version: u64,
+    expires: String,
+    keys: Vec<ListedKey>,
+}
+
+/// A key of the root.
+#[derive(Serialize)]
+struct ListedKey {
+    role: String,
+    /// Start of the key's id.
+    id: String,
+    /// Its file in the folder; `None` if the private key is elsewhere.
+    file: Option<PathBuf>,
+    /// When that file was written.
+    written: Option<String>,
+}
+
+impl KeysReport {
+    fn read(folder: &Path) -> Result<Self> {
+        let (root, _) = newest_root(folder)?;
+        let mut files = HashMap::new();
+        for path in key_files(folder)? {
+            let (id, _) =
+                public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
+            files.insert(id, path);
+        }
+
+        let mut keys = Vec::new();
+        for role in ROLES {
+            let ids = root.signed.roles.get(&role).map_or(&[][..], |role| role.keyids.as_slice());
+            for id in ids {
+                let file = files.get(id).cloned();
+                let written = file.as_ref().and_then(|path| path.metadata().ok()?.modified().ok());
+                let written = written.map(|time| utc(unix_s(time)));
+                keys.push(ListedKey { role: role.to_string(), id: hex(&id[..4]), file, written });
+            }
+        }
+        let version = root.signed.version.get();
+        let (root, expires) = (folder.join(format!("{version}.root.json")), root.signed.expires);
+        Ok(Self { root, version, expires: expires.to_string(), keys })
+    }
+
+    fn print(&self, is_list: bool) -> Result<()> {
+        say!("{}", self.root.display())?;
+        if is_list {
+            let mut table = report::table(&["role", "key", "written", "file"]);
+            for key in &self.keys {
+                let file = key.file.as_ref().and_then(|path| path.file_name());
+                table.add_row([
+                    key.role.clone(),
+                    key.id.clone(),
+                    report::or_dash(key.written.clone(), |written| written),
+                    report::or_dash(file, |name| name.to_string_lossy().into_owned()),
+                ]);
+            }
+            say!("{table}")?;
+        }
+        say!("the root expires at {}", self.expires)
+    }
 }
 
 /// Name of the folder, beside the keys, in which a command makes new ones.
@@ -83,21 +163,25 @@ pub const ROLES: [RoleType; 4] =
 /// The folder cannot be written, or lacks a root or keys.
 pub fn run(args: &KeysArgs) -> Result<()> {
     let now = now()?;
-    let path = match &args.action {
-        Action::New { keys, root_keys, root_threshold, role_keys, role_threshold, days } => {
+    let (folder, json, is_list) = match &args.action {
+        Action::New { keys, root_keys, root_threshold, role_keys, role_threshold, days, json } => {
             let root = RoleCounts { keys: *root_keys, threshold: *root_threshold };
             let other = RoleCounts { keys: *role_keys, threshold: *role_threshold };
-            new_fleet(keys, [root, other, other, other], now + days * DAY_S)?
+            new_fleet(keys, [root, other, other, other], now + days * DAY_S)?;
+            (keys, json, false)
         }
-        Action::Rotate { keys, role, days } => {
+        Action::Rotate { keys, role, days, json } => {
             // A root that is signed with a clock that is behind could have expired already.
             if let Some(RootFile { path, .. }) = roots(keys)?.pop() {
                 signing_time(now, &path.to_string_lossy(), unix_s(path.metadata()?.modified()?))?;
             }
-            rotate(keys, *role, now + days * DAY_S)?
+            rotate(keys, *role, now + days * DAY_S)?;
+            (keys, json, false)
         }
+        Action::List { keys, json } => (keys, json, true),
     };
-    say!("{}", path.display())
+    let report = KeysReport::read(folder)?;
+    json.write(&report, || report.print(is_list))
 }
 
 /// Runs `work` to its end on this thread, for the crates that are asynchronous.
@@ -302,6 +386,15 @@ fn newest_root(folder: &Path) -> Result<(Signed<Root>, Vec<u8>)> {
     Ok((serde_json::from_slice(&bytes).with_context(|| path.display().to_string())?, bytes))
 }
 
+/// Returns when the newest root of the folder expires, in seconds since 1970.
+///
+/// # Errors
+/// The folder has no root that can be read.
+pub fn root_expiry(folder: &Path) -> Result<u64> {
+    let expires = newest_root(folder)?.0.signed.expires;
+    Ok(u64::try_from(expires.as_second()).unwrap_or(0))
+}
+
 /// The root before a rotation.
 struct OldRoot<'a> {
     root: &'a Root,
@@ -350,6 +443,7 @@ fn write_root(
 ) -> Result<PathBuf> {
     // The folder has the same name each time, so a command removes what a killed one left.
     let _ = std::fs::remove_dir_all(folder.join(STAGING));
+    let _claim = Claim::new(folder.join(STAGING));
     let mut staging = tempfile::Builder::new();
     staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(PRIVATE));
     let staged = staging.tempdir_in(folder).with_context(|| folder.display().to_string())?;

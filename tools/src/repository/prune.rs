@@ -6,6 +6,7 @@
 //! also removes what killed publishes left in a directory. Never removes a root.
 
 use crate::report;
+use crate::report::Json;
 use crate::repository::clock::{DAY_S, now, signing_time};
 use crate::repository::publish::{Change, publish};
 use crate::repository::state::{Past, RepositoryState, TIMESTAMP};
@@ -45,10 +46,8 @@ pub struct PruneArgs {
     /// Prints what would be done, and removes nothing
     #[arg(long)]
     dry_run: bool,
-    /// Writes the result as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The rules by which a prune keeps objects.
@@ -82,14 +81,14 @@ pub struct Pruned {
 /// # Errors
 /// The repository is incomplete or not this fleet's, and nothing was removed. Or the store fails.
 pub fn run(args: &PruneArgs) -> Result<()> {
-    let store = Objects::open(&args.to)?;
+    let store = Objects::existing(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let (grace_s, expires_s) = (args.grace_days * DAY_S, args.days * DAY_S);
     let retention = Retention { releases: args.releases, grace_s, expires_s };
     let done = prune(store, &args.keys, &retention, now()?)?;
 
-    report::write_report(args.json.as_deref(), &done, || {
+    args.json.write(&done, || {
         done.print()?;
         if args.dry_run { say!("dry run: nothing was removed") } else { Ok(()) }
     })
@@ -128,7 +127,7 @@ pub fn prune(store: &dyn Store, keys: &Path, retention: &Retention, now: u64) ->
     for object in objects {
         let is_needed = referenced.contains(&object.path);
         if !is_needed && is_removable(&object, retention.grace_s, now) {
-            store.delete(&object.path).with_context(|| object.path.clone())?;
+            store.delete(&object.path)?;
             done.removed += 1;
             done.removed_bytes += object.bytes;
         } else {

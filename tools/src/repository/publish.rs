@@ -13,10 +13,12 @@
 //! object: `prune` does. A (lineage, sequence) pair is immutable. After a rotation of the targets'
 //! key, `publish` re-signs only the releases that its caller lists.
 
+use crate::limits::ROOT_DAYS_MIN;
 use crate::report;
+use crate::report::Json;
 use crate::repository::approval::check_approval;
-use crate::repository::clock::{ClockError, DAY_S, now, shown, signing_time, timestamp};
-use crate::repository::keys::{block_on, roots, sources};
+use crate::repository::clock::{ClockError, DAY_S, now, signing_time, timestamp};
+use crate::repository::keys::{block_on, root_expiry, roots, sources};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
 use crate::repository::variants::{self, Bundle, Named};
@@ -25,6 +27,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Blob, Manifest, sha256};
+use hatchback::clock::utc;
 use hatchback::update::program::needs_of;
 use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path};
 use hatchback::update::trust::PUBLISHED;
@@ -72,11 +75,12 @@ pub struct PublishArgs {
     /// Prints what would be done, and writes nothing
     #[arg(long)]
     dry_run: bool,
-    /// Writes the result as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
+
+/// How many times longer snapshot and targets last than the timestamp.
+const LATE: u64 = 10;
 
 /// The changes of a publish.
 #[derive(Clone, Debug)]
@@ -125,6 +129,12 @@ pub struct Published {
     pub chunks_known: u64,
     /// Version of the new timestamp.
     pub version: u64,
+    /// When the timestamp expires.
+    pub timestamp_expires: String,
+    /// When the snapshot and targets metadata expire.
+    pub metadata_expire: String,
+    /// When the root expires.
+    pub root_expires: String,
 }
 
 /// Runs the command.
@@ -135,7 +145,15 @@ pub fn run(args: &PublishArgs) -> Result<()> {
     if let Some(policy) = &args.policy {
         args.bundles.iter().try_for_each(|bundle| check_approval(bundle, policy))?;
     }
-    let store = Objects::open(&args.to)?;
+    let store = match args.bundles.as_slice() {
+        [] => Objects::existing(&args.to)?,
+        _ => Objects::open(&args.to)?,
+    };
+    ensure!(
+        !args.bundles.is_empty() || store.bytes(TIMESTAMP)?.is_some(),
+        "{}: nothing is published in this repository; pass a bundle",
+        args.to
+    );
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let change = Change {
@@ -147,7 +165,7 @@ pub fn run(args: &PublishArgs) -> Result<()> {
     };
     let done = publish(store, &args.keys, &change, now()?)?;
 
-    report::write_report(args.json.as_deref(), &done, || {
+    args.json.write(&done, || {
         done.print()?;
         if args.dry_run { say!("dry run: nothing was written") } else { Ok(()) }
     })
@@ -161,7 +179,9 @@ impl Published {
 
         let (chunks, bytes) = (report::count(self.chunks), report::bytes(self.chunk_bytes));
         let (version, known) = (self.version, report::count(self.chunks_known));
-        say!("version {version}: {chunks} chunks uploaded, {bytes}; {known} were already there")
+        say!("version {version}: {chunks} chunks uploaded, {bytes}; {known} were already there")?;
+        let (timestamp, metadata) = (&self.timestamp_expires, &self.metadata_expire);
+        say!("expires: timestamp {timestamp}, metadata {metadata}, root {}", self.root_expires)
     }
 }
 
@@ -244,6 +264,7 @@ struct Resigned {
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let state = RepositoryState::read(store, keys)?;
     let now = signing_time(now, TIMESTAMP, state.published)?;
+    let root_expires = check_root(keys, now)?;
 
     let mut names = match (change.bundles.as_slice(), change.re_sign.as_slice()) {
         ([], []) => ReleaseNames::default(),
@@ -261,6 +282,9 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
         resigned: resigned.iter().map(|r| describe(&r.name, &r.target)).collect(),
         version: state.timestamp + 1,
+        timestamp_expires: utc(now + change.expires_s),
+        metadata_expire: utc(now + LATE * change.expires_s),
+        root_expires: utc(root_expires),
         ..Published::default()
     };
 
@@ -291,6 +315,24 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
          publish again",
     )?;
     Ok(done)
+}
+
+/// Returns when the newest root expires, in seconds since 1970. Prints a note if that is soon.
+///
+/// # Errors
+/// It has expired: cars refuse whatever its keys sign.
+fn check_root(keys: &Path, now: u64) -> Result<u64> {
+    let expires = root_expiry(keys)?;
+    let (folder, date) = (keys.display(), utc(expires));
+    let rotate = format!("rotate it with `hatchback keys rotate {folder} root`");
+    ensure!(now < expires, "nothing was signed: {folder}: the root expired at {date}; {rotate}");
+    let days = (expires - now) / DAY_S;
+    if days < ROOT_DAYS_MIN {
+        report::note(format_args!(
+            "{folder}: the root expires at {date}, in {days} days; {rotate}"
+        ));
+    }
+    Ok(expires)
 }
 
 /// Opens the bundles of `change` and names their releases.
@@ -390,7 +432,7 @@ fn check_ahead(state: &RepositoryState, now: u64, stored: Option<u64>) -> Result
             Err(ClockError::NotThatOfTheStore { now, store })
         }
         None if is_ahead && state.published > 0 && now > state.expires => {
-            let [expires, now] = [state.expires, now].map(shown);
+            let [expires, now] = [state.expires, now].map(utc);
             report::note(format_args!(
                 "the metadata in force expired at {expires}; if this clock, {now}, is ahead, see \
                  \"The publisher's clock\" in docs/fleet.md"
@@ -476,8 +518,8 @@ fn find_releases(
             (Some((lineage, sequence)), _) => (lineage, sequence),
             (None, Some(only)) if lineages.len() == 1 => (only.as_str(), release.as_str()),
             _ => bail!(
-                "{flag} {release}: pass LINEAGE/SEQUENCE; the repository has the lineages \
-                 {lineages:?}"
+                "{flag} {release}: pass LINEAGE/SEQUENCE; the repository has the lineages {}",
+                lineages.into_iter().collect::<Vec<_>>().join(", ")
             ),
         };
         let sequence: u64 = sequence
@@ -523,7 +565,7 @@ impl Signing<'_> {
         let version = |version: u64| NonZeroU64::new(version).context("a version of 0");
         let timestamp_version = version(self.next.timestamp)?;
         let soon = timestamp(self.now + self.expires_s)?;
-        let late = timestamp(self.now + 10 * self.expires_s)?;
+        let late = timestamp(self.now + LATE * self.expires_s)?;
         let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), timestamp_version, soon);
         stamp._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
         editor.timestamp(stamp)?;

@@ -1,6 +1,7 @@
 //! The storage of a repository's objects: a directory, or with the feature `s3` a server with the
 //! S3 protocol, both through the `object_store` crate. Knows nothing of releases.
 
+use crate::report::temporary::Claim;
 use crate::repository::clock::unix_s;
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
@@ -8,6 +9,7 @@ use hatchback::io::disk::create_directories;
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion};
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
 use url::Url;
@@ -115,6 +117,16 @@ impl Objects {
         Self::of(Box::new(PrefixStore::new(store, prefix)), None)
     }
 
+    /// Opens the store at `to` as [`Objects::open`] does, and creates nothing: a name with a typing
+    /// error must not become a new repository.
+    ///
+    /// # Errors
+    /// The directory does not exist, or as [`Objects::open`].
+    pub fn existing(to: &str) -> Result<Self> {
+        ensure!(to.contains("://") || Path::new(to).is_dir(), "{to}: no such repository");
+        Self::open(to)
+    }
+
     fn of(store: Box<dyn ObjectStore>, directory: Option<PathBuf>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(Self { store, directory, runtime })
@@ -152,59 +164,95 @@ fn find_leftovers(root: &Path, folder: &Path, found: &mut Vec<Object>) -> std::i
     Ok(())
 }
 
-fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
-    match result {
-        Err(object_store::Error::NotFound { .. }) => Ok(None),
-        result => Ok(Some(result?)),
+impl Objects {
+    /// Runs `work` on the object at `path`.
+    fn run<T>(&self, path: &str, work: impl Future<Output = object_store::Result<T>>) -> Result<T> {
+        self.runtime.block_on(work).map_err(|error| self.named(path, error))
+    }
+
+    /// Runs `work` on the object at `path`. Returns `None` if there is no such object.
+    fn find<T>(
+        &self,
+        path: &str,
+        work: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<Option<T>> {
+        match self.runtime.block_on(work) {
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            found => found.map(Some).map_err(|error| self.named(path, error)),
+        }
+    }
+
+    /// Adds the place of the object at `path` to an error. Of an error of the system only the
+    /// system's own words stay: `object_store` puts the names of its parts around them.
+    fn named(&self, path: &str, error: object_store::Error) -> anyhow::Error {
+        let place = self.directory.as_ref().map_or(PathBuf::from(path), |root| root.join(path));
+        let first: &(dyn Error + 'static) = &error;
+        let causes = std::iter::successors(Some(first), |cause| (*cause).source());
+        let number = causes
+            .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+            .find_map(std::io::Error::raw_os_error);
+        let cause = match number {
+            Some(number) => std::io::Error::from_raw_os_error(number).into(),
+            None => anyhow::Error::from(error),
+        };
+        cause.context(place.display().to_string())
+    }
+
+    /// Claims the file that a put of `path` writes before it is complete.
+    fn claim(&self, path: &str) -> Option<Claim> {
+        // The number of the first attempt. A further one is that of another publisher's leftover.
+        Some(Claim::new(self.directory.as_ref()?.join(format!("{path}#1"))))
     }
 }
 
 impl Store for Objects {
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
-        let path = path.into();
-        let bytes = self.runtime.block_on(async { self.store.get(&path).await?.bytes().await });
-        Ok(found(bytes)?.map(Into::into))
+        let object = path.into();
+        let bytes = self.find(path, async { self.store.get(&object).await?.bytes().await })?;
+        Ok(bytes.map(Into::into))
     }
 
     fn bytes(&self, path: &str) -> Result<Option<u64>> {
-        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.map(|meta| meta.size))
+        Ok(self.find(path, self.store.head(&path.into()))?.map(|meta| meta.size))
     }
 
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        self.runtime.block_on(self.store.put(&path.into(), PutPayload::from(content)))?;
-        Ok(())
+        let _part = self.claim(path);
+        self.run(path, self.store.put(&path.into(), PutPayload::from(content))).map(drop)
     }
 
     fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        let new = PutOptions::from(PutMode::Create);
-        self.runtime.block_on(self.store.put_opts(&path.into(), PutPayload::from(content), new))?;
-        Ok(())
+        let (_part, new) = (self.claim(path), PutOptions::from(PutMode::Create));
+        let object = path.into();
+        let put = self.store.put_opts(&object, PutPayload::from(content), new);
+        self.run(path, put).map(drop)
     }
 
     fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> Result<()> {
         let Some(before) = before else { return self.put_new(path, content) };
-        let (path, content) = (path.into(), PutPayload::from(content));
-        self.runtime.block_on(async {
-            let found = self.store.get(&path).await?;
-            let (e_tag, version) = (found.meta.e_tag.clone(), found.meta.version.clone());
-            ensure!(
-                found.bytes().await? == before,
-                "{path} has changed since this publish read it"
-            );
+        let (object, content) = (path.into(), PutPayload::from(content));
+        let found = self.run(path, self.store.get(&object))?;
+        let (e_tag, version) = (found.meta.e_tag.clone(), found.meta.version.clone());
+        ensure!(
+            self.run(path, found.bytes())? == before,
+            "{path} has changed since this publish read it"
+        );
 
-            let same = PutOptions::from(PutMode::Update(UpdateVersion { e_tag, version }));
-            match self.store.put_opts(&path, content.clone(), same).await {
+        let _part = self.claim(path);
+        let same = PutOptions::from(PutMode::Update(UpdateVersion { e_tag, version }));
+        let put = async {
+            match self.store.put_opts(&object, content.clone(), same).await {
                 Err(object_store::Error::NotImplemented { .. }) => {
-                    self.store.put(&path, content).await?
+                    self.store.put(&object, content).await
                 }
-                put => put?,
-            };
-            Ok(())
-        })
+                put => put,
+            }
+        };
+        self.run(path, put).map(drop)
     }
 
     fn stored_at(&self, path: &str) -> Result<Option<u64>> {
-        let stored = found(self.runtime.block_on(self.store.head(&path.into())))?;
+        let stored = self.find(path, self.store.head(&path.into()))?;
         // A directory's clock is that of this publisher.
         Ok(stored
             .filter(|_| self.directory.is_none())
@@ -216,7 +264,7 @@ impl Store for Objects {
             let modified = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
             Object { path: meta.location.into(), bytes: meta.size, modified }
         });
-        let mut objects = self.runtime.block_on(objects.try_collect())?;
+        let mut objects: Vec<Object> = self.run("", objects.try_collect())?;
         if let Some(root) = &self.directory {
             find_leftovers(root, root, &mut objects).with_context(|| root.display().to_string())?;
         }
@@ -225,9 +273,10 @@ impl Store for Objects {
 
     fn delete(&self, path: &str) -> Result<()> {
         if let (Some(root), Some(_)) = (&self.directory, split_leftover(path)) {
-            return Ok(std::fs::remove_file(root.join(path))?);
+            let place = root.join(path);
+            return std::fs::remove_file(&place).with_context(|| place.display().to_string());
         }
-        Ok(self.runtime.block_on(self.store.delete(&path.into()))?)
+        self.run(path, self.store.delete(&path.into()))
     }
 }
 

@@ -4,6 +4,7 @@
 
 use crate::pack::ending::Ending;
 use crate::pack::table::write_blob;
+use crate::report::temporary::Claim;
 use crate::select::candidates::{Candidate, RowChange, grows};
 use crate::select::choose::{Chosen, Ranking, TableCandidates};
 use crate::window::Window;
@@ -85,6 +86,7 @@ impl Draft<'_> {
     /// A row cannot be read or encoded, or the file cannot be written.
     pub fn write(&self, chosen: &Chosen, out: &Path) -> Result<u64> {
         let schema = self.schema(chosen);
+        let _part = Claim::part_of(out);
         let mut bundle = BundleWriter::create(out)?;
         let mut tables = Vec::new();
         for number in 0..schema.tables.len() {

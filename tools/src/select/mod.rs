@@ -22,6 +22,7 @@ pub mod state;
 use crate::eval::evaluate;
 use crate::pack::read_samples;
 use crate::pack::weights::as_parent;
+use crate::report::Json;
 use crate::report::args::mib_to_bytes;
 use crate::select::candidates::{Candidate, RowChange, Sources, key_of};
 use crate::select::choose::{ChoiceRules, Ranking, TableCandidates};
@@ -81,10 +82,9 @@ pub struct SelectArgs {
     /// Every so many selections the waiting rows of the hot lists go first; 0: never
     #[arg(long, default_value_t = 16)]
     pub refresh_every: u64,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    pub json: Option<PathBuf>,
+    /// Where the report goes.
+    #[command(flatten)]
+    pub json: Json,
 }
 
 fn floor(text: &str) -> Result<f32> {
@@ -139,7 +139,7 @@ pub struct Selection {
 /// lost: the next run repeats the step.
 pub fn run(args: &SelectArgs) -> Result<()> {
     let done = select(args)?;
-    report::write_report(args.json.as_deref(), &done, || done.print(&args.out))
+    args.json.write(&done, || done.print(&args.out))
 }
 
 impl Selection {

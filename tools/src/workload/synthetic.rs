@@ -12,6 +12,7 @@ use crate::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
 use crate::pack::{Overrides, PackJob, Packed};
+use crate::report::temporary::TemporaryFolder;
 use crate::workload::key_distributions::{ALPHA, Scatter, powerlaw_share};
 use anyhow::{Context, Result};
 use hatchback::flash::Flash;
@@ -112,7 +113,7 @@ pub fn pack_criteo_at(
     out: &Path,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
-    let base = tempfile::tempdir().context("a temporary folder")?;
+    let base = TemporaryFolder::new()?;
     let path = base.path().join("dense.onnx");
     std::fs::write(&path, CRITEO_ONNX).with_context(|| path.display().to_string())?;
     let (spec, sources) = criteo_at(rows_max, at);

@@ -13,3 +13,4 @@ mod plan;
 mod preload;
 mod reference;
 mod trainer_models;
+mod users;

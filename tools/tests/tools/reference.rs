@@ -127,16 +127,16 @@ fn errors_of_model_toml_name_the_line() {
     }
 }
 
-/// Options of `hatchback` at most. A new one pays with an old one; only a record in
-/// `docs/decisions.md` raises this.
-const OPTIONS_MAX: usize = 106;
+/// Options of `hatchback` at most, beside those that every command has. A new one pays with an old
+/// one; only a record in `docs/decisions.md` raises this.
+const OPTIONS_MAX: usize = 97;
 
 #[test]
 fn the_options_stay_within_their_cap() {
     fn options(command: &clap::Command) -> usize {
         let own = command
             .get_opts()
-            .filter(|option| !matches!(option.get_long(), Some("help" | "version")))
+            .filter(|option| !matches!(option.get_long(), Some("help" | "version" | "json")))
             .count();
         own + command.get_subcommands().map(options).sum::<usize>()
     }

@@ -1,0 +1,246 @@
+//! The second week of a user: a third release, names with typing errors, keys that expire, an
+//! interrupted command, reports for a script. Each test walks the user's way.
+
+use crate::cli::{Desk, coupon, hatchback, printed, refused};
+use clap::CommandFactory;
+use hatchback_tools::cli::Cli;
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::Objects;
+use serde_json::Value;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+impl Desk {
+    /// Writes the coupon model of this `sequence`, and returns its model.toml.
+    fn model(&self, sequence: u64) -> String {
+        let folder = self.folder.path().join(format!("m{sequence}"));
+        std::fs::create_dir(&folder).unwrap();
+        let source = PathBuf::from(coupon("model.toml"));
+        for file in ["dense.onnx", "tables.safetensors", "probe.jsonl"] {
+            std::fs::copy(source.with_file_name(file), folder.join(file)).unwrap();
+        }
+        let spec = folder.join("model.toml");
+        let text = std::fs::read_to_string(&source).unwrap();
+        let own = format!("sequence = {sequence}");
+        std::fs::write(&spec, text.replace("sequence = 1", &own)).unwrap();
+        spec.display().to_string()
+    }
+
+    /// Packs releases 1 to 3: a snapshot, and two deltas.
+    fn three_releases(&self) -> [String; 3] {
+        let bundles = [1, 2, 3].map(|n| self.path(&format!("{n}.hatch")));
+        printed(&["pack", &coupon("model.toml"), "--out", &bundles[0]]);
+        let delta = ["pack", &self.model(2), "--parent", &bundles[0], "--out", &bundles[1]];
+        printed(&delta);
+        let chain = ["--parent", &bundles[1], "--parent", &bundles[0]];
+        printed(&[&["pack", &self.model(3), "--out", &bundles[2]], &chain[..]].concat());
+        bundles
+    }
+
+    fn repository(&self) -> (String, String) {
+        let (keys, repository) = (self.path("keys"), self.path("repository"));
+        printed(&["keys", "new", &keys]);
+        (keys, repository)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.folder.path()).unwrap();
+        let name = |entry: std::fs::DirEntry| entry.file_name().into_string().unwrap();
+        let mut names: Vec<String> = entries.map(|entry| name(entry.unwrap())).collect();
+        names.sort();
+        names
+    }
+}
+
+#[test]
+fn the_third_release_is_a_delta_of_a_delta() {
+    let desk = Desk::new();
+    let [first, second, third] = desk.three_releases();
+    let (spec, out) = (desk.model(4), desk.path("4.hatch"));
+    let said = refused(&["pack", &spec, "--parent", &third, "--out", &out]);
+    let lines = format!(
+        "error: --parent {third}: is a delta from sequence 2, and nothing is before it; pass \
+         --parent for each bundle from a snapshot on, or one flash directory\n"
+    );
+    assert_eq!(said, lines);
+
+    let car = desk.path("car");
+    printed(&["install", &third, &first, &second, "--flash", &car]);
+    let report = printed(&["inspect", &car, "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&report).unwrap()["generation"], "coupon-dlrm@3");
+    printed(&["pack", &spec, "--parent", &car, "--out", &out]);
+    let said = refused(&["pack", &spec, "--parent", &car, "--parent", &third, "--out", &out]);
+    assert!(said.contains("pass a flash directory alone"), "{said}");
+
+    let (policy, samples) = (coupon("gate.toml"), coupon("heldout.jsonl"));
+    let gate = ["gate", &out, "--samples", &samples, "--policy", &policy];
+    let said = refused(&[&gate[..], &["--fleet", &second]].concat());
+    assert!(said.contains(&format!("--fleet {second}: is a delta from sequence 1")), "{said}");
+    let chain = [&third, &second, &first].map(|bundle| ["--fleet", bundle]).concat();
+    assert!(printed(&[&gate[..], &chain].concat()).contains("2,498"));
+}
+
+#[test]
+fn a_name_with_a_typing_error_is_an_error_and_makes_nothing() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let (keys, repository) = desk.repository();
+    printed(&["publish", &bundle, "--keys", &keys, "--to", &repository]);
+    let [state, flash, typo, root] =
+        ["car.sync", "car", "typo", "keys/1.root.json"].map(|name| desk.path(name));
+    let sync = ["sync", "--from", &repository, "--state", &state, "--flash", &flash];
+    let new = [&sync[..], &["--root", &root, "--lineage", "nosuch"]].concat();
+    let models = "error: --lineage nosuch: the repository has the models coupon-dlrm\n";
+    assert_eq!(refused(&new), models);
+    printed(&[&sync[..], &["--lineage", "coupon-dlrm"]].concat());
+
+    let before = desk.names();
+    for (args, why) in [
+        (["sync", "--status", "--state", &typo, "--flash", &typo], "no such sync directory"),
+        (["sync", "--consent", "--state", &typo, "--flash", &flash], "no such sync directory"),
+        (["prune", "--dry-run", "--to", &typo, "--keys", &keys], "no such repository"),
+        (["publish", "--dry-run", "--to", &typo, "--keys", &keys], "no such repository"),
+        (["run", &typo, "--samples", "-", "--batch", "1"], "No such file"),
+        (["eval", &repository, "--batch", "1", "--cache-mib", "1"], "a repository of releases"),
+        (["eval", &state, "--batch", "1", "--cache-mib", "1"], "is a sync directory"),
+    ] {
+        let said = refused(&args);
+        assert!(said.starts_with("error: ") && said.contains(why), "{args:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    assert_eq!(desk.names(), before);
+}
+
+#[test]
+fn a_publish_says_when_its_metadata_expire_and_refuses_an_expired_root() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let (keys, repository) = (desk.path("keys"), desk.path("repository"));
+    printed(&["keys", "new", &keys, "--days", "30"]);
+    let listed = printed(&["keys", "list", &keys, "--json"]);
+    let listed: Value = serde_json::from_str(&listed).unwrap();
+    assert_eq!(listed["keys"].as_array().unwrap().len(), 6);
+
+    let published = hatchback(&["publish", &bundle, "--keys", &keys, "--to", &repository], "");
+    let said = String::from_utf8(published.stdout).unwrap();
+    let root = format!("root {}\n", listed["expires"].as_str().unwrap());
+    assert!(said.contains("expires: timestamp ") && said.ends_with(&root), "{said}");
+    let note = String::from_utf8(published.stderr).unwrap();
+    let rotate = format!(" days; rotate it with `hatchback keys rotate {keys} root`\n");
+    assert!(published.status.success() && note.ends_with(&rotate), "{note}");
+
+    let later = hatchback_tools::repository::now().unwrap() + 31 * 86_400;
+    let store = Objects::existing(&repository).unwrap();
+    let refused = publish(&store, Path::new(&keys), &Change::default(), later).unwrap_err();
+    assert!(refused.to_string().contains("nothing was signed"), "{refused}");
+    printed(&["keys", "rotate", &keys, "root"]);
+    let note = hatchback(&["publish", "--keys", &keys, "--to", &repository], "").stderr;
+    assert!(note.is_empty(), "{}", String::from_utf8_lossy(&note));
+}
+
+#[test]
+fn every_command_has_json() {
+    fn check(command: &clap::Command, path: &str) {
+        let path = format!("{path} {}", command.get_name());
+        let mut leaves = command.get_subcommands().peekable();
+        if leaves.peek().is_none() {
+            let has_json = command.get_opts().any(|option| option.get_long() == Some("json"));
+            assert!(has_json, "{path} has no --json");
+        }
+        leaves.for_each(|command| check(command, &path));
+    }
+    check(&Cli::command(), "");
+
+    let desk = Desk::new();
+    let document = |args: &[&str]| -> Value { serde_json::from_str(&printed(args)).unwrap() };
+    let [bundle, shares, keys, flash] =
+        ["m.hatch", "shares", "keys", "car"].map(|name| desk.path(name));
+    let pack = ["pack", &coupon("model.toml"), "--out"];
+    assert_eq!(document(&[&pack[..], &[&bundle, "--json"]].concat())["rows"], 3820);
+    let share = [&pack[..], &[&shares, "--table", "weather", "--json"]].concat();
+    assert_eq!(document(&share)["tables"][0], "weather");
+    assert_eq!(document(&["keys", "new", &keys, "--json"])["version"], 1);
+    assert_eq!(document(&["keys", "rotate", &keys, "root", "--json"])["version"], 2);
+    let installed = document(&["install", &bundle, "--flash", &flash, "--json"]);
+    assert_eq!(installed["generation"], "coupon-dlrm@1");
+
+    let ran = document(&["run", &flash, "--samples", &coupon("probe.jsonl"), "--json"]);
+    assert_eq!((&ran["generation"], &ran["samples"]), (&"coupon-dlrm@1".into(), &64.into()));
+    let score = ran["answers"][63]["score"][0].to_string();
+    let lines = printed(&["run", &flash, "--samples", &coupon("probe.jsonl")]);
+    assert!(lines.lines().last().unwrap().contains(&score), "{score}");
+
+    let out = desk.path("demo");
+    let small = ["--rows-max", "20000", "--requests", "100"];
+    let demo = document(&[&["demo", "--out", &out, "--json"], &small[..]].concat());
+    assert_eq!(
+        (&demo["coupon"][0]["samples"], &demo["criteo"]["latency"]["requests"]),
+        (&2498.into(), &100.into())
+    );
+    let resident = document(&["eval", &bundle, "--resident-mib", "10", "--json"]);
+    assert_eq!(resident["hit_rate"], Value::Null);
+    let said = printed(&["eval", &bundle, "--resident-mib", "10"]);
+    let hits = said.lines().find(|line| line.contains("hit rate")).unwrap();
+    assert!(hits.contains(" - "), "{hits}");
+}
+
+/// Writes a model of one table of 128 MB, which takes a while to pack.
+fn large_model(desk: &Desk) -> String {
+    let spec = desk.model(2);
+    let (folder, rows) = (Path::new(&spec).parent().unwrap(), 2_000_000usize);
+    let head = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, 16), }}");
+    let length = (10 + head.len() + 1).next_multiple_of(64);
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend(u16::try_from(length - 10).unwrap().to_le_bytes());
+    file.extend(format!("{head:width$}\n", width = length - 11).bytes());
+    file.resize(length + rows * 64, 0);
+    std::fs::write(folder.join("large.npy"), file).unwrap();
+    let text = std::fs::read_to_string(&spec).unwrap();
+    let own = "source = { format = \"npy\", path = \"large.npy\" }";
+    let line = text.lines().find(|line| line.contains("tensor = \"driver\"")).unwrap();
+    std::fs::write(&spec, text.replace(line, own)).unwrap();
+    spec
+}
+
+#[test]
+fn an_interrupt_leaves_nothing() {
+    let desk = Desk::new();
+    let [parent, out, temporary] = ["1.hatch", "2.hatch", "tmp"].map(|name| desk.path(name));
+    printed(&["pack", &coupon("model.toml"), "--out", &parent]);
+    std::fs::create_dir(&temporary).unwrap();
+    let spec = large_model(&desk);
+    let before = desk.names();
+    for signal in ["INT", "TERM"] {
+        let mut pack = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+            .args(["pack", &spec, "--out", &out])
+            .env("TMPDIR", &temporary)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        while !Path::new(&format!("{out}.part")).exists() {
+            assert!(pack.try_wait().unwrap().is_none(), "the model was packed too fast");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        Command::new("kill")
+            .args([&format!("-{signal}"), &pack.id().to_string()])
+            .status()
+            .unwrap();
+        let number = if signal == "INT" { 2 } else { 15 };
+        assert_eq!(pack.wait().unwrap().signal(), Some(number));
+        assert_eq!(desk.names(), before);
+        assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn a_fault_of_a_store_has_a_path_and_the_systems_words() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let (keys, repository) = desk.repository();
+    std::fs::create_dir(&repository).unwrap();
+    std::fs::write(Path::new(&repository).join("chunks"), "in the way").unwrap();
+    let said = refused(&["publish", &bundle, "--keys", &keys, "--to", &repository]);
+    assert!(said.starts_with(&format!("error: {repository}/chunks/")), "{said}");
+    assert!(said.contains("Not a directory") && !said.contains("Generic"), "{said}");
+}
