@@ -497,7 +497,8 @@ fn a_check_names_every_model_that_fails() {
     let text = std::fs::read_to_string(&spec).unwrap();
     std::fs::write(&spec, text.split("[probe]").next().unwrap()).unwrap();
     let (bundle, flash) = (car.folder.path().join("bare.hatch"), car.folder.path().join("f"));
-    pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    let job = PackJob::read(&spec, Overrides::default()).unwrap();
+    job.pack(None, &bundle, &mut |_, _| {}).unwrap();
     install(&bundle, &flash).unwrap();
 
     let bare = flash.display();

@@ -9,6 +9,7 @@ use hatchback::schema::KeySpace;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan};
 use hatchback_tests::random::Random;
 use hatchback_tools::pack::spec::CodecChoice;
+use hatchback_tools::report::Json;
 use hatchback_tools::select::candidates::key_of;
 use hatchback_tools::select::{SelectArgs, Selection, select};
 use hatchback_tools::window::writer::{TableChanges, WindowContent, write_window};
@@ -167,7 +168,7 @@ impl Loop {
             floor: 0.01,
             ageing_percent: 5,
             refresh_every: 3,
-            json: None,
+            json: Json::default(),
         }
     }
 
