@@ -17,14 +17,14 @@ from virtual_env import programs
 
 PACKAGES = [
     "torch==2.15.0", "numpy", "onnx", "onnxscript==0.7.2", "onnxruntime", "tqdm", "scikit-learn",
-    "torchfm==0.7.0",
+    "torchfm==0.7.0", "keras==3.15.1",
 ]
 TESTS = ["test_exporter", "test_first_model", "test_network_doc", "test_tap"]
 
 
 def main() -> None:
     program = pathlib.Path(sys.argv[1]).resolve() / "hatchback"
-    check = ["python", "-c", "import torch, onnxscript, onnxruntime, torchfm"]
+    check = ["python", "-c", "import torch, onnxscript, onnxruntime, torchfm, keras"]
     python = programs("exporter", PACKAGES, check) / "python"
     environment = os.environ | {"HATCHBACK": str(program), "PYTHONDONTWRITEBYTECODE": "1"}
     trainer = REPOSITORY / "tools" / "trainer"

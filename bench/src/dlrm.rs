@@ -241,7 +241,7 @@ fn spec() -> ModelSpec {
         format: 1,
         name: "mlperf-dlrm".to_owned(),
         sequence: 1,
-        dense_features: (0..DENSE).map(|n| format!("int_{n}")).collect(),
+        dense_features: (0..DENSE).map(|n| format!("int_{n}").into()).collect(),
         network: NetworkSpec {
             onnx: Some(PathBuf::from("dense.onnx")),
             hugectr: None,

@@ -150,7 +150,7 @@ impl ServedModel {
         let features = schema.features.len();
         let missing = || request(format!("feature = {feature}: the model has {features}"));
         let feature = schema.features.get(feature).ok_or_else(missing)?;
-        let key = feature.key.apply(value);
+        let key = feature.key_of(value);
         key.map_err(|e| request(format!("feature `{}`: {e}", feature.name)))
     }
 

@@ -177,7 +177,7 @@ impl Model {
         let served = served.ok_or_else(|| errors::of(closed("model")))?;
         let schema = served.schema();
         Ok(Self {
-            dense_features: schema.dense_features.clone(),
+            dense_features: schema.dense_names().cloned().collect(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
             has_weights: schema.features.iter().any(|f| f.weighted),
             outputs: served.outputs(),
@@ -247,7 +247,7 @@ impl Model {
         answer.map_err(errors::of)
     }
 
-    /// Returns the key of a raw value of a feature: text, an integer or a number.
+    /// Returns the key of a raw value of a feature: text, an integer, a number or None.
     fn key(&self, feature: &str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
         let open = self.opened()?;
         let number = open.model.feature(feature).map_err(errors::of)?;
@@ -255,7 +255,9 @@ impl Model {
             let value = RawValue::from(&*value);
             return open.model.key(number as usize, &value).map_err(errors::of);
         }
-        let value = if let Ok(value) = value.extract::<i64>() {
+        let value = if value.is_none() {
+            RawValue::Null
+        } else if let Ok(value) = value.extract::<i64>() {
             RawValue::from(value)
         } else if let Ok(value) = value.extract::<u64>() {
             RawValue::from(value)

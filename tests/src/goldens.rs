@@ -269,6 +269,8 @@ fn whole_manifest(mut manifest: Manifest) -> Manifest {
     schema.features[0].weighted = true;
     let unknown = Unknown::Buckets { first: 9, buckets: 4 };
     schema.features[1].key = KeyFunction::Vocabulary { words, unknown };
+    schema.features[1].null = Some(3);
+    schema.dense_features[0].missing = Some(0.5);
     let extra = |name: &str, source| NetworkInput { name: name.to_owned(), source };
     schema.network.inputs.extend([
         extra("lengths", InputSource::Lengths(vec![0, 1])),

@@ -238,7 +238,7 @@ impl ModelPlan {
             format: 1,
             name: self.name.clone(),
             sequence: self.sequence,
-            dense_features: (0..self.dense).map(|d| format!("d{d}")).collect(),
+            dense_features: (0..self.dense).map(|d| format!("d{d}").into()).collect(),
             network: NetworkSpec {
                 onnx: Some("dense.onnx".into()),
                 hugectr: None,

@@ -17,8 +17,8 @@ use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{
-    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput, Placement,
-    Schema, Table,
+    DenseFeature, Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput,
+    Placement, Schema, Table,
 };
 use hatchback::{Activation, Codec, Pooling};
 use std::io::Write;
@@ -166,7 +166,7 @@ fn schema(data: &Data) -> Schema {
 
     let output = NetworkOutput { name: "logit".to_owned(), activation: Activation::Sigmoid };
     let network = Network { inputs, outputs: vec![output] };
-    let dense_features = (0..13).map(|n| format!("int_{n}")).collect();
+    let dense_features = (0..13).map(|n| DenseFeature::plain(&format!("int_{n}"))).collect();
 
     Schema {
         dense_features,

@@ -113,7 +113,7 @@ impl Generations {
             format: 1,
             name: "swapped".to_owned(),
             sequence,
-            dense_features: (0..dlrm::DENSE).map(|n| format!("int_{n}")).collect(),
+            dense_features: (0..dlrm::DENSE).map(|n| format!("int_{n}").into()).collect(),
             network: NetworkSpec {
                 onnx: Some(PathBuf::from("dense.onnx")),
                 hugectr: None,

@@ -487,9 +487,16 @@ fn check_shape(old: &Model, new: &Model) -> Result<(), ShapeError> {
 
 fn check_features(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
     let differ = |field, problem| Err(ShapeError { field, problem });
-    let (a, b) = (&old.dense_features, &new.dense_features);
+    // The fill of a missing value may change as the weights do, but not disappear: callers that
+    // leave values out would then be refused.
+    let dense = |schema: &Schema| -> Vec<String> { schema.dense_names().cloned().collect() };
+    let (a, b) = (dense(old), dense(new));
     if a != b {
         return differ("dense_features", format!("{b:?} instead of {a:?}"));
+    }
+    let mut pairs = old.dense_features.iter().zip(&new.dense_features);
+    if let Some((_, b)) = pairs.find(|(a, b)| a.missing.is_some() && b.missing.is_none()) {
+        return differ("dense_features", format!("`{}` may no longer be missing", b.name));
     }
     let (a, b) = (old.features.len(), new.features.len());
     if a != b {
@@ -508,7 +515,7 @@ fn check_features(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
         if a.weighted != b.weighted {
             return differ("weights", format!("of `{}`, only one generation has them", a.name));
         }
-        if !a.key.is_extended_by(&b.key) {
+        if !a.key.is_extended_by(&b.key) || a.null != b.null {
             let problem = format!("of `{}` makes other keys of the same values", a.name);
             return differ("key", problem);
         }

@@ -13,13 +13,13 @@ pub use hatchback_kernels::lookup::Bags;
 /// ```
 /// use hatchback::schema::batch::{Batch, BatchError};
 /// use hatchback::schema::sample::Sample;
-/// use hatchback::schema::{Network, NetworkOutput, Schema};
+/// use hatchback::schema::{DenseFeature, Network, NetworkOutput, Schema};
 /// use hatchback::Activation;
 ///
 /// let output = NetworkOutput { name: "score".to_owned(), activation: Activation::Sigmoid };
 /// let network = Network { inputs: vec![], outputs: vec![output] };
 /// let schema = Schema {
-///     dense_features: vec!["speed".to_owned(), "hour".to_owned()],
+///     dense_features: vec![DenseFeature::plain("speed"), DenseFeature::plain("hour")],
 ///     tables: vec![],
 ///     features: vec![],
 ///     lookups: vec![],
@@ -153,7 +153,9 @@ impl Batch {
             });
         }
 
+        let before = self.dense.len();
         self.dense.extend_from_slice(&sample.dense);
+        schema.fill_missing(&mut self.dense[before..]);
         for (f, (feature, bag)) in self.features.iter_mut().zip(&sample.sparse).enumerate() {
             feature.keys.extend_from_slice(bag);
             feature.weights.extend(sample.weights.get(f).into_iter().flatten());
@@ -203,7 +205,9 @@ impl Batch {
         }
         check_dense_column(schema, samples, dense)?;
 
+        let before = self.dense.len();
         self.dense.extend_from_slice(dense);
+        schema.fill_missing(&mut self.dense[before..]);
         let appended = (0..features).try_for_each(|f| -> Result<(), E> {
             let column = bags(f)?;
             check_bags(&schema.features[f], samples, column)?;
@@ -269,6 +273,7 @@ impl Batch {
 
         self.dense.extend(dense.take(self.dense_features + 1));
         check_dense(schema, &self.dense[before..]).map_err(BatchError::from)?;
+        schema.fill_missing(&mut self.dense[before..]);
         for (f, feature) in self.features.iter_mut().enumerate() {
             let start = feature.keys.len();
             bag(f, &mut feature.keys, &mut feature.weights)?;
@@ -344,9 +349,10 @@ fn check_dense_column(schema: &Schema, samples: usize, dense: &[f32]) -> Result<
         let (field, needed) = ("dense".to_owned(), samples * width);
         return Err(BatchError::Column { field, found: dense.len(), samples, needed });
     }
-    match dense.iter().position(|value| !value.is_finite()) {
+    let is_wrong = |(at, value): (usize, &f32)| schema.dense_features[at % width].refuses(*value);
+    match dense.iter().enumerate().position(is_wrong) {
         Some(at) => Err(BatchError::Dense {
-            feature: schema.dense_features[at % width].clone(),
+            feature: schema.dense_features[at % width].name.clone(),
             sample: at / width,
             value: dense[at],
         }),
@@ -402,11 +408,14 @@ fn check_bags(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), B
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schema::Network;
+    use crate::schema::{DenseFeature, Network};
 
     fn schema() -> Schema {
         Schema {
-            dense_features: vec!["a".to_owned(), "b".to_owned()],
+            dense_features: vec![
+                DenseFeature { missing: Some(-1.5), ..DenseFeature::plain("a") },
+                DenseFeature::plain("b"),
+            ],
             tables: vec![],
             features: vec![
                 Feature::plain("x", 1),
@@ -440,6 +449,25 @@ mod tests {
         assert_eq!(format!("{by_column:?}"), format!("{by_sample:?}"));
         let full = by_column.push_columns(&schema, 2, &DENSE, |f| [X, Y][f]);
         assert_eq!(full, Err(BatchError::Full(5)));
+    }
+
+    #[test]
+    fn a_missing_value_becomes_that_of_its_feature_in_each_form() {
+        let (schema, mut batch) = (schema(), Batch::new(&schema(), 3));
+        let sample = Sample {
+            dense: vec![f32::NAN, 2.0],
+            sparse: vec![vec![], vec![]],
+            ..Sample::default()
+        };
+        batch.push(&schema, &sample).unwrap();
+        let none = Bags { keys: &[], offsets: &[0, 0], weights: &[] };
+        batch.push_columns(&schema, 1, &sample.dense, |_| none).unwrap();
+        let dense = sample.dense.iter().copied();
+        batch.push_with::<BatchError>(&schema, dense, |_, _, _| Ok(())).unwrap();
+        assert_eq!(batch.dense(), [-1.5, 2.0].repeat(3));
+        let infinite = Sample { dense: vec![f32::INFINITY, 2.0], ..sample };
+        let error = Batch::new(&schema, 1).push(&schema, &infinite).unwrap_err();
+        assert_eq!(error.to_string(), "dense[0]: `a` is inf");
     }
 
     #[test]

@@ -220,6 +220,11 @@ impl KeyFunction {
         matches!(self, Self::Range { .. } | Self::Vocabulary { unknown: Unknown::Absent, .. })
     }
 
+    /// Returns whether the empty text is a word of its vocabulary.
+    pub fn has_empty_word(&self) -> bool {
+        matches!(self, Self::Vocabulary { words, .. } if words.key("").is_some())
+    }
+
     /// Returns the bytes of its vocabulary in memory.
     pub fn bytes(&self) -> usize {
         if let Self::Vocabulary { words, .. } = self { words.bytes() } else { 0 }
@@ -311,7 +316,9 @@ fn murmur3(value: &RawValue<'_>, seed: u32, integer: IntegerType) -> Result<u32,
         RawValue::Text(text) => return check_text(text).map(|text| of(text.as_bytes())),
         RawValue::Unsigned(n) => i128::from(*n),
         RawValue::Negative(n) => i128::from(*n),
-        RawValue::Float(_) => return Err(refuse(value, "a text or an integer")),
+        RawValue::Float(_) | RawValue::Null => {
+            return Err(refuse(value, "a text or an integer"));
+        }
     };
     match integer {
         // A u64 and an i64 of the same bits have the same hash.
@@ -331,7 +338,9 @@ fn with_text<T>(value: &RawValue<'_>, take: impl FnOnce(&str) -> T) -> Result<T,
         RawValue::Text(text) => return check_text(text).map(take),
         RawValue::Unsigned(n) => write!(decimal, "{n}"),
         RawValue::Negative(n) => write!(decimal, "{n}"),
-        RawValue::Float(_) => return Err(refuse(value, "a text or an integer")),
+        RawValue::Float(_) | RawValue::Null => {
+            return Err(refuse(value, "a text or an integer"));
+        }
     };
     debug_assert!(written.is_ok());
     Ok(take(&decimal))
@@ -347,7 +356,7 @@ fn check_text(text: &str) -> Result<&str, KeyError> {
 
 fn number(value: &RawValue<'_>) -> Option<f64> {
     match value {
-        RawValue::Text(_) => None,
+        RawValue::Text(_) | RawValue::Null => None,
         RawValue::Unsigned(n) => Some(*n as f64),
         RawValue::Negative(n) => Some(*n as f64),
         RawValue::Float(x) => x.is_finite().then_some(*x),

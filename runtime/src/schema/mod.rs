@@ -132,13 +132,48 @@ pub struct Feature {
     pub key: KeyFunction,
     /// The key that fills a bag up. Its row is looked up, and masks count it as no key.
     pub padding: Option<u64>,
+    /// The key of a missing value: null, NaN or an empty text. Without it these are values like
+    /// any other, and `key` refuses null.
+    pub null: Option<u64>,
 }
 
 impl Feature {
     /// Returns a feature that takes keys, without weights.
     pub fn plain(name: &str, hotness_max: u32) -> Self {
         let (name, key) = (name.to_owned(), KeyFunction::Key);
-        Self { name, hotness_max, weighted: false, key, padding: None }
+        Self { name, hotness_max, weighted: false, key, padding: None, null: None }
+    }
+
+    /// Returns the key of a raw value.
+    ///
+    /// # Errors
+    /// [`KeyError`] if the key function does not take such a value.
+    pub fn key_of(&self, value: &RawValue<'_>) -> Result<u64, KeyError> {
+        match self.null {
+            Some(key) if value.is_missing() => Ok(key),
+            _ => self.key.apply(value),
+        }
+    }
+}
+
+/// A dense feature of a request: one number for each sample.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DenseFeature {
+    /// Its name, unique in the model.
+    pub name: String,
+    /// The value that replaces a missing one, which is NaN. Without it a missing value is refused.
+    pub missing: Option<f32>,
+}
+
+impl DenseFeature {
+    /// Returns a feature whose values are never missing.
+    pub fn plain(name: &str) -> Self {
+        Self { name: name.to_owned(), missing: None }
+    }
+
+    /// Returns whether the network cannot take `value`, and nothing replaces it.
+    pub(crate) fn refuses(&self, value: f32) -> bool {
+        !value.is_finite() && !(value.is_nan() && self.missing.is_some())
     }
 }
 
@@ -188,8 +223,8 @@ pub struct NetworkOutput {
 /// The schema of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schema {
-    /// Names of the dense features, in request order.
-    pub dense_features: Vec<String>,
+    /// The dense features, in request order.
+    pub dense_features: Vec<DenseFeature>,
     /// The embedding tables.
     pub tables: Vec<Table>,
     /// The sparse features, in request order.
@@ -244,7 +279,7 @@ impl Schema {
     /// # Errors
     /// [`SchemaError`] with the first field that is wrong.
     pub fn check(&self) -> Result<(), SchemaError> {
-        check_names("dense_features", DENSE_FEATURES_MAX, self.dense_features.iter())?;
+        check_names("dense_features", DENSE_FEATURES_MAX, self.dense_names())?;
         check_names("table", TABLES_MAX, self.tables.iter().map(|t| &t.name))?;
         check_names("feature", FEATURES_MAX, self.features.iter().map(|f| &f.name))?;
         check_names("network.input", FEATURES_MAX, self.network.inputs.iter().map(|i| &i.name))?;
@@ -253,6 +288,10 @@ impl Schema {
             return fault("network.output", "names no output");
         }
         self.tables.iter().enumerate().try_for_each(|(i, t)| check_table(i, t))?;
+        let fills = self.dense_features.iter().map(|d| d.missing.unwrap_or_default());
+        if let Some((i, fill)) = fills.enumerate().find(|(_, fill)| !fill.is_finite()) {
+            return fault(format!("dense_features[{i}].missing"), format!("{fill} is not finite"));
+        }
 
         for (i, f) in self.features.iter().enumerate() {
             if f.hotness_max == 0 || f.hotness_max as usize > HOTNESS_MAX {
@@ -260,6 +299,10 @@ impl Schema {
                     format!("feature[{i}].hotness_max"),
                     format!("{} is not in 1..={HOTNESS_MAX}", f.hotness_max),
                 );
+            }
+            if f.null.is_some() && f.key.has_empty_word() {
+                let problem = "has an empty word, which `null` makes a missing value";
+                return fault(format!("feature[{i}].key"), problem);
             }
             if let Err(problem) = f.key.check() {
                 return fault(format!("feature[{i}].key"), problem);
@@ -321,6 +364,19 @@ impl Schema {
         }
     }
 
+    /// Returns the names of the dense features.
+    pub fn dense_names(&self) -> impl Iterator<Item = &String> {
+        self.dense_features.iter().map(|feature| &feature.name)
+    }
+
+    /// Replaces each missing value of `dense`, `[samples, dense features]`, by that of its feature.
+    pub(crate) fn fill_missing(&self, dense: &mut [f32]) {
+        let width = self.dense_features.len();
+        for (at, value) in dense.iter_mut().enumerate().filter(|(_, value)| value.is_nan()) {
+            *value = self.dense_features[at % width].missing.unwrap_or(*value);
+        }
+    }
+
     /// Returns the values per sample of a network input.
     pub fn input_width(&self, input: &NetworkInput) -> usize {
         match &input.source {
@@ -370,7 +426,7 @@ impl Schema {
     /// # Errors
     /// [`KeyError`] if the feature's key function does not take such a value.
     pub fn key(&self, f: usize, value: &RawValue<'_>) -> Result<u64, KeyError> {
-        self.features[f].key.apply(value)
+        self.features[f].key_of(value)
     }
 
     /// Returns a property of the schema that the lookup on a GPU does not support; `None` if a GPU

@@ -1,4 +1,4 @@
-//! A value as the application has it: a text or a number. A key function turns it into a key. A
+//! A value as the application has it: a text, a number or none. A key function makes its key. A
 //! text without escapes is borrowed from its line of JSON, not copied.
 
 use crate::limits::SHORTENED_BYTES_MAX;
@@ -38,6 +38,21 @@ pub enum RawValue<'a> {
     Negative(i64),
     /// Any other number.
     Float(f64),
+    /// No value.
+    Null,
+}
+
+impl RawValue<'_> {
+    /// Returns whether the value is missing where a feature has a key for that: null, NaN, or the
+    /// empty text, which a column of texts has instead.
+    pub fn is_missing(&self) -> bool {
+        match self {
+            Self::Null => true,
+            Self::Text(text) => text.is_empty(),
+            Self::Float(x) => x.is_nan(),
+            Self::Unsigned(_) | Self::Negative(_) => false,
+        }
+    }
 }
 
 impl fmt::Display for RawValue<'_> {
@@ -47,6 +62,7 @@ impl fmt::Display for RawValue<'_> {
             Self::Unsigned(n) => write!(f, "{n}"),
             Self::Negative(n) => write!(f, "{n}"),
             Self::Float(x) => write!(f, "{x:?}"),
+            Self::Null => f.write_str("null"),
         }
     }
 }
@@ -87,7 +103,7 @@ impl<'de> Visitor<'de> for RawValueVisitor {
     type Value = RawValue<'de>;
 
     fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        to.write_str("a text or a number")
+        to.write_str("a text, a number or null")
     }
 
     fn visit_borrowed_str<E: Error>(self, text: &'de str) -> Result<Self::Value, E> {
@@ -108,5 +124,9 @@ impl<'de> Visitor<'de> for RawValueVisitor {
 
     fn visit_f64<E: Error>(self, x: f64) -> Result<Self::Value, E> {
         Ok(x.into())
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
+        Ok(RawValue::Null)
     }
 }

@@ -5,7 +5,7 @@
 use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
 use crate::schema::raw_value::Shortened;
-use crate::schema::sample_line::{Line, Outcome, UniqueMap};
+use crate::schema::sample_line::{DenseValues, Line, Outcome, UniqueMap};
 use crate::schema::{Feature, Schema};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// The features of one sample, with its outcome if that is known.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// The dense features, in schema order.
+    /// The dense features, in schema order. NaN is a missing value.
     pub dense: Vec<f32>,
     /// The keys of each sparse feature, in schema order.
     pub sparse: Vec<Vec<u64>>,
@@ -49,9 +49,16 @@ pub(super) fn check_dense(schema: &Schema, dense: &[f32]) -> Result<(), SampleEr
     if dense.len() != width {
         return fault("dense", format!("{} values, the model takes {width}", dense.len()));
     }
-    match dense.iter().position(|v| !v.is_finite()) {
+    match schema.dense_features.iter().zip(dense).position(|(feature, v)| feature.refuses(*v)) {
+        Some(i) if dense[i].is_nan() => {
+            let problem = format!(
+                "`{}` is NaN, and has no value for `missing`",
+                schema.dense_features[i].name
+            );
+            fault(format!("dense[{i}]"), problem)
+        }
         Some(i) => {
-            let problem = format!("`{}` is {}", schema.dense_features[i], dense[i]);
+            let problem = format!("`{}` is {}", schema.dense_features[i].name, dense[i]);
             fault(format!("dense[{i}]"), problem)
         }
         None => Ok(()),
@@ -69,8 +76,9 @@ pub(super) fn check_bag(feature: &Feature, keys: usize) -> Result<(), SampleErro
 
 impl Sample {
     /// Parses one line: `{"dense": [..], "sparse": {"feature": [values..]}, "weights": {"feature":
-    /// [..]}, "label": 0, "score": 0.5}`. A feature that the line omits has an empty bag. The
-    /// values of a feature with a key function become keys. A model with several outputs has a
+    /// [..]}, "label": 0, "score": 0.5}`. Dense values may have names, `{"feature": 0.5}`. A dense
+    /// value that is null or omitted is missing. A feature that the line omits has an empty bag.
+    /// The values of a feature with a key function become keys. A model with several outputs has a
     /// label and a score for each: `{"ctr": 1, "cvr": 0}`. A field `model` is ignored.
     ///
     /// # Errors
@@ -83,7 +91,7 @@ impl Sample {
             serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
 
         let UniqueMap(mut bags) = sparse;
-        let mut sample = Self { dense, ..Self::default() };
+        let mut sample = Self { dense: dense_of(dense, schema)?, ..Self::default() };
         for feature in &schema.features {
             let values = bags.remove(&feature.name).unwrap_or_default();
             let keys = values.iter().enumerate().map(|(i, value)| {
@@ -91,7 +99,7 @@ impl Sample {
                     field: format!("sparse.{}[{i}]", feature.name),
                     problem: e.to_string(),
                 };
-                feature.key.apply(value).map_err(at)
+                feature.key_of(value).map_err(at)
             });
             sample.sparse.push(keys.collect::<Result<_, _>>()?);
         }
@@ -169,6 +177,27 @@ pub(super) fn check_weights(
         Some(i) => fault(format!("{}[{i}]", field()), format!("is {}", weights[i])),
         None => Ok(()),
     }
+}
+
+/// Returns the dense values in schema order. Missing ones that the schema replaces are replaced.
+fn dense_of(values: DenseValues, schema: &Schema) -> Result<Vec<f32>, SampleError> {
+    let values = match values {
+        DenseValues::List(values) => values,
+        DenseValues::Named(UniqueMap(mut named)) => {
+            let mut take = |name: &String| named.remove(name).flatten();
+            let values = schema.dense_names().map(&mut take).collect();
+            if let Some(name) = named.keys().next() {
+                let name = Shortened(name);
+                return fault("dense", format!("the model has no dense feature `{name}`"));
+            }
+            values
+        }
+    };
+    let mut dense: Vec<f32> = values.iter().map(|value| value.unwrap_or(f32::NAN)).collect();
+    if dense.len() == schema.dense_features.len() {
+        schema.fill_missing(&mut dense);
+    }
+    Ok(dense)
 }
 
 /// Refuses the first entry of `left`: the entries whose names belong to no feature.

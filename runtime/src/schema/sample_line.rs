@@ -1,7 +1,7 @@
 //! A sample as a line of JSON, before the schema gives its names a meaning. Never reads a schema.
 
 use crate::schema::raw_value::{RawValue, Shortened};
-use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 #[serde(deny_unknown_fields)]
 pub(super) struct Line<'a> {
     #[serde(default)]
-    pub dense: Vec<f32>,
+    pub dense: DenseValues,
     #[serde(default, borrow)]
     pub sparse: UniqueMap<Vec<RawValue<'a>>>,
     #[serde(default)]
@@ -34,6 +34,47 @@ pub(super) enum Outcome {
     One(f32),
     List(Vec<Option<f32>>),
     Named(UniqueMap<Option<f32>>),
+}
+
+/// The dense values: of each feature in order, or of each feature by name.
+pub(super) enum DenseValues {
+    List(Vec<Option<f32>>),
+    Named(UniqueMap<Option<f32>>),
+}
+
+impl Default for DenseValues {
+    fn default() -> Self {
+        Self::List(Vec::new())
+    }
+}
+
+// By hand, as serde's `untagged` would lose the position of a wrong value.
+impl<'de> Deserialize<'de> for DenseValues {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(DenseVisitor)
+    }
+}
+
+struct DenseVisitor;
+
+impl<'de> Visitor<'de> for DenseVisitor {
+    type Value = DenseValues;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("a list of numbers, or an object with a number for each dense feature")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<DenseValues, A::Error> {
+        let mut list = Vec::new();
+        while let Some(value) = values.next_element()? {
+            list.push(value);
+        }
+        Ok(DenseValues::List(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, entries: A) -> Result<DenseValues, A::Error> {
+        UniqueMapVisitor(PhantomData).visit_map(entries).map(DenseValues::Named)
+    }
 }
 
 /// Values by name. A name that occurs twice is refused: one of its values would silently be lost.

@@ -120,6 +120,13 @@ impl Schema {
                 "a sparse table such as `{}` may have any key; say what an unknown word becomes",
                 table.name
             )),
+            (KeySpace::Index, _) => match self.features[f].null {
+                Some(key) if key >= table.rows => fault(
+                    format!("feature[{f}].null"),
+                    format!("{key}, the table `{}` has {} rows", table.name, table.rows),
+                ),
+                _ => Ok(()),
+            },
             _ => Ok(()),
         }
     }

@@ -122,6 +122,11 @@ impl<'de: 'a, 'a> Visitor<'de> for Flatten<'_, 'a> {
         Ok(())
     }
 
+    fn visit_unit<E>(self) -> Result<(), E> {
+        self.0.push(RawValue::Null);
+        Ok(())
+    }
+
     fn visit_borrowed_str<E>(self, text: &'de str) -> Result<(), E> {
         self.0.push(text.into());
         Ok(())
@@ -194,6 +199,8 @@ fn each<T>(
 fn real(value: &RawValue<'_>) -> Option<f64> {
     match value {
         RawValue::Text(_) => None,
+        // A missing value is NaN in binary data.
+        RawValue::Null => Some(f64::NAN),
         RawValue::Unsigned(value) => Some(*value as f64),
         RawValue::Negative(value) => Some(*value as f64),
         RawValue::Float(value) => Some(*value),

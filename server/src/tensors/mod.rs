@@ -382,7 +382,7 @@ fn key_at(
     match &bags.keys {
         None => Ok(None),
         Some(Keys::Of(values)) => {
-            let key = feature.key.apply(&values.get(at));
+            let key = feature.key_of(&values.get(at));
             key.map(Some).map_err(|e| {
                 let name = feature.name.escape_debug();
                 Problem::invalid(format!("input `{name}.values`: sample {sample}: {e}"))

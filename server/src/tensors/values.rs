@@ -8,7 +8,6 @@ use crate::problem::Problem;
 use hatchback::Shortened;
 use hatchback::schema::raw_value::RawValue;
 use hyper::body::Bytes;
-use std::borrow::Cow;
 
 /// The key that fills a bag up to the width of its tensor.
 const PADDING: i64 = -1;
@@ -213,7 +212,8 @@ pub enum RawValues<'a> {
     F32(Floats<'a>),
     F64Bytes(&'a [u8]),
     F64(&'a [f64]),
-    Texts(Vec<&'a str>),
+    /// Texts; JSON has nulls among them.
+    Texts(Vec<Option<&'a str>>),
 }
 
 impl<'a> RawValues<'a> {
@@ -255,7 +255,7 @@ impl<'a> RawValues<'a> {
             Self::F32(floats) => RawValue::Float(floats.get(at).into()),
             Self::F64Bytes(b) => RawValue::Float(f64::from_le_bytes(bytes_at(b, at))),
             Self::F64(v) => RawValue::Float(v[at]),
-            Self::Texts(texts) => RawValue::Text(Cow::Borrowed(texts[at])),
+            Self::Texts(texts) => texts[at].map_or(RawValue::Null, RawValue::from),
         }
     }
 }
@@ -265,11 +265,11 @@ fn texts<'a>(
     tensor: &Tensor<'a>,
     values: Values<'a>,
     memory: &mut Reservation,
-) -> Result<Vec<&'a str>, Problem> {
+) -> Result<Vec<Option<&'a str>>, Problem> {
     let utf8 = |bytes: &'a [u8]| {
-        std::str::from_utf8(bytes).map_err(|_| tensor.fault("a text is not UTF-8"))
+        std::str::from_utf8(bytes).map(Some).map_err(|_| tensor.fault("a text is not UTF-8"))
     };
-    let mut reserve = |count: usize| memory.grow(2 * count * size_of::<&str>());
+    let mut reserve = |count: usize| memory.grow(2 * count * size_of::<Option<&str>>());
     match values {
         Values::Texts(texts) => {
             reserve(texts.len())?;
@@ -278,7 +278,8 @@ fn texts<'a>(
         Values::Raw(values) => {
             reserve(values.len())?;
             let text = |value: &'a RawValue<'a>| match value {
-                RawValue::Text(text) => Ok(text.as_ref()),
+                RawValue::Text(text) => Ok(Some(text.as_ref())),
+                RawValue::Null => Ok(None),
                 other => Err(tensor.fault(&format!("{other} is not a text"))),
             };
             values.iter().map(text).collect()

@@ -3,7 +3,7 @@
 
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{Feature, Network, Schema};
+use hatchback::schema::{DenseFeature, Feature, Network, Schema};
 use hatchback_server::proto::{InferInputTensor, InferTensorContents, ModelInferRequest};
 use hatchback_server::{decode_grpc, decode_http};
 use hatchback_tests::random::Random;
@@ -15,7 +15,7 @@ fn schema() -> Arc<Schema> {
     let plain = Feature::plain("plain", 3);
     let weighted = Feature { weighted: true, ..Feature::plain("weighted", 4) };
     Arc::new(Schema {
-        dense_features: vec!["d".to_owned()],
+        dense_features: vec![DenseFeature { missing: Some(0.25), ..DenseFeature::plain("d") }],
         tables: vec![],
         features: vec![plain, weighted],
         lookups: vec![],
@@ -30,7 +30,9 @@ fn sample(random: &mut Random) -> Sample {
     };
     let sparse = vec![bag(3), bag(4)];
     let weights = vec![vec![], sparse[1].iter().map(|key| *key as f32 * 0.25).collect()];
-    Sample { dense: vec![0.5], sparse, weights, ..Sample::default() }
+    // JSON has null in place of NaN.
+    let dense = vec![if random.below(3) == 0 { f32::NAN } else { 0.5 }];
+    Sample { dense, sparse, weights, ..Sample::default() }
 }
 
 /// A tensor: its name, type, shape, and values as JSON.
@@ -89,7 +91,7 @@ fn over_grpc(tensors: &[Tensor], schema: &Arc<Schema>) -> Result<Batch, String> 
     let input = |(name, datatype, shape, data): &Tensor| {
         let contents = match *datatype {
             "FP32" => InferTensorContents {
-                fp32_contents: data.iter().map(|v| v.as_f64().unwrap() as f32).collect(),
+                fp32_contents: data.iter().map(|v| v.as_f64().unwrap_or(f64::NAN) as f32).collect(),
                 ..Default::default()
             },
             _ => InferTensorContents {

@@ -29,7 +29,11 @@ fn schema() -> Arc<Schema> {
         KeyFunction::Buckets { boundaries: vec![-1.0, 0.0, 2.5], first: 3, side: Side::Above },
     ];
     let feature = |(name, key): (&&str, KeyFunction)| Feature {
-        padding: None,
+        null: match *name {
+            "hashed" => Some(4),
+            "bucket" => Some(9),
+            _ => None,
+        },
         key,
         weighted: *name == "rest",
         ..Feature::plain(name, HOTNESS as u32)
@@ -48,6 +52,7 @@ fn values(f: usize, n: usize, random: &mut Random) -> Vec<Value> {
     let texts = ["a", "\u{e4}", "", "two words", "\"q\"\\\n", "unseen"];
     (0..n)
         .map(|_| match f {
+            0 | 3 if random.below(4) == 0 => Value::Null,
             0 | 2 => json!(texts[random.below(texts.len() as u64) as usize]),
             1 => json!(random.below(1 << 40) as i64 - (1 << 39)),
             _ => json!(random.below(80) as f64 / 8.0 - 5.0),
@@ -97,13 +102,13 @@ fn tensors(columns: &[Column]) -> Vec<Tensor> {
 fn binary(tensor: &Tensor) -> Vec<u8> {
     let of = |value: &Value| match tensor.datatype {
         "BYTES" => {
-            let text = value.as_str().unwrap().as_bytes();
+            let text = value.as_str().unwrap_or_default().as_bytes();
             [&(text.len() as u32).to_le_bytes()[..], text].concat()
         }
         "INT64" => value.as_i64().unwrap().to_le_bytes().to_vec(),
         "INT32" => (value.as_i64().unwrap() as i32).to_le_bytes().to_vec(),
         "FP32" => (value.as_f64().unwrap() as f32).to_le_bytes().to_vec(),
-        _ => value.as_f64().unwrap().to_le_bytes().to_vec(),
+        _ => value.as_f64().unwrap_or(f64::NAN).to_le_bytes().to_vec(),
     };
     tensor.data.iter().flat_map(of).collect()
 }
@@ -112,13 +117,13 @@ fn contents(tensor: &Tensor) -> InferTensorContents {
     let (mut contents, data) = (InferTensorContents::default(), tensor.data.iter());
     match tensor.datatype {
         "BYTES" => {
-            let text = |value: &Value| Bytes::from(value.as_str().unwrap().to_owned());
+            let text = |value: &Value| Bytes::from(value.as_str().unwrap_or_default().to_owned());
             contents.bytes_contents = data.map(text).collect();
         }
         "INT64" => contents.int64_contents = data.map(|v| v.as_i64().unwrap()).collect(),
         "INT32" => contents.int_contents = data.map(|v| v.as_i64().unwrap() as i32).collect(),
         "FP32" => contents.fp32_contents = data.map(|v| v.as_f64().unwrap() as f32).collect(),
-        _ => contents.fp64_contents = data.map(|v| v.as_f64().unwrap()).collect(),
+        _ => contents.fp64_contents = data.map(|v| v.as_f64().unwrap_or(f64::NAN)).collect(),
     }
     contents
 }
@@ -228,6 +233,10 @@ fn a_value_that_a_key_function_does_not_take_is_named() {
             assert!(found.contains(expected), "{found}");
         }
     }
+    // Binary data has an empty text, which is a word like any other without a key of null.
+    let [http, ..] = decoded(&[one(2, "BYTES", Value::Null)], &schema);
+    let null = "input `word.values`: sample 0: null is not a text or an integer";
+    assert!(http.unwrap_err().contains(null));
     let twice = [
         one(0, "BYTES", json!("a")),
         Tensor { name: "hashed".to_owned(), ..one(0, "INT64", json!(1)) },

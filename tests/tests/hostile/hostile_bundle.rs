@@ -614,7 +614,7 @@ fn schemas_that_contradict_themselves() {
     refused(&|m| m.schema.tables[1].name = "t0".to_owned(), "table[1].name: `t0` occurs twice");
     refused(&|m| m.schema.features[1].name = String::new(), "feature[1].name");
     refused(&|m| m.schema.features[1].name = "a\nb".to_owned(), "feature[1].name: `a\\nb`");
-    refused(&|m| m.schema.dense_features[1] = "x".repeat(121), "dense_features[1].name");
+    refused(&|m| m.schema.dense_features[1].name = "x".repeat(121), "dense_features[1].name");
     refused(
         &|m| drop(m.schema.network.inputs.remove(0)),
         "network.input: 0 inputs take the 2 dense features",

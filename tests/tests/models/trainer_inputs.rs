@@ -7,9 +7,11 @@ use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
-use hatchback::schema::KeySpace;
+use hatchback::schema::key_function::{KeyFunction, Unknown};
 use hatchback::schema::raw_value::RawValue;
 use hatchback::schema::sample::Sample;
+use hatchback::schema::vocabulary::Vocabulary;
+use hatchback::schema::{Feature, KeySpace};
 use hatchback::{Activation, Pooling};
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, open_with_least_cache, score_all,
@@ -18,7 +20,7 @@ use hatchback_tests::models::{
 use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tools::pack::key_spec::{KeySpec, UnknownSpec};
-use hatchback_tools::pack::spec::{CodecChoice, OutputSpec, OutputsSpec};
+use hatchback_tools::pack::spec::{CodecChoice, DenseSpec, OutputSpec, OutputsSpec};
 use hatchback_tools::workload::onnx::{Graph, Type, int};
 use std::sync::Arc;
 
@@ -234,19 +236,35 @@ fn raw_values_score_as_their_keys() {
     let boundaries = vec![-1.5, 0.0, 10.0];
     let side = hatchback::schema::key_function::Side::Above;
     spec.features[3].key = Some(KeySpec::Buckets { boundaries, first: 0, side });
+    spec.features[0].null = Some(399);
+    spec.features[3].null = Some(7);
+    spec.dense_features[1] = DenseSpec::Table { name: "d1".to_owned(), missing: Some(-2.5) };
     let packed = plan.pack_spec(&spec, onnx::concat);
 
     let line = concat!(
-        r#"{"dense":[1,2,3],"sparse":{"f0":["a","\u00fc",17],"#,
+        r#"{"dense":[1,null,3],"sparse":{"f0":["a","\u00fc",17,null,""],"#,
         r#""f1":["Rome","K\u00f6ln","Ulm","Oslo"],"#,
-        r#""f2":[-1,250,7],"f3":[-2,-1.5,0,9.75,10,1e9],"f4":[5,6]}}"#
+        r#""f2":[-1,250,7],"f3":[-2,-1.5,0,9.75,10,null],"f4":[5,6]}}"#
     );
     let sample = Sample::from_json(line, &packed.schema).unwrap();
     // TensorFlow's Fingerprint64 of `a` is 12917804110809363939.
     assert_eq!(sample.sparse[0][0], 12_917_804_110_809_363_939 % 400);
     assert_eq!(sample.sparse[0][2], packed.schema.key(0, &RawValue::from("17")).unwrap());
-    let expected: [&[u64]; 4] = [&[2, 4, 1, 1], &[399, 350, 307], &[0, 1, 2, 2, 3, 3], &[5, 6]];
+    let expected: [&[u64]; 4] = [&[2, 4, 1, 1], &[399, 350, 307], &[0, 1, 2, 2, 3, 7], &[5, 6]];
     assert_eq!(sample.sparse[1..], expected);
+    assert_eq!((&sample.sparse[0][3..], sample.dense[1]), (&[399, 399][..], -2.5));
+    let refused = |line: &str| Sample::from_json(line, &packed.schema).unwrap_err().to_string();
+    let named = r#"{"dense":{"d2":3,"d0":1}}"#;
+    assert_eq!(Sample::from_json(named, &packed.schema).unwrap().dense, sample.dense);
+    for (line, problem) in [
+        (r#"{"dense":{"d1":3,"d0":1}}"#, "dense[2]: `d2` is NaN, and has no value for `missing`"),
+        (r#"{"dense":{"d7":3}}"#, "dense: the model has no dense feature `d7`"),
+        (r#"{"dense":[null,2,3]}"#, "dense[0]: `d0` is NaN, and has no value for `missing`"),
+        (r#"{"dense":[1,2,3],"sparse":{"f1":[null]}}"#, "sparse.f1[0]: null is not a text"),
+        (r#"{"dense":[1,2,3],"sparse":{"f4":[null]}}"#, "sparse.f4[0]: null is not a key"),
+    ] {
+        assert!(refused(line).starts_with(problem), "{}", refused(line));
+    }
 
     let reference = Reference::new(&packed.schema, &packed.rows);
     let (scores, status) = score_all(&mut worker(&packed), std::slice::from_ref(&sample), 1);
@@ -272,4 +290,18 @@ fn a_key_function_that_does_not_fit_its_table_is_refused() {
     let too_many = KeySpec::Farmhash64 { buckets: 401, first: 0 };
     refused(too_many, "feature[0].key: makes keys up to 400, the table `t0` has 400 rows");
     refused(KeySpec::Modulo { divisor: 0, first: 0 }, "feature[0].key: 0 keys from 0 on");
+
+    let mut schema = plan.pack().schema;
+    schema.features[0].null = Some(400);
+    let error = schema.check().unwrap_err().to_string();
+    assert_eq!(error, "feature[0].null: 400, the table `t0` has 400 rows");
+    let words = Vocabulary::new(vec![(String::new(), 3)]).unwrap();
+    let key = KeyFunction::Vocabulary { words: Arc::new(words), unknown: Unknown::Key(0) };
+    schema.features[0] = Feature { null: Some(1), key, ..Feature::plain("f0", 1) };
+    let error = schema.check().unwrap_err().to_string();
+    assert_eq!(error, "feature[0].key: has an empty word, which `null` makes a missing value");
+    schema.features[0] = Feature::plain("f0", 1);
+    schema.dense_features[1].missing = Some(f32::NAN);
+    let error = schema.check().unwrap_err().to_string();
+    assert_eq!(error, "dense_features[1].missing: NaN is not finite");
 }

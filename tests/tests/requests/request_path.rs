@@ -537,7 +537,7 @@ fn samples_that_do_not_fit_are_refused_by_name() {
         assert!(batch.is_empty());
     };
     refused(&|s| s.dense = vec![0.0], "dense: 1 values, the model takes 2");
-    refused(&|s| s.dense[1] = f32::NAN, "dense[1]: `d1` is NaN");
+    refused(&|s| s.dense[1] = f32::NAN, "dense[1]: `d1` is NaN, and has no value for `missing`");
     refused(&|s| s.dense[0] = f32::INFINITY, "dense[0]: `d0` is inf");
     refused(&|s| s.sparse.truncate(1), "sparse: 1 features, the model takes 2");
     refused(&|s| s.sparse[1] = vec![1; 4], "sparse.f1: 4 keys, at most 3 fit");

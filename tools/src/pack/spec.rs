@@ -11,8 +11,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{
-    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput, Placement,
-    Schema, SchemaError, Table,
+    DenseFeature, Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput,
+    Placement, Schema, SchemaError, Table,
 };
 use hatchback::{Activation, Codec, Pooling};
 use serde::{Deserialize, Deserializer};
@@ -31,9 +31,9 @@ pub struct ModelSpec {
     pub name: String,
     /// Sequence of the generation; a later one is higher.
     pub sequence: u64,
-    /// Names of the dense features, in the order of a request's values.
+    /// The dense features, in the order of a request's values.
     #[serde(default)]
-    pub dense_features: Vec<String>,
+    pub dense_features: Vec<DenseSpec>,
     /// `[network]`.
     pub network: NetworkSpec,
     /// `[[table]]`, one for each embedding table.
@@ -44,6 +44,40 @@ pub struct ModelSpec {
     pub features: Vec<FeatureSpec>,
     /// `[probe]`: the probe set.
     pub probe: Option<ProbeSpec>,
+}
+
+/// An entry of `dense_features`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(
+    untagged,
+    deny_unknown_fields,
+    expecting = "dense_features has names, or tables with `name` and `missing`"
+)]
+pub enum DenseSpec {
+    /// The name of a feature without options.
+    Name(String),
+    /// A feature with options.
+    Table {
+        /// Name of the feature.
+        name: String,
+        /// The value that replaces a missing one.
+        missing: Option<f32>,
+    },
+}
+
+impl DenseSpec {
+    fn feature(&self) -> DenseFeature {
+        match self {
+            Self::Name(name) => DenseFeature::plain(name),
+            Self::Table { name, missing } => DenseFeature { name: name.clone(), missing: *missing },
+        }
+    }
+}
+
+impl From<String> for DenseSpec {
+    fn from(name: String) -> Self {
+        Self::Name(name)
+    }
 }
 
 /// `[network]`: the dense network.
@@ -233,6 +267,8 @@ pub struct FeatureSpec {
     pub key: Option<KeySpec>,
     /// The key that fills a bag up, which masks count as no key.
     pub padding: Option<u64>,
+    /// The key of a missing value.
+    pub null: Option<u64>,
 }
 
 /// Reads one name, or a list of names.
@@ -260,6 +296,7 @@ impl FeatureSpec {
             weights: false,
             key: None,
             padding: None,
+            null: None,
         }
     }
 }
@@ -335,6 +372,7 @@ impl ModelSpec {
             weighted: spec.weights,
             key: key.clone(),
             padding: spec.padding,
+            null: spec.null,
         };
         let features = self.features.iter().zip(keys).map(feature).collect();
         // First, because the names of vectors depend on them.
@@ -343,7 +381,7 @@ impl ModelSpec {
         let network =
             Network { inputs: inputs.collect::<Result<_, _>>()?, outputs: self.outputs()? };
 
-        let dense_features = self.dense_features.clone();
+        let dense_features = self.dense_features.iter().map(DenseSpec::feature).collect();
         let schema = Schema { dense_features, tables, features, lookups, network };
         schema.check()?;
         Ok(schema)

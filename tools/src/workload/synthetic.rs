@@ -73,7 +73,7 @@ fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn 
         format: 1,
         name: "synthetic-criteo".to_owned(),
         sequence: at.sequence,
-        dense_features: (0..13).map(|n| format!("int_{n}")).collect(),
+        dense_features: (0..13).map(|n| format!("int_{n}").into()).collect(),
         network: NetworkSpec {
             onnx: Some(PathBuf::from("dense.onnx")),
             hugectr: None,

@@ -108,7 +108,7 @@ fn raw_values_score_as_keys_from_pack_to_run() {
 
     for (value, problem) in [
         ("1.5", "sparse.weather[0]: 1.5 is not a text or an integer"),
-        ("[1]", "expected a text or a number"),
+        ("[1]", "expected a text, a number or null"),
     ] {
         let line = raw_probe.lines().next().unwrap();
         let start = line.find("\"weather\":[").unwrap() + "\"weather\":[".len();

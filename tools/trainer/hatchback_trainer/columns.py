@@ -1,4 +1,4 @@
-"""What the trainer's pipeline did to a column before the model: words, hashes, buckets.
+"""What the trainer's pipeline did to a column before the model: words, hashes, buckets, scales.
 
 `export(columns={"city": Vocabulary(words, first=1)})` lets the car take the column's raw values.
 Key functions are those of docs/model.md. A vocabulary is checked against the sample batch here, and
@@ -6,19 +6,23 @@ every function by the scores of the probe set in `pack`.
 """
 
 import bisect
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 UNKNOWN = "\\N"  # written for a key of unknown words; no vocabulary of a text column has it
+NOTHING = object()  # what `raw` returns for a key of no value; None is a missing value
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """The word at place `p` has the key `first + p`. Any other word has the key `unknown`, or no
-    key."""
+    key; `{"first": 1, "buckets": 3}` gives it one of several by its hash. A missing value has the
+    key `null`; without it a missing value is refused."""
 
     words: tuple
     first: int = 0
-    unknown: int | None = None
+    unknown: int | dict | None = None
+    null: int | None = None
 
     def __post_init__(self):
         words = tuple(str(word) for word in self.words)
@@ -28,10 +32,12 @@ class Vocabulary:
         object.__setattr__(self, "words", words)
 
     def raw(self, key):
-        """Returns a raw value with this key; None if there is none."""
+        """Returns a raw value with this key; NOTHING if there is none."""
         if 0 <= key - self.first < len(self.words):
             return self.words[key - self.first]
-        return UNKNOWN if key == self.unknown else None
+        if key == self.null:
+            return None
+        return UNKNOWN if key == self.unknown else NOTHING
 
     def lacks(self):
         return "are not in its vocabulary"
@@ -41,6 +47,8 @@ class Vocabulary:
         text = "".join(f"{word}\n" for word in self.words)
         (folder / path).write_text(text, encoding="utf-8", newline="\n")
         fields = {"function": "vocabulary", "path": path, "first": self.first + shift}
+        if isinstance(self.unknown, dict):
+            return fields | {"unknown": self.unknown | {"first": self.unknown["first"] + shift}}
         return fields if self.unknown is None else fields | {"unknown": self.unknown + shift}
 
 
@@ -51,11 +59,12 @@ class Buckets:
     boundaries: tuple
     first: int = 0
     side: str = "above"
+    null: int | None = None  # key of a missing value
 
     def raw(self, key):
         place = key - self.first
         if not 0 <= place <= len(self.boundaries):
-            return None
+            return None if key == self.null else NOTHING
         edges = [self.boundaries[0] - 1, *self.boundaries, self.boundaries[-1] + 1]
         middle = (edges[place] + edges[place + 1]) / 2
         # Half way between two boundaries a value is in the same bucket on both sides.
@@ -81,6 +90,7 @@ class Hashed:
     raw_values: tuple
     first: int = 0
     options: dict = field(default_factory=dict)
+    null: int | None = None  # key of a missing value
 
     def fields(self, name, shift, folder):
         return {"function": self.function, "buckets": self.buckets, "first": self.first + shift,
@@ -104,20 +114,156 @@ def raw_bags(name, spec, bags):
         return [list(one) for one in given]
     raw = [[spec.raw(key) for key in bag] for bag in bags]
     flat = [one for bag in raw for one in bag]
-    if None in flat:
-        first = next(k for bag, keys in zip(raw, bags) for r, k in zip(bag, keys) if r is None)
+    if NOTHING in flat:
+        first = next(k for bag, keys in zip(raw, bags) for r, k in zip(bag, keys) if r is NOTHING)
         raise ValueError(
-            f"{flat.count(None)} of {len(flat)} values of `{name}` {spec.lacks()}, such as {first}"
+            f"{flat.count(NOTHING)} of {len(flat)} values of `{name}` {spec.lacks()}, "
+            f"such as {first}"
         )
     return raw
 
 
-def columns_from_sklearn(encoder, names):
-    """Returns the vocabularies of an `OrdinalEncoder` whose columns have these names."""
-    return {
-        name: Vocabulary(tuple(words))
-        for name, words in zip(names, encoder.categories_, strict=True)
-    }
+@dataclass(frozen=True)
+class Dense:
+    """A dense value as the application has it becomes the model's in four steps: `missing` replaces
+    NaN, `clip` bounds the value, `log1p` takes log(1 + value), and last comes
+    (value - mean) / scale."""
+
+    mean: float = 0.0
+    scale: float = 1.0
+    clip: tuple | None = None  # least and largest value; None for a side without a bound
+    log1p: bool = False
+    missing: float | None = None
+
+    @property
+    def bounds(self):
+        low, high = self.clip or (None, None)
+        return -math.inf if low is None else low, math.inf if high is None else high
+
+    def value(self, raw):
+        """Returns the model's value of a raw value."""
+        low, high = self.bounds
+        raw = min(max(raw, low), high)
+        return ((math.log1p(raw) if self.log1p else raw) - self.mean) / self.scale
+
+    def raw(self, value):
+        """Returns a raw value of which the model's value is `value`."""
+        raw = value * self.scale + self.mean
+        return math.expm1(raw) if self.log1p else raw
+
+    def check(self, name):
+        numbers = [self.mean, self.scale, *(self.clip or ()), self.missing]
+        wrong = [one for one in numbers if one is not None and not (
+            isinstance(one, (int, float)) and math.isfinite(one))]
+        low, high = self.bounds
+        if wrong or not self.scale or low > high:
+            raise ValueError(
+                f"columns[{name!r}]: {self}: its numbers must be finite, its scale not 0 and its "
+                "clip ascending"
+            )
+
+    def then(self, after):
+        """Returns both steps as one, with raw values of the first."""
+        if isinstance(after, Vocabulary):
+            if (self.mean, self.scale, self.clip, self.log1p) != (0.0, 1.0, None, False):
+                raise ValueError("the words of a vocabulary are no scaled values")
+            return after if self.missing is None else replace(
+                after, null=after.first + after.words.index(str(self.missing)))
+        if after.log1p and (self.log1p or (self.mean, self.scale) != (0.0, 1.0)):
+            raise ValueError("log1p comes before mean and scale, and only once")
+        missing = self.missing
+        if missing is None and after.missing is not None:
+            missing = self.raw(after.missing)
+        (low, high), clip = self.bounds, self.clip
+        if after.clip is not None:
+            edges = sorted(self.raw(one) if math.isfinite(one) else one for one in after.bounds)
+            clip = (max(low, edges[0]), min(high, edges[1]))
+            clip = tuple(one if math.isfinite(one) else None for one in clip)
+        return Dense(self.mean + self.scale * after.mean, self.scale * after.scale, clip,
+                     self.log1p or after.log1p, missing)
+
+
+def raw_dense(name, spec, values):
+    """Returns the raw values, as float32 has them, of a list of the model's values.
+
+    # Errors
+    ValueError with the first value that no raw value has.
+    """
+    spec.check(name)
+    low, high = spec.bounds
+    found = []
+    for value in values:
+        raw = min(max(spec.raw(value), low), high)
+        if not abs(spec.value(raw) - value) <= 1e-4 * (1 + abs(value)):
+            raise ValueError(f"columns[{name!r}]: no raw value becomes {value}, by {spec}")
+        found.append(raw)
+    return found
+
+
+def is_missing(word):
+    return word is None or isinstance(word, float) and math.isnan(word)
+
+
+def columns_from_ordinal(encoder):
+    """Returns the vocabulary of each column of an `OrdinalEncoder`."""
+    key = lambda code: int(code) if isinstance(code, (int, float)) and code >= 0 else None
+    unknown, null = key(encoder.unknown_value), key(encoder.encoded_missing_value)
+    made = []
+    for words in encoder.categories_:
+        known = tuple(word for word in words.tolist() if not is_missing(word))
+        made.append(Vocabulary(known, 0, unknown, null if len(known) < len(words) else None))
+    return made
+
+
+def columns_from_scaler(scaler):
+    count = scaler.n_features_in_
+    means = [0.0] * count if scaler.mean_ is None else scaler.mean_.tolist()
+    scales = [1.0] * count if scaler.scale_ is None else scaler.scale_.tolist()
+    return [Dense(*one) for one in zip(means, scales)]
+
+
+def columns_from_range(scaler):
+    """Returns the steps of a `MinMaxScaler`, which multiplies and then adds."""
+    ends = zip(scaler.data_min_.tolist(), scaler.data_max_.tolist())
+    return [
+        Dense(-least / scale, 1 / scale, end if scaler.clip else None)
+        for least, scale, end in zip(scaler.min_.tolist(), scaler.scale_.tolist(), ends)
+    ]
+
+
+def columns_from_imputer(imputer):
+    if not is_missing(imputer.missing_values) or imputer.add_indicator:
+        raise ValueError("SimpleImputer: missing_values must be NaN, and add_indicator false")
+    return [Dense(missing=one) for one in imputer.statistics_.tolist()]
+
+
+def columns_from_log1p(transformer):
+    if getattr(transformer.func, "__name__", "") != "log1p":
+        raise ValueError("FunctionTransformer: the car runs log1p only")
+    return [Dense(log1p=True)] * transformer.n_features_in_
+
+
+SKLEARN = {
+    "OrdinalEncoder": columns_from_ordinal, "StandardScaler": columns_from_scaler,
+    "MinMaxScaler": columns_from_range, "SimpleImputer": columns_from_imputer,
+    "FunctionTransformer": columns_from_log1p,
+}
+
+
+def columns_from_sklearn(transformer, names):
+    """Returns what a fitted transformer of scikit-learn does to the columns of these names: an
+    `OrdinalEncoder`, `StandardScaler`, `MinMaxScaler` or `SimpleImputer`, log1p, or a `Pipeline` of
+    them."""
+    names, kind = list(names), type(transformer).__name__
+    if kind == "Pipeline":
+        made = dict.fromkeys(names, Dense())
+        for _, step in transformer.steps:
+            after = columns_from_sklearn(step, names)
+            made = {name: made[name].then(after[name]) for name in names}
+        return made
+    if kind not in SKLEARN:
+        raise ValueError(f"{kind}: the car has no such step, only {', '.join(SKLEARN)}")
+    return dict(zip(names, SKLEARN[kind](transformer), strict=True))
 
 
 def columns_from_recbole(dataset, names):
@@ -133,4 +279,106 @@ def columns_from_widedeep(preprocessor):
     for name, places in preprocessor.label_encoder.encoding_dict.items():
         words = sorted(places, key=places.get)
         found[name] = Vocabulary(tuple(words), first=min(places.values()), unknown=0)
+    return found
+
+
+def columns_from_fuxictr(processor):
+    """Returns what a fitted `FeatureProcessor` of FuxiCTR does to each column.
+
+    # Errors
+    ValueError with the column whose step has no counterpart.
+    """
+    specs = {one["name"]: one for one in processor.feature_cols}
+    found = {}
+    for name, feature in processor.feature_map.features.items():
+        spec, kind = specs.get(name, {}), feature["type"]
+        if spec.get("preprocess") or feature.get("category_processor"):
+            raise ValueError(f"`{name}`: the car does not run FuxiCTR's preprocess functions")
+        if kind == "numeric":
+            normalizer = processor.processor_dict.get(f"{name}::normalizer")
+            scaler = getattr(getattr(normalizer, "normalizer", None), "__self__", None)
+            if normalizer is not None and scaler is None:
+                raise ValueError(f"`{name}`: its normalizer is a function, which no car can run")
+            step = Dense() if scaler is None else columns_from_sklearn(scaler, [name])[name]
+            found[name] = Dense(missing=float(spec.get("fill_na", 0.0))).then(step)
+        elif kind in ("categorical", "sequence"):
+            places = dict(processor.processor_dict[f"{name}::tokenizer"].vocab)
+            unknown, padding = places.pop("__OOV__"), places.pop("__PAD__")
+            fill = spec.get("fill_na", 0 if spec.get("dtype") in ("int", int) else "")
+            null = padding if kind == "sequence" else places.get(fill, unknown)
+            words = sorted(places, key=places.get)
+            first = places[words[0]] if words else 1
+            if [places[word] for word in words] != list(range(first, first + len(words))):
+                raise ValueError(f"`{name}`: the keys of its words have gaps")
+            found[name] = Vocabulary(tuple(words), first, unknown, null)
+    return found
+
+
+def lookup_of_keras(layer):
+    """Returns the vocabulary of a `StringLookup` or `IntegerLookup`."""
+    words, mask = layer.get_vocabulary(include_special_tokens=False), layer.mask_token
+    count, first = layer.num_oov_indices, 0 if mask is None else 1
+    if layer.output_mode != "int" or layer.invert:
+        raise ValueError('it must have output_mode="int", and not invert')
+    if count > 1 and (mask not in (None, "") or type(layer).__name__ == "IntegerLookup"):
+        raise ValueError("several indices of unknown values need texts, and no mask but \"\"")
+    unknown = {"first": first, "buckets": count} if count > 1 else first if count else None
+    if mask in (None, ""):
+        return Vocabulary(tuple(words), first + count, unknown, None if mask is None else 0)
+    # Keras gives the index of unknown values to their token too.
+    return Vocabulary((mask, *[layer.oov_token] * count, *words), 0, unknown)
+
+
+def hashing_of_keras(layer, raw_values):
+    mask = layer.mask_value
+    if layer.output_mode != "int" or mask not in (None, "") or raw_values is None:
+        raise ValueError('Hashing needs output_mode="int", raw_values, and no mask but ""')
+    salt = None if layer.salt is None else tuple(int(one) for one in layer.salt)
+    first = 0 if mask is None else 1
+    return Hashed(
+        "farmhash64" if salt is None else "siphash", layer.num_bins - first, tuple(raw_values),
+        first, {} if salt is None else {"key": salt}, None if mask is None else 0
+    )
+
+
+def buckets_of_keras(layer):
+    if layer.output_mode != "int":
+        raise ValueError('it must have output_mode="int"')
+    return Buckets(tuple(float(one) for one in layer.bin_boundaries))
+
+
+def scales_of_keras(layer):
+    """Returns the step of each column of a `Normalization`."""
+    if layer.invert:
+        raise ValueError("it must not invert")
+    flat = lambda values: [float(one) for one in values.reshape(-1)]
+    return [
+        # Keras divides by at least 1e-7.
+        Dense(mean, max(math.sqrt(variance), 1e-7))
+        for mean, variance in zip(flat(layer.mean), flat(layer.variance))
+    ]
+
+
+def columns_from_keras(layers, raw_values=None):
+    """Returns what preprocessing layers of Keras do to columns: `StringLookup`, `IntegerLookup`,
+    `Hashing`, `Discretization` and `Normalization`. `layers` maps the name of a column, or for a
+    `Normalization` a tuple of names, to its layer. `raw_values` maps the column of a `Hashing` to
+    its values in the sample batch."""
+    found = {}
+    for name, layer in layers.items():
+        kind = type(layer).__name__
+        try:
+            if kind in ("StringLookup", "IntegerLookup"):
+                found[name] = lookup_of_keras(layer)
+            elif kind == "Hashing":
+                found[name] = hashing_of_keras(layer, (raw_values or {}).get(name))
+            elif kind == "Discretization":
+                found[name] = buckets_of_keras(layer)
+            elif kind == "Normalization":
+                names = name if isinstance(name, tuple) else (name,)
+                found |= dict(zip(names, scales_of_keras(layer), strict=True))
+            else:
+                raise ValueError("the car has no such step")
+        except ValueError as error:
+            raise ValueError(f"{kind} of {name!r}: {error}") from None
     return found

@@ -6,7 +6,7 @@ import re
 import torch
 
 from .capture import program_of
-from .columns import raw_bags
+from .columns import Dense, raw_bags, raw_dense
 from .graph import op_name, source_line
 from .model_files import export_tables
 from .samples import Sample, write_lines
@@ -31,6 +31,12 @@ def key_of(column, functions, folder):
     return None
 
 
+def null_of(column, functions):
+    """Returns the key of a missing value, if the column may have one."""
+    null = getattr(functions.get(column.name), "null", None)
+    return None if null is None else null + column.shift
+
+
 def features_of(exporter, bags, hotness_max, weights, folder):
     made, features = exporter.made, []
     for column in made.columns:
@@ -40,7 +46,7 @@ def features_of(exporter, bags, hotness_max, weights, folder):
         padding = None if column.padding is None else column.padding + column.shift
         features.append(Feature(
             column.name, table, column.pooling, hotness, column.name in weights,
-            key_of(column, exporter.functions, folder), padding
+            key_of(column, exporter.functions, folder), padding, null_of(column, exporter.functions)
         ))
     return tuple(features)
 
@@ -94,10 +100,71 @@ def no_onnx(made, error):
     return f"`{name}`{where}: PyTorch cannot write this operation as ONNX; write it in another way"
 
 
+class RawDense(torch.nn.Module):
+    """The network behind the steps that make the model's dense values of raw ones."""
+
+    def __init__(self, network, place, steps):
+        super().__init__()
+        self.network, self.place = network, place
+        row = lambda values: torch.tensor([list(values)], dtype=torch.float32)
+        largest = torch.finfo(torch.float32).max
+        bound = lambda side: row(
+            min(max(step.bounds[side], -largest), largest) for step in steps)
+        self.clips = any(step.clip for step in steps)
+        self.scales = any((step.mean, step.scale) != (0.0, 1.0) for step in steps)
+        self.has_logarithm = any(step.log1p for step in steps)
+        for name, value in {
+            "low": bound(0), "high": bound(1), "mean": row(step.mean for step in steps),
+            "scale": row(step.scale for step in steps),
+            "logarithm": row(float(step.log1p) for step in steps),
+        }.items():
+            self.register_buffer(name, value)
+
+    def forward(self, *inputs):
+        dense = inputs[self.place]
+        if self.clips:
+            dense = torch.maximum(torch.minimum(dense, self.high), self.low)
+        if self.has_logarithm:
+            # A column without it adds log(1) = 0, whatever its values are.
+            linear = dense * (1 - self.logarithm)
+            dense = linear + torch.log(1 + dense * self.logarithm)
+        if self.scales:
+            dense = (dense - self.mean) / self.scale
+        return self.network(*inputs[:self.place], dense, *inputs[self.place + 1:])
+
+
+def dense_names(made):
+    return [made.names.dense(*place) for place in made.dense]
+
+
+def with_raw_dense(exporter, network, inputs):
+    """Returns the network that takes raw dense values, and its inputs."""
+    names = dense_names(exporter.made)
+    steps = [exporter.dense_steps.get(name, Dense()) for name in names]
+    if all(step == Dense(missing=step.missing) for step in steps):
+        return network, inputs
+    place = list(exporter.made.inputs).index("dense")
+    raw = dense_values(exporter, inputs[place])
+    return RawDense(network, place, steps), [*inputs[:place], raw, *inputs[place + 1:]]
+
+
+def dense_values(exporter, dense):
+    """Returns the dense values of a batch as the application has them."""
+    columns = [
+        raw_dense(name, exporter.dense_steps[name], column) if name in exporter.dense_steps
+        else column
+        for name, column in zip(dense_names(exporter.made), dense.double().T.tolist())
+    ]
+    return torch.tensor(columns, dtype=torch.float64).float().T.contiguous()
+
+
 def write_network(network, inputs, made, names, path, opset):
     """Writes the network as ONNX, with the batch left open."""
     batch = torch.export.Dim("batch", min=2)
-    program = program_of(network, inputs, tuple({0: batch} for _ in inputs))
+    shapes = tuple({0: batch} for _ in inputs)
+    # torch takes the shapes of `*inputs` by the name of that parameter.
+    shapes = {"inputs": shapes} if isinstance(network, RawDense) else shapes
+    program = program_of(network, inputs, shapes)
     with torch.no_grad():
         write = lambda program: torch.onnx.export(
             program, (), str(path), input_names=list(made.inputs), output_names=list(names),
@@ -125,7 +192,8 @@ def samples_of(exporter, leaves, calls, scores, labels):
     }
     flat = {a: leaves[a].tensor.reshape(len(leaves[a].tensor), -1) for a, _ in exporter.made.dense}
     dense = (
-        torch.stack([flat[a][:, b].float() for a, b in exporter.made.dense], dim=1).tolist()
+        dense_values(exporter, torch.stack(
+            [flat[a][:, b].float() for a, b in exporter.made.dense], dim=1)).tolist()
         if flat else None
     )
     count = len(next(iter(bags.values())))
@@ -152,8 +220,9 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     """Writes the files of an export. Returns the schema and the scores, `[samples, outputs]`."""
     made = exporter.made
     out.mkdir(parents=True, exist_ok=True)
-    inputs = exporter.network_inputs(made.followed, exporter.leaves)
-    write_network(made.network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
+    network, inputs = with_raw_dense(
+        exporter, made.network, exporter.network_inputs(made.followed, exporter.leaves))
+    write_network(network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
 
     logits = output == "logit" or output is None and not is_probability(exporter)
     scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
@@ -161,10 +230,14 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     bags, weights = exporter.bags(exporter.leaves, exporter.calls)
     features = features_of(exporter, bags, hotness_max or {}, weights, out)
     tables = tuple(Table(one, *rows.shape, counted=True) for one, rows in made.tables.items())
-    dense = tuple(exporter.made.names.dense(*place) for place in made.dense)
+    dense = tuple(dense_names(made))
+    missing = {
+        name: step.missing for name, step in exporter.dense_steps.items()
+        if step.missing is not None
+    }
     schema = Schema(
         name, dense, network_inputs_of(made), tables, features, sequence,
-        "sigmoid" if logits else "none", tuple(exporter.output_names)
+        "sigmoid" if logits else "none", tuple(exporter.output_names), missing
     )
     rows = {one: value.float() for one, value in made.tables.items()}
     export_tables(schema, Weights(rows), counts_of(made, bags) | (counts or {}),

@@ -17,6 +17,7 @@ from .capture import (
     Captured, Masks, capture, check_version, collection_calls, collections, constant_masks
 )
 from .checks import check
+from .columns import Dense
 from .cut import Cut
 from .deploy import Deployable
 from .export_files import samples_of, write
@@ -143,8 +144,10 @@ class Exporter:
         columns = columns or {}
         self.columns = {
             name: one for name, one in columns.items() if isinstance(one, (list, tuple))}
+        self.dense_steps = {name: one for name, one in columns.items() if isinstance(one, Dense)}
         self.functions = {
-            name: one for name, one in columns.items() if name not in self.columns}
+            name: one for name, one in columns.items()
+            if name not in self.columns and name not in self.dense_steps}
         if not isinstance(self.source.model, torch.nn.Module):
             raise ValueError("export takes an nn.Module, or a method of one")
         self.flat = self.source.flat
@@ -196,6 +199,12 @@ class Exporter:
                 raise ValueError(
                     f"columns[{name!r}]: the model makes row numbers of this column in its own way"
                 )
+        dense = [self.made.names.dense(*place) for place in self.made.dense]
+        for name, step in self.dense_steps.items():
+            step.check(name)
+            if name not in dense:
+                have = ", ".join(f"`{one}`" for one in dense)
+                raise ValueError(f"columns[{name!r}]: no dense feature of this name, only {have}")
         for name in self.columns:
             if name not in {leaf.name for leaf in self.leaves}:
                 raise ValueError(f"columns[{name!r}]: no argument of this name")

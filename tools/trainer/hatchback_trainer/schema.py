@@ -4,7 +4,7 @@ This is the contract with `hatchback pack`. It holds no weights and never reads 
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FORMAT = 1
 
@@ -38,6 +38,7 @@ class Feature:
     weighted: bool = False
     key: dict | None = None  # the key function, as in model.toml
     padding: int | None = None  # key that counts as no key in masks
+    null: int | None = None  # key of a missing value
 
     @property
     def tables(self):
@@ -68,6 +69,7 @@ class Schema:
     sequence: int = 1
     activation: str = "sigmoid"  # what turns the network's outputs into scores: "sigmoid" | "none"
     outputs: tuple = ("logit",)  # the names of the network's outputs
+    missing: dict = field(default_factory=dict)  # dense feature -> what replaces a missing value
 
     def table(self, name):
         return next(table for table in self.tables if table.name == name)
@@ -143,7 +145,8 @@ def table_toml(schema, table):
 
 
 def inline_toml(fields):
-    return "{ " + ", ".join(f"{key} = {quoted(value)}" for key, value in fields.items()) + " }"
+    value = lambda one: inline_toml(one) if isinstance(one, dict) else quoted(one)
+    return "{ " + ", ".join(f"{key} = {value(one)}" for key, one in fields.items()) + " }"
 
 
 def feature_toml(feature):
@@ -152,8 +155,17 @@ def feature_toml(feature):
         f"pooling = {quoted(feature.pooling)}\nhotness_max = {feature.hotness_max}\n"
         + ("weights = true\n" if feature.weighted else "")
         + (f"padding = {feature.padding}\n" if feature.padding is not None else "")
+        + (f"null = {feature.null}\n" if feature.null is not None else "")
         + (f"key = {inline_toml(feature.key)}\n" if feature.key is not None else "")
     )
+
+
+def dense_toml(schema):
+    entry = lambda name: (
+        inline_toml({"name": name, "missing": float(schema.missing[name])})
+        if name in schema.missing else quoted(name)
+    )
+    return "[" + ", ".join(map(entry, schema.dense_features)) + "]"
 
 
 def outputs_toml(schema):
@@ -173,7 +185,7 @@ def model_toml(schema):
         '# Defaults of a table: codec = "auto", placement = "auto", miss = "wait", '
         'default = "zeros".\n'
         f"format = {FORMAT}\nname = {quoted(schema.name)}\nsequence = {schema.sequence}\n"
-        f"dense_features = {quoted(schema.dense_features)}\n\n"
+        f"dense_features = {dense_toml(schema)}\n\n"
         '[network]\nonnx = "dense.onnx"\n' + outputs_toml(schema)
     )
     tables = [table_toml(schema, table) for table in schema.tables]
