@@ -2,6 +2,7 @@
 //! hashes. The encoding is a format number, then postcard. `decode` returns no manifest that fails
 //! `check`.
 
+use crate::bundle::manifest_1::Manifest1;
 use crate::limits::{
     CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
@@ -9,8 +10,8 @@ use crate::schema::{Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The format of manifests.
-pub const MANIFEST_FORMAT: u32 = 1;
+/// The format of the manifests that this version writes. It also reads format 1.
+pub const MANIFEST_FORMAT: u32 = 2;
 
 /// A SHA-256 hash.
 pub type Hash = [u8; 32];
@@ -133,7 +134,7 @@ pub struct Manifest {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     /// The format number is unknown.
-    #[error("format: {0} is not {MANIFEST_FORMAT}, the one this version reads")]
+    #[error("format: {0} is not in 1..={MANIFEST_FORMAT}, which this version reads")]
     Format(u32),
     /// The bytes do not decode.
     #[error("does not decode ({0})")]
@@ -172,14 +173,18 @@ impl Manifest {
             return fault("format", format!("{} bytes are too few", bytes.len()));
         };
         let format = u32::from_le_bytes(*format);
-        if format != MANIFEST_FORMAT {
+        if !(1..=MANIFEST_FORMAT).contains(&format) {
             return Err(ManifestError::Format(format));
         }
         if bytes.len() > MANIFEST_BYTES_MAX {
             return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
         }
 
-        let (manifest, rest): (Self, &[u8]) = postcard::take_from_bytes(body).map_err(refused)?;
+        let (manifest, rest): (Self, &[u8]) = match format {
+            1 => postcard::take_from_bytes::<Manifest1>(body).map(|(old, rest)| (old.into(), rest)),
+            _ => postcard::take_from_bytes(body),
+        }
+        .map_err(refused)?;
         if !rest.is_empty() {
             return fault("length", format!("{} bytes follow the manifest", rest.len()));
         }

@@ -28,7 +28,7 @@ pub struct Program {
     pub sizes: BTreeMap<String, u64>,
 }
 
-/// Returns the formats of the bundles that this version writes and reads.
+/// Returns the formats of the bundles that this version writes.
 fn formats() -> [String; 4] {
     [
         format!("bundle-{BUNDLE_FORMAT}"),
@@ -42,7 +42,8 @@ impl Program {
     /// Returns this version.
     pub fn this() -> Arc<Self> {
         static THIS: LazyLock<Arc<Program>> = LazyLock::new(|| {
-            let known = operators().map(|name| format!("operator-{name}")).chain(formats());
+            let known = operators().map(|name| format!("operator-{name}"));
+            let known = known.chain(formats()).chain(["manifest-1".to_owned()]);
             let sizes = [
                 ("tables", TABLES_MAX as u64),
                 ("features", FEATURES_MAX as u64),

@@ -1,7 +1,7 @@
 //! Programs of several versions in one fleet: what a release needs, several bundles for one
 //! generation, and another program on the same directories.
 
-use hatchback::bundle::manifest::Generation;
+use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
 use hatchback::update::accepted::Accepted;
@@ -192,6 +192,12 @@ fn the_records_of_format_1_are_read() {
     let (_, floor) = RollbackFloor::decode(&file("floor.a")).unwrap();
     let (_, trust) = Accepted::decode(&file("trust.a")).unwrap();
     assert_eq!((floor.root, floor.targets, trust.targets), (1, 9, 9));
+
+    let manifest = Manifest::decode(&file("manifest")).unwrap();
+    let schema = &manifest.schema;
+    assert_eq!((manifest.generation.sequence, schema.dense_features.len()), (1, 7));
+    assert!(schema.dense_features.iter().all(|feature| feature.missing.is_none()));
+    assert!(schema.features.iter().all(|feature| feature.null.is_none()));
 }
 
 /// 200 cars of three versions: each is at the best release that it can read, and is there again

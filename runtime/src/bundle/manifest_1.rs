@@ -1,0 +1,60 @@
+//! Manifests of format 1: their dense features are names, and their features have no key of null
+//! and are not shared. Only reads.
+
+use crate::bundle::manifest::{Blob, Deferral, Generation, Manifest, TableBlobs};
+use crate::schema::key_function::KeyFunction;
+use crate::schema::{DenseFeature, Feature, Lookup, Network, Schema, Table};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+pub(super) struct Manifest1 {
+    generation: Generation,
+    parent: Option<u64>,
+    schema: Schema1,
+    blobs: Vec<Blob>,
+    tables: Vec<TableBlobs>,
+    dense: u32,
+    probe: Option<u32>,
+    deferral: Option<Deferral>,
+}
+
+#[derive(Deserialize)]
+struct Schema1 {
+    dense_features: Vec<String>,
+    tables: Vec<Table>,
+    features: Vec<Feature1>,
+    lookups: Vec<Lookup>,
+    network: Network,
+}
+
+#[derive(Deserialize)]
+struct Feature1 {
+    name: String,
+    hotness_max: u32,
+    weighted: bool,
+    key: KeyFunction,
+    padding: Option<u64>,
+}
+
+impl From<Manifest1> for Manifest {
+    fn from(old: Manifest1) -> Self {
+        let Manifest1 { generation, parent, schema, blobs, tables, dense, probe, deferral } = old;
+        Self { generation, parent, schema: schema.into(), blobs, tables, dense, probe, deferral }
+    }
+}
+
+impl From<Schema1> for Schema {
+    fn from(old: Schema1) -> Self {
+        let Schema1 { dense_features, tables, features, lookups, network } = old;
+        let dense_features = dense_features.iter().map(|name| DenseFeature::plain(name)).collect();
+        let features = features.into_iter().map(Feature::from).collect();
+        Self { dense_features, tables, features, lookups, network }
+    }
+}
+
+impl From<Feature1> for Feature {
+    fn from(old: Feature1) -> Self {
+        let Feature1 { name, hotness_max, weighted, key, padding } = old;
+        Self { name, hotness_max, weighted, key, padding, null: None }
+    }
+}
