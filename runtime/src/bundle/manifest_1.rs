@@ -3,7 +3,8 @@
 
 use crate::bundle::manifest::{Blob, Deferral, Generation, Manifest, TableBlobs};
 use crate::schema::key_function::KeyFunction;
-use crate::schema::{DenseFeature, Feature, Lookup, Network, Schema, Table};
+use crate::schema::lookup::Lookup;
+use crate::schema::{DenseFeature, Feature, Network, Schema, Table};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
