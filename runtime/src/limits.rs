@@ -35,6 +35,8 @@ pub const SHORTENED_BYTES_MAX: usize = 128;
 pub const VOCABULARY_BYTES_MAX: usize = 16 << 20;
 /// Boundaries between buckets of numbers.
 pub const BOUNDARIES_MAX: usize = 1 << 16;
+/// Columns of a cross.
+pub const CROSS_COLUMNS_MAX: usize = 8;
 /// Bytes of one sample as JSON.
 pub const SAMPLE_BYTES_MAX: usize = 16 << 20;
 

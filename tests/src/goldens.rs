@@ -282,9 +282,13 @@ fn whole_manifest(mut manifest: Manifest) -> Manifest {
     let boundaries = vec![0.5, 1.5];
     let key = KeyFunction::Buckets { boundaries, first: 0, side: Side::Below };
     schema.features.push(Feature { key, ..Feature::plain("age", 2) });
-    let lookup = |table, pooling| Lookup { feature: 2, table, pooling };
-    schema.lookups.extend([lookup(1, Pooling::Max), lookup(0, Pooling::None)]);
-    schema.network.inputs.push(extra("age", InputSource::Vectors(vec![2, 3])));
+    let key = KeyFunction::Cross { columns: vec![1, 2], buckets: 3, first: 1 };
+    schema.features.push(Feature { key, ..Feature::plain("cross", 20) });
+    let lookup = |feature, table, pooling| Lookup { feature, table, pooling };
+    let pooled =
+        [lookup(2, 1, Pooling::Max), lookup(2, 0, Pooling::None), lookup(3, 0, Pooling::Sum)];
+    schema.lookups.extend(pooled);
+    schema.network.inputs.push(extra("age", InputSource::Vectors(vec![2, 3, 4])));
     manifest
 }
 

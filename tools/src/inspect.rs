@@ -332,6 +332,9 @@ fn describe_key(key: &KeyFunction) -> String {
             format!("vocabulary of {} words", report::count(words.len() as u64))
         }
         KeyFunction::Buckets { boundaries, .. } => format!("{} buckets", boundaries.len() + 1),
+        KeyFunction::Cross { columns, buckets, first } => {
+            format!("{first} + cross of {} columns % {buckets}", columns.len())
+        }
     }
 }
 

@@ -63,6 +63,15 @@ pub enum KeyFunction {
         /// The bucket of a value that is a boundary.
         side: Side,
     },
+    /// `first` plus the hash of one value of each column modulo `buckets`: see `cross.rs`.
+    Cross {
+        /// The numbers of the features whose raw values are crossed.
+        columns: Vec<u16>,
+        /// The number of keys.
+        buckets: u64,
+        /// The lowest key.
+        first: u64,
+    },
 }
 
 /// A hash of a text or of an integer.
@@ -181,6 +190,7 @@ impl KeyFunction {
                 };
                 Ok(first + boundaries.partition_point(is_below) as u64)
             }
+            Self::Cross { .. } => Err(refuse(value, "for this feature: it crosses other columns")),
         }
     }
 
@@ -201,7 +211,9 @@ impl KeyFunction {
     pub fn key_max(&self) -> Option<u64> {
         match self {
             Self::Key => None,
-            Self::Hash { buckets, first, .. } => Some(first + (buckets - 1)),
+            Self::Hash { buckets, first, .. } | Self::Cross { buckets, first, .. } => {
+                Some(first + (buckets - 1))
+            }
             Self::Modulo { divisor, first } => Some(first + (divisor - 1)),
             Self::Range { size, first } => Some(first + (size - 1)),
             Self::Vocabulary { words, unknown } => match unknown {
@@ -237,7 +249,9 @@ impl KeyFunction {
     pub fn check(&self) -> Result<(), String> {
         match self {
             Self::Key => Ok(()),
-            Self::Hash { buckets, first, .. } => check_range(*first, *buckets),
+            Self::Hash { buckets, first, .. } | Self::Cross { buckets, first, .. } => {
+                check_range(*first, *buckets)
+            }
             Self::Modulo { divisor, first } => check_range(*first, *divisor),
             Self::Range { size, first } => check_range(*first, *size),
             Self::Vocabulary { words, unknown } => {

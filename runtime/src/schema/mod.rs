@@ -2,6 +2,7 @@
 //! feed the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;
+mod cross;
 mod farmhash;
 pub mod key_function;
 pub mod lookup;
@@ -307,6 +308,7 @@ impl Schema {
             if let Err(problem) = f.key.check() {
                 return fault(format!("feature[{i}].key"), problem);
             }
+            self.check_cross(i)?;
         }
 
         self.check_lookups()?;

@@ -4,7 +4,7 @@
 
 use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
-use crate::schema::raw_value::Shortened;
+use crate::schema::raw_value::{RawValue, Shortened};
 use crate::schema::sample_line::{DenseValues, Line, Outcome, UniqueMap};
 use crate::schema::{Feature, Schema};
 use serde::{Deserialize, Serialize};
@@ -91,17 +91,24 @@ impl Sample {
             serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
 
         let UniqueMap(mut bags) = sparse;
+        let raw: Vec<Vec<RawValue<'_>>> = schema
+            .features
+            .iter()
+            .map(|feature| bags.remove(&feature.name).unwrap_or_default())
+            .collect();
         let mut sample = Self { dense: dense_of(dense, schema)?, ..Self::default() };
-        for feature in &schema.features {
-            let values = bags.remove(&feature.name).unwrap_or_default();
-            let keys = values.iter().enumerate().map(|(i, value)| {
-                let at = |e: KeyError| SampleError::Field {
-                    field: format!("sparse.{}[{i}]", feature.name),
-                    problem: e.to_string(),
-                };
-                feature.key_of(value).map_err(at)
-            });
-            sample.sparse.push(keys.collect::<Result<_, _>>()?);
+        for (f, feature) in schema.features.iter().enumerate() {
+            let at = |feature: &Feature, i: usize, e: KeyError| SampleError::Field {
+                field: format!("sparse.{}[{i}]", feature.name),
+                problem: e.to_string(),
+            };
+            let keys = raw[f].iter().enumerate();
+            let keys = keys.map(|(i, raw)| feature.key_of(raw).map_err(|e| at(feature, i, e)));
+            let mut keys = keys.collect::<Result<Vec<u64>, _>>()?;
+            let value = |c: usize, i: usize| Ok(raw[c][i].clone());
+            let refused = |c: usize, e| at(&schema.features[c], 0, e);
+            schema.cross(f, |c| raw[c].len(), value, refused, |key| keys.push(key))?;
+            sample.sparse.push(keys);
         }
         no_other("sparse", &bags)?;
 

@@ -58,11 +58,13 @@ fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
     let features = features.flat_map(|f| {
         let shape = vec![-1, f.hotness_max.into()];
         let keys = match &f.key {
-            KeyFunction::Key => tensor(&f.name, "INT64", shape.clone()),
-            raw => tensor(&format!("{}.values", f.name), raw_type(raw), shape.clone()),
+            KeyFunction::Key => Some(tensor(&f.name, "INT64", shape.clone())),
+            // Its columns are inputs already.
+            KeyFunction::Cross { .. } => None,
+            raw => Some(tensor(&format!("{}.values", f.name), raw_type(raw), shape.clone())),
         };
         let weights = f.weighted.then(|| tensor(&format!("{}.weights", f.name), "FP32", shape));
-        std::iter::once(keys).chain(weights)
+        keys.into_iter().chain(weights)
     });
     dense.into_iter().chain(features).collect()
 }
@@ -71,7 +73,9 @@ fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
 fn raw_type(function: &KeyFunction) -> &'static str {
     match function {
         KeyFunction::Key | KeyFunction::Modulo { .. } | KeyFunction::Range { .. } => "INT64",
-        KeyFunction::Hash { .. } | KeyFunction::Vocabulary { .. } => "BYTES",
+        KeyFunction::Hash { .. } | KeyFunction::Vocabulary { .. } | KeyFunction::Cross { .. } => {
+            "BYTES"
+        }
         KeyFunction::Buckets { .. } => "FP64",
     }
 }

@@ -11,6 +11,7 @@ use crate::tensors::outputs::Outputs;
 use crate::tensors::values::{Floats, Integers, Key, RawValues, Tensor};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::key_function::KeyFunction;
+use hatchback::schema::raw_value::RawValue;
 use hatchback::{Feature, Schema};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -342,10 +343,45 @@ impl Columns<'_> {
         for sample in 0..samples {
             let dense = (sample * width..(sample + 1) * width).map(|at| floats.get(at));
             batch.push_with(schema, dense, |f, keys, weights| {
-                append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)
+                append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
+                match self.bags[f].keys {
+                    None => self.append_cross(schema, f, sample, keys),
+                    Some(_) => Ok(()),
+                }
             })?;
         }
         Ok(())
+    }
+}
+
+impl Columns<'_> {
+    /// Appends the keys of feature `f` for `sample`, if it is a cross.
+    fn append_cross(
+        &self,
+        schema: &Schema,
+        f: usize,
+        sample: usize,
+        keys: &mut Vec<u64>,
+    ) -> Result<(), Problem> {
+        let fault = |c: usize, problem: &dyn std::fmt::Display| {
+            let [name, cross] = [c, f].map(|f| schema.features[f].name.escape_debug());
+            let place = format!("sample {sample} of feature `{name}`, for the cross `{cross}`");
+            Problem::invalid(format!("{place}: {problem}"))
+        };
+        let range = |c: usize| self.bags[c].range(sample);
+        let value = |c: usize, i: usize| match &self.bags[c].keys {
+            Some(Keys::Of(values)) => Ok(values.get(range(c).start + i)),
+            // The keys of a column without a function are its raw values.
+            Some(Keys::Are(integers)) if schema.features[c].key == KeyFunction::Key => {
+                match integers.key(range(c).start + i) {
+                    Key::Is(key) => Ok(RawValue::Unsigned(key)),
+                    Key::Padding => Err(fault(c, &"padding; send offsets or one key")),
+                }
+            }
+            _ => Err(fault(c, &"keys, and the cross needs `.values`")),
+        };
+        let len = |c: usize| if self.bags[c].keys.is_some() { range(c).len() } else { 0 };
+        schema.cross(f, len, value, |c, e| fault(c, &e), |key| keys.push(key))
     }
 }
 

@@ -38,10 +38,13 @@ fn schema() -> Arc<Schema> {
         weighted: *name == "rest",
         ..Feature::plain(name, HOTNESS as u32)
     };
+    let mut features: Vec<Feature> = NAMES.iter().zip(functions).map(feature).collect();
+    let key = KeyFunction::Cross { columns: vec![0, 3], buckets: 1000, first: 0 };
+    features.push(Feature { null: Some(1), key, ..Feature::plain("cross", 9) });
     Arc::new(Schema {
         dense_features: vec![],
         tables: vec![],
-        features: NAMES.iter().zip(functions).map(feature).collect(),
+        features,
         lookups: vec![],
         network: Network { inputs: vec![], outputs: vec![] },
     })
@@ -237,6 +240,11 @@ fn a_value_that_a_key_function_does_not_take_is_named() {
     let [http, ..] = decoded(&[one(2, "BYTES", Value::Null)], &schema);
     let null = "input `word.values`: sample 0: null is not a text or an integer";
     assert!(http.unwrap_err().contains(null));
+    let keys = Tensor { name: "hashed".to_owned(), ..one(0, "INT64", json!(1)) };
+    for found in decoded(&[keys, one(3, "FP64", json!(0.5))], &schema) {
+        let place = "sample 0 of feature `hashed`, for the cross `cross`: keys, and";
+        assert!(found.unwrap_err().contains(place));
+    }
     let twice = [
         one(0, "BYTES", json!("a")),
         Tensor { name: "hashed".to_owned(), ..one(0, "INT64", json!(1)) },

@@ -97,6 +97,16 @@ pub enum KeySpec {
         #[serde(default)]
         side: Side,
     },
+    /// Keras' `HashedCrossing`.
+    Cross {
+        /// Names of the features whose raw values are crossed, in the order of the trainer.
+        columns: Vec<String>,
+        /// Number of keys.
+        buckets: u64,
+        /// Lowest key.
+        #[serde(default)]
+        first: u64,
+    },
 }
 
 /// The key of a word that is not in the vocabulary.
@@ -124,11 +134,12 @@ pub struct UnknownBuckets {
 }
 
 impl KeySpec {
-    /// Returns the key function. `base` is the folder of model.toml.
+    /// Returns the key function. `base` is the folder of model.toml, and `names` are those of the
+    /// features.
     ///
     /// # Errors
     /// The file of a vocabulary cannot be read or is wrong; the error names the line.
-    pub fn load(&self, base: &Path) -> Result<KeyFunction> {
+    pub fn load(&self, base: &Path, names: &[&str]) -> Result<KeyFunction> {
         let hash = |hash, &buckets, &first| KeyFunction::Hash { hash, buckets, first };
         Ok(match self {
             Self::Farmhash64 { buckets, first } => hash(KeyHash::Farmhash64, buckets, first),
@@ -157,6 +168,15 @@ impl KeySpec {
             Self::Buckets { boundaries, first, side } => {
                 let boundaries = boundaries.clone();
                 KeyFunction::Buckets { boundaries, first: *first, side: *side }
+            }
+            Self::Cross { columns, buckets, first } => {
+                let number = |column: &String| {
+                    let number = names.iter().position(|name| name == column);
+                    let number = number.and_then(|number| u16::try_from(number).ok());
+                    number.with_context(|| format!("columns: there is no feature `{column}`"))
+                };
+                let columns = columns.iter().map(number).collect::<Result<_>>()?;
+                KeyFunction::Cross { columns, buckets: *buckets, first: *first }
             }
         })
     }
@@ -199,7 +219,7 @@ mod tests {
     fn load(toml: &str, words: &str) -> Result<KeyFunction> {
         let folder = tempfile::tempdir()?;
         std::fs::write(folder.path().join("words.txt"), words)?;
-        toml::from_str::<KeySpec>(toml)?.load(folder.path())
+        toml::from_str::<KeySpec>(toml)?.load(folder.path(), &[])
     }
 
     fn vocabulary(rest: &str, words: &str) -> Result<KeyFunction> {

@@ -353,9 +353,12 @@ impl ModelSpec {
     /// # Errors
     /// The file of a vocabulary cannot be read or is wrong.
     pub fn key_functions(&self, base: &Path) -> Result<Vec<KeyFunction>> {
+        let names: Vec<&str> = self.features.iter().map(|f| f.name.as_str()).collect();
         let load = |feature: &FeatureSpec| match &feature.key {
             None => Ok(KeyFunction::Key),
-            Some(key) => key.load(base).with_context(|| format!("feature `{}`", feature.name)),
+            Some(key) => {
+                key.load(base, &names).with_context(|| format!("feature `{}`", feature.name))
+            }
         };
         self.features.iter().map(load).collect()
     }

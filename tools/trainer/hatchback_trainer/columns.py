@@ -97,6 +97,34 @@ class Hashed:
                 **self.options}
 
 
+@dataclass(frozen=True)
+class Cross:
+    """The key is `first` plus Keras' hash of the values of other columns, modulo `buckets`. The
+    application sends those columns only."""
+
+    columns: tuple
+    buckets: int
+    first: int = 0
+    null: int | None = None  # key if a value of a column is missing
+
+    def fields(self, name, shift, folder):
+        return {"function": "cross", "columns": tuple(self.columns), "buckets": self.buckets,
+                "first": self.first + shift}
+
+
+def check_crosses(functions, raw):
+    """Refuses a cross whose columns are no features, or do not have their own values in `raw`."""
+    for name, spec in functions.items():
+        for column in spec.columns if isinstance(spec, Cross) else ():
+            if column not in raw or isinstance(functions.get(column), Cross):
+                raise ValueError(f"columns[{name!r}]: `{column}` is no feature with raw values")
+            if any(UNKNOWN in bag for bag in raw[column]):
+                raise ValueError(
+                    f"columns[{name!r}]: the batch has unknown words of `{column}`, whose text the "
+                    "cross needs"
+                )
+
+
 def raw_bags(name, spec, bags):
     """Returns the raw values of bags of keys.
 
@@ -105,6 +133,8 @@ def raw_bags(name, spec, bags):
     """
     if spec is None:
         return bags
+    if isinstance(spec, Cross):
+        return [[] for _ in bags]
     if isinstance(spec, Hashed):
         given = [one if isinstance(one, (list, tuple)) else [one] for one in spec.raw_values]
         if list(map(len, given)) != list(map(len, bags)):
@@ -361,17 +391,21 @@ def scales_of_keras(layer):
 
 def columns_from_keras(layers, raw_values=None):
     """Returns what preprocessing layers of Keras do to columns: `StringLookup`, `IntegerLookup`,
-    `Hashing`, `Discretization` and `Normalization`. `layers` maps the name of a column, or for a
-    `Normalization` a tuple of names, to its layer. `raw_values` maps the column of a `Hashing` to
-    its values in the sample batch."""
+    `Hashing`, `HashedCrossing`, `Discretization` and `Normalization`. `layers` maps the name of a
+    column, or for a `Normalization` a tuple of names, to its layer. A `HashedCrossing` comes with
+    the names of its columns: `(layer, names)`. `raw_values` maps the column of a `Hashing` to its
+    values in the sample batch."""
     found = {}
     for name, layer in layers.items():
+        layer, crossed = layer if isinstance(layer, tuple) else (layer, ())
         kind = type(layer).__name__
         try:
             if kind in ("StringLookup", "IntegerLookup"):
                 found[name] = lookup_of_keras(layer)
             elif kind == "Hashing":
                 found[name] = hashing_of_keras(layer, (raw_values or {}).get(name))
+            elif kind == "HashedCrossing" and layer.output_mode == "int":
+                found[name] = Cross(tuple(crossed), layer.num_bins)
             elif kind == "Discretization":
                 found[name] = buckets_of_keras(layer)
             elif kind == "Normalization":

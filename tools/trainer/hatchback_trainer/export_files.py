@@ -6,7 +6,7 @@ import re
 import torch
 
 from .capture import program_of
-from .columns import Dense, raw_bags, raw_dense
+from .columns import Dense, check_crosses, raw_bags, raw_dense
 from .graph import op_name, source_line
 from .model_files import export_tables
 from .samples import Sample, write_lines
@@ -190,6 +190,7 @@ def samples_of(exporter, leaves, calls, scores, labels):
     bags = {
         name: raw_bags(name, exporter.functions.get(name), bag) for name, bag in bags.items()
     }
+    check_crosses(exporter.functions, bags)
     flat = {a: leaves[a].tensor.reshape(len(leaves[a].tensor), -1) for a, _ in exporter.made.dense}
     dense = (
         dense_values(exporter, torch.stack(

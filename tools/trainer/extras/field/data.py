@@ -24,6 +24,7 @@ class Case:
     batch: Callable  # (rows) -> what the model is called with
     options: dict = field(default_factory=dict)
     sequence: bool = False
+    export: Callable | None = None  # in place of `export`
 
 
 def rows(count, seed):

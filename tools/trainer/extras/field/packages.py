@@ -5,6 +5,7 @@ training is the `export` of the caller.
 """
 
 import inspect
+import os
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -305,7 +306,52 @@ def widedeep():
     ]
 
 
+def keras():
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+    from hatchback_trainer.keras_models import export_keras
+
+    layer = keras.layers
+    names = ("user", "item", "city")
+
+    def inputs():
+        found = {name: keras.Input((), name=name, dtype="int64") for name in names}
+        found["history"] = keras.Input((LENGTH["history"],), name="history", dtype="int64")
+        return found | {name: keras.Input((1,), name=name) for name in ("age", "price")}
+
+    def wide_and_deep():
+        given = inputs()
+        wide = [layer.Embedding(ROWS[name], 1)(given[name]) for name in names]
+        deep = [layer.Embedding(ROWS[name], DIM)(given[name]) for name in names]
+        deep = layer.Concatenate()([*deep, given["age"], given["price"]])
+        deep = layer.Dense(1)(layer.BatchNormalization()(layer.Dense(16, "relu")(deep)))
+        return keras.Model(given, layer.Activation("sigmoid")(layer.Add()([*wide, deep])))
+
+    def two_towers():
+        given = inputs()
+        tower = lambda *names: layer.Dense(DIM, "tanh")(layer.Concatenate()(
+            [layer.Embedding(ROWS[name], DIM)(given[name]) for name in names]))
+        score = layer.Dot(1, normalize=True)([tower("user", "city"), tower("item", "city")])
+        return keras.Model(given, layer.Dense(1)(score))
+
+    def mean_of_history():
+        given = inputs()
+        items = layer.Embedding(ROWS["item"], DIM, mask_zero=True)
+        mean = layer.GlobalAveragePooling1D()(items(given["history"]))
+        joined = layer.Concatenate()([mean, items(given["item"]), given["age"]])
+        return keras.Model(given, layer.Dense(1, "sigmoid")(layer.Dense(16, "gelu")(joined)))
+
+    def batch(rows):
+        found = {name: rows[name] for name in (*names, "history")}
+        return found | {name: rows[name][:, None] for name in ("age", "price")}
+
+    made = {"wide and deep": wide_and_deep, "two towers": two_towers, "history": mean_of_history}
+    return [
+        Case("keras", name, build, batch, export=export_keras) for name, build in made.items()
+    ]
+
+
 PACKAGES = {
     "torchfm": torchfm, "deepctr-torch": deepctr, "torch-rechub": rechub, "recbole": recbole,
-    "pytorch-widedeep": widedeep,
+    "pytorch-widedeep": widedeep, "keras": keras,
 }

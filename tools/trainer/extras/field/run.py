@@ -84,8 +84,11 @@ def attempt(case):
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         folder = Path(folder)
-        done = hatchback_trainer.export(model, case.batch(rows(64, 1)), folder, **case.options)
+        export = case.export or hatchback_trainer.export
+        done = export(model, case.batch(rows(64, 1)), folder, **case.options)
         held = case.batch(rows(200, 2))
+        # `export_keras` takes the only argument of the model, and Keras takes it in a tuple.
+        held = (held,) if case.export else held
         result = {
             "seconds": round(time.monotonic() - began, 1), "notes": done.notes,
             "dense": list(done.schema.dense_features),
