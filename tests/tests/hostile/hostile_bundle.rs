@@ -11,7 +11,7 @@ use hatchback::limits::{CHUNK_BYTES, FEATURES_MAX, HOTNESS_MAX, LOOKUPS_MAX, MAN
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::schema::lookup::Lookup;
-use hatchback::schema::{Feature, InputSource, KeySpace};
+use hatchback::schema::{DenseFeature, Feature, InputSource, KeySpace};
 use hatchback_tests::models::ModelPlan;
 use hatchback_tests::random::Random;
 use hatchback_tests::rewrite::{Parts, TRAILER_BYTES, count, kind, pages_of, renumber, reseal};
@@ -682,7 +682,8 @@ fn a_network_that_does_not_fit_the_schema() {
         &|p| p.manifest.schema.network.inputs[0].name = "x".to_owned(),
         "dense network: input `dense`",
     );
-    refused(&|p| p.manifest.schema.dense_features.push("more".to_owned()), "the schema feeds 3");
+    let more = DenseFeature::plain("more");
+    refused(&|p| p.manifest.schema.dense_features.push(more.clone()), "the schema feeds 3");
 }
 
 #[test]
