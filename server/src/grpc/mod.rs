@@ -1,10 +1,11 @@
 //! The framing of gRPC: one message each way, the time limit of a call, and its status in the
 //! trailers. Knows no method.
 //!
-//! The service has unary methods only. For these, gRPC over HTTP/2 is a prefix of five bytes and
+//! Each call has one message each way. For these, gRPC over HTTP/2 is a prefix of five bytes and
 //! three headers, so hyper carries it without a further library. Messages are never compressed.
 
 pub mod infer;
+pub mod reflection;
 pub mod request;
 pub mod wire;
 
@@ -54,6 +55,14 @@ pub fn message_of(body: &Bytes) -> Result<Bytes, Problem> {
         return Err(Problem::invalid(format!("{found} bytes, the prefix says {bytes}")));
     }
     Ok(body.slice(PREFIX_BYTES..))
+}
+
+/// Returns whether `body` has all of a message.
+pub fn is_whole(body: &[u8]) -> bool {
+    let Some((&[_, a, b, c, d], rest)) = body.split_first_chunk::<PREFIX_BYTES>() else {
+        return false;
+    };
+    rest.len() >= u32::from_be_bytes([a, b, c, d]) as usize
 }
 
 /// Returns the time that the caller waits for its answer, from `headers`.

@@ -205,7 +205,10 @@ fn field_of(message: &[u8], number: u64) -> Result<Option<Field<'_>>, Problem> {
 }
 
 /// Returns the text in the field `number` of `message`; without one it is empty.
-fn text_of(message: &[u8], number: u64) -> Result<&str, Problem> {
+///
+/// # Errors
+/// The message is malformed, or the field is not a text of at most a name's length.
+pub fn text_of(message: &[u8], number: u64) -> Result<&str, Problem> {
     field_of(message, number)?.map_or(Ok(""), |field| field.text())
 }
 
@@ -289,7 +292,7 @@ mod tests {
     }
 
     fn timeout(value: ParameterValue) -> (String, InferParameter) {
-        ("timeout".to_owned(), InferParameter { value: Some(value) })
+        ("timeout".to_owned(), InferParameter { parameter_choice: Some(value) })
     }
 
     #[test]
@@ -306,7 +309,7 @@ mod tests {
             model_name: "m".to_owned(),
             model_version: "3".to_owned(),
             id: "r".to_owned(),
-            parameters: [timeout(ParameterValue::Int64(250))].into(),
+            parameters: [timeout(ParameterValue::Int64Param(250))].into(),
             inputs: vec![input("a", None)],
             outputs: vec![output],
             raw_input_contents: vec![Bytes::from_static(b"xyz")],
@@ -336,11 +339,11 @@ mod tests {
             let mut memory = memory();
             Request::read(&bytes, &mut memory).map(|request| request.timeout)
         };
-        assert_eq!(read(ParameterValue::Int64(0)).unwrap(), None);
+        assert_eq!(read(ParameterValue::Int64Param(0)).unwrap(), None);
         let most = Some(Duration::from_micros(i64::MAX as u64));
-        assert_eq!(read(ParameterValue::Uint64(u64::MAX)).unwrap(), most);
-        assert!(read(ParameterValue::Int64(-1)).is_err());
-        assert!(read(ParameterValue::Text("1".to_owned())).is_err());
+        assert_eq!(read(ParameterValue::Uint64Param(u64::MAX)).unwrap(), most);
+        assert!(read(ParameterValue::Int64Param(-1)).is_err());
+        assert!(read(ParameterValue::StringParam("1".to_owned())).is_err());
     }
 
     #[test]

@@ -7,9 +7,12 @@ use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::schema::KeySpace;
 use hatchback_server::Listener;
+use hatchback_server::proto::reflection::server_reflection_request::MessageRequest;
+use hatchback_server::proto::reflection::server_reflection_response::MessageResponse;
+use hatchback_server::proto::reflection::{ServerReflectionRequest, ServerReflectionResponse};
 use hatchback_server::proto::{
     HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, InferInputTensor,
-    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING,
+    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING, REFLECTION,
     RepositoryIndexRequest, RepositoryModelRequest, SERVING,
 };
 use hatchback_tests::client::{Client, request_of};
@@ -19,6 +22,7 @@ use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tools::pack::spec::CodecChoice;
 use prost::Message;
 use serde_json::{Value, json};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -140,8 +144,60 @@ fn a_health_check_knows_the_server_and_its_service_and_no_other() {
         assert!(holds(&answer, &HealthCheckResponse { status: SERVING }), "{}", text(&answer));
     }
     assert!(text(&check("other")).contains("grpc-status: 5\r\n"));
+    let watch = HEALTH_CHECK.replace("Check", "Watch");
+    let head = format!("POST {watch} HTTP/1.1\r\ncontent-type: application/grpc\r\n{LOCAL}");
+    assert!(text(&open.exchange(&head, &framed(&infer()))).contains("grpc-status: 12\r\n"));
     open.door.serving.unload("m").unwrap();
     assert!(holds(&check(""), &HealthCheckResponse { status: NOT_SERVING }));
+}
+
+/// The caller keeps its stream open, as clients of reflection do.
+#[test]
+fn a_caller_reads_the_services_and_their_messages_from_the_server() {
+    let open = Open::new();
+    let ask = |request: MessageRequest| {
+        let mut stream = TcpStream::connect(open.address).unwrap();
+        Frames::begin(&stream, 1 << 20);
+        let headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", REFLECTION),
+            (":authority", "localhost"),
+            ("content-type", "application/grpc"),
+            ("te", "trailers"),
+        ];
+        let message_request = Some(request);
+        let message = ServerReflectionRequest { message_request, ..Default::default() };
+        let head = frame(HEADERS, END_HEADERS, 1, &block(&headers, &[]));
+        stream.write_all(&[head, frame(DATA, 0, 1, &framed(&message))].concat()).unwrap();
+        let answer = answer_of(&stream).unwrap();
+        ServerReflectionResponse::decode(&answer[5..]).unwrap().message_response.unwrap()
+    };
+    let MessageResponse::ListServicesResponse(list) = ask(MessageRequest::ListServices("*".into()))
+    else {
+        panic!("no list")
+    };
+    let names: Vec<&str> = list.service.iter().map(|service| service.name.as_str()).collect();
+    let reflection = REFLECTION.trim_matches('/').split('/').next().unwrap();
+    let expected = ["inference.GRPCInferenceService", "grpc.health.v1.Health", reflection];
+    assert_eq!(names, expected);
+
+    let file = |request| match ask(request) {
+        MessageResponse::FileDescriptorResponse(file) => Ok(file.file_descriptor_proto),
+        other => Err(other),
+    };
+    let by_name = file(MessageRequest::FileByFilename("open_inference.proto".into())).unwrap();
+    for symbol in [names[0], "inference.GRPCInferenceService.ModelInfer", "inference.DataType"] {
+        let found = file(MessageRequest::FileContainingSymbol(symbol.into())).unwrap();
+        assert_eq!(found, by_name, "{symbol}");
+    }
+    let shipped = fs::read("../server/proto/descriptors.bin").unwrap();
+    assert!(shipped.windows(by_name[0].len()).any(|bytes| bytes == by_name[0]));
+    for symbol in ["inference", "inference.None", "other.Service", ""] {
+        let refused = file(MessageRequest::FileContainingSymbol(symbol.into())).unwrap_err();
+        let MessageResponse::ErrorResponse(refused) = refused else { panic!("{symbol}") };
+        assert_eq!(refused.error_code, 5, "{symbol}");
+    }
 }
 
 #[test]
