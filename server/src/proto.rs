@@ -44,8 +44,12 @@ pub const SERVICE: &str = "/inference.GRPCInferenceService/";
 /// The path of a health check, by gRPC's own protocol `grpc.health.v1`.
 pub const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
 
-/// The path of server reflection, by gRPC's own protocol `grpc.reflection.v1`.
-pub const REFLECTION: &str = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo";
+/// The paths of server reflection, by gRPC's own protocol `grpc.reflection.v1`. Its older name has
+/// the same messages, and some clients use only that.
+pub const REFLECTION: [&str; 2] = [
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+];
 
 /// The states of a health check.
 pub const SERVING: i32 = ServingStatus::Serving as i32;

@@ -189,7 +189,7 @@ async fn answer_grpc(
         let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
         return service_health(call.front, decode(grpc::message_of(&body)?)?);
     }
-    if head.path == REFLECTION {
+    if REFLECTION.contains(&&*head.path) {
         // A client keeps its stream open for a further request; it opens another one for that.
         let body = read_until(call, body, CONTROL_BYTES_MAX, grpc::is_whole).await?;
         return Ok(message_reply(&reflect(decode(grpc::message_of(&body)?)?)?));
@@ -327,7 +327,7 @@ async fn answer_http(
         // Before the paths of one model, which would take `stats` for a name.
         (&Method::GET, ["v2", "models", "stats"]) => {
             let statistics = describe::statistics(call.front, "", "")?;
-            Ok(json_reply(&describe::statistics_json(statistics)))
+            Ok(json_reply(&describe::statistics_json(&statistics)))
         }
         (_, ["v2", "models", model, "versions", version, rest @ ..]) => {
             let target = Target { model, version };
@@ -375,7 +375,7 @@ async fn answer_model(
         (&Method::GET, ["config"]) => Ok(json_reply(&describe::config(front, model, version)?)),
         (&Method::GET, ["stats"]) => {
             let statistics = describe::statistics(front, model, version)?;
-            Ok(json_reply(&describe::statistics_json(statistics)))
+            Ok(json_reply(&describe::statistics_json(&statistics)))
         }
         _ => Err(head.unknown()),
     }

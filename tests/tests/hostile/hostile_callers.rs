@@ -11,9 +11,9 @@ use hatchback_server::proto::reflection::server_reflection_request::MessageReque
 use hatchback_server::proto::reflection::server_reflection_response::MessageResponse;
 use hatchback_server::proto::reflection::{ServerReflectionRequest, ServerReflectionResponse};
 use hatchback_server::proto::{
-    HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, InferInputTensor,
-    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING, REFLECTION,
-    RepositoryIndexRequest, RepositoryModelRequest, SERVING,
+    HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, InferInputTensor, InferParameter,
+    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING, ParameterValue,
+    REFLECTION, RepositoryIndexRequest, RepositoryModelRequest, SERVING,
 };
 use hatchback_tests::client::{Client, request_of};
 use hatchback_tests::front_door::{FrontDoor, RULES, TOKEN, serving};
@@ -155,13 +155,13 @@ fn a_health_check_knows_the_server_and_its_service_and_no_other() {
 #[test]
 fn a_caller_reads_the_services_and_their_messages_from_the_server() {
     let open = Open::new();
-    let ask = |request: MessageRequest| {
+    let ask_at = |path: &str, request: MessageRequest| {
         let mut stream = TcpStream::connect(open.address).unwrap();
         Frames::begin(&stream, 1 << 20);
         let headers = [
             (":method", "POST"),
             (":scheme", "http"),
-            (":path", REFLECTION),
+            (":path", path),
             (":authority", "localhost"),
             ("content-type", "application/grpc"),
             ("te", "trailers"),
@@ -173,14 +173,17 @@ fn a_caller_reads_the_services_and_their_messages_from_the_server() {
         let answer = answer_of(&stream).unwrap();
         ServerReflectionResponse::decode(&answer[5..]).unwrap().message_response.unwrap()
     };
+    let ask = |request| ask_at(REFLECTION[0], request);
     let MessageResponse::ListServicesResponse(list) = ask(MessageRequest::ListServices("*".into()))
     else {
         panic!("no list")
     };
     let names: Vec<&str> = list.service.iter().map(|service| service.name.as_str()).collect();
-    let reflection = REFLECTION.trim_matches('/').split('/').next().unwrap();
+    let reflection = REFLECTION[0].trim_matches('/').split('/').next().unwrap();
     let expected = ["inference.GRPCInferenceService", "grpc.health.v1.Health", reflection];
     assert_eq!(names, expected);
+    let older = ask_at(REFLECTION[1], MessageRequest::ListServices("*".into()));
+    assert_eq!(older, MessageResponse::ListServicesResponse(list.clone()));
 
     let file = |request| match ask(request) {
         MessageResponse::FileDescriptorResponse(file) => Ok(file.file_descriptor_proto),
@@ -211,6 +214,49 @@ fn long_paths_and_compressed_bodies_are_refused_by_name() {
     assert!(answer.contains("a path has at most"), "{answer}");
     let answer = ask("POST /v2/models/m/infer", "content-encoding: gzip\r\n");
     assert!(answer.contains("send the body uncompressed"), "{answer}");
+}
+
+#[test]
+fn a_time_limit_is_a_number_with_a_unit_or_a_parameter_that_is_an_integer() {
+    let open = Open::new();
+    let status = |lines: &str, value: Option<ParameterValue>| {
+        let mut request = infer();
+        let parameter = InferParameter { parameter_choice: value.clone() };
+        request.parameters.extend(value.map(|_| ("timeout".to_owned(), parameter)));
+        let answer = text(&open.call("ModelInfer", &format!("{LOCAL}{lines}"), &request));
+        let status = answer.split_once("grpc-status: ").and_then(|(_, rest)| rest.split_once('\r'));
+        status.map(|(status, _)| status.to_owned())
+    };
+    for time in ["10S", "60000m", "99999999u", "99999999H"] {
+        assert_eq!(status(&format!("grpc-timeout: {time}\r\n"), None), None, "{time}");
+    }
+    for time in ["", "S", "1", "123456789S", "-1S", "1.5S", "1x", "\u{e9}"] {
+        let found = status(&format!("grpc-timeout: {time}\r\n"), None);
+        assert_eq!(found.as_deref(), Some("3"), "{time}");
+    }
+    assert_eq!(status("grpc-timeout: 0n\r\n", None).as_deref(), Some("4"));
+
+    let with = |value| status("", Some(value));
+    for value in [ParameterValue::Int64Param(0), ParameterValue::Uint64Param(u64::MAX)] {
+        assert_eq!(with(value), None);
+    }
+    assert_eq!(with(ParameterValue::Int64Param(1)).as_deref(), Some("4"));
+    for value in [ParameterValue::Int64Param(-1), ParameterValue::StringParam("1".to_owned())] {
+        assert_eq!(with(value).as_deref(), Some("3"));
+    }
+}
+
+#[test]
+fn a_body_is_exactly_one_message() {
+    let open = Open::new();
+    let head =
+        format!("POST {SERVICE}ServerLive HTTP/1.1\r\ncontent-type: application/grpc\r\n{LOCAL}");
+    let ask = |body: &[u8]| text(&open.exchange(&head, body));
+    assert!(!ask(b"\0\0\0\0\0").contains("grpc-status"));
+    for body in [&b""[..], b"\0\0\0\0", b"\0\0\0\0\x03ab", b"\0\0\0\0\x01ab"] {
+        assert!(ask(body).contains("grpc-status: 3\r\n"), "{body:?}");
+    }
+    assert!(ask(b"\x01\0\0\0\0").contains("grpc-status: 12\r\n"), "compressed");
 }
 
 #[test]
