@@ -15,7 +15,6 @@ use crate::tensors::Layout;
 use hatchback::{Budget, Generation, Schema, ServerRules, Serving};
 use hyper::body::Bytes;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -94,8 +93,8 @@ pub struct Front {
     pub(crate) started: Instant,
     /// Wakes requests at the end of their time.
     pub(crate) alarm: Alarm,
-    /// Held while a model is loaded or unloaded: one at a time.
-    pub(crate) is_changing: AtomicBool,
+    /// Lets one load or unload at a time pass.
+    pub(crate) changes: Gate,
     new_facts: Facts,
     facts: Arc<Mutex<CarFacts>>,
     shown: Mutex<Published>,
@@ -114,6 +113,8 @@ impl Front {
         let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let bytes = ByteBudget::new(size(rules.bytes_max), size(rules.request_bytes_max));
         let connections = Connections::new(rules.connections_max as usize, &bytes);
+        let changes = Gate::default();
+        changes.limit(true);
         let latest = Arc::new(Mutex::new(CarFacts::default()));
         let metrics = Metrics::new(Scrape {
             serving: Arc::clone(&serving),
@@ -137,7 +138,7 @@ impl Front {
             history: History::default(),
             started: Instant::now(),
             alarm: Alarm::default(),
-            is_changing: AtomicBool::new(false),
+            changes,
             new_facts: facts,
             facts: latest,
             shown: Mutex::default(),
@@ -189,19 +190,5 @@ impl Front {
         let waiting = stats.waiting as u64 + 1;
         let wait = Duration::from_nanos(mean_ns.saturating_mul(waiting) / u64::from(workers));
         wait.clamp(RETRY_MIN, RETRY_MAX)
-    }
-
-    /// Takes the right to load or unload a model; `None` if another caller has it.
-    pub(crate) fn begin_change(&self) -> Option<ChangeTurn<'_>> {
-        (!self.is_changing.swap(true, Ordering::AcqRel)).then_some(ChangeTurn(&self.is_changing))
-    }
-}
-
-/// The right to load or unload a model; dropping it gives the right back.
-pub(crate) struct ChangeTurn<'a>(&'a AtomicBool);
-
-impl Drop for ChangeTurn<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
     }
 }

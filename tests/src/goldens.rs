@@ -125,7 +125,7 @@ fn request_inputs() -> Vec<InferInputTensor> {
 }
 
 fn grpc_requests() -> Vec<Vec<u8>> {
-    let timeout = InferParameter { value: Some(ParameterValue::Int64(1000)) };
+    let timeout = InferParameter { parameter_choice: Some(ParameterValue::Int64Param(1000)) };
     let whole = ModelInferRequest {
         model_name: "m".to_owned(),
         id: "7".to_owned(),

@@ -21,7 +21,7 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 18_670),
     ("runtime", 17_660),
     ("link", 500),
-    ("server", 5_400),
+    ("server", 4_800),
     ("board", 1_850),
     ("capi", 770),
     ("python", 440),

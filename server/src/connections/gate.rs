@@ -1,5 +1,6 @@
 //! The gate of the requests. While the machine is too hot or draws too much power, one request at a
-//! time passes, and the others are refused immediately.
+//! time passes, and the others are refused immediately. Loads and unloads have one that is always
+//! limited.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

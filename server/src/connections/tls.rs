@@ -95,23 +95,3 @@ fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'st
     }
     Ok(found)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_that_is_missing_or_has_no_certificate_is_named() {
-        let missing = PathBuf::from("/nowhere/car.pem");
-        let own = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-        let open = |certificate: &PathBuf| {
-            let (certificate, key) = (certificate.clone(), missing.clone());
-            Tls::open(&TlsRules { certificate, key, client_ca: missing.clone() })
-                .unwrap_err()
-                .to_string()
-        };
-        let found = open(&missing);
-        assert!(found.contains("server.tls.certificate = /nowhere/car.pem: "), "{found}");
-        assert!(open(&own).contains("Cargo.toml: has no certificate"), "{}", open(&own));
-    }
-}

@@ -3,11 +3,11 @@
 use crate::connections::memory::{ByteBudget, Share};
 use crate::grpc;
 use crate::grpc::request::Request;
-use crate::grpc::wire::{write_bytes, write_head, write_packed};
 use crate::http::Answered;
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::limits::REQUEST_BYTES;
 use crate::problem::Problem;
+use crate::proto::{InferOutputTensor, ModelInferResponse};
 use crate::tensors::outputs::{Want, Wants};
 use crate::tensors::{Layout, Read, batch_of};
 use hatchback::Schema;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of an answer, and of each of its outputs, beside numbers and names.
-const ANSWER_BYTES: usize = 64;
+const ANSWER_BYTES: usize = 256;
 /// Bytes of a number of an answer, at most.
 const NUMBER_BYTES: usize = 8;
 
@@ -33,7 +33,7 @@ pub async fn infer(
     let message = grpc::message_of(&body)?;
     let (submitted, id) = {
         let request = Request::read(&message, &mut call.memory)?;
-        let tensors = request.tensors()?;
+        let tensors = request.tensors(&mut call.memory)?;
         let order = Order {
             model: request.model,
             version: request.version,
@@ -63,32 +63,30 @@ pub fn decode(message: &[u8], schema: &Arc<Schema>, batch_max: usize) -> Result<
     let request = Request::read(message, &mut memory)?;
     let layout = Layout::new(Arc::clone(schema));
     Wants::new(&layout.outputs, &request.asked, Want::Binary)?;
-    batch_of(&layout, &request.tensors()?, Read::All, batch_max, &mut memory)
+    let tensors = request.tensors(&mut memory)?;
+    batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
-/// Returns the framed message of an answer, a `ModelInferResponse`. Counts it in the memory of
-/// `call`.
+/// Returns the framed message of an answer. Counts it in the memory of `call`.
 fn response(shown: &Shown<'_>, id: &str, call: &mut Call<'_>) -> Result<Vec<u8>, Problem> {
     let outputs = shown.outputs().map(|(output, _, _)| ANSWER_BYTES + output.name.len());
     let names = call.model.len() + id.len() + outputs.sum::<usize>();
-    let bytes_max = ANSWER_BYTES + names + NUMBER_BYTES * shown.numbers();
-    call.memory.grow(bytes_max)?;
+    // In memory twice: as fields, and in the frame.
+    call.memory.grow(2 * (ANSWER_BYTES + names + NUMBER_BYTES * shown.numbers()))?;
 
-    let mut message = grpc::open_frame(bytes_max);
-    write_bytes(&mut message, 1, call.model.as_bytes());
-    write_bytes(&mut message, 2, shown.sequence().to_string().as_bytes());
-    write_bytes(&mut message, 3, id.as_bytes());
-    let mut tensor = Vec::with_capacity(ANSWER_BYTES);
+    let mut message = ModelInferResponse {
+        model_name: call.model.clone(),
+        model_version: shown.sequence().to_string(),
+        id: id.to_owned(),
+        ..Default::default()
+    };
     for (output, _, numbers) in shown.outputs() {
-        tensor.clear();
-        write_bytes(&mut tensor, 1, output.name.as_bytes());
-        write_bytes(&mut tensor, 2, output.datatype().as_bytes());
-        write_packed(&mut tensor, 3, &numbers.shape());
-        write_bytes(&mut message, 5, &tensor);
+        let (name, datatype) = (output.name.clone(), output.datatype().to_owned());
+        let shape = numbers.shape().iter().map(|side| *side as i64).collect();
+        message.outputs.push(InferOutputTensor { name, datatype, shape });
+        let mut bytes = Vec::with_capacity(output.number_bytes() * numbers.count());
+        numbers.write(&mut bytes);
+        message.raw_output_contents.push(bytes.into());
     }
-    for (output, _, numbers) in shown.outputs() {
-        write_head(&mut message, 6, output.number_bytes() * numbers.count());
-        numbers.write(&mut message);
-    }
-    Ok(grpc::close_frame(message))
+    Ok(grpc::frame(&message))
 }

@@ -1,10 +1,11 @@
 //! The framing of gRPC: one message each way, the time limit of a call, and its status in the
 //! trailers. Knows no method.
 //!
-//! The service has unary methods only. For these, gRPC over HTTP/2 is a prefix of five bytes and
+//! Each call has one message each way. For these, gRPC over HTTP/2 is a prefix of five bytes and
 //! three headers, so hyper carries it without a further library. Messages are never compressed.
 
 pub mod infer;
+pub mod reflection;
 pub mod request;
 pub mod wire;
 
@@ -56,6 +57,14 @@ pub fn message_of(body: &Bytes) -> Result<Bytes, Problem> {
     Ok(body.slice(PREFIX_BYTES..))
 }
 
+/// Returns whether `body` has all of a message.
+pub fn is_whole(body: &[u8]) -> bool {
+    let Some((&[_, a, b, c, d], rest)) = body.split_first_chunk::<PREFIX_BYTES>() else {
+        return false;
+    };
+    rest.len() >= u32::from_be_bytes([a, b, c, d]) as usize
+}
+
 /// Returns the time that the caller waits for its answer, from `headers`.
 ///
 /// # Errors
@@ -80,27 +89,16 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Problem> {
     }))
 }
 
-/// Returns a prefix to be filled in, with room for a message of `bytes` bytes after it.
-pub fn open_frame(bytes: usize) -> Vec<u8> {
-    let mut frame = Vec::with_capacity(PREFIX_BYTES + bytes);
-    frame.extend([0; PREFIX_BYTES]);
-    frame
-}
-
-/// Writes the length of the message into its prefix.
-pub fn close_frame(mut frame: Vec<u8>) -> Vec<u8> {
-    let length = (frame.len() - PREFIX_BYTES) as u32;
-    // The first byte stays 0: the message is not compressed.
-    frame[1..PREFIX_BYTES].copy_from_slice(&length.to_be_bytes());
-    frame
-}
-
 /// Returns `message` with its prefix.
 pub fn frame(message: &impl Message) -> Vec<u8> {
-    let mut frame = open_frame(message.encoded_len());
+    let length = message.encoded_len();
+    let mut frame = Vec::with_capacity(PREFIX_BYTES + length);
+    // The first byte is 0: the message is not compressed.
+    frame.push(0);
+    frame.extend((length as u32).to_be_bytes());
     // Encoding into a vector, which grows, cannot fail.
     let _ = message.encode(&mut frame);
-    close_frame(frame)
+    frame
 }
 
 /// Returns the answer with `data`, a framed message.
@@ -138,38 +136,6 @@ pub fn refusal(problem: &Problem) -> Answered {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_time_limit_has_one_to_eight_digits_and_a_unit() {
-        let parse = |text: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert("grpc-timeout", HeaderValue::from_str(text).unwrap());
-            timeout(&headers)
-        };
-        for (text, expected) in [
-            ("1S", Duration::from_secs(1)),
-            ("250m", Duration::from_millis(250)),
-            ("99999999u", Duration::from_micros(99_999_999)),
-            ("99999999H", Duration::from_secs(99_999_999 * 3600)),
-            ("0n", Duration::ZERO),
-        ] {
-            assert_eq!(parse(text).unwrap(), Some(expected), "{text}");
-        }
-        for text in ["", "S", "1", "123456789S", "-1S", "1.5S", "1x", "é"] {
-            assert!(parse(text).is_err(), "{text}");
-        }
-        assert_eq!(timeout(&HeaderMap::new()).unwrap(), None);
-    }
-
-    #[test]
-    fn a_body_is_exactly_one_message() {
-        let whole = Bytes::from_static(b"\0\0\0\0\x02ab");
-        assert_eq!(message_of(&whole).unwrap(), "ab");
-        for bytes in [&b""[..], b"\0\0\0\0", b"\0\0\0\0\x03ab", b"\0\0\0\0\x01ab", b"\x01\0\0\0\0"]
-        {
-            assert!(message_of(&Bytes::from_static(bytes)).is_err(), "{bytes:?}");
-        }
-    }
 
     #[test]
     fn a_status_message_may_have_any_text() {

@@ -1,8 +1,8 @@
-//! The wire format of Protocol Buffers, for the two large messages of a request for scores. Fields
-//! are parsed in place and written straight into the answer. Knows no message.
+//! The wire format of Protocol Buffers, for a request for scores: fields are parsed in place, and
+//! counted before any is kept. Knows no message.
 
 use crate::problem::{Problem, checked};
-use prost::encoding::{decode_varint, encode_varint};
+use prost::encoding::decode_varint;
 
 /// The value of a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,24 @@ impl<'a> Field<'a> {
         }
     }
 
+    /// Passes each number to `take`: the only one, or those of a packed list.
+    ///
+    /// # Errors
+    /// A number is malformed, or `take` fails.
+    pub fn each_number(
+        &self,
+        mut take: impl FnMut(u64) -> Result<(), Problem>,
+    ) -> Result<(), Problem> {
+        let mut packed = match self.value {
+            Value::Number(number) => return take(number),
+            Value::Bytes(packed) => Fields(packed),
+        };
+        while !packed.0.is_empty() {
+            take(packed.varint().ok_or_else(malformed)?)?;
+        }
+        Ok(())
+    }
+
     /// Returns the text, which is a name in each message of the protocol.
     ///
     /// # Errors
@@ -50,7 +68,7 @@ pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
     /// Takes a varint; returns `None` if there is none.
-    pub fn varint(&mut self) -> Option<u64> {
+    fn varint(&mut self) -> Option<u64> {
         decode_varint(&mut self.0).ok()
     }
 
@@ -90,54 +108,5 @@ impl<'a> Iterator for Fields<'a> {
             self.0 = &[];
         }
         Some(field)
-    }
-}
-
-/// Appends the head of a field with `length` bytes.
-pub fn write_head(to: &mut Vec<u8>, number: u64, length: usize) {
-    encode_varint((number << 3) | 2, to);
-    encode_varint(length as u64, to);
-}
-
-/// Appends a field with `bytes`.
-pub fn write_bytes(to: &mut Vec<u8>, number: u64, bytes: &[u8]) {
-    // Protocol Buffers leave an empty field out.
-    if !bytes.is_empty() {
-        write_head(to, number, bytes.len());
-        to.extend_from_slice(bytes);
-    }
-}
-
-/// Appends a packed list of `numbers`.
-pub fn write_packed(to: &mut Vec<u8>, number: u64, numbers: &[usize]) {
-    let bytes = |number: &usize| 1 + number.checked_ilog2().unwrap_or(0) as usize / 7;
-    write_head(to, number, numbers.iter().map(bytes).sum());
-    numbers.iter().for_each(|number| encode_varint(*number as u64, to));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_and_bytes_come_back_as_they_were_written() {
-        let numbers = [0, 1, 127, 128, 16_383, 16_384, usize::MAX];
-        let mut written = Vec::new();
-        write_packed(&mut written, 3, &numbers);
-        write_bytes(&mut written, 7, b"ab");
-        let fields: Vec<Field<'_>> = Fields(&written).map(Result::unwrap).collect();
-        let mut packed = Fields(fields[0].bytes().unwrap());
-        let read: Vec<u64> = std::iter::from_fn(|| packed.varint()).collect();
-        assert_eq!(read, numbers.map(|number| number as u64));
-        assert_eq!(fields[1], Field { number: 7, value: Value::Bytes(b"ab") });
-        assert_eq!(fields[1].text().unwrap(), "ab");
-    }
-
-    #[test]
-    fn bytes_that_are_no_field_end_the_message_with_an_error() {
-        for bytes in [&[0xff; 11][..], &[5 * 8 + 2, 9, 0], &[3], &[8], &[1, 0]] {
-            let mut fields = Fields(bytes);
-            assert!(fields.next().unwrap().is_err() && fields.next().is_none(), "{bytes:?}");
-        }
     }
 }

@@ -8,7 +8,7 @@ use crate::limits::REQUEST_BYTES;
 use crate::models::describe;
 use crate::problem::{Problem, checked, not_served};
 use crate::tensors::outputs::{Asked, Numbers, Want, Wants};
-use crate::tensors::values::{Tensor, Values};
+use crate::tensors::values::{Tensor, write_null, write_text};
 use crate::tensors::{Layout, Read, batch_of};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::raw_value::RawValue;
@@ -26,11 +26,9 @@ use std::time::Duration;
 /// The header with the length of the JSON before the binary data.
 pub const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
 /// Most bytes in memory for a byte of JSON: a number of one digit with its comma is kept as 24
-/// bytes and converted to 8, a text of two quotes and a comma has a pointer of 16 bytes. The
-/// vectors have twice the room that they need.
+/// bytes and converted to 8. The vectors have twice the room that they need.
 const GROWTH: usize = 32;
 const _: () = assert!(2 * (size_of::<RawValue<'_>>() + 8) <= 2 * GROWTH, "a digit and a comma");
-const _: () = assert!(2 * (size_of::<RawValue<'_>>() + 16) <= 3 * GROWTH, "an empty text");
 /// Bytes of a number in JSON, with its comma.
 const NUMBER_BYTES: usize = 24;
 /// Bytes of an answer beside its numbers and names.
@@ -42,19 +40,25 @@ struct Head<'a> {
     #[serde(default)]
     id: String,
     #[serde(default)]
-    parameters: HeadParameters,
+    parameters: Parameters,
     #[serde(borrow)]
     inputs: Vec<HeadInput<'a>>,
     #[serde(default)]
     outputs: Vec<HeadOutput>,
 }
 
+/// The parameters of a request, of an input and of an output.
 #[derive(Default, Deserialize)]
-struct HeadParameters {
-    /// Microseconds to the deadline; 0 is no limit.
+#[serde(default)]
+struct Parameters {
+    /// Of a request: microseconds to the deadline; 0 is no limit.
     timeout: Option<i64>,
-    #[serde(default)]
+    /// Of a request: whether its outputs are binary data.
     binary_data_output: bool,
+    /// Of an input: the bytes of its binary data.
+    binary_data_size: Option<usize>,
+    /// Of an output: whether it is binary data.
+    binary_data: bool,
 }
 
 #[derive(Deserialize)]
@@ -63,27 +67,16 @@ struct HeadInput<'a> {
     datatype: String,
     shape: Vec<i64>,
     #[serde(default)]
-    parameters: InputParameters,
+    parameters: Parameters,
     #[serde(borrow)]
     data: Option<Data<'a>>,
-}
-
-#[derive(Default, Deserialize)]
-struct InputParameters {
-    binary_data_size: Option<usize>,
 }
 
 #[derive(Deserialize)]
 struct HeadOutput {
     name: String,
     #[serde(default)]
-    parameters: OutputParameters,
-}
-
-#[derive(Default, Deserialize)]
-struct OutputParameters {
-    #[serde(default)]
-    binary_data: bool,
+    parameters: Parameters,
 }
 
 /// The values of a tensor; nested arrays are flattened.
@@ -151,60 +144,36 @@ impl<'de: 'a, 'a> serde::de::DeserializeSeed<'de> for Flatten<'_, 'a> {
     }
 }
 
-/// The values of a tensor, converted from JSON to the tensor's type.
-enum JsonValues<'a> {
-    I64(Vec<i64>),
-    U64(Vec<u64>),
-    F32(Vec<f32>),
-    F64(Vec<f64>),
-    Raw(&'a [RawValue<'a>]),
-    /// The tensor's values are binary data.
-    Binary,
-}
-
-impl<'a> JsonValues<'a> {
-    fn of(input: &'a HeadInput<'a>) -> Result<Self, Problem> {
-        let Some(Data(values)) = &input.data else { return Ok(Self::Binary) };
-        let converted = match input.datatype.as_str() {
-            "FP32" => each(values, |value| real(value).map(|x| x as f32)).map(Self::F32),
-            "FP64" => each(values, real).map(Self::F64),
-            "BYTES" => Some(Self::Raw(values)),
-            "UINT64" => each(values, |value| match value {
-                RawValue::Unsigned(value) => Some(*value),
-                _ => None,
-            })
-            .map(Self::U64),
-            _ => each(values, |value| match value {
-                RawValue::Unsigned(value) => i64::try_from(*value).ok(),
-                RawValue::Negative(value) => Some(*value),
-                _ => None,
-            })
-            .map(Self::I64),
-        };
-        converted.ok_or_else(|| {
-            let (name, datatype) = (Shortened(&input.name), Shortened(&input.datatype));
-            Problem::invalid(format!("input `{name}`: its data has values that are not {datatype}"))
-        })
-    }
-}
-
-/// Converts every value; returns `None` if `convert` refuses one.
-fn each<T>(
-    values: &[RawValue<'_>],
-    convert: impl Fn(&RawValue<'_>) -> Option<T>,
-) -> Option<Vec<T>> {
-    values.iter().map(convert).collect()
-}
-
-fn real(value: &RawValue<'_>) -> Option<f64> {
-    match value {
-        RawValue::Text(_) => None,
+/// Appends `value` as bytes of the type `datatype`. Returns false if it is of another type.
+fn write(value: &RawValue<'_>, datatype: &str, to: &mut Vec<u8>) -> bool {
+    let real = match value {
+        RawValue::Text(text) => {
+            write_text(to, text.as_bytes());
+            return datatype == "BYTES";
+        }
+        RawValue::Null if datatype == "BYTES" => {
+            write_null(to);
+            return true;
+        }
         // A missing value is NaN in binary data.
-        RawValue::Null => Some(f64::NAN),
-        RawValue::Unsigned(value) => Some(*value as f64),
-        RawValue::Negative(value) => Some(*value as f64),
-        RawValue::Float(value) => Some(*value),
+        RawValue::Null => f64::NAN,
+        RawValue::Unsigned(value) => *value as f64,
+        RawValue::Negative(value) => *value as f64,
+        RawValue::Float(value) => *value,
+    };
+    match (datatype, value) {
+        ("BYTES", _) => return false,
+        ("FP32", _) => to.extend((real as f32).to_le_bytes()),
+        ("FP64", _) => to.extend(real.to_le_bytes()),
+        ("UINT64", RawValue::Negative(_))
+        | (_, RawValue::Float(_) | RawValue::Text(_) | RawValue::Null) => return false,
+        (_, RawValue::Negative(value)) => to.extend(value.to_le_bytes()),
+        (_, RawValue::Unsigned(value)) => {
+            to.extend(value.to_le_bytes());
+            return datatype == "UINT64" || i64::try_from(*value).is_ok();
+        }
     }
+    true
 }
 
 /// The path of a request for scores.
@@ -226,12 +195,11 @@ pub async fn infer(
 ) -> Result<Answered, Problem> {
     let (submitted, id) = {
         let (head, binary) = parse(json_bytes, &body, &mut call.memory)?;
-        let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
         let order = Order {
             model: target.model,
             version: target.version,
             timeout: shorter_timeout(timeout_parameter(&head)?, None),
-            tensors: &tensors_of(&head, &values, binary)?,
+            tensors: &tensors_of(&head, binary)?,
             asked: &asked(&head),
             every: encoding(head.parameters.binary_data_output),
         };
@@ -263,8 +231,7 @@ pub fn prefetch(
     let front = call.front;
     describe::version(front, model, version)?;
     let (head, binary) = parse(json_bytes, body, &mut call.memory)?;
-    let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
-    let tensors = tensors_of(&head, &values, binary)?;
+    let tensors = tensors_of(&head, binary)?;
     let schema = front.serving.schema(model).ok_or_else(|| not_served(model))?;
     let layout = front.layout(model, &schema);
     let batch_max = front.serving.budget(model).map_or(1, |budget| budget.batch_max as usize);
@@ -288,8 +255,7 @@ pub fn decode(
     memory.grow(body.len())?;
     let (head, binary) = parse(Some(head_bytes), body, &mut memory)?;
     timeout_parameter(&head)?;
-    let values = head.inputs.iter().map(JsonValues::of).collect::<Result<Vec<_>, _>>()?;
-    let tensors = tensors_of(&head, &values, binary)?;
+    let tensors = tensors_of(&head, binary)?;
     let layout = Layout::new(Arc::clone(schema));
     Wants::new(&layout.outputs, &asked(&head), encoding(head.parameters.binary_data_output))?;
     batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
@@ -332,36 +298,34 @@ fn timeout_parameter(head: &Head<'_>) -> Result<Option<Duration>, Problem> {
     Ok(timeout.filter(|timeout| !timeout.is_zero()))
 }
 
-fn tensors_of<'a>(
-    head: &'a Head<'a>,
-    values: &'a [JsonValues<'a>],
-    mut binary: &'a [u8],
-) -> Result<Vec<Tensor<'a>>, Problem> {
-    let mut tensors = Vec::with_capacity(values.len());
-    for (input, json) in head.inputs.iter().zip(values) {
-        let fault = |problem: &str| {
-            Problem::invalid(format!("input `{}`: {problem}", Shortened(&input.name)))
-        };
-        let values = match (json, input.parameters.binary_data_size) {
-            (JsonValues::Binary, Some(bytes)) => {
+fn tensors_of<'a>(head: &'a Head<'a>, mut binary: &'a [u8]) -> Result<Vec<Tensor<'a>>, Problem> {
+    let mut tensors = Vec::with_capacity(head.inputs.len());
+    for HeadInput { name, datatype, shape, parameters, data } in &head.inputs {
+        let fault =
+            |problem: &str| Problem::invalid(format!("input `{}`: {problem}", Shortened(name)));
+        let values = match (data, parameters.binary_data_size) {
+            (None, Some(bytes)) => {
                 let (own, rest) = binary.split_at_checked(bytes).ok_or_else(|| {
                     fault("binary_data_size is more than the bytes of the request")
                 })?;
                 binary = rest;
-                Values::Bytes(own)
+                Cow::Borrowed(own)
             }
-            (JsonValues::Binary, None) => return Err(fault("has no data")),
-            (_, Some(_)) => return Err(fault("has data and binary data")),
-            (JsonValues::I64(values), None) => Values::I64(values),
-            (JsonValues::U64(values), None) => Values::U64(values),
-            (JsonValues::F32(values), None) => Values::F32(values),
-            (JsonValues::F64(values), None) => Values::F64(values),
-            (JsonValues::Raw(values), None) => Values::Raw(values),
+            (None, None) => return Err(fault("has no data")),
+            (Some(_), Some(_)) => return Err(fault("has data and binary data")),
+            (Some(Data(values)), None) => {
+                let mut bytes = Vec::with_capacity(8 * values.len());
+                if !values.iter().all(|value| write(value, datatype, &mut bytes)) {
+                    let datatype = Shortened(datatype);
+                    return Err(fault(&format!("its data has values that are not {datatype}")));
+                }
+                Cow::Owned(bytes)
+            }
         };
         // JSON does not tell INT32 from INT64: both are decoded as INT64.
-        let is_wide = matches!(values, Values::I64(_)) && input.datatype == "INT32";
-        let datatype = if is_wide { "INT64" } else { &input.datatype };
-        tensors.push(Tensor { name: &input.name, datatype, shape: &input.shape, values });
+        let is_wide = data.is_some() && datatype == "INT32";
+        let datatype = if is_wide { "INT64" } else { datatype };
+        tensors.push(Tensor { name, datatype, shape, values });
     }
     if !binary.is_empty() {
         return Err(Problem::invalid(format!("{} bytes belong to no input", binary.len())));

@@ -107,11 +107,24 @@ pub async fn read_body(
     body: Incoming,
     bytes_max: usize,
 ) -> Result<Bytes, Problem> {
+    read_until(call, body, bytes_max, |_| false).await
+}
+
+/// Reads `body` like [`read_body`], to its end or until `is_whole` holds for what was read.
+///
+/// # Errors
+/// As for [`read_body`].
+pub async fn read_until(
+    call: &mut Call<'_>,
+    body: Incoming,
+    bytes_max: usize,
+    is_whole: fn(&[u8]) -> bool,
+) -> Result<Bytes, Problem> {
     // A body that announces too many bytes is refused before the first is kept.
     if body.size_hint().lower() > bytes_max as u64 {
         return Err(too_large(bytes_max));
     }
-    let read = tokio::time::timeout(BODY_TIME_MAX, read_frames(call, body, bytes_max));
+    let read = tokio::time::timeout(BODY_TIME_MAX, read_frames(call, body, bytes_max, is_whole));
     read.await.unwrap_or_else(|_| {
         let problem = format!("the body did not arrive within {BODY_TIME_MAX:?}");
         Err(Problem::new(Code::Late, problem))
@@ -127,6 +140,7 @@ async fn read_frames(
     call: &mut Call<'_>,
     mut body: Incoming,
     bytes_max: usize,
+    is_whole: fn(&[u8]) -> bool,
 ) -> Result<Bytes, Problem> {
     let announced = body.size_hint().exact().map_or(bytes_max, |bytes| bytes as usize);
     let mut read = Vec::new();
@@ -149,6 +163,9 @@ async fn read_frames(
         }
         // Copied, because a frame of one byte keeps the whole buffer of its connection.
         read.extend_from_slice(&data);
+        if is_whole(&read) {
+            break;
+        }
     }
     Ok(read.into())
 }

@@ -10,7 +10,7 @@ use crate::proto::{
 use crate::tensors::Layout;
 use hatchback::Shortened;
 use hatchback::schema::key_function::KeyFunction;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 /// The extensions of the protocol that the server has.
 const EXTENSIONS: [&str; 5] =
@@ -165,22 +165,12 @@ fn statistics_of(front: &Front, name: String, asked: &str) -> Result<ModelStatis
     })
 }
 
-/// The statistics of models as JSON.
-#[derive(Serialize)]
-pub struct StatisticsJson {
-    pub model_stats: Vec<ModelStatisticsJson>,
-}
-
-/// The statistics of a model as JSON, with a list that gRPC leaves out because it is empty.
-#[derive(Serialize)]
-pub struct ModelStatisticsJson {
-    #[serde(flatten)]
-    model: ModelStatistics,
-    batch_stats: [(); 0],
-}
-
-/// Returns statistics as JSON.
-pub fn statistics_json(models: Vec<ModelStatistics>) -> StatisticsJson {
-    let one = |model| ModelStatisticsJson { model, batch_stats: [] };
-    StatisticsJson { model_stats: models.into_iter().map(one).collect() }
+/// Returns statistics as JSON, with a list that gRPC leaves out because it is empty.
+pub fn statistics_json(models: &[ModelStatistics]) -> Value {
+    let one = |model: &ModelStatistics| {
+        let mut json = json!(model);
+        json["batch_stats"] = json!([]);
+        json
+    };
+    json!({"model_stats": models.iter().map(one).collect::<Vec<_>>()})
 }

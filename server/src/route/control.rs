@@ -63,7 +63,7 @@ pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), P
     blocking(move || {
         let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         // The turn belongs to this closure, which goes on even if its caller hangs up.
-        let _turn = front.begin_change().ok_or_else(busy)?;
+        let _turn = front.changes.turn().ok_or_else(busy)?;
         let changed = match change {
             Change::Load => repository::load(&front, &name),
             Change::Unload => repository::unload(&front, &name),

@@ -10,9 +10,10 @@ use crate::connections::{Connection, Peer};
 use crate::front::Front;
 use crate::grpc;
 use crate::grpc::infer as grpc_infer;
+use crate::grpc::reflection::reflect;
 use crate::http::infer::{self as http_infer, Target};
 use crate::http::page::page;
-use crate::http::{Answered, header_text, json_reply, read_body, refusal, reply};
+use crate::http::{Answered, header_text, json_reply, read_body, read_until, refusal, reply};
 use crate::infer::Call;
 use crate::limits::{
     CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
@@ -23,7 +24,7 @@ use crate::models::repository;
 use crate::problem::{Code, Problem, checked};
 use crate::proto::{
     Empty, HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, HealthResponse,
-    ModelConfigResponse, ModelRequest, ModelStatisticsResponse, NOT_SERVING,
+    ModelConfigResponse, ModelRequest, ModelStatisticsResponse, NOT_SERVING, REFLECTION,
     RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE, SERVING,
 };
 use hatchback::Shortened;
@@ -205,6 +206,11 @@ async fn answer_grpc(
         let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
         return service_health(call.front, decode(grpc::message_of(&body)?)?);
     }
+    if REFLECTION.contains(&&*head.path) {
+        // A client keeps its stream open for a further request; it opens another one for that.
+        let body = read_until(call, body, CONTROL_BYTES_MAX, grpc::is_whole).await?;
+        return Ok(message_reply(&reflect(decode(grpc::message_of(&body)?)?)?));
+    }
     let no_method = || format!("no method `{}`", Shortened(&head.path));
     let unknown = || Problem::new(Code::Unimplemented, no_method());
     let method = head.path.strip_prefix(SERVICE).ok_or_else(unknown)?;
@@ -278,8 +284,8 @@ fn message_reply(message: &impl Message) -> Answered {
     grpc::reply(grpc::frame(message).into())
 }
 
-fn health(is_true: bool) -> Answered {
-    message_reply(&HealthResponse { is_true })
+fn health(ready: bool) -> Answered {
+    message_reply(&HealthResponse { ready })
 }
 
 async fn change_grpc(
@@ -341,7 +347,7 @@ async fn answer_http(
         // Before the paths of one model, which would take `stats` for a name.
         (&Method::GET, ["v2", "models", "stats"]) => {
             let statistics = describe::statistics(call.front, "", "")?;
-            Ok(json_reply(&describe::statistics_json(statistics)))
+            Ok(json_reply(&describe::statistics_json(&statistics)))
         }
         (_, ["v2", "models", model, "versions", version, rest @ ..]) => {
             let target = Target { model, version };
@@ -401,7 +407,7 @@ async fn answer_model(
         (&Method::GET, ["config"]) => Ok(json_reply(&describe::config(front, model, version)?)),
         (&Method::GET, ["stats"]) => {
             let statistics = describe::statistics(front, model, version)?;
-            Ok(json_reply(&describe::statistics_json(statistics)))
+            Ok(json_reply(&describe::statistics_json(&statistics)))
         }
         (_, ["infer" | "prefetch"]) => Err(head.unknown(Some("POST"))),
         (_, [] | ["ready" | "config" | "stats"]) => Err(head.unknown(Some("GET"))),

@@ -1,6 +1,6 @@
 //! Makes a batch of the tensors of a request. A sparse feature is one tensor of keys, `[batch,
 //! hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function takes
-//! raw values in place of keys. The dense features are one tensor. Never copies a tensor.
+//! raw values in place of keys. The dense features are one tensor.
 
 pub mod outputs;
 pub mod values;
@@ -136,7 +136,7 @@ struct Columns<'a> {
 impl<'a> Columns<'a> {
     fn of(
         layout: &Layout,
-        tensors: &[Tensor<'a>],
+        tensors: &'a [Tensor<'_>],
         memory: &mut Reservation,
     ) -> Result<Self, Problem> {
         let bags = vec![Bags::default(); layout.schema.features.len()];
@@ -154,7 +154,7 @@ impl<'a> Columns<'a> {
     fn add(
         &mut self,
         layout: &Layout,
-        tensor: &Tensor<'a>,
+        tensor: &'a Tensor<'_>,
         part: Part,
         memory: &mut Reservation,
     ) -> Result<(), Problem> {

@@ -1,42 +1,29 @@
-//! The values of a tensor, read one by one in the form in which the protocol carried them:
-//! integers, floats, and raw values for a key function. Checks that there are as many as the shape
-//! says. Never copies a tensor; a list of texts takes a pointer for each text.
+//! The values of a tensor, read one by one: integers, floats, and raw values for a key function.
+//! Each protocol carries them as little-endian bytes, or as typed values that become such bytes.
+//! Checks that there are as many as the shape says. A list of texts takes a pointer for each text.
 
 use crate::connections::memory::Reservation;
 use crate::limits::DIMENSIONS_MAX;
 use crate::problem::Problem;
 use hatchback::Shortened;
 use hatchback::schema::raw_value::RawValue;
-use hyper::body::Bytes;
+use std::borrow::Cow;
 
 /// The key that fills a bag up to the width of its tensor.
 const PADDING: i64 = -1;
-/// Bytes of the length before each text of binary data.
+/// Bytes of the length before each text.
 const TEXT_PREFIX_BYTES: usize = 4;
-
-/// Values of a tensor, as the protocol carried them.
-#[derive(Clone, Copy, Debug)]
-pub enum Values<'a> {
-    /// Little-endian bytes of the tensor's type; a text is its length in four bytes and its bytes.
-    Bytes(&'a [u8]),
-    I32(&'a [i32]),
-    I64(&'a [i64]),
-    U64(&'a [u64]),
-    F32(&'a [f32]),
-    F64(&'a [f64]),
-    /// Texts of gRPC.
-    Texts(&'a [Bytes]),
-    /// Texts of JSON.
-    Raw(&'a [RawValue<'a>]),
-}
+/// In place of the length: no text, which JSON writes as null.
+const NULL_TEXT: [u8; TEXT_PREFIX_BYTES] = [0xff; TEXT_PREFIX_BYTES];
 
 /// A tensor of a request.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Tensor<'a> {
     pub name: &'a str,
     pub datatype: &'a str,
     pub shape: &'a [i64],
-    pub values: Values<'a>,
+    /// Little-endian bytes of the tensor's type; a text is its length in four bytes and its bytes.
+    pub values: Cow<'a, [u8]>,
 }
 
 impl Tensor<'_> {
@@ -83,26 +70,37 @@ impl Tensor<'_> {
         }
     }
 
-    fn check_length(&self, found: usize, expected: usize) -> Result<(), Problem> {
-        if found == expected {
-            return Ok(());
+    /// Returns the values, each of `bytes` bytes, if there are as many as the shape says.
+    fn values_of(&self, bytes: usize) -> Result<&[u8], Problem> {
+        let (found, elements) = (self.values.len(), self.elements()?);
+        if found == bytes * elements {
+            return Ok(&self.values);
         }
-        let what = if matches!(self.values, Values::Bytes(_)) { "bytes" } else { "values" };
         let Tensor { datatype, shape, .. } = self;
-        let problem = format!("{found} {what}, and {datatype} {shape:?} has {expected}");
-        Err(self.fault(&problem))
+        Err(self.fault(&format!(
+            "{found} bytes, and {datatype} {shape:?} has {elements} values of {bytes} bytes"
+        )))
     }
 }
 
-/// Integers of a tensor.
+/// Appends `text` with its length, as it is among the values of a tensor.
+pub fn write_text(to: &mut Vec<u8>, text: &[u8]) {
+    // A request is far below 4 GiB.
+    to.extend((text.len() as u32).to_le_bytes());
+    to.extend_from_slice(text);
+}
+
+/// Appends a missing text, as it is among the values of a tensor.
+pub fn write_null(to: &mut Vec<u8>) {
+    to.extend(NULL_TEXT);
+}
+
+/// Integers of a tensor, as bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Integers<'a> {
-    I32Bytes(&'a [u8]),
-    I64Bytes(&'a [u8]),
-    U64Bytes(&'a [u8]),
-    I32(&'a [i32]),
-    I64(&'a [i64]),
-    U64(&'a [u64]),
+    I32(&'a [u8]),
+    I64(&'a [u8]),
+    U64(&'a [u8]),
 }
 
 /// A key of a tensor.
@@ -123,22 +121,13 @@ impl<'a> Integers<'a> {
     ///
     /// # Errors
     /// The tensor has another type or another length.
-    pub fn of(tensor: &Tensor<'a>) -> Result<Self, Problem> {
-        let elements = tensor.elements()?;
-        let (found, expected, integers) = match (tensor.datatype, tensor.values) {
-            ("INT64", Values::Bytes(b)) => (b.len(), 8 * elements, Self::I64Bytes(b)),
-            ("UINT64", Values::Bytes(b)) => (b.len(), 8 * elements, Self::U64Bytes(b)),
-            ("INT32", Values::Bytes(b)) => (b.len(), 4 * elements, Self::I32Bytes(b)),
-            ("INT64", Values::I64(v)) => (v.len(), elements, Self::I64(v)),
-            ("UINT64", Values::U64(v)) => (v.len(), elements, Self::U64(v)),
-            ("INT32", Values::I32(v)) => (v.len(), elements, Self::I32(v)),
-            ("INT64" | "UINT64" | "INT32", _) => {
-                return Err(tensor.fault("its values are of another type than it says"));
-            }
-            _ => return Err(tensor.wrong_type("INT64, UINT64 or INT32")),
-        };
-        tensor.check_length(found, expected)?;
-        Ok(integers)
+    pub fn of(tensor: &'a Tensor<'_>) -> Result<Self, Problem> {
+        match tensor.datatype {
+            "INT64" => tensor.values_of(8).map(Self::I64),
+            "UINT64" => tensor.values_of(8).map(Self::U64),
+            "INT32" => tensor.values_of(4).map(Self::I32),
+            _ => Err(tensor.wrong_type("INT64, UINT64 or INT32")),
+        }
     }
 
     /// Returns the key at `at`.
@@ -154,12 +143,9 @@ impl<'a> Integers<'a> {
     /// Returns the value at `at`, or as the error a value below 0.
     fn value(self, at: usize) -> Result<u64, i64> {
         let value = match self {
-            Self::U64Bytes(b) => return Ok(u64::from_le_bytes(bytes_at(b, at))),
-            Self::U64(v) => return Ok(v[at]),
-            Self::I32Bytes(b) => i32::from_le_bytes(bytes_at(b, at)).into(),
-            Self::I64Bytes(b) => i64::from_le_bytes(bytes_at(b, at)),
-            Self::I32(v) => v[at].into(),
-            Self::I64(v) => v[at],
+            Self::U64(b) => return Ok(u64::from_le_bytes(bytes_at(b, at))),
+            Self::I32(b) => i32::from_le_bytes(bytes_at(b, at)).into(),
+            Self::I64(b) => i64::from_le_bytes(bytes_at(b, at)),
         };
         u64::try_from(value).map_err(|_| value)
     }
@@ -176,7 +162,6 @@ pub enum Floats<'a> {
     /// No tensor was sent: every number is zero.
     Zeros,
     Bytes(&'a [u8]),
-    Values(&'a [f32]),
 }
 
 impl<'a> Floats<'a> {
@@ -184,22 +169,17 @@ impl<'a> Floats<'a> {
     ///
     /// # Errors
     /// The tensor has another type or another length.
-    pub fn of(tensor: &Tensor<'a>) -> Result<Self, Problem> {
-        let elements = tensor.elements()?;
-        let (found, expected, floats) = match (tensor.datatype, tensor.values) {
-            ("FP32", Values::Bytes(b)) => (b.len(), 4 * elements, Self::Bytes(b)),
-            ("FP32", Values::F32(v)) => (v.len(), elements, Self::Values(v)),
-            _ => return Err(tensor.wrong_type("FP32")),
-        };
-        tensor.check_length(found, expected)?;
-        Ok(floats)
+    pub fn of(tensor: &'a Tensor<'_>) -> Result<Self, Problem> {
+        if tensor.datatype != "FP32" {
+            return Err(tensor.wrong_type("FP32"));
+        }
+        tensor.values_of(4).map(Self::Bytes)
     }
 
     /// Returns the number at `at`.
     pub fn get(self, at: usize) -> f32 {
         match self {
             Self::Bytes(b) => f32::from_le_bytes(bytes_at(b, at)),
-            Self::Values(v) => v[at],
             Self::Zeros => 0.0,
         }
     }
@@ -210,8 +190,7 @@ impl<'a> Floats<'a> {
 pub enum RawValues<'a> {
     Integers(Integers<'a>),
     F32(Floats<'a>),
-    F64Bytes(&'a [u8]),
-    F64(&'a [f64]),
+    F64(&'a [u8]),
     /// Texts; JSON has nulls among them.
     Texts(Vec<Option<&'a str>>),
 }
@@ -222,26 +201,13 @@ impl<'a> RawValues<'a> {
     /// # Errors
     /// The tensor has another type or another length, a text is not UTF-8, or the budget has no
     /// room.
-    pub fn of(tensor: &Tensor<'a>, memory: &mut Reservation) -> Result<Self, Problem> {
-        let elements = tensor.elements()?;
-        let (found, expected, values) = match (tensor.datatype, tensor.values) {
-            ("INT64" | "UINT64" | "INT32", _) => return Integers::of(tensor).map(Self::Integers),
-            ("FP32", _) => return Floats::of(tensor).map(Self::F32),
-            ("FP64", Values::Bytes(b)) => (b.len(), 8 * elements, Self::F64Bytes(b)),
-            ("FP64", Values::F64(v)) => (v.len(), elements, Self::F64(v)),
-            ("BYTES", values) => {
-                let texts = texts(tensor, values, memory)?;
-                (texts.len(), elements, Self::Texts(texts))
-            }
-            _ => return Err(tensor.wrong_type("BYTES, integers, FP32 or FP64")),
-        };
-        match &values {
-            Self::Texts(_) if found != expected => {
-                let shape = tensor.shape;
-                Err(tensor.fault(&format!("{found} texts, and {shape:?} has {expected}")))
-            }
-            Self::Texts(_) => Ok(values),
-            _ => tensor.check_length(found, expected).map(|()| values),
+    pub fn of(tensor: &'a Tensor<'_>, memory: &mut Reservation) -> Result<Self, Problem> {
+        match tensor.datatype {
+            "INT64" | "UINT64" | "INT32" => Integers::of(tensor).map(Self::Integers),
+            "FP32" => Floats::of(tensor).map(Self::F32),
+            "FP64" => tensor.values_of(8).map(Self::F64),
+            "BYTES" => texts(tensor, memory).map(Self::Texts),
+            _ => Err(tensor.wrong_type("BYTES, integers, FP32 or FP64")),
         }
     }
 
@@ -253,8 +219,7 @@ impl<'a> RawValues<'a> {
                 Err(negative) => RawValue::Negative(negative),
             },
             Self::F32(floats) => RawValue::Float(floats.get(at).into()),
-            Self::F64Bytes(b) => RawValue::Float(f64::from_le_bytes(bytes_at(b, at))),
-            Self::F64(v) => RawValue::Float(v[at]),
+            Self::F64(b) => RawValue::Float(f64::from_le_bytes(bytes_at(b, at))),
             Self::Texts(texts) => texts[at].map_or(RawValue::Null, RawValue::from),
         }
     }
@@ -262,96 +227,34 @@ impl<'a> RawValues<'a> {
 
 /// Returns the texts of `tensor`, which has the type BYTES.
 fn texts<'a>(
-    tensor: &Tensor<'a>,
-    values: Values<'a>,
+    tensor: &'a Tensor<'_>,
     memory: &mut Reservation,
 ) -> Result<Vec<Option<&'a str>>, Problem> {
-    let utf8 = |bytes: &'a [u8]| {
-        std::str::from_utf8(bytes).map(Some).map_err(|_| tensor.fault("a text is not UTF-8"))
-    };
-    let mut reserve = |count: usize| memory.grow(2 * count * size_of::<Option<&str>>());
-    match values {
-        Values::Texts(texts) => {
-            reserve(texts.len())?;
-            texts.iter().map(|text| utf8(text)).collect()
+    let (mut bytes, elements) = (&tensor.values[..], tensor.elements()?);
+    // Each text takes at least its prefix, so there cannot be more.
+    let most = elements.min(bytes.len() / TEXT_PREFIX_BYTES);
+    memory.grow(most * size_of::<Option<&str>>())?;
+    let mut texts = Vec::with_capacity(most);
+    while !bytes.is_empty() && texts.len() < elements {
+        let split = bytes.split_first_chunk::<TEXT_PREFIX_BYTES>();
+        if let Some((&NULL_TEXT, rest)) = split {
+            texts.push(None);
+            bytes = rest;
+            continue;
         }
-        Values::Raw(values) => {
-            reserve(values.len())?;
-            let text = |value: &'a RawValue<'a>| match value {
-                RawValue::Text(text) => Ok(Some(text.as_ref())),
-                RawValue::Null => Ok(None),
-                other => Err(tensor.fault(&format!("{other} is not a text"))),
-            };
-            values.iter().map(text).collect()
-        }
-        Values::Bytes(mut bytes) => {
-            // Each text takes at least its prefix, so there cannot be more.
-            reserve(bytes.len() / TEXT_PREFIX_BYTES)?;
-            let mut texts = Vec::new();
-            while !bytes.is_empty() {
-                let split = bytes.split_first_chunk::<TEXT_PREFIX_BYTES>();
-                let text = split.and_then(|(length, rest)| {
-                    rest.split_at_checked(u32::from_le_bytes(*length) as usize)
-                });
-                let cut = || tensor.fault("its texts end in the middle of one");
-                let (text, rest) = text.ok_or_else(cut)?;
-                texts.push(utf8(text)?);
-                bytes = rest;
-            }
-            Ok(texts)
-        }
-        _ => Err(tensor.fault("its values are of another type than it says")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::connections::memory::{ByteBudget, Share};
-
-    fn raw<'a>(
-        datatype: &'a str,
-        shape: &'a [i64],
-        values: Values<'a>,
-    ) -> Result<Vec<RawValue<'a>>, String> {
-        let mut memory = Share::new(&ByteBudget::new(1 << 10, 1 << 9)).reservation();
-        let tensor = Tensor { name: "f.values", datatype, shape, values };
-        let raw = RawValues::of(&tensor, &mut memory).map_err(|e| e.to_string())?;
-        Ok((0..tensor.elements().unwrap()).map(|at| raw.get(at)).collect())
+        let text = split
+            .and_then(|(length, rest)| rest.split_at_checked(u32::from_le_bytes(*length) as usize));
+        let cut = || tensor.fault("its texts end in the middle of one");
+        let (text, rest) = text.ok_or_else(cut)?;
+        let text = std::str::from_utf8(text).map_err(|_| tensor.fault("a text is not UTF-8"))?;
+        texts.push(Some(text));
+        bytes = rest;
     }
 
-    #[test]
-    fn texts_and_numbers_are_read_in_every_form() {
-        let (a, b) = (RawValue::from("a"), RawValue::from("\u{e4}b"));
-        let bytes = b"\x01\0\0\0a\x03\0\0\0\xc3\xa4b";
-        let grpc = [Bytes::from("a"), Bytes::from("\u{e4}b")];
-        let json = [a.clone(), b.clone()];
-        for values in [Values::Bytes(bytes), Values::Texts(&grpc), Values::Raw(&json)] {
-            assert_eq!(raw("BYTES", &[2], values).unwrap(), [a.clone(), b.clone()]);
-        }
-        let minus = (-2i64).to_le_bytes();
-        assert_eq!(raw("INT64", &[1, 1], Values::Bytes(&minus)).unwrap(), [(-2i64).into()]);
-        assert_eq!(raw("FP64", &[1], Values::F64(&[0.5])).unwrap(), [0.5.into()]);
-        let half = 0.5f32.to_le_bytes();
-        assert_eq!(raw("FP32", &[1], Values::Bytes(&half)).unwrap(), [0.5.into()]);
+    let (found, shape) = (texts.len(), tensor.shape);
+    if !bytes.is_empty() || found < elements {
+        let over = if bytes.is_empty() { "" } else { "more than " };
+        return Err(tensor.fault(&format!("{over}{found} texts, and {shape:?} has {elements}")));
     }
-
-    #[test]
-    fn texts_that_are_cut_short_too_many_or_no_texts_are_refused() {
-        let all: [(&str, &[i64], Values<'_>, &str); 6] = [
-            ("BYTES", &[1], Values::Bytes(b"\x01\0\0"), "in the middle"),
-            ("BYTES", &[1], Values::Bytes(b"\x02\0\0\0a"), "in the middle"),
-            ("BYTES", &[1], Values::Bytes(b"\x01\0\0\0\xff"), "not UTF-8"),
-            ("BYTES", &[2], Values::Bytes(b"\x01\0\0\0a"), "1 texts, and [2] has 2"),
-            ("BYTES", &[1], Values::I64(&[1]), "another type"),
-            ("BOOL", &[1], Values::Bytes(b"\x01"), "BOOL; it takes BYTES"),
-        ];
-        for (datatype, shape, values, expected) in all {
-            let found = raw(datatype, shape, values).unwrap_err();
-            assert!(found.contains(expected), "{found}");
-        }
-        let many = [b"\0\0\0\0".as_slice(); 1000].concat();
-        let found = raw("BYTES", &[1000], Values::Bytes(&many)).unwrap_err();
-        assert!(found.contains("bytes_max"), "{found}");
-    }
+    Ok(texts)
 }

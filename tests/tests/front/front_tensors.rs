@@ -5,7 +5,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{DenseFeature, Feature, Network, Schema};
 use hatchback_server::proto::{InferInputTensor, InferTensorContents, ModelInferRequest};
-use hatchback_server::{decode_grpc, decode_http};
+use hatchback_server::{Code, decode_grpc, decode_http};
 use hatchback_tests::random::Random;
 use prost::Message;
 use serde_json::{Value, json};
@@ -199,4 +199,57 @@ fn tensors_that_contradict_their_shape_are_refused_by_name() {
     for problem in with(&[2, 1]) {
         assert!(problem.contains("[2, 1] has 2"), "{problem}");
     }
+}
+
+#[test]
+fn a_message_of_nothing_but_empty_tensors_is_refused() {
+    let schema = schema();
+    let refused = |message: &[u8]| decode_grpc(message, &schema, 8).unwrap_err();
+    // Fields 5, 6 and 7: inputs, outputs and raw values, each without a byte.
+    for field in [5, 6, 7] {
+        assert_eq!(refused(&[field * 8 + 2, 0].repeat(100_000)).code, Code::TooLarge);
+    }
+    // Parameters take no memory.
+    let problem = refused(&[4 * 8 + 2, 0].repeat(100_000));
+    assert!(problem.message.contains("`dense` is missing"), "{problem}");
+    let id = "n".repeat(256);
+    let long = ModelInferRequest { id, ..Default::default() }.encode_to_vec();
+    let problem = refused(&long).message;
+    assert!(problem.contains("256 bytes; at most 255") && problem.len() < 200, "{problem}");
+    for malformed in [&[0xff; 11][..], &[5 * 8 + 2, 9, 0], &[3], &[8], &[1, 0]] {
+        assert_eq!(refused(malformed).code, Code::Invalid, "{malformed:?}");
+    }
+}
+
+#[test]
+fn typed_values_that_are_malformed_or_beside_raw_ones_are_refused() {
+    let schema = schema();
+    let ask = |contents: Vec<u8>, datatype: &str, raw: &[u8]| {
+        let mut input = InferInputTensor {
+            name: "dense".to_owned(),
+            datatype: datatype.to_owned(),
+            shape: vec![1, 1],
+            ..Default::default()
+        }
+        .encode_to_vec();
+        input.extend([5 * 8 + 2, contents.len() as u8]);
+        input.extend(contents);
+        let mut message = vec![5 * 8 + 2, input.len() as u8];
+        message.extend(input);
+        message.extend_from_slice(raw);
+        decode_grpc(&message, &schema, 8).unwrap_err()
+    };
+    // A packed list of three bytes, a varint for a float, and a number that does not end.
+    for (contents, datatype) in [
+        (vec![6 * 8 + 2, 3, 0, 0, 0], "FP32"),
+        (vec![6 * 8, 0], "FP32"),
+        (vec![26, 1, 255], "INT64"),
+    ] {
+        let problem = ask(contents, datatype, &[]);
+        assert_eq!((problem.code, &*problem.message), (Code::Invalid, "the message is malformed"));
+    }
+    let both = ask(vec![6 * 8 + 2, 4, 0, 0, 0, 0], "FP32", &[7 * 8 + 2, 4, 0, 0, 0, 0]).message;
+    assert!(both.contains("input `dense` has raw values and typed values"), "{both}");
+    let other = ask(vec![6 * 8 + 2, 4, 0, 0, 0, 0], "FP64", &[]).message;
+    assert!(other.contains("input `dense`"), "{other}");
 }

@@ -14,7 +14,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A front door with certificates of `cars`, for callers with certificates of `callers`.
@@ -98,4 +98,18 @@ fn a_caller_beyond_the_machine_needs_a_certificate_of_the_authority() {
     let _ = plain.read_to_end(&mut answer);
     assert!(!answer.starts_with(b"HTTP/"), "{answer:?}");
     assert!(ask(&remote, &cars, Some(&good)).is_ok(), "the good caller is still served");
+}
+
+#[test]
+fn a_file_that_is_missing_or_has_no_certificate_is_named() {
+    let missing = PathBuf::from("/nowhere/car.pem");
+    let own = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
+    let open = |certificate: &PathBuf| {
+        let (certificate, key) = (certificate.clone(), missing.clone());
+        let rules = TlsRules { certificate, key, client_ca: missing.clone() };
+        Tls::open(&rules).unwrap_err().to_string()
+    };
+    let found = open(&missing);
+    assert!(found.contains("server.tls.certificate = /nowhere/car.pem: "), "{found}");
+    assert!(open(&own).contains("Cargo.toml: has no certificate"), "{}", open(&own));
 }

@@ -109,6 +109,7 @@ fn binary(tensor: &Tensor) -> Vec<u8> {
             [&(text.len() as u32).to_le_bytes()[..], text].concat()
         }
         "INT64" => value.as_i64().unwrap().to_le_bytes().to_vec(),
+        "UINT64" => value.as_u64().unwrap().to_le_bytes().to_vec(),
         "INT32" => (value.as_i64().unwrap() as i32).to_le_bytes().to_vec(),
         "FP32" => (value.as_f64().unwrap() as f32).to_le_bytes().to_vec(),
         _ => value.as_f64().unwrap_or(f64::NAN).to_le_bytes().to_vec(),
@@ -124,6 +125,7 @@ fn contents(tensor: &Tensor) -> InferTensorContents {
             contents.bytes_contents = data.map(text).collect();
         }
         "INT64" => contents.int64_contents = data.map(|v| v.as_i64().unwrap()).collect(),
+        "UINT64" => contents.uint64_contents = data.map(|v| v.as_u64().unwrap()).collect(),
         "INT32" => contents.int_contents = data.map(|v| v.as_i64().unwrap() as i32).collect(),
         "FP32" => contents.fp32_contents = data.map(|v| v.as_f64().unwrap() as f32).collect(),
         _ => contents.fp64_contents = data.map(|v| v.as_f64().unwrap_or(f64::NAN)).collect(),
@@ -251,5 +253,88 @@ fn a_value_that_a_key_function_does_not_take_is_named() {
     ];
     for found in decoded(&twice, &schema) {
         assert!(found.unwrap_err().contains("beside the feature's other form"));
+    }
+}
+
+#[test]
+fn a_number_is_the_same_in_every_type() {
+    let schema = schema();
+    let of = |datatype, value: Value| {
+        let name = format!("{}.values", NAMES[3]);
+        let tensor = Tensor { name, datatype, shape: vec![2], data: vec![value.clone(), value] };
+        let name = format!("{}.offsets", NAMES[3]);
+        let (shape, data) = (vec![2], vec![json!(0), json!(2)]);
+        let offsets = Tensor { name, datatype: "INT32", shape, data };
+        decoded(&[tensor, offsets], &schema).map(|batch| format!("{:?}", batch.unwrap()))
+    };
+    let all = of("FP64", json!(2));
+    for datatype in ["FP32", "INT32", "INT64", "UINT64", "FP64"] {
+        assert_eq!(of(datatype, json!(2)), all, "{datatype}");
+    }
+    let negative = of("FP64", json!(-2));
+    assert_ne!(negative[0], all[0]);
+    for datatype in ["FP32", "INT32", "INT64"] {
+        assert_eq!(of(datatype, json!(-2)), negative, "{datatype}");
+    }
+}
+
+/// Returns the problem of one raw tensor of texts over gRPC.
+fn refused(datatype: &str, shape: &[i64], values: &[u8]) -> String {
+    let input = InferInputTensor {
+        name: "word.values".to_owned(),
+        datatype: datatype.to_owned(),
+        shape: shape.to_vec(),
+        ..InferInputTensor::default()
+    };
+    let request = ModelInferRequest {
+        inputs: vec![input],
+        raw_input_contents: vec![Bytes::copy_from_slice(values)],
+        ..ModelInferRequest::default()
+    };
+    decode_grpc(&request.encode_to_vec(), &schema(), 8).unwrap_err().to_string()
+}
+
+#[test]
+fn texts_that_are_cut_short_too_many_or_no_texts_are_refused() {
+    let all: [(&str, &[i64], &[u8], &str); 7] = [
+        ("BYTES", &[1], b"\x01\0\0", "in the middle"),
+        ("BYTES", &[1], b"\x02\0\0\0a", "in the middle"),
+        ("BYTES", &[1], b"\x01\0\0\0\xff", "not UTF-8"),
+        ("BYTES", &[2], b"\x01\0\0\0a", "1 texts, and [2] has 2"),
+        ("BYTES", &[1], b"\x01\0\0\0a\0\0\0\0", "more than 1 texts, and [1] has 1"),
+        ("BYTES", &[-1], b"", "[-1] is not a shape"),
+        ("BOOL", &[1], b"\x01", "BOOL; it takes BYTES"),
+    ];
+    for (datatype, shape, values, expected) in all {
+        let found = refused(datatype, shape, values);
+        assert!(found.contains(expected), "{found}");
+    }
+    // The list of texts takes four times the bytes of empty texts.
+    let found = refused("BYTES", &[4 << 20], &vec![0; 16 << 20]);
+    assert!(found.contains("bytes_max"), "{found}");
+}
+
+#[test]
+fn json_of_another_type_than_its_tensor_is_refused_by_name() {
+    let schema = schema();
+    let ask = |datatype: &str, value: Value| {
+        let input = json!({"name": "word.values", "datatype": datatype, "shape": [1],
+            "data": [value]});
+        let body = json!({ "inputs": [input] }).to_string();
+        decode_http(body.as_bytes(), body.len(), &schema, 8).unwrap_err().to_string()
+    };
+    let cases = [
+        ("BYTES", json!(1)),
+        ("FP32", json!("a")),
+        ("FP64", json!("a")),
+        ("INT64", json!(0.5)),
+        ("INT64", json!(1u64 << 63)),
+        ("INT32", json!("a")),
+        ("UINT64", json!(-1)),
+    ];
+    for (datatype, value) in cases {
+        let found = ask(datatype, value);
+        let expected = format!("input `word.values`: its data has values that are not {datatype}");
+        assert_eq!(found, expected);
     }
 }

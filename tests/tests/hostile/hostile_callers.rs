@@ -7,10 +7,13 @@ use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::schema::KeySpace;
 use hatchback_server::Listener;
+use hatchback_server::proto::reflection::server_reflection_request::MessageRequest;
+use hatchback_server::proto::reflection::server_reflection_response::MessageResponse;
+use hatchback_server::proto::reflection::{ServerReflectionRequest, ServerReflectionResponse};
 use hatchback_server::proto::{
-    HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, InferInputTensor,
-    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING,
-    RepositoryIndexRequest, RepositoryModelRequest, SERVING,
+    HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, InferInputTensor, InferParameter,
+    InferRequestedOutputTensor, ModelInferRequest, ModelRequest, NOT_SERVING, ParameterValue,
+    REFLECTION, RepositoryIndexRequest, RepositoryModelRequest, SERVING,
 };
 use hatchback_tests::client::{Client, request_of};
 use hatchback_tests::front_door::{FrontDoor, RULES, TOKEN, serving};
@@ -19,6 +22,7 @@ use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tools::pack::spec::CodecChoice;
 use prost::Message;
 use serde_json::{Value, json};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -140,8 +144,63 @@ fn a_health_check_knows_the_server_and_its_service_and_no_other() {
         assert!(holds(&answer, &HealthCheckResponse { status: SERVING }), "{}", text(&answer));
     }
     assert!(text(&check("other")).contains("grpc-status: 5\r\n"));
+    let watch = HEALTH_CHECK.replace("Check", "Watch");
+    let head = format!("POST {watch} HTTP/1.1\r\ncontent-type: application/grpc\r\n{LOCAL}");
+    assert!(text(&open.exchange(&head, &framed(&infer()))).contains("grpc-status: 12\r\n"));
     open.door.serving.unload("m").unwrap();
     assert!(holds(&check(""), &HealthCheckResponse { status: NOT_SERVING }));
+}
+
+/// The caller keeps its stream open, as clients of reflection do.
+#[test]
+fn a_caller_reads_the_services_and_their_messages_from_the_server() {
+    let open = Open::new();
+    let ask_at = |path: &str, request: MessageRequest| {
+        let mut stream = TcpStream::connect(open.address).unwrap();
+        Frames::begin(&stream, 1 << 20);
+        let headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "localhost"),
+            ("content-type", "application/grpc"),
+            ("te", "trailers"),
+        ];
+        let message_request = Some(request);
+        let message = ServerReflectionRequest { message_request, ..Default::default() };
+        let head = frame(HEADERS, END_HEADERS, 1, &block(&headers, &[]));
+        stream.write_all(&[head, frame(DATA, 0, 1, &framed(&message))].concat()).unwrap();
+        let answer = answer_of(&stream).unwrap();
+        ServerReflectionResponse::decode(&answer[5..]).unwrap().message_response.unwrap()
+    };
+    let ask = |request| ask_at(REFLECTION[0], request);
+    let MessageResponse::ListServicesResponse(list) = ask(MessageRequest::ListServices("*".into()))
+    else {
+        panic!("no list")
+    };
+    let names: Vec<&str> = list.service.iter().map(|service| service.name.as_str()).collect();
+    let reflection = REFLECTION[0].trim_matches('/').split('/').next().unwrap();
+    let expected = ["inference.GRPCInferenceService", "grpc.health.v1.Health", reflection];
+    assert_eq!(names, expected);
+    let older = ask_at(REFLECTION[1], MessageRequest::ListServices("*".into()));
+    assert_eq!(older, MessageResponse::ListServicesResponse(list.clone()));
+
+    let file = |request| match ask(request) {
+        MessageResponse::FileDescriptorResponse(file) => Ok(file.file_descriptor_proto),
+        other => Err(other),
+    };
+    let by_name = file(MessageRequest::FileByFilename("open_inference.proto".into())).unwrap();
+    for symbol in [names[0], "inference.GRPCInferenceService.ModelInfer", "inference.DataType"] {
+        let found = file(MessageRequest::FileContainingSymbol(symbol.into())).unwrap();
+        assert_eq!(found, by_name, "{symbol}");
+    }
+    let shipped = fs::read("../server/proto/descriptors.bin").unwrap();
+    assert!(shipped.windows(by_name[0].len()).any(|bytes| bytes == by_name[0]));
+    for symbol in ["inference", "inference.None", "other.Service", ""] {
+        let refused = file(MessageRequest::FileContainingSymbol(symbol.into())).unwrap_err();
+        let MessageResponse::ErrorResponse(refused) = refused else { panic!("{symbol}") };
+        assert_eq!(refused.error_code, 5, "{symbol}");
+    }
 }
 
 #[test]
@@ -155,6 +214,49 @@ fn long_paths_and_compressed_bodies_are_refused_by_name() {
     assert!(answer.contains("a path has at most"), "{answer}");
     let answer = ask("POST /v2/models/m/infer", "content-encoding: gzip\r\n");
     assert!(answer.contains("send the body uncompressed"), "{answer}");
+}
+
+#[test]
+fn a_time_limit_is_a_number_with_a_unit_or_a_parameter_that_is_an_integer() {
+    let open = Open::new();
+    let status = |lines: &str, value: Option<ParameterValue>| {
+        let mut request = infer();
+        let parameter = InferParameter { parameter_choice: value.clone() };
+        request.parameters.extend(value.map(|_| ("timeout".to_owned(), parameter)));
+        let answer = text(&open.call("ModelInfer", &format!("{LOCAL}{lines}"), &request));
+        let status = answer.split_once("grpc-status: ").and_then(|(_, rest)| rest.split_once('\r'));
+        status.map(|(status, _)| status.to_owned())
+    };
+    for time in ["10S", "60000m", "99999999u", "99999999H"] {
+        assert_eq!(status(&format!("grpc-timeout: {time}\r\n"), None), None, "{time}");
+    }
+    for time in ["", "S", "1", "123456789S", "-1S", "1.5S", "1x", "\u{e9}"] {
+        let found = status(&format!("grpc-timeout: {time}\r\n"), None);
+        assert_eq!(found.as_deref(), Some("3"), "{time}");
+    }
+    assert_eq!(status("grpc-timeout: 0n\r\n", None).as_deref(), Some("4"));
+
+    let with = |value| status("", Some(value));
+    for value in [ParameterValue::Int64Param(0), ParameterValue::Uint64Param(u64::MAX)] {
+        assert_eq!(with(value), None);
+    }
+    assert_eq!(with(ParameterValue::Int64Param(1)).as_deref(), Some("4"));
+    for value in [ParameterValue::Int64Param(-1), ParameterValue::StringParam("1".to_owned())] {
+        assert_eq!(with(value).as_deref(), Some("3"));
+    }
+}
+
+#[test]
+fn a_body_is_exactly_one_message() {
+    let open = Open::new();
+    let head =
+        format!("POST {SERVICE}ServerLive HTTP/1.1\r\ncontent-type: application/grpc\r\n{LOCAL}");
+    let ask = |body: &[u8]| text(&open.exchange(&head, body));
+    assert!(!ask(b"\0\0\0\0\0").contains("grpc-status"));
+    for body in [&b""[..], b"\0\0\0\0", b"\0\0\0\0\x03ab", b"\0\0\0\0\x01ab"] {
+        assert!(ask(body).contains("grpc-status: 3\r\n"), "{body:?}");
+    }
+    assert!(ask(b"\x01\0\0\0\0").contains("grpc-status: 12\r\n"), "compressed");
 }
 
 #[test]
