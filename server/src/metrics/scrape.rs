@@ -172,7 +172,7 @@ impl Scrape {
     fn car(&self, to: &mut Families<'_>) -> Result<(), Error> {
         let facts = self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let updates = facts.updates.iter();
-        let states = updates.clone().map(|(name, of)| (with(name, "state", &of.state), 1));
+        let states = updates.clone().map(|(name, of)| (with(name, "state", of.state), 1));
         to.gauges("update_state", "The state of a model's update", &states.collect(), |one| *one)?;
         let newest = updates.filter_map(|(name, of)| Some((model(name), of.newest?)));
         let help = "The newest sequence that the repository lists for this car";
