@@ -174,7 +174,7 @@ impl DenseFeature {
 
     /// Returns whether the network cannot take `value`, and nothing replaces it.
     pub(crate) fn refuses(&self, value: f32) -> bool {
-        !value.is_finite() && !(value.is_nan() && self.missing.is_some())
+        !(value.is_finite() || value.is_nan() && self.missing.is_some())
     }
 }
 
