@@ -11,7 +11,7 @@ use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, Packed, Proof, pack_file_onto};
 use crate::report::Json;
 use crate::report::temporary::TemporaryFolder;
-use crate::repository::{keys, prune, publish};
+use crate::repository::{keys, prune, publish, releases};
 use crate::{
     demo, eval, gate, image, inspect, install, plan, report, run, say, select, serve, sync,
 };
@@ -53,6 +53,7 @@ enum Command {
     Keys(keys::KeysArgs),
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
+    Releases(releases::ReleasesArgs),
     Sync(sync::SyncArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
@@ -205,6 +206,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Keys(args) => keys::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),
+        Command::Releases(args) => releases::run(&args),
         Command::Sync(args) => sync::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
