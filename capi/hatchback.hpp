@@ -2,7 +2,8 @@
 // errors as exceptions or as values. Header only.
 //
 // Each call that can fail has two forms. `model.score(...)` throws hatchback::error.
-// `model.try_score(...)` returns the result and never throws.
+// `model.try_score(...)` returns the result and never throws. With -fno-exceptions a call that would
+// throw prints the message and aborts; use try_score, or the calls of hatchback.h.
 #ifndef HATCHBACK_HPP
 #define HATCHBACK_HPP
 
@@ -10,6 +11,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -85,9 +88,20 @@ private:
     result code_;
 };
 
+/// Throws `problem`; without exceptions prints it and aborts.
+template <typename E>
+[[noreturn]] inline void fail(const E &problem) {
+#if defined(__cpp_exceptions) || defined(__EXCEPTIONS) || defined(_CPPUNWIND)
+    throw problem;
+#else
+    std::fprintf(stderr, "hatchback: %s\n", problem.what());
+    std::abort();
+#endif
+}
+
 /// Throws `error` unless `code` is HATCHBACK_OK.
 inline void check(result code) {
-    if (code != HATCHBACK_OK) throw error(code);
+    if (code != HATCHBACK_OK) fail(error(code));
 }
 
 /// A view of contiguous values that it does not own.
@@ -152,14 +166,14 @@ public:
     /// The number of a sparse feature in a request.
     std::uint32_t feature(const std::string &name) const {
         const std::int32_t number = ::hatchback_feature(handle_, name.c_str());
-        if (number < 0) throw error(HATCHBACK_REQUEST);
+        if (number < 0) fail(error(HATCHBACK_REQUEST));
         return static_cast<std::uint32_t>(number);
     }
 
     /// The first column of an output in the scores.
     std::uint32_t output(const std::string &name) const {
         const std::int32_t column = ::hatchback_output(handle_, name.c_str());
-        if (column < 0) throw error(HATCHBACK_REQUEST);
+        if (column < 0) fail(error(HATCHBACK_REQUEST));
         return static_cast<std::uint32_t>(column);
     }
 
@@ -196,10 +210,10 @@ public:
     /// hatchback::error if the call fails.
     void score(const request &from, answer &to) const {
         const std::size_t samples = from.samples;
-        if (from.dense.size() != samples * shape_.dense_features) throw size_error("dense");
-        if (from.sparse.size() != shape_.sparse_features) throw size_error("sparse");
-        if (to.scores.size() != samples * shape_.outputs) throw size_error("scores");
-        if (to.statuses.size() != 0 && to.statuses.size() != samples) throw size_error("statuses");
+        if (from.dense.size() != samples * shape_.dense_features) fail(size_error("dense"));
+        if (from.sparse.size() != shape_.sparse_features) fail(size_error("sparse"));
+        if (to.scores.size() != samples * shape_.outputs) fail(size_error("scores"));
+        if (to.statuses.size() != 0 && to.statuses.size() != samples) fail(size_error("statuses"));
         check(try_score(from, to));
     }
 

@@ -1,4 +1,5 @@
-"""A car for the tests of the front door: a daemon that serves the coupon model under two names.
+"""A car for the tests of the front door: a daemon that serves the coupon model under two names, the
+first from a release.
 
 It listens on a Unix socket and on a free port of the loopback device.
 """
@@ -32,17 +33,27 @@ class Car:
         spec = REPOSITORY / "tools/demo/coupon/model.toml"
         self.quiet([programs / "hatchback", "pack", spec, "--out", bundle])
         models.mkdir()
-        for name in (MODEL, "second"):
-            self.quiet([programs / "hatchback", "run", bundle, "--flash", models / name], input=b"")
+        hatchback, keys, repository = programs / "hatchback", work / "keys", work / "repository"
+        updates, root = work / "updates", keys / "1.root.json"
+        self.quiet([hatchback, "install", bundle, "--flash", models / "second"])
+        self.quiet([hatchback, "keys", "new", keys])
+        self.quiet([hatchback, "publish", bundle, "--keys", keys, "--to", repository])
+        updates.mkdir()
+        self.quiet([
+            hatchback, "sync", "--from", repository, "--root", root, "--state", updates / MODEL,
+            "--flash", models / MODEL
+        ])
         for name in ("base.toml", "cpu.toml"):
             (work / name).write_text((REPOSITORY / "targets" / name).read_text())
         (work / "car.toml").write_text(
             f'inherits = "cpu"\n[budget]\nmemory_bytes_max = {memory}\n'
             "cache_bytes_max = 65_536\nresident_bytes_max = 0\n"
             f'[server]\ntcp = "127.0.0.1:{self.port}"\n[machine]\nmodels = "{models}"\n'
+            f'updates = "{updates}"\n'
         )
         command = [
-            programs / "hatchbackd", "--target", work / "car.toml", "serve", "--socket", self.socket
+            programs / "hatchbackd", "--target", work / "car.toml", "serve", "--socket",
+            self.socket, "--root", root
         ]
         self.log = open(work / "log", "w")
         self.daemon = subprocess.Popen(command, stdout=self.log, stderr=self.log)

@@ -169,6 +169,7 @@ def check(browser: Browser, car: Car, screenshots: pathlib.Path | None) -> None:
         f"document.querySelector('polyline').getAttribute('points') != {json.dumps(before)}"
     )
 
+    browser.wait("document.body.innerText.includes('committed coupon-dlrm@1')")
     light = browser.value("getComputedStyle(document.body).backgroundColor")
     browser.scheme("dark")
     dark = browser.value("getComputedStyle(document.body).backgroundColor")
@@ -205,6 +206,8 @@ def check(browser: Browser, car: Car, screenshots: pathlib.Path | None) -> None:
     )
     browser.size(1280, 900)
     if screenshots:
+        # As a user first sees the page: its top, without the focus of the keys above.
+        browser.value("document.activeElement.blur(), scrollTo(0, 0)")
         time.sleep(HISTORY_S)
         for scheme in ("light", "dark"):
             browser.scheme(scheme)

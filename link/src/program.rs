@@ -22,9 +22,14 @@ pub const MACHINE_FAULT_STATUS: u8 = 3;
 
 /// Ends a program: prints the error, if there is one, and returns the exit status.
 pub fn end(ended: anyhow::Result<()>) -> ExitCode {
+    ExitCode::from(status_of(ended))
+}
+
+/// Prints the error, if there is one, and returns the exit status.
+pub fn status_of(ended: anyhow::Result<()>) -> u8 {
     match ended {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if error.is::<OutputClosed>() => ExitCode::from(CLOSED_PIPE_STATUS),
+        Ok(()) => 0,
+        Err(error) if error.is::<OutputClosed>() => CLOSED_PIPE_STATUS,
         Err(error) => {
             // As clap prints its own errors.
             let is_plain = !io::stderr().is_terminal()
@@ -32,8 +37,8 @@ pub fn end(ended: anyhow::Result<()>) -> ExitCode {
             let head = if is_plain { "error:" } else { "\x1b[1m\x1b[31merror:\x1b[0m" };
             note(format_args!("{head} {}", explain(&error)));
             match is_machine_fault(&error) {
-                true => ExitCode::from(MACHINE_FAULT_STATUS),
-                false => ExitCode::FAILURE,
+                true => MACHINE_FAULT_STATUS,
+                false => 1,
             }
         }
     }

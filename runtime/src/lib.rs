@@ -36,6 +36,18 @@
 
 #![deny(unsafe_code)]
 
+/// Lets an error print for people wherever it is printed: a program whose `main` returns it shows
+/// `Debug`.
+macro_rules! debug_as_display {
+    ($error:ty) => {
+        impl std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+
 // The repository's own crates (tests, tools, the daemon, the C library) use the modules directly.
 // Their contents may change with any commit, so the documentation shows the root only.
 #[doc(hidden)]

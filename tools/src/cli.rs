@@ -9,7 +9,7 @@ use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, PackJob, Packed, Proof};
 use crate::report::Json;
 use crate::report::temporary::TemporaryFolder;
-use crate::repository::{keys, prune, publish};
+use crate::repository::{keys, prune, publish, releases};
 use crate::{
     demo, eval, gate, image, inspect, install, plan, report, run, say, select, serve, sync,
 };
@@ -51,6 +51,7 @@ enum Command {
     Keys(keys::KeysArgs),
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
+    Releases(releases::ReleasesArgs),
     Sync(sync::SyncArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
@@ -203,6 +204,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Keys(args) => keys::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),
+        Command::Releases(args) => releases::run(&args),
         Command::Sync(args) => sync::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),

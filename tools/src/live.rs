@@ -27,9 +27,6 @@ pub struct LiveArgs {
     /// Size of a delta at most, KiB
     #[arg(long, default_value_t = 64, requires = "live")]
     budget_kib: u32,
-    /// The folder of the Python package `hatchback_trainer`
-    #[arg(long, default_value = TRAINER, requires = "live")]
-    trainer: PathBuf,
     /// A Python 3.11 with torch
     #[arg(long, default_value = PYTHON, requires = "live")]
     python: PathBuf,
@@ -42,12 +39,12 @@ pub struct LiveArgs {
 pub fn run(args: &LiveArgs, out: &Path) -> Result<()> {
     let data = args.data.as_ref().context("--data: the flights are missing")?;
     ensure!(data.is_file(), "--data: {} is not a file", data.display());
-    let package = args.trainer.join("hatchback_trainer/experiments/live.py");
-    ensure!(package.is_file(), "--trainer: {} is missing", package.display());
+    let package = Path::new(TRAINER).join("hatchback_trainer/experiments/live.py");
+    ensure!(package.is_file(), "{}: is missing; run from the source tree", package.display());
 
     let python = || {
         let mut command = Command::new(&args.python);
-        command.env("PYTHONPATH", &args.trainer).env("PYTHONDONTWRITEBYTECODE", "1");
+        command.env("PYTHONPATH", TRAINER).env("PYTHONDONTWRITEBYTECODE", "1");
         command
     };
     let torch = python().args(["-c", "import torch"]).stderr(Stdio::null()).status();

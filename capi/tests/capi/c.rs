@@ -210,6 +210,25 @@ fn outputs_have_names() {
     assert!(!refused.status.success() && said.contains("no output `nothing`"), "{said}");
 }
 
+/// A usual flag in cars.
+#[test]
+fn the_header_for_cpp_compiles_without_exceptions() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("score.cpp");
+    let text = "#include \"hatchback.hpp\"\nint main(int, char **argv) {\n\
+                hatchback::process process(argv[1]);\n\
+                hatchback::model model = process.load(argv[2]);\n\
+                hatchback::request from;\n hatchback::answer to;\n\
+                return model.try_score(from, to) == HATCHBACK_OK;\n}\n";
+    std::fs::write(&source, text).unwrap();
+    let compiled = Command::new("c++")
+        .args(["-std=c++17", "-fno-exceptions", "-Wall", "-Wextra", "-Werror", "-c", "-I"])
+        .args([here(""), source, "-o".into(), folder.path().join("score.o")])
+        .output()
+        .unwrap();
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+}
+
 /// The example builds with CMake against an installed library, and ranks.
 #[test]
 fn the_example_builds_with_cmake_and_ranks() {
@@ -224,8 +243,11 @@ fn the_example_builds_with_cmake_and_ranks() {
     for header in ["hatchback.h", "hatchback.hpp"] {
         std::fs::copy(here(header), prefix.join("include").join(header)).unwrap();
     }
-    let name = "hatchback-config.cmake";
-    std::fs::copy(here(name), config.join(name)).unwrap();
+    for name in ["hatchback-config.cmake", "hatchback-config-version.cmake"] {
+        std::fs::copy(here(name), config.join(name)).unwrap();
+    }
+    let version = std::fs::read_to_string(here("hatchback-config-version.cmake")).unwrap();
+    assert!(version.contains(concat!("PACKAGE_VERSION ", env!("CARGO_PKG_VERSION"), ")")));
     let link = library(&prefix.join("lib"));
     std::os::unix::fs::symlink(&link, link.with_file_name("libhatchback.so")).unwrap();
 

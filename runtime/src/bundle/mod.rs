@@ -27,7 +27,7 @@ const TRAILER_BYTES: u64 = 56;
 const ZSTD_LEVEL: i32 = 3;
 
 /// Why a bundle is not valid. No part of such a bundle is used.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[allow(missing_docs)]
 pub enum BundleError {
     /// The system refused to read or write the file.
@@ -43,6 +43,8 @@ pub enum BundleError {
     #[error("{path}: manifest: {source}", path = path.display())]
     Manifest { path: PathBuf, source: ManifestError },
 }
+
+debug_as_display!(BundleError);
 
 pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> BundleError + '_ {
     move |source| BundleError::Io { path: path.to_owned(), source }

@@ -11,7 +11,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// The error of a flash directory or of an install. The live generation is unchanged.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[allow(missing_docs)]
 pub enum FlashError {
     /// The system refused to read or write a file.
@@ -84,6 +84,8 @@ pub enum FlashError {
     #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
     Space { path: PathBuf, needed: u64, free: u64 },
 }
+
+debug_as_display!(FlashError);
 
 impl FlashError {
     /// Returns whether a file of the flash directory is missing, damaged or of another kind. Other

@@ -66,7 +66,11 @@ pub(crate) fn check_total(
     let lower = match cache_bytes.checked_sub(excess) {
         Some(fits) if fits > 0 => format!("lower cache_bytes_max to {fits}"),
         // Even a model without a cache would be too large.
-        _ => "lower resident_bytes_max, slots, workers, batch_max or misses_max".to_owned(),
+        _ => {
+            let all =
+                "cache_bytes_max, resident_bytes_max, slots, workers, batch_max or misses_max";
+            format!("lower {all}")
+        }
     };
     let problem = format!("the model takes {total} bytes, {excess} too many; {lower}:\n{plan}");
     Err(OpenError::Budget { field: "memory_bytes_max", value: max, problem })

@@ -7,7 +7,7 @@ use hatchback_kernels::dense::DenseError;
 use hatchback_kernels::gpu::GpuDenseError;
 
 /// Why a model cannot be served.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[allow(missing_docs)]
 pub enum OpenError {
     /// The flash directory cannot be used.
@@ -35,6 +35,8 @@ pub enum OpenError {
     #[error("budget.{field} = {value}: {problem}")]
     Budget { field: &'static str, value: u64, problem: String },
 }
+
+debug_as_display!(OpenError);
 
 impl OpenError {
     /// Returns true if the release is at fault: no car can serve it. The other errors depend on the

@@ -50,7 +50,7 @@ impl From<CudaError> for ScoreError {
 }
 
 /// Why a pipeline has no scores for a request.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 pub enum RequestError {
     /// Every slot is taken. The request was not queued; the caller may retry.
     #[error("busy: all {0} request slots are taken")]
@@ -71,6 +71,8 @@ pub enum RequestError {
     #[error("the worker that served this request panicked")]
     Panicked,
 }
+
+debug_as_display!(RequestError);
 
 impl From<ScoreError> for RequestError {
     fn from(e: ScoreError) -> Self {

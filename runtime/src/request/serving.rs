@@ -28,7 +28,7 @@ use std::time::Duration;
 pub use crate::request::transition::Swapped;
 
 /// Why a model is not loaded, swapped or unloaded. The served models are unchanged.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ServingError {
     /// The model cannot be opened.
@@ -54,6 +54,8 @@ pub enum ServingError {
     #[error("threads: {0}")]
     Threads(#[from] io::Error),
 }
+
+debug_as_display!(ServingError);
 
 struct Served {
     name: String,
@@ -449,6 +451,13 @@ impl Serving {
     }
 }
 
+/// Returns why the callers of a generation with the schema `old` could not use one with `new`:
+/// `None` if every request of theirs fits both and means the same.
+pub fn incompatibility(old: &Schema, new: &Schema) -> Option<String> {
+    let checked = check_features(old, new).and_then(|()| check_outputs(old, new));
+    checked.err().map(|ShapeError { field, problem }| format!("{field}: {problem}"))
+}
+
 /// A difference between two generations because of which requests do not fit both.
 struct ShapeError {
     field: &'static str,
@@ -474,13 +483,18 @@ fn check_shape(old: &Model, new: &Model) -> Result<(), ShapeError> {
     if a != b {
         return differ("outputs", format!("{b} instead of {a}"));
     }
-    let names = |model: &Model| -> Vec<String> {
-        model.schema().network.outputs.iter().map(|output| output.name.clone()).collect()
+    check_outputs(old.schema(), new.schema())
+}
+
+fn check_outputs(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
+    let names = |schema: &Schema| -> Vec<String> {
+        schema.network.outputs.iter().map(|output| output.name.clone()).collect()
     };
     // Callers never see the name of a single output, so it may change.
     let (a, b) = (names(old), names(new));
     if a.len().max(b.len()) > 1 && a != b {
-        return differ("outputs", format!("{b:?} instead of {a:?}"));
+        let problem = format!("{} instead of {}", b.join(", "), a.join(", "));
+        return Err(ShapeError { field: "outputs", problem });
     }
     Ok(())
 }
@@ -492,7 +506,8 @@ fn check_features(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
     let dense = |schema: &Schema| -> Vec<String> { schema.dense_names().cloned().collect() };
     let (a, b) = (dense(old), dense(new));
     if a != b {
-        return differ("dense_features", format!("{b:?} instead of {a:?}"));
+        let problem = format!("{} instead of {}", b.join(", "), a.join(", "));
+        return differ("dense_features", problem);
     }
     let mut pairs = old.dense_features.iter().zip(&new.dense_features);
     if let Some((_, b)) = pairs.find(|(a, b)| a.missing.is_some() && b.missing.is_none()) {

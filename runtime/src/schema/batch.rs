@@ -65,7 +65,7 @@ impl Jagged {
 }
 
 /// Why a batch refuses a sample.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum BatchError {
     /// The batch is full.
@@ -92,6 +92,8 @@ pub enum BatchError {
     #[error("sample {sample}: dense feature `{feature}` is {value}")]
     Dense { feature: String, sample: usize, value: f32 },
 }
+
+debug_as_display!(BatchError);
 
 impl Batch {
     /// Makes an empty batch with room for `capacity` samples.

@@ -28,7 +28,7 @@ pub struct Sample {
 }
 
 /// Why a sample is refused.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SampleError {
     /// The line is not the JSON of a sample.
@@ -38,6 +38,8 @@ pub enum SampleError {
     #[error("{field}: {problem}")]
     Field { field: String, problem: String },
 }
+
+debug_as_display!(SampleError);
 
 fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, SampleError> {
     Err(SampleError::Field { field: field.into(), problem: problem.into() })

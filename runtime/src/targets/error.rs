@@ -23,7 +23,7 @@ impl fmt::Display for Position {
 }
 
 /// Why a target is refused.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TargetError {
     /// The file cannot be read.
@@ -36,3 +36,5 @@ pub enum TargetError {
     #[error("{position}: {problem}")]
     Parse { position: Position, problem: String },
 }
+
+debug_as_display!(TargetError);

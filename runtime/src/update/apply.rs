@@ -12,6 +12,7 @@ use crate::io::disk::Lock;
 use crate::maintenance::background::outside_idle_class;
 use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
+use crate::request::serving::incompatibility;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::history::last_order;
@@ -518,6 +519,13 @@ impl Updater {
         let mut bundle = bundle.map_err(|e| lost(&e))?;
         if sha256(bundle.manifest_bytes()) != release.manifest {
             return Err(lost(&"its manifest is not the signed one").into());
+        }
+
+        // Before anything is written: the callers of the live generation could not use the new one.
+        if let (None, Some(live)) = (rebuild, self.live()?) {
+            let (old, new) = (&live.manifest().schema, &bundle.manifest().schema);
+            let reject = |problem: String| Ended::Verdict(Verdict::Reject(problem));
+            incompatibility(old, new).map_or(Ok(()), |problem| Err(reject(problem)))?;
         }
 
         let progress = |_| (host.yield_now)();

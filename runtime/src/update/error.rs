@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 /// Why an update stopped. `path` is a local path, or the address of an object of the repository.
 #[allow(missing_docs)]
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum UpdateError {
     #[error(
         "{path}: the sync directory has no root of trust; provision it with the fleet's root",
@@ -119,6 +119,8 @@ pub enum UpdateError {
     #[error(transparent)]
     Flash(#[from] FlashError),
 }
+
+debug_as_display!(UpdateError);
 
 impl UpdateError {
     /// Returns whether the car or its link is the cause, so that another try may succeed.

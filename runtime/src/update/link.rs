@@ -32,7 +32,7 @@ pub trait Link {
 }
 
 /// Why a link stopped a transfer.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LinkError {
     /// The repository has no such object.
     #[error("not found")]
@@ -44,6 +44,8 @@ pub enum LinkError {
     #[error("{0}")]
     Broken(String),
 }
+
+debug_as_display!(LinkError);
 
 /// When a car polls for releases, and how many bytes it may receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]

@@ -12,7 +12,7 @@ use crate::limits::{COLUMNS_MAX, MESSAGE_CHARS_MAX};
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use std::time::Duration;
 
-pub use hatchback_link::program::{OutputClosed, explain, note};
+pub use hatchback_link::program::{OutputClosed, explain, note, status_of};
 pub use output::{Json, is_standard_output, json_file, write_json};
 
 const RULE: LineStyle = LineStyle::none().fill('─').junction('─');

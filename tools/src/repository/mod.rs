@@ -6,6 +6,7 @@ mod clock;
 pub mod keys;
 pub mod prune;
 pub mod publish;
+pub mod releases;
 mod state;
 pub mod store;
 mod variants;

@@ -8,7 +8,7 @@
 use crate::report;
 use crate::report::Json;
 use crate::repository::clock::{DAY_S, now, signing_time};
-use crate::repository::publish::{Change, publish};
+use crate::repository::publish::{Change, check_root, publish};
 use crate::repository::state::{Past, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Object, Objects, Store, split_leftover};
 use crate::say;
@@ -86,7 +86,9 @@ pub fn run(args: &PruneArgs) -> Result<()> {
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let (grace_s, expires_s) = (args.grace_days * DAY_S, args.days * DAY_S);
     let retention = Retention { releases: args.releases, grace_s, expires_s };
-    let done = prune(store, &args.keys, &retention, now()?)?;
+    let now = now()?;
+    check_root(&args.keys, now)?;
+    let done = prune(store, &args.keys, &retention, now)?;
 
     args.json.write(&done, || {
         done.print()?;

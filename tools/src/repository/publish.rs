@@ -26,10 +26,11 @@ use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Blob, Manifest, sha256};
+use hatchback::bundle::manifest::{Blob, Hash, Manifest, sha256};
 use hatchback::clock::utc;
+use hatchback::request::serving::incompatibility;
 use hatchback::update::program::needs_of;
-use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path};
+use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path, parse_name};
 use hatchback::update::trust::PUBLISHED;
 use serde::Serialize;
 use serde_json::Value;
@@ -163,7 +164,9 @@ pub fn run(args: &PublishArgs) -> Result<()> {
         re_sign: args.re_sign.clone(),
         expires_s: args.days * DAY_S,
     };
-    let done = publish(store, &args.keys, &change, now()?)?;
+    let now = now()?;
+    check_root(&args.keys, now)?;
+    let done = publish(store, &args.keys, &change, now)?;
 
     args.json.write(&done, || {
         done.print()?;
@@ -264,7 +267,6 @@ struct Resigned {
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let state = RepositoryState::read(store, keys)?;
     let now = signing_time(now, TIMESTAMP, state.published)?;
-    let root_expires = check_root(keys, now)?;
 
     let mut names = match (change.bundles.as_slice(), change.re_sign.as_slice()) {
         ([], []) => ReleaseNames::default(),
@@ -277,6 +279,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     resigned
         .iter()
         .try_for_each(|resigned| names.hold(&resigned.name, &resigned.target.hashes.sha256))?;
+    check_callers(store, &state, &revoked, &offers)?;
     let mut done = Published {
         added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
@@ -284,7 +287,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         version: state.timestamp + 1,
         timestamp_expires: utc(now + change.expires_s),
         metadata_expire: utc(now + LATE * change.expires_s),
-        root_expires: utc(root_expires),
+        root_expires: utc(root_expiry(keys)?),
         ..Published::default()
     };
 
@@ -317,11 +320,48 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     Ok(done)
 }
 
-/// Returns when the newest root expires, in seconds since 1970. Prints a note if that is soon.
+/// Checks that the callers of each lineage's newest listed release can use the bundles: every car
+/// would fetch a bundle that they cannot use, and reject it.
+fn check_callers(
+    store: &dyn Store,
+    state: &RepositoryState,
+    revoked: &[TargetName],
+    offers: &[Offer],
+) -> Result<()> {
+    for offer in offers {
+        let Manifest { generation, schema, .. } = offer.bundle.manifest();
+        let sequence = |name: &TargetName| {
+            let (listed, _, _) = parse_name(name.raw())?;
+            (listed.lineage == generation.lineage && listed.sequence < generation.sequence)
+                .then_some(listed.sequence)
+        };
+        let listed = state.listed().filter(|(name, _)| !revoked.contains(name));
+        let newest = listed.filter_map(|(name, target)| Some((sequence(name)?, name, target)));
+        let Some((before, name, target)) = newest.max_by_key(|(sequence, ..)| *sequence) else {
+            continue;
+        };
+        let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
+        let path = manifest_path(name.raw(), &hash);
+        // A lost or damaged object must not keep a publisher from replacing it.
+        let old = store.get(&path).ok().flatten().and_then(|bytes| Manifest::decode(&bytes).ok());
+        let Some(Manifest { schema: old, .. }) = old else { continue };
+        if let Some(problem) = incompatibility(&old, schema) {
+            bail!(
+                "{}: callers of {}@{before} cannot use it: {problem}; give it another `name` \
+                 in model.toml, and the cars a directory for it",
+                offer.bundle.path().display(),
+                generation.lineage
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the newest root is in force at the time `now`. Prints a note if it expires soon.
 ///
 /// # Errors
 /// It has expired: cars refuse whatever its keys sign.
-fn check_root(keys: &Path, now: u64) -> Result<u64> {
+pub fn check_root(keys: &Path, now: u64) -> Result<()> {
     let expires = root_expiry(keys)?;
     let (folder, date) = (keys.display(), utc(expires));
     let rotate = format!("rotate it with `hatchback keys rotate {folder} root`");
@@ -332,7 +372,7 @@ fn check_root(keys: &Path, now: u64) -> Result<u64> {
             "{folder}: the root expires at {date}, in {days} days; {rotate}"
         ));
     }
-    Ok(expires)
+    Ok(())
 }
 
 /// Opens the bundles of `change` and names their releases.

@@ -4,8 +4,7 @@
 use crate::cli::{Desk, coupon, hatchback, printed, refused};
 use clap::CommandFactory;
 use hatchback_tools::cli::Cli;
-use hatchback_tools::repository::publish::{Change, publish};
-use hatchback_tools::repository::store::Objects;
+use hatchback_tools::repository::publish::check_root;
 use serde_json::Value;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -82,6 +81,37 @@ fn the_third_release_is_a_delta_of_a_delta() {
 }
 
 #[test]
+fn the_releases_of_a_repository_are_listed_with_what_a_car_fetches() {
+    let desk = Desk::new();
+    let bundles = desk.three_releases();
+    let (keys, repository) = desk.repository();
+    let publish = ["publish", "--keys", &keys, "--to", &repository];
+    bundles.iter().for_each(|bundle| drop(printed(&[&publish[..], &[bundle]].concat())));
+    let list = || -> Value {
+        let listed = printed(&["releases", "--from", &repository, "--json"]);
+        serde_json::from_str(&listed).unwrap()
+    };
+
+    let listed = list();
+    let releases = listed["releases"].as_array().unwrap();
+    let parents: Vec<&Value> = releases.iter().map(|release| &release["parent"]).collect();
+    assert_eq!(parents, [&Value::Null, &1.into(), &2.into()]);
+    let ways = listed["ways"].as_array().unwrap();
+    let from: Vec<&Value> = ways.iter().map(|way| &way["from"]).collect();
+    assert_eq!(from, [&Value::from(2), &Value::Null]);
+    let bytes = |way: usize| ways[way]["bytes"].as_u64().unwrap();
+    let all: u64 = releases.iter().map(|release| release["bytes"].as_u64().unwrap()).sum();
+    assert!(bytes(0) < bytes(1) && all < bytes(1), "{listed}");
+
+    printed(&[&publish[..], &["--revoke", "3"]].concat());
+    let listed = list();
+    assert_eq!(listed["releases"][2]["is_listed"], false);
+    assert_eq!(listed["ways"][0]["to"], "coupon-dlrm@2");
+    let said = printed(&["releases", "--from", &repository]);
+    assert!(said.contains("delta from 2") && said.contains("expires: timestamp 20"), "{said}");
+}
+
+#[test]
 fn a_name_with_a_typing_error_is_an_error_and_makes_nothing() {
     let desk = Desk::new();
     let bundle = desk.pack(&[]);
@@ -131,12 +161,30 @@ fn a_publish_says_when_its_metadata_expire_and_refuses_an_expired_root() {
     assert!(published.status.success() && note.ends_with(&rotate), "{note}");
 
     let later = hatchback_tools::repository::now().unwrap() + 31 * 86_400;
-    let store = Objects::existing(&repository).unwrap();
-    let refused = publish(&store, Path::new(&keys), &Change::default(), later).unwrap_err();
+    let refused = check_root(Path::new(&keys), later).unwrap_err();
     assert!(refused.to_string().contains("nothing was signed"), "{refused}");
     printed(&["keys", "rotate", &keys, "root"]);
     let note = hatchback(&["publish", "--keys", &keys, "--to", &repository], "").stderr;
     assert!(note.is_empty(), "{}", String::from_utf8_lossy(&note));
+}
+
+/// A new feature, a removed one or another order: the cars would fetch the release and reject it.
+#[test]
+fn a_release_that_callers_cannot_use_is_refused_before_it_is_signed() {
+    let desk = Desk::new();
+    let first = desk.pack(&[]);
+    let (keys, repository) = desk.repository();
+    printed(&["publish", &first, "--keys", &keys, "--to", &repository]);
+    let (spec, second) = (desk.model(2), desk.path("2.hatch"));
+    let text = std::fs::read_to_string(&spec).unwrap();
+    std::fs::write(&spec, text.replace("\"temperature\"", "\"celsius\"")).unwrap();
+    printed(&["pack", &spec, "--out", &second]);
+    let said = refused(&["publish", &second, "--keys", &keys, "--to", &repository]);
+    let why = format!(
+        "error: {second}: callers of coupon-dlrm@1 cannot use it: dense_features: celsius, "
+    );
+    assert!(said.starts_with(&why) && said.contains("another `name`"), "{said}");
+    assert!(!printed(&["publish", "--keys", &keys, "--to", &repository]).contains("000000000002"));
 }
 
 #[test]
