@@ -2,7 +2,7 @@
 //! hashes. The encoding is a format number, then postcard. `decode` returns no manifest that fails
 //! `check`.
 
-use crate::bundle::manifest_1::Manifest1;
+use crate::bundle::schema_1::Schema1;
 use crate::limits::{
     CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
@@ -150,6 +150,26 @@ pub enum ManifestError {
 
 fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, ManifestError> {
     Err(ManifestError::Field { field: field.into(), problem: problem.into() })
+}
+
+/// A manifest of format 1.
+#[derive(Deserialize)]
+struct Manifest1 {
+    generation: Generation,
+    parent: Option<u64>,
+    schema: Schema1,
+    blobs: Vec<Blob>,
+    tables: Vec<TableBlobs>,
+    dense: u32,
+    probe: Option<u32>,
+    deferral: Option<Deferral>,
+}
+
+impl From<Manifest1> for Manifest {
+    fn from(old: Manifest1) -> Self {
+        let Manifest1 { generation, parent, schema, blobs, tables, dense, probe, deferral } = old;
+        Self { generation, parent, schema: schema.into(), blobs, tables, dense, probe, deferral }
+    }
 }
 
 impl Manifest {

@@ -64,12 +64,12 @@ fn wrong_format_numbers() {
     victim.refuses(&victim.attacked(|p| p.header[15] = 1), &["format: 72057594037927937 is not 1"]);
     victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
     let mut manifest = victim.next.manifest.encode().unwrap();
-    manifest[0] = 2;
+    manifest[0] = 3;
     victim.refuses(
         &victim.next.bytes_with(&manifest),
-        &["attack.bundle: manifest: format: 2 is not 1"],
+        &["attack.bundle: manifest: format: 3 is not in 1..=2"],
     );
-    manifest[0] = 1;
+    manifest[0] = 2;
     victim.refuses(
         &victim.next.bytes_with(&manifest[..manifest.len() - 1]),
         &["manifest: does not decode"],
@@ -81,7 +81,7 @@ fn wrong_format_numbers() {
         &victim.next.bytes_with(&whole.encode().unwrap()),
         &["manifest: deferral: belongs to a delta"],
     );
-    victim.refuses(&victim.next.bytes_with(&[1, 0, 0]), &["manifest: format: 3 bytes are too few"]);
+    victim.refuses(&victim.next.bytes_with(&[2, 0, 0]), &["manifest: format: 3 bytes are too few"]);
     victim.refuses(&victim.next.bytes_with(&[]), &["manifest: format: 0 bytes are too few"]);
 }
 

@@ -1,26 +1,13 @@
-//! Manifests of format 1: their dense features are names, and their features have no key of null
-//! and are not shared. Only reads.
+//! The schema in manifests of format 1: its dense features are names, and its features have no key
+//! of null. Only reads.
 
-use crate::bundle::manifest::{Blob, Deferral, Generation, Manifest, TableBlobs};
 use crate::schema::key_function::KeyFunction;
 use crate::schema::lookup::Lookup;
 use crate::schema::{DenseFeature, Feature, Network, Schema, Table};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
-pub(super) struct Manifest1 {
-    generation: Generation,
-    parent: Option<u64>,
-    schema: Schema1,
-    blobs: Vec<Blob>,
-    tables: Vec<TableBlobs>,
-    dense: u32,
-    probe: Option<u32>,
-    deferral: Option<Deferral>,
-}
-
-#[derive(Deserialize)]
-struct Schema1 {
+pub(super) struct Schema1 {
     dense_features: Vec<String>,
     tables: Vec<Table>,
     features: Vec<Feature1>,
@@ -35,13 +22,6 @@ struct Feature1 {
     weighted: bool,
     key: KeyFunction,
     padding: Option<u64>,
-}
-
-impl From<Manifest1> for Manifest {
-    fn from(old: Manifest1) -> Self {
-        let Manifest1 { generation, parent, schema, blobs, tables, dense, probe, deferral } = old;
-        Self { generation, parent, schema: schema.into(), blobs, tables, dense, probe, deferral }
-    }
 }
 
 impl From<Schema1> for Schema {
