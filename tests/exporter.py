@@ -24,7 +24,9 @@ TESTS = ["test_exporter", "test_first_model", "test_network_doc", "test_tap"]
 
 def main() -> None:
     program = pathlib.Path(sys.argv[1]).resolve() / "hatchback"
-    check = ["python", "-c", "import torch, onnxscript, onnxruntime, torchfm, keras"]
+    # Without the variable keras looks for TensorFlow.
+    imports = "import torch, onnxscript, onnxruntime, torchfm, keras"
+    check = ["python", "-c", f"import os; os.environ['KERAS_BACKEND'] = 'torch'; {imports}"]
     python = programs("exporter", PACKAGES, check) / "python"
     environment = os.environ | {"HATCHBACK": str(program), "PYTHONDONTWRITEBYTECODE": "1"}
     trainer = REPOSITORY / "tools" / "trainer"

@@ -237,9 +237,13 @@ def main() -> None:
         client.load_model("second")
         print("tritonclient over gRPC on a Unix socket: all passed")
 
-        text = urllib.request.urlopen(f"http://127.0.0.1:{car.port}/metrics").read().decode()
-        assert 'hatchback_requests_total{model="coupon",protocol="grpc",outcome="answered"}' in text
-        assert text.endswith("# EOF\n") and "hatchback_request_seconds_bucket" in text
+        for accepted, is_open in (("*/*", False), ("application/openmetrics-text", True)):
+            url, headers = f"http://127.0.0.1:{car.port}/metrics", {"accept": accepted}
+            request = urllib.request.Request(url, headers=headers)
+            text = urllib.request.urlopen(request).read().decode()
+            line = 'hatchback_requests_total{model="coupon",protocol="grpc",outcome="answered"}'
+            assert line in text and "hatchback_request_seconds_bucket" in text
+            assert text.endswith("# EOF\n") == is_open
         car.stop()
     refuses_beyond_the_budget(programs)
 
