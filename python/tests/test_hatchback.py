@@ -313,11 +313,11 @@ hotness_max = 1
         self.assertEqual(
             [model.key("age", value) for value in (0, 7, 2**64 - 1)], [0, 7, 2**64 - 1]
         )
-        for value in ("seven", 0.5):
+        for value in ("seven", 0.5, None):
             with self.assertRaisesRegex(hatchback.RequestError, "feature `age`: .*of 64 bits"):
                 model.key("age", value)
         with self.assertRaises(TypeError):
-            model.key("age", None)
+            model.key("age", [])
 
     def test_outputs_have_names(self):
         family = ROOT / "tests/data/families/mmoe"
