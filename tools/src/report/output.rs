@@ -31,7 +31,8 @@ macro_rules! say {
 /// Writes `line` and a line feed to standard output.
 ///
 /// # Errors
-/// [`OutputClosed`] if the reader closed the pipe, or the output cannot be written.
+/// [`hatchback_link::program::OutputClosed`] if the reader closed the pipe, or the output cannot be
+/// written.
 pub fn print_line(line: impl Display) -> Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{line}").and_then(|()| stdout.flush()).map_err(output_error)
