@@ -7,7 +7,7 @@ use crate::metrics::facts::{CarFacts, WearFacts};
 use hatchback::{Generation, Serving, TableCounts};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::MetricType::{self, Counter, Gauge};
 use std::fmt::Error;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -34,40 +34,29 @@ impl std::fmt::Debug for Scrape {
 struct Families<'a>(DescriptorEncoder<'a>);
 
 impl Families<'_> {
-    /// Writes the counter `value` of each of `rows`.
-    fn counters<T>(
+    /// Writes a counter or a gauge: the `value` of each of `rows`.
+    fn family<T>(
         &mut self,
+        kind: MetricType,
         name: &str,
         help: &str,
         rows: &Rows<T>,
         value: fn(&T) -> u64,
     ) -> Result<(), Error> {
-        let mut encoder = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        let mut encoder = self.0.encode_descriptor(name, help, None, kind)?;
         for (labels, row) in rows {
-            let mut one = encoder.encode_family(labels)?;
-            one.encode_counter::<NoLabelSet, f64, f64>(&(value(row) as f64), None)?;
-        }
-        Ok(())
-    }
-
-    /// Writes the gauge `value` of each of `rows`.
-    fn gauges<T>(
-        &mut self,
-        name: &str,
-        help: &str,
-        rows: &Rows<T>,
-        value: fn(&T) -> u64,
-    ) -> Result<(), Error> {
-        let mut encoder = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        for (labels, row) in rows {
-            encoder.encode_family(labels)?.encode_gauge(&(value(row) as f64))?;
+            let (mut one, value) = (encoder.encode_family(labels)?, value(row) as f64);
+            match kind {
+                Counter => one.encode_counter::<NoLabelSet, f64, f64>(&value, None)?,
+                _ => one.encode_gauge(&value)?,
+            }
         }
         Ok(())
     }
 
     /// Writes the gauge `value`, which has no labels, if there is one.
     fn gauge(&mut self, name: &str, help: &str, value: Option<f64>) -> Result<(), Error> {
-        let mut encoder = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        let mut encoder = self.0.encode_descriptor(name, help, None, Gauge)?;
         // A family without labels would print empty braces.
         value.map_or(Ok(()), |value| encoder.encode_gauge(&value))
     }
@@ -101,25 +90,25 @@ impl Scrape {
     fn pipelines(&self, to: &mut Families<'_>) -> Result<(), Error> {
         let stats = self.models(|name| self.serving.stats(name));
         let help = "Requests that a worker took";
-        to.counters("pipeline_requests", help, &stats, |s| s.requests)?;
+        to.family(Counter, "pipeline_requests", help, &stats, |s| s.requests)?;
         let help = "Batches of these requests";
-        to.counters("pipeline_batches", help, &stats, |s| s.batches)?;
+        to.family(Counter, "pipeline_batches", help, &stats, |s| s.batches)?;
         let help = "Requests refused for want of a slot";
-        to.counters("pipeline_busy", help, &stats, |s| s.busy)?;
+        to.family(Counter, "pipeline_busy", help, &stats, |s| s.busy)?;
         let help = "Requests that a worker could not score";
-        to.counters("pipeline_failed", help, &stats, |s| s.failed)?;
+        to.family(Counter, "pipeline_failed", help, &stats, |s| s.failed)?;
         let help = "Requests whose deadline passed";
-        to.counters("pipeline_late", help, &stats, |s| s.expired)?;
+        to.family(Counter, "pipeline_late", help, &stats, |s| s.expired)?;
         let help = "Requests that wait now";
-        to.gauges("pipeline_waiting", help, &stats, |s| s.waiting as u64)?;
+        to.family(Gauge, "pipeline_waiting", help, &stats, |s| s.waiting as u64)?;
         let help = "Lookups of tables that are not resident";
-        to.counters("cache_lookups", help, &stats, |s| s.counters.cached_lookups)?;
+        to.family(Counter, "cache_lookups", help, &stats, |s| s.counters.cached_lookups)?;
         let help = "Of these, lookups whose row was not cached";
-        to.counters("cache_misses", help, &stats, |s| s.counters.missed_lookups)?;
+        to.family(Counter, "cache_misses", help, &stats, |s| s.counters.missed_lookups)?;
         let help = "Pages read for requests";
-        to.counters("flash_pages_read", help, &stats, |s| s.counters.pages)?;
+        to.family(Counter, "flash_pages_read", help, &stats, |s| s.counters.pages)?;
         let help = "Of these, pages that failed their check";
-        to.counters("flash_pages_damaged", help, &stats, |s| s.counters.pages_damaged)?;
+        to.family(Counter, "flash_pages_damaged", help, &stats, |s| s.counters.pages_damaged)?;
 
         let generations = self.models(|name| self.serving.generation(name));
         let lineage = |(labels, of): (Vec<Label>, Generation)| {
@@ -128,7 +117,7 @@ impl Scrape {
         };
         let generations = generations.into_iter().map(lineage).collect();
         let help = "The sequence that a model serves";
-        to.gauges("generation", help, &generations, |of| of.sequence)
+        to.family(Gauge, "generation", help, &generations, |of| of.sequence)
     }
 
     fn tables(&self, to: &mut Families<'_>) -> Result<(), Error> {
@@ -137,21 +126,21 @@ impl Scrape {
             counts.map(|of| (with(&name, "table", &of.table), of)).collect()
         };
         let tables = self.serving.names().into_iter().flat_map(of_model).collect();
-        to.counters("table_lookups", "Lookups of a table", &tables, |t| t.lookups)?;
+        to.family(Counter, "table_lookups", "Lookups of a table", &tables, |t| t.lookups)?;
         let help = "Rows that requests missed, each counted once a request";
-        to.counters("table_misses", help, &tables, |t| t.misses)?;
+        to.family(Counter, "table_misses", help, &tables, |t| t.misses)?;
         let help = "Missed rows that the miss policy or a deadline did not wait for";
-        to.counters("table_defaulted", help, &tables, |t| t.defaulted)?;
+        to.family(Counter, "table_defaulted", help, &tables, |t| t.defaulted)?;
         let help = "Missed rows that the table does not have";
-        to.counters("table_absent", help, &tables, |t| t.absent)?;
+        to.family(Counter, "table_absent", help, &tables, |t| t.absent)?;
         let help = "Missed rows whose page failed its check";
-        to.counters("table_damaged", help, &tables, |t| t.damaged)?;
+        to.family(Counter, "table_damaged", help, &tables, |t| t.damaged)?;
 
         let caches = self.models(|name| self.serving.cache_use(name));
         let help = "Rows that the caches have room for";
-        to.gauges("cache_rows_max", help, &caches, |cache| cache.rows_max)?;
+        to.family(Gauge, "cache_rows_max", help, &caches, |cache| cache.rows_max)?;
         let help = "Rows that are cached, estimated from a sample of the sets";
-        to.gauges("cache_rows", help, &caches, |cache| cache.rows)
+        to.family(Gauge, "cache_rows", help, &caches, |cache| cache.rows)
     }
 
     fn memory(&self, to: &mut Families<'_>) -> Result<(), Error> {
@@ -161,7 +150,9 @@ impl Scrape {
             lines.iter().map(|(line, bytes)| (with(&name, "line", line), *bytes)).collect()
         };
         let lines = plans.chain([beside]).flat_map(of_plan).collect();
-        to.gauges("memory_bytes", "The memory plan, by model and line", &lines, |bytes| *bytes)?;
+        to.family(Gauge, "memory_bytes", "The memory plan, by model and line", &lines, |bytes| {
+            *bytes
+        })?;
         let max = self.serving.memory_bytes_max() as f64;
         to.gauge("memory_bytes_max", "The budget of all models", Some(max))?;
         let used = self.bytes.used() as f64;
@@ -173,19 +164,25 @@ impl Scrape {
         let facts = self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let updates = facts.updates.iter();
         let states = updates.clone().map(|(name, of)| (with(name, "state", of.state), 1));
-        to.gauges("update_state", "The state of a model's update", &states.collect(), |one| *one)?;
+        to.family(
+            Gauge,
+            "update_state",
+            "The state of a model's update",
+            &states.collect(),
+            |one| *one,
+        )?;
         let newest = updates.filter_map(|(name, of)| Some((model(name), of.newest?)));
         let help = "The newest sequence that the repository lists for this car";
-        to.gauges("update_newest", help, &newest.collect(), |newest| *newest)?;
+        to.family(Gauge, "update_newest", help, &newest.collect(), |newest| *newest)?;
 
         let of_directory = |wear: WearFacts| (vec![("directory", wear.directory.clone())], wear);
         let wear = facts.wear.into_iter().map(of_directory).collect();
         let help = "Bytes that installs and maintenance have written to flash";
-        to.counters("flash_bytes_written", help, &wear, |w| w.bytes_total)?;
+        to.family(Counter, "flash_bytes_written", help, &wear, |w| w.bytes_total)?;
         let help = "Bytes that they have written today";
-        to.gauges("flash_bytes_written_today", help, &wear, |w| w.bytes_today)?;
+        to.family(Gauge, "flash_bytes_written_today", help, &wear, |w| w.bytes_today)?;
         let help = "Damaged pages of the last scrub";
-        to.gauges("flash_pages_listed_damaged", help, &wear, |w| w.damaged)?;
+        to.family(Gauge, "flash_pages_listed_damaged", help, &wear, |w| w.damaged)?;
 
         to.gauge("celsius", "The hottest thermal zone", facts.celsius)?;
         to.gauge("watts", "The sum of the power rails", facts.watts)?;
