@@ -122,6 +122,9 @@ pub struct Published {
     /// Targets that only replaced keys had signed and that the new keys have signed now: name and
     /// SHA-256 of the manifest.
     pub resigned: Vec<String>,
+    /// Added targets whose callers could not be compared with those of the release before them: its
+    /// manifest is lost or damaged.
+    pub not_compared: Vec<String>,
     /// Chunks that were uploaded.
     pub chunks: u64,
     /// Bytes of the uploaded chunks.
@@ -179,6 +182,10 @@ impl Published {
         self.added.iter().try_for_each(|name| say!("+ {name}"))?;
         self.revoked.iter().try_for_each(|name| say!("- {name}"))?;
         self.resigned.iter().try_for_each(|target| say!("= {target}"))?;
+        let why = "the manifest of the release before it cannot be read";
+        self.not_compared
+            .iter()
+            .try_for_each(|name| say!("{name}: not compared with what callers send: {why}"))?;
 
         let (chunks, bytes) = (report::count(self.chunks), report::bytes(self.chunk_bytes));
         let (version, known) = (self.version, report::count(self.chunks_known));
@@ -279,11 +286,12 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     resigned
         .iter()
         .try_for_each(|resigned| names.hold(&resigned.name, &resigned.target.hashes.sha256))?;
-    check_callers(store, &state, &revoked, &offers)?;
+    let not_compared = check_callers(store, &state, &revoked, &offers)?;
     let mut done = Published {
         added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
         resigned: resigned.iter().map(|r| describe(&r.name, &r.target)).collect(),
+        not_compared,
         version: state.timestamp + 1,
         timestamp_expires: utc(now + change.expires_s),
         metadata_expire: utc(now + LATE * change.expires_s),
@@ -321,13 +329,15 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
 }
 
 /// Checks that the callers of each lineage's newest listed release can use the bundles: every car
-/// would fetch a bundle that they cannot use, and reject it.
+/// would fetch a bundle that they cannot use, and reject it. Returns the names of the bundles whose
+/// release before them has no readable manifest.
 fn check_callers(
     store: &dyn Store,
     state: &RepositoryState,
     revoked: &[TargetName],
     offers: &[Offer],
-) -> Result<()> {
+) -> Result<Vec<String>> {
+    let mut not_compared = Vec::new();
     for offer in offers {
         let Manifest { generation, schema, .. } = offer.bundle.manifest();
         let sequence = |name: &TargetName| {
@@ -343,8 +353,11 @@ fn check_callers(
         let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
         let path = manifest_path(name.raw(), &hash);
         // A lost or damaged object must not keep a publisher from replacing it.
-        let old = store.get(&path).ok().flatten().and_then(|bytes| Manifest::decode(&bytes).ok());
-        let Some(Manifest { schema: old, .. }) = old else { continue };
+        let old = store.get(&path)?.and_then(|bytes| Manifest::decode(&bytes).ok());
+        let Some(Manifest { schema: old, .. }) = old else {
+            not_compared.push(offer.name.raw().to_owned());
+            continue;
+        };
         if let Some(problem) = incompatibility(&old, schema) {
             bail!(
                 "{}: callers of {}@{before} cannot use it: {problem}; give it another `name` \
@@ -354,7 +367,7 @@ fn check_callers(
             );
         }
     }
-    Ok(())
+    Ok(not_compared)
 }
 
 /// Checks that the newest root is in force at the time `now`. Prints a note if it expires soon.

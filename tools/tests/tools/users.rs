@@ -185,6 +185,13 @@ fn a_release_that_callers_cannot_use_is_refused_before_it_is_signed() {
     );
     assert!(said.starts_with(&why) && said.contains("another `name`"), "{said}");
     assert!(!printed(&["publish", "--keys", &keys, "--to", &repository]).contains("000000000002"));
+
+    // Without the manifest of the first release there is nothing to compare, which is said.
+    let manifests = std::fs::read_dir(Path::new(&repository).join("targets/coupon-dlrm")).unwrap();
+    let manifests: Vec<_> = manifests.map(|entry| entry.unwrap().path()).collect();
+    manifests.iter().for_each(|path| std::fs::write(path, b"<html>").unwrap());
+    let said = printed(&["publish", &second, "--keys", &keys, "--to", &repository, "--dry-run"]);
+    assert!(manifests.len() == 1 && said.contains("not compared with what callers send"), "{said}");
 }
 
 #[test]
