@@ -213,10 +213,8 @@ pub fn run(args: &RunArgs) -> Result<()> {
     let answers = std::mem::take(&mut output.answers);
     let (generation, samples) = (model.generation().to_string(), answers.len() - refused);
     let report = RunReport { generation, samples, refused, not_finite, overdue, answers };
-    if args.json.is_given() {
-        // The lock of standard output is this thread's own, so the report is written under it.
-        args.json.write(&report, || Ok(()))?;
-    }
+    // The lock of standard output is this thread's own, so the report is written under it.
+    args.json.write(&report, || Ok(()))?;
     output.check(&name)
 }
 

@@ -4,7 +4,7 @@
 use super::codec_error::CodecError;
 use super::ending::Ending;
 use super::learn::{Learnt, learn};
-use super::spec::{ModelSpec, TableSpec};
+use super::spec::{ModelSpec, ProbeSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_table};
 use super::{Overrides, Packed, network, read_samples, table_major, weights};
@@ -258,15 +258,12 @@ impl PackJob {
 
     /// Reads the network and the probe set, and checks that both fit the schema.
     pub(super) fn network_files(&self, schema: &Schema) -> Result<NetworkFiles> {
-        let onnx = self.read_network(schema)?;
-        let probe = match &self.spec.probe {
-            Some(probe) => {
-                let samples = read_samples(&self.base.join(&probe.samples), schema)?;
-                Some(Sample::encode_set(&samples)?)
-            }
-            None => None,
+        let encode = |probe: &ProbeSpec| -> Result<Vec<u8>> {
+            let samples = read_samples(&self.base.join(&probe.samples), schema)?;
+            Ok(Sample::encode_set(&samples)?)
         };
-        Ok(NetworkFiles { onnx, probe })
+        let onnx = self.read_network(schema)?;
+        Ok(NetworkFiles { onnx, probe: self.spec.probe.as_ref().map(encode).transpose()? })
     }
 
     fn read_network(&self, schema: &Schema) -> Result<Vec<u8>> {

@@ -26,7 +26,7 @@ use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Blob, Hash, Manifest, sha256};
+use hatchback::bundle::manifest::{Blob, Generation, Hash, Manifest, sha256};
 use hatchback::clock::utc;
 use hatchback::request::serving::incompatibility;
 use hatchback::update::program::needs_of;
@@ -182,10 +182,9 @@ impl Published {
         self.added.iter().try_for_each(|name| say!("+ {name}"))?;
         self.revoked.iter().try_for_each(|name| say!("- {name}"))?;
         self.resigned.iter().try_for_each(|target| say!("= {target}"))?;
-        let why = "the manifest of the release before it cannot be read";
-        self.not_compared
-            .iter()
-            .try_for_each(|name| say!("{name}: not compared with what callers send: {why}"))?;
+        for name in &self.not_compared {
+            say!("{name}: not compared with what callers send: no release before it can be read")?;
+        }
 
         let (chunks, bytes) = (report::count(self.chunks), report::bytes(self.chunk_bytes));
         let (version, known) = (self.version, report::count(self.chunks_known));
@@ -340,16 +339,14 @@ fn check_callers(
     let mut not_compared = Vec::new();
     for offer in offers {
         let Manifest { generation, schema, .. } = offer.bundle.manifest();
-        let sequence = |name: &TargetName| {
-            let (listed, _, _) = parse_name(name.raw())?;
-            (listed.lineage == generation.lineage && listed.sequence < generation.sequence)
-                .then_some(listed.sequence)
+        let is_before = |listed: &Generation| {
+            listed.lineage == generation.lineage && listed.sequence < generation.sequence
         };
         let listed = state.listed().filter(|(name, _)| !revoked.contains(name));
-        let newest = listed.filter_map(|(name, target)| Some((sequence(name)?, name, target)));
-        let Some((before, name, target)) = newest.max_by_key(|(sequence, ..)| *sequence) else {
-            continue;
-        };
+        let named = listed.filter_map(|(name, t)| Some((parse_name(name.raw())?.0, name, t)));
+        let newest = named.filter(|(listed, ..)| is_before(listed));
+        let newest = newest.max_by_key(|(listed, ..)| listed.sequence);
+        let Some((Generation { sequence: before, .. }, name, target)) = newest else { continue };
         let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
         let path = manifest_path(name.raw(), &hash);
         // A lost or damaged object must not keep a publisher from replacing it.
