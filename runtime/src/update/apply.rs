@@ -11,7 +11,6 @@ use crate::flash::{Flash, FlashError, Prepared};
 use crate::io::disk::Lock;
 use crate::maintenance::background::outside_idle_class;
 use crate::model::budget::Budget;
-use crate::model::{Model, OpenError};
 use crate::request::serving::incompatibility;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
@@ -462,17 +461,17 @@ impl Updater {
         let live = Flash::open(&self.disk, &self.flash).map_err(UpdateError::from)?;
         // The fault may have been one of the device that has passed. The files of a generation that
         // can be opened must not be replaced by an older one.
-        let checked = live.check_whole().map_err(OpenError::from);
-        let opened = checked
-            .and_then(|()| Model::open_to_probe(&live, host.budget, host.yield_now).map(drop));
-        match opened.map_err(ProbeFault::from) {
+        let checked = live.check_whole().map_err(ProbeFault::from);
+        match checked.and_then(|()| probe(&live, host.budget, host.yield_now)) {
             Err(ProbeFault::Car { is_damage: true, .. }) => Ok(Some(rebuild)),
+            // No delta on its damaged rows can be proven, so only a snapshot leads on.
+            Ok(probed) if probed.is_unproven() => Ok(Some(rebuild)),
             // The program is older than the one that installed the live generation.
             Err(ProbeFault::Version(_)) => Ok(Some(rebuild)),
             // The device may read the files later. A newer snapshot is installed without them.
             Err(ProbeFault::Car { .. }) if is_newer => Ok(None),
             Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }.into()),
-            Ok(()) | Err(_) => {
+            Ok(_) | Err(ProbeFault::Release(_)) => {
                 status.repair = Repair::NewerSnapshot;
                 Ok(None)
             }

@@ -23,6 +23,11 @@ pub struct Probed {
 }
 
 impl Probed {
+    /// Returns whether damage kept every score from being compared: the probe says nothing.
+    pub fn is_unproven(&self) -> bool {
+        self.damaged > 0 && self.samples == 0
+    }
+
     /// Adds the `scores` of a sample, and compares them with its recorded ones.
     ///
     /// # Errors

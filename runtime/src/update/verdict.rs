@@ -115,15 +115,17 @@ pub(super) fn judge_trial(
 
     // A delta keeps the damaged rows of its base, and a snapshot replaces them. So a delta gives
     // way to a snapshot, but only once: without a newer snapshot the car would never update again.
-    // If no sample could be compared, the probe says nothing of the release, and it must not pass.
-    let is_unproven = probed.samples == 0;
-    if probed.damaged > 0 && is_delta && (repair == Repair::None || is_unproven) {
+    if probed.damaged > 0 && is_delta && (repair == Repair::None || probed.is_unproven()) {
         let damaged = probed.damaged;
         let reason = format!(
             "{damaged} probe samples use damaged rows of the generation before; a snapshot is \
              taken instead if there is one"
         );
-        return Err(abandon_for(reason, Repair::NewerSnapshot));
+        // An unproven release must not pass, and no delta on these rows can ever be proven. An
+        // older snapshot and the deltas after it lead past them.
+        let is_stuck = probed.is_unproven();
+        let repair = if is_stuck { Repair::AnySnapshot } else { Repair::NewerSnapshot };
+        return Err(abandon_for(reason, repair));
     }
     judge_probe(probed, policy).map_or(Ok(()), |reason| Err(Verdict::Reject(reason)))
 }

@@ -6,6 +6,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::live::LiveRecord;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
+use hatchback::limits::PAGE_BYTES;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::update::apply::Host;
@@ -15,8 +16,10 @@ use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::program::Program;
 use hatchback::update::release::manifest_path;
 use hatchback::update::status::{UpdateState, UpdateStatus};
+use hatchback_tests::flash_check::rows_of;
 use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, first_release, release_of};
 use hatchback_tests::rewrite::Parts;
+use hatchback_tests::whole_car::model::{BundlePlan, Flaw, Generations};
 use hatchback_tools::repository::keys::rotate;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -57,6 +60,51 @@ fn reaches(car: &Car, fleet: &Fleet, live: usize, polls: u64) {
         .map(|e| e.to_string())
         .collect();
     assert_eq!(car.live(), live, "{errors:#?}");
+}
+
+/// Damages every page of rows of the live generation, and returns their number.
+fn damage_rows(car: &Car) -> usize {
+    let opens = || {
+        let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+        (0..flash.manifest().tables.len()).all(|table| flash.table(table).is_ok())
+    };
+    let segments =
+        car.disk.paths().into_iter().filter(|path| path.extension() == Some("seg".as_ref()));
+    let pages = |path: &PathBuf| car.disk.content(path).unwrap().len() / PAGE_BYTES;
+    let pages = segments.flat_map(|path| (0..pages(&path)).map(move |page| (path.clone(), page)));
+    let damaged = pages.filter(|(path, page)| {
+        let bit = (page * PAGE_BYTES + 100) * 8;
+        car.disk.flip(path, bit);
+        let is_of_rows = opens();
+        if !is_of_rows {
+            car.disk.flip(path, bit);
+        }
+        is_of_rows
+    });
+    damaged.count()
+}
+
+/// Every row of the live generation is damaged, and the only snapshot is an old one. No delta can
+/// be proven on such rows, so the car installs that snapshot and the deltas after it again.
+#[test]
+fn damage_under_every_probe_sample() {
+    let generations = Generations::new();
+    let pack = |from, to| generations.pack(BundlePlan { from, to, flaw: Flaw::None, level: 1 });
+    let fleet = Fleet::of(&pack(None, 1));
+    let car = Car::at_first_release(&fleet);
+    fleet.publish(T0 + 10, &pack(Some(1), 2));
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    let live = || Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    assert_eq!(live().manifest().generation.sequence, 2);
+
+    assert!(damage_rows(&car) >= 4, "pages of rows");
+    fleet.publish(T0 + 20, &pack(Some(2), 3));
+    let error = car.run(&mut fleet.link(), T0 + 21).unwrap_err().to_string();
+    assert!(error.contains("4 probe samples use damaged rows"), "{error}");
+    let polls = (22..26).map(|second| car.run(&mut fleet.link(), T0 + second));
+    let errors: Vec<String> = polls.filter_map(|poll| Some(poll.err()?.to_string())).collect();
+    assert_eq!(live().manifest().generation.sequence, 3, "{errors:?}");
+    assert!((0..2).all(|table| rows_of(&live(), table).len() > 200), "every row is whole");
 }
 
 #[test]
