@@ -13,6 +13,7 @@ use crate::cuda::calls::Calls as DriverCalls;
 use crate::cuda::context::{Context, RawStream};
 use crate::cuda::error::{check, report};
 use cudarc::driver::sys;
+use std::borrow::Cow;
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
@@ -22,6 +23,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) use crate::cuda::error::Result;
 pub use crate::cuda::error::{CudaError, DriverError};
 
+/// The first bytes of what zstd compressed.
+const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+/// Bytes of an image, at most.
+const IMAGE_BYTES_MAX: usize = 4 << 20;
+
 /// The target's restriction on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
@@ -30,7 +36,7 @@ pub struct Profile {
     pub tegra: bool,
 }
 
-/// The compiled images of one kernel source.
+/// The compiled images of one kernel source. Each is as it is, or compressed by zstd.
 #[derive(Clone, Copy)]
 pub struct Images {
     /// Name of the source, without `.cu`.
@@ -38,8 +44,33 @@ pub struct Images {
     /// Machine code by compute capability.
     pub cubins: &'static [(u32, &'static [u8])],
     /// PTX, which the driver can compile for any later GPU.
-    pub ptx: &'static str,
+    pub ptx: &'static [u8],
 }
+
+/// Returns the committed images of the source `$name`.
+macro_rules! images {
+    ($name:literal) => {
+        $crate::cuda::driver::Images {
+            name: $name,
+            cubins: &[
+                (80, $crate::cuda::driver::image!($name, ".sm_80.cubin.zst")),
+                (86, $crate::cuda::driver::image!($name, ".sm_86.cubin.zst")),
+                (87, $crate::cuda::driver::image!($name, ".sm_87.cubin.zst")),
+                (89, $crate::cuda::driver::image!($name, ".sm_89.cubin.zst")),
+                (90, $crate::cuda::driver::image!($name, ".sm_90.cubin.zst")),
+            ],
+            ptx: $crate::cuda::driver::image!($name, ".ptx.zst"),
+        }
+    };
+}
+
+macro_rules! image {
+    ($name:literal, $kind:literal) => {
+        include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/cuda/built/", $name, $kind))
+    };
+}
+
+pub(crate) use {image, images};
 
 /// Counts of driver calls that were made through one [`Gpu`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -286,18 +317,21 @@ impl Gpu {
             )));
         }
 
-        let ptx = CString::new(images.ptx)
-            .map_err(|_| none(format!("{tried}; its PTX contains a zero byte")))?;
-        // SAFETY: `ptx` ends in a zero byte; the driver compiles and copies it.
-        let module = unsafe { self.load(ptx.as_ptr().cast()) }
+        let module = self
+            .load_image(images.ptx)
             .map_err(|e| none(format!("{tried}; the driver refused its PTX: {e}")))?;
-
         log::warn!("{tried}; the driver compiled its PTX instead");
-        Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
+        Ok(module)
     }
 
-    /// Loads `image`, a whole file of machine code or of PTX.
+    /// Loads `image`, a whole file of machine code or of PTX, perhaps compressed.
     fn load_image(self: &Arc<Self>, image: &[u8]) -> Result<Arc<Module>> {
+        let none =
+            |e| CudaError::NoKernels { gpu: self.name.clone(), problem: format!("zstd: {e}") };
+        let image = match image.starts_with(&ZSTD_MAGIC) {
+            true => Cow::Owned(zstd::bulk::decompress(image, IMAGE_BYTES_MAX).map_err(none)?),
+            false => Cow::Borrowed(image),
+        };
         // The driver reads 8-byte words, so the copy is aligned to them.
         let mut aligned = vec![0u64; image.len().div_ceil(8) + 1];
         for (word, bytes) in aligned.iter_mut().zip(image.chunks(8)) {
@@ -313,8 +347,11 @@ impl Gpu {
 
     /// Loads the image `name` of `folder`: its machine code, or else its PTX.
     fn module_of(self: &Arc<Self>, folder: &Path, name: &str) -> Result<Arc<Module>> {
-        let cubin = folder.join(format!("{name}.sm_{}.cubin", self.sm));
-        let path = if cubin.exists() { cubin } else { folder.join(format!("{name}.ptx")) };
+        let ptx = folder.join(format!("{name}.ptx"));
+        let kinds = [format!("sm_{}.cubin.zst", self.sm), format!("sm_{}.cubin", self.sm)];
+        let files = kinds.into_iter().chain(["ptx.zst".to_owned()]);
+        let mut paths = files.map(|file| folder.join(format!("{name}.{file}")));
+        let path = paths.find(|path| path.exists()).unwrap_or(ptx);
         let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
         let image = std::fs::read(&path).map_err(|e| none(format!("{}: {e}", path.display())))?;
         log::warn!("kernels for development: {}", path.display());

@@ -3,23 +3,13 @@
 
 #![allow(unsafe_code)]
 
-use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream};
+use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::View;
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use std::sync::Arc;
 
-pub(crate) const IMAGES: Images = Images {
-    name: "dense",
-    cubins: &[
-        (80, include_bytes!("../../cuda/built/dense.sm_80.cubin")),
-        (86, include_bytes!("../../cuda/built/dense.sm_86.cubin")),
-        (87, include_bytes!("../../cuda/built/dense.sm_87.cubin")),
-        (89, include_bytes!("../../cuda/built/dense.sm_89.cubin")),
-        (90, include_bytes!("../../cuda/built/dense.sm_90.cubin")),
-    ],
-    ptx: include_str!("../../cuda/built/dense.ptx"),
-};
+pub(crate) const IMAGES: Images = images!("dense");
 
 /// Threads of a block, for every kernel.
 const THREADS: u32 = 256;

@@ -3,21 +3,11 @@
 
 #![allow(unsafe_code)]
 
-use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream};
+use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::memory::Buffer;
 use std::sync::Arc;
 
-const IMAGES: Images = Images {
-    name: "gather",
-    cubins: &[
-        (80, include_bytes!("../../cuda/built/gather.sm_80.cubin")),
-        (86, include_bytes!("../../cuda/built/gather.sm_86.cubin")),
-        (87, include_bytes!("../../cuda/built/gather.sm_87.cubin")),
-        (89, include_bytes!("../../cuda/built/gather.sm_89.cubin")),
-        (90, include_bytes!("../../cuda/built/gather.sm_90.cubin")),
-    ],
-    ptx: include_str!("../../cuda/built/gather.ptx"),
-};
+const IMAGES: Images = images!("gather");
 
 /// Threads of a block, and units that each thread has in flight.
 const THREADS: u32 = 256;

@@ -6,33 +6,13 @@
 #![allow(unsafe_code)]
 
 use crate::cache::eviction::WAYS;
-use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream};
+use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use std::sync::Arc;
 
-pub(crate) const CHANGES: Images = Images {
-    name: "changes",
-    cubins: &[
-        (80, include_bytes!("../../cuda/built/changes.sm_80.cubin")),
-        (86, include_bytes!("../../cuda/built/changes.sm_86.cubin")),
-        (87, include_bytes!("../../cuda/built/changes.sm_87.cubin")),
-        (89, include_bytes!("../../cuda/built/changes.sm_89.cubin")),
-        (90, include_bytes!("../../cuda/built/changes.sm_90.cubin")),
-    ],
-    ptx: include_str!("../../cuda/built/changes.ptx"),
-};
+pub(crate) const CHANGES: Images = images!("changes");
 
-pub(crate) const LOOKUP: Images = Images {
-    name: "lookup",
-    cubins: &[
-        (80, include_bytes!("../../cuda/built/lookup.sm_80.cubin")),
-        (86, include_bytes!("../../cuda/built/lookup.sm_86.cubin")),
-        (87, include_bytes!("../../cuda/built/lookup.sm_87.cubin")),
-        (89, include_bytes!("../../cuda/built/lookup.sm_89.cubin")),
-        (90, include_bytes!("../../cuda/built/lookup.sm_90.cubin")),
-    ],
-    ptx: include_str!("../../cuda/built/lookup.ptx"),
-};
+pub(crate) const LOOKUP: Images = images!("lookup");
 
 /// Blocks of a query that one multiprocessor runs at the same time.
 pub(crate) const QUERY_BLOCKS: u32 = 8;

@@ -66,10 +66,10 @@ fn without_a_gpu_the_reason_is_typed() {
     );
 }
 
-const CAR: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.sm_87.cubin");
-const DESK: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.sm_90.cubin");
+const CAR: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.sm_87.cubin.zst");
+const DESK: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.sm_90.cubin.zst");
 
-const PTX: &str = include_str!("../../../kernels/cuda/built/changes.ptx");
+const PTX: &[u8] = include_bytes!("../../../kernels/cuda/built/changes.ptx.zst");
 
 /// The board refuses kernels without machine code for its GPU, and damaged ones. A desk's GPU
 /// without machine code of its own uses the PTX, if its driver knows that version of PTX.
@@ -83,7 +83,7 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     assert!(board.integrated() && board.sm() == 87);
 
     let refused = |gpu: &Arc<Gpu>, cubins| {
-        let e = gpu.module(&Images { name: "x", cubins, ptx: ".version 7.4" }).err().unwrap();
+        let e = gpu.module(&Images { name: "x", cubins, ptx: b".version 7.4" }).err().unwrap();
         assert!(matches!(&e, CudaError::NoKernels { .. }), "{e}");
         e.to_string()
     };
@@ -97,7 +97,7 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("refused"));
     assert!(refused(&desk, &[(90, DESK)]).contains("refused its PTX"));
 
-    let module = board.module(&Images { name: "x", cubins: &[(87, CAR)], ptx: "" }).unwrap();
+    let module = board.module(&Images { name: "x", cubins: &[(87, CAR)], ptx: b"" }).unwrap();
     assert!(module.kernel("insert_rows").is_ok());
     let missing = module.kernel("no_such_kernel").err().unwrap();
     assert!(matches!(&missing, CudaError::Driver { call: "no_such_kernel", .. }), "{missing}");
@@ -118,11 +118,11 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
 
     // Kernels of a folder, for development: never on a Tegra.
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("x.sm_87.cubin"), CAR).unwrap();
+    std::fs::write(folder.path().join("x.sm_87.cubin.zst"), CAR).unwrap();
     stand_in.device(c"board");
     let tried = Gpu::with_kernels(Profile::default(), folder.path()).unwrap();
     let (other, none) =
-        (Images { name: "y", cubins, ptx: PTX }, Images { name: "x", cubins: &[], ptx: "" });
+        (Images { name: "y", cubins, ptx: PTX }, Images { name: "x", cubins: &[], ptx: b"" });
     assert!(tried.module(&none).unwrap().kernel("insert_rows").is_ok());
     let e = tried.module(&other).err().unwrap().to_string();
     assert!(e.contains("y.ptx"), "{e}");
@@ -134,7 +134,8 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());
     assert!(desk.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_ok());
 
-    let newer = PTX.replace(".version 7.4", ".version 7.8").leak();
+    let ptx = String::from_utf8(zstd::decode_all(PTX).unwrap()).unwrap();
+    let newer = ptx.replace(".version 7.4", ".version 7.8").leak().as_bytes();
     let e = desk.module(&Images { name: "x", cubins: &[], ptx: newer }).err().unwrap().to_string();
     assert!(e.contains("refused its PTX"), "{e}");
 
