@@ -1,8 +1,8 @@
 """Captures a model as one graph of tensor operations, with the number of samples left open.
 
 PyTorch's own `torch.export` does it. While it captures, three kinds of call have stand-ins, because
-their sizes come from data: TorchRec's `EmbeddingBagCollection`, packed sequences, and a choice of
-values by a constant mask. The model itself is not changed.
+their sizes come from data: TorchRec's collections, packed sequences, and a choice of values by a
+constant mask. The model itself is not changed.
 """
 
 import contextlib
@@ -69,28 +69,113 @@ class Sealed:
 
     def __getattr__(self, name):
         raise ValueError(
-            f"the model reads `{name}` of a KeyedJaggedTensor outside of an "
-            "EmbeddingBagCollection; pass what it needs as a tensor of its own"
+            f"the model reads `{name}` of a KeyedJaggedTensor outside of a collection; pass what "
+            "it needs as a tensor of its own"
         )
+
+
+class Sequence:
+    """Takes the place of TorchRec's `JaggedTensor` of one feature, while the model is captured:
+    rows `[B, L, D]`, zeros after the last key, and the numbers of keys `[B]`."""
+
+    def __init__(self, rows, lengths):
+        self.rows, self.counts = rows, lengths
+
+    def to_padded_dense(self, desired_length=None, padding_value=0.0):
+        if padding_value == 0.0:
+            return self.rows
+        keep = torch.arange(self.rows.shape[1]) < self.counts[:, None]
+        return torch.where(keep[..., None], self.rows, padding_value)
+
+    def lengths(self):
+        return self.counts
+
+    def __getattr__(self, name):
+        raise ValueError(
+            f"the model reads `{name}` of a JaggedTensor; read its rows by "
+            "`to_padded_dense(LENGTH)` and its lengths by `lengths()`"
+        )
+
+
+class RecordedSequence(Sequence):
+    """A `Sequence` of the sample batch, which keeps the rows that the model asks for."""
+
+    def __init__(self, call, jagged):
+        self.call, self.jagged = call, jagged
+        self.counts = call.lengths = jagged.lengths()
+
+    def to_padded_dense(self, desired_length=None, padding_value=0.0):
+        call, longest = self.call, max(map(len, self.call.bags), default=0)
+        if desired_length is None or desired_length < longest:
+            raise ValueError(
+                f"`{call.feature}`: to_padded_dense({desired_length}) and a bag of {longest} keys: "
+                "the car needs one length, which no bag of the batch exceeds"
+            )
+        if call.output is not None and call.output.shape[1] != desired_length:
+            raise ValueError(f"`{call.feature}`: to_padded_dense with two lengths")
+        self.rows = call.output = self.jagged.to_padded_dense(desired_length)
+        return super().to_padded_dense(desired_length, padding_value)
 
 
 @dataclass
 class CollectionCall:
-    """What one feature of a collection looked up: bags of keys, and the pooled vectors."""
+    """What one feature of a collection looked up: bags of keys, and the pooled vectors, or the
+    rows and lengths of an `EmbeddingCollection`."""
 
     feature: str
     table: str
     pooling: str
     bags: list  # a list of keys for each sample
     weights: list | None  # a list of weights for each sample
-    output: torch.Tensor  # [B, dim]
+    output: torch.Tensor | None  # [B, dim], or [B, length, dim]
+    lengths: torch.Tensor | None = None  # [B], of rows that are not pooled
+
+    @property
+    def tensors(self):
+        if self.output is None:
+            raise ValueError(f"the model does not read the rows of `{self.feature}`")
+        return [self.output] if self.lengths is None else [self.output, self.lengths]
+
+
+def configs_of(module):
+    """Returns the configurations of a collection, or None for any other module."""
+    for name in ("embedding_bag_configs", "embedding_configs"):
+        if callable(getattr(module, name, None)):
+            return getattr(module, name)()
+    return None
 
 
 def collections_of(model):
     return {
-        name: module for name, module in model.named_modules()
-        if hasattr(module, "embedding_bag_configs")
+        name: module for name, module in model.named_modules() if configs_of(module) is not None
     }
+
+
+def tables_of(module):
+    return getattr(module, "embedding_bags", None) or module.embeddings
+
+
+def keys_of(module):
+    """Returns TorchRec's names of what a collection returns, with their configurations."""
+    pairs = [(feature, one) for one in configs_of(module) for feature in one.feature_names]
+    names = [feature for feature, _ in pairs]
+    return [
+        (f"{feature}@{one.name}" if names.count(feature) > 1 else feature, feature, one)
+        for feature, one in pairs
+    ]
+
+
+def sequence_calls(name, module, features, output):
+    """Returns the calls of one `EmbeddingCollection`, and what the model gets instead of its
+    rows."""
+    calls, sequences = [], {}
+    for key, feature, config in keys_of(module):
+        ends = features[feature].offsets().tolist()
+        keys = features[feature].values()
+        bags = [keys[a:b].tolist() for a, b in zip(ends, ends[1:])]
+        calls.append(CollectionCall(feature, f"{name}.{config.name}", "none", bags, None, None))
+        sequences[key] = RecordedSequence(calls[-1], output[key])
+    return calls, sequences
 
 
 def collection_calls(name, module, features, output):
@@ -300,15 +385,9 @@ class Captured(nn.Module):
         vectors = list(tensors[leaves:])
 
         def answer(name, module, forward, features):
-            names = [
-                feature for config in module.embedding_bag_configs()
-                for feature in config.feature_names
-            ]
-            keys = [
-                f"{feature}@{config.name}" if names.count(feature) > 1 else feature
-                for config in module.embedding_bag_configs() for feature in config.feature_names
-            ]
-            return Pooled({key: vectors.pop(0) for key in keys})
+            if hasattr(module, "embedding_bag_configs"):
+                return Pooled({key: vectors.pop(0) for key, *_ in keys_of(module)})
+            return {key: Sequence(vectors.pop(0), vectors.pop(0)) for key, *_ in keys_of(module)}
 
         positional, named = self.flat.rebuild(tensors[:leaves], lambda value: Sealed())
         with collections(self.model, answer), padded_sequences(), Masks(self.masks):

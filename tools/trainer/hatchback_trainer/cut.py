@@ -108,9 +108,11 @@ class Cut:
     def __init__(self, followed, leaves, calls, names, note):
         self.followed, self.leaves, self.names, self.note = followed, leaves, names, note
         self.columns, self.tables, self.parts, self.kept = [], {}, {}, {}
+        self.lengths = {}  # nodes with the numbers of keys of a feature
         self.positions = {}  # lookups of one key of a bag: where a position is computed
         self.outputs = next(n for n in followed.graph.nodes if n.op == "output").args[0]
-        self.calls = dict(zip(followed.placeholders[len(leaves):], calls))
+        given = iter(followed.placeholders[len(leaves):])
+        self.calls = [(call, [next(given) for _ in call.tensors]) for call in calls]
         self.find_lookups()
         self.find_reads()
         self.build()
@@ -165,8 +167,8 @@ class Cut:
         ])
         for lookup, runs in found:
             self.cut_lookup(lookup, runs, alone)
-        for node, call in self.calls.items():
-            self.cut_call(node, call)
+        for call, nodes in self.calls:
+            self.cut_call(call, *nodes)
         self.bound_sizes()
         for number, column in enumerate(self.columns):  # two features never get one name
             same = [one for one in self.columns[:number] if one.name == column.name]
@@ -267,7 +269,7 @@ class Cut:
         self.columns.append(column)
         self.parts[lookup.node] = [Part(column, table, 1)]
 
-    def cut_call(self, node, call):
+    def cut_call(self, call, node, lengths=None):
         self.tables[call.table] = call.weight
         for known in self.columns:
             same = known.call and known.call.feature == call.feature
@@ -275,10 +277,13 @@ class Cut:
                 column = known
                 break
         else:
-            column = Column(call.feature, -1, (), pooling=call.pooling, call=call)
+            keys = call.output.shape[1] if call.pooling == "none" else 0
+            column = Column(call.feature, -1, tuple(range(keys)), pooling=call.pooling, call=call)
             self.columns.append(column)
         column.tables.append(call.table)
-        self.parts[node] = [Part(column, call.table, 1)]
+        self.parts[node] = [Part(column, call.table, max(1, column.hotness))]
+        if lengths is not None and lengths in self.needed(self.is_end):
+            self.lengths[lengths] = column
 
     # --- what the network reads of the batch ---
 
@@ -289,7 +294,7 @@ class Cut:
     def is_end(self, node):
         """Returns whether the network takes a node as it is: a vector, a constant or a read."""
         constant = self.followed.is_constant(node) and node not in self.followed.by_shape
-        return node in self.parts or constant or self.moved(node)
+        return node in self.parts or node in self.lengths or constant or self.moved(node)
 
     def find_reads(self):
         """Decides for each column that the network reads whether it is a mask or dense."""
@@ -376,6 +381,7 @@ class Cut:
         for column in self.columns:
             if column.padding is not None:
                 self.inputs[f"mask_{column.name}"] = column.hotness
+        self.inputs |= {f"length_{column.name}": 1 for column in self.lengths.values()}
         if not self.inputs:
             raise ValueError("the scores depend on no input")
         self.placeholders = {
@@ -452,6 +458,12 @@ class Cut:
             return self.made[node]
         if node in self.parts:
             self.made[node] = self.vectors(node)
+            return self.made[node]
+        if node in self.lengths:
+            given = self.placeholders[f"length_{self.lengths[node].name}"]
+            given = self.call(ATEN.view.default, given, [self.samples])
+            dtype = self.followed.value[node].dtype
+            self.made[node] = self.call(ATEN._to_copy.default, given, dtype=dtype)
             return self.made[node]
         if self.moved(node):
             if (node, user) in self.masked:

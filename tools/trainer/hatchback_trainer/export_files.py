@@ -71,6 +71,8 @@ def network_inputs_of(made):
             inputs.append(Input("dense"))
         elif name in made.refs:
             inputs.append(Input(name, (name.removeprefix("emb_"),)))
+        elif name.startswith("length_"):
+            inputs.append(Input(name, lengths=(name.removeprefix("length_"),)))
         else:
             inputs.append(Input(name, masks=(name.removeprefix("mask_"),)))
     return tuple(inputs)

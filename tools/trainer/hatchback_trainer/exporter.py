@@ -14,7 +14,8 @@ import torch
 
 from .batch import Flat, Leaf
 from .capture import (
-    Captured, Masks, capture, check_version, collection_calls, collections, constant_masks
+    Captured, Masks, capture, check_version, collection_calls, collections, constant_masks,
+    sequence_calls, tables_of
 )
 from .checks import check
 from .columns import Dense
@@ -105,10 +106,12 @@ def recorded(source, flat):
 
     def answer(name, module, forward, features):
         output = forward(features)
-        made = collection_calls(name, module, features, output)
+        if hasattr(module, "embedding_bag_configs"):
+            made = collection_calls(name, module, features, output)
+        else:
+            made, output = sequence_calls(name, module, features, output)
         for call in made:
-            table = module.embedding_bags[call.table.removeprefix(f"{name}.")]
-            call.weight = table.weight.detach()
+            call.weight = tables_of(module)[call.table.removeprefix(f"{name}.")].weight.detach()
         calls.extend(made)
         return output
 
@@ -171,7 +174,7 @@ class Exporter:
 
     def cut(self):
         """Captures and cuts the model."""
-        vectors = [call.output.detach() for call in self.calls]
+        vectors = [tensor.detach() for call in self.calls for tensor in call.tensors]
         per_sample = [leaf.per_sample for leaf in self.leaves] + [True] * len(vectors)
         masks = masks_of(self.source, self.flat.tensors, self.leaves) if not self.calls else []
         captured = Captured(
@@ -210,7 +213,9 @@ class Exporter:
                 raise ValueError(f"columns[{name!r}]: no argument of this name")
 
     def follow(self, leaves, calls):
-        vectors = [Leaf(call.feature, call.output.detach(), False) for call in calls]
+        vectors = [
+            Leaf(call.feature, tensor.detach(), False) for call in calls for tensor in call.tensors
+        ]
         return Followed(self.graph, [*leaves, *vectors])
 
     def bags(self, leaves, calls):
@@ -272,6 +277,8 @@ class Exporter:
                 rows = followed.value[node]
                 rows = rows[0] if isinstance(rows, (tuple, list)) else rows
             found[name] = rows.reshape(len(rows), -1)
+        for node, column in made.lengths.items():
+            found[f"length_{column.name}"] = followed.value[node].float().reshape(-1, 1)
         return [found[name] for name in made.inputs]
 
 

@@ -521,6 +521,24 @@ class Exports(unittest.TestCase):
             [("a", "ebc.t"), ("b", "ebc.t")])
         done.pack(codec="f32")
 
+    def test_a_sequence_collection_of_torchrec_gives_rows_and_lengths(self):
+        batch = Jagged({"a": [[1, 2], [], [3]], "b": [[4], [4, 4, 7], [49]]})
+        model = Sequences()
+        done = self.export(model, batch)
+        found = {one.name: (one.pooling, one.hotness_max) for one in done.schema.features}
+        self.assertEqual(found, {"a": ("none", 2), "b": ("none", LONG)})
+        self.assertIn(("b",), [one.lengths for one in done.schema.inputs])
+        done.pack(codec="f32")
+        other = Jagged({"a": [[], [7, 7], [3], [49]], "b": [[], [1], list(range(LONG)), [2, 0]]})
+        want = torch.sigmoid(model(other).detach())[:, 0]
+        self.assertLess((torch.tensor(done.score(other)) - want).abs().max().item(), CLOSE)
+
+    def test_a_sequence_without_one_length_is_refused(self):
+        batch = Jagged({"a": [[1, 2], [], [3]], "b": [[4], [4, 4, 7], [49]]})
+        for length in (None, 2):
+            with self.assertRaisesRegex(ValueError, "a bag of 3 keys: the car needs one length"):
+                self.export(Sequences(length), batch)
+
     def test_unnamed_outputs_leave_the_number_of_samples_open(self):
         done = self.export(Model(lambda m, item: {
             "score": m.n(m.e(item).view(item.shape[0], -1)), "vector": m.e(item)}, 4),
@@ -564,7 +582,8 @@ class Jagged:
         bags = self.bags[key]
         values = torch.tensor([k for bag in bags for k in bag])
         ends = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
-        return SimpleNamespace(values=lambda: values, offsets=lambda: ends)
+        return SimpleNamespace(
+            values=lambda: values, offsets=lambda: ends, lengths=lambda: ends.diff())
 
     def keys(self):
         return list(self.bags)
@@ -598,6 +617,42 @@ class Collected(nn.Module):
 
     def forward(self, dense, features):
         return self.top(torch.cat([dense, self.ebc(features).values()], dim=1))
+
+
+class SequenceCollection(nn.Module):
+    """The interface of an `EmbeddingCollection`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"t": nn.Embedding(KEYS, 4)})
+
+    def embedding_configs(self):
+        return [SimpleNamespace(name="t", feature_names=["a", "b"])]
+
+    def forward(self, features):
+        def rows(jagged):
+            def padded(length, padding_value=0.0):
+                ends = jagged.offsets().tolist()
+                made = torch.full((len(ends) - 1, length, 4), padding_value)
+                for place, (a, b) in enumerate(zip(ends, ends[1:])):
+                    made[place, :b - a] = self.embeddings["t"](jagged.values()[a:b].long())
+                return made
+            return SimpleNamespace(to_padded_dense=padded, lengths=jagged.lengths)
+
+        return {one: rows(features[one]) for one in "ab"}
+
+
+class Sequences(nn.Module):
+    def __init__(self, length=LONG):
+        super().__init__()
+        self.length = length
+        self.ec, self.top = SequenceCollection(), nn.Linear(9, 1)
+
+    def forward(self, features):
+        rows = self.ec(features)
+        mean = rows["b"].to_padded_dense(self.length, padding_value=-1.0).mean(1)
+        lengths = rows["b"].lengths().unsqueeze(1).float()
+        return self.top(torch.cat([rows["a"].to_padded_dense(2).sum(1), mean, lengths], dim=1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Exports the model classes of public packages and prints what became of each.
 
 Each is exported with 64 rows. The network's scores by ONNX Runtime are compared with the model's on
-200 other rows, together and one by one. With $HATCHBACK the export is also packed and run.
+200 other rows, together and one by one. With $HATCHBACK the export is also packed and run. `--bench`
+also compares the p50 of whole requests with that of ONNX Runtime's network alone, on one core.
 
-usage: run.py [--package NAME] [--class NAME] [--fuxictr FOLDER] [--json FILE] [--trace]
+usage: run.py [--package NAME] [--class NAME] [--fuxictr FOLDER] [--bench] [--json FILE] [--trace]
 """
 
 import argparse
 import json
 import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +32,8 @@ from packages import PACKAGES  # noqa: E402
 import zoo  # noqa: E402
 
 CLOSE = 2e-4
+BATCHES = (1, 64)
+SECONDS = 1  # of each measurement
 
 
 def other_leaves(exporter, batch):
@@ -76,7 +81,41 @@ def program_error(done, batch):
     return engine, (have - want).abs().max().item()
 
 
-def attempt(case):
+def runtime_p50(path, given, samples):
+    """Returns the median time of a run of ONNX Runtime on one thread, in us."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options)
+    names = {one.name for one in session.get_inputs()}
+    given = {name: value[:samples] for name, value in given.items() if name in names}
+    times, end = [], time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(times) < 5:
+        began = time.perf_counter()
+        session.run(None, given)
+        times.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(times)
+
+
+def speeds(done, folder, batch):
+    """Returns the p50 of ONNX Runtime over that of a request, for each size of a batch."""
+    exporter = done.exporter
+    _, leaves = other_leaves(exporter, batch)
+    inputs = exporter.network_inputs(exporter.follow(leaves, []), leaves)
+    given = dict(zip(exporter.made.inputs, (one.numpy() for one in inputs)))
+    program = Path(os.environ["HATCHBACK"]).with_name("hatchback-bench")
+    subprocess.run(
+        [program, "request", done.bundle, "--batch", ",".join(map(str, BATCHES)), "--keys",
+         "uniform", "--cache-mib", "64", "--seconds", str(SECONDS), "--flash", folder / "bench",
+         "--json", folder / "bench.json"], check=True, capture_output=True)
+    points = json.loads((folder / "bench.json").read_text())["points"]
+    return {
+        one["batch"]: round(
+            runtime_p50(folder / "dense.onnx", given, one["batch"]) / one["latency"]["p50_us"], 2)
+        for one in points
+    }
+
+
+def attempt(case, is_timed):
     torch.manual_seed(1)
     model = case.build()
     owner = getattr(model, "__self__", model)
@@ -100,6 +139,8 @@ def attempt(case):
         }
         if "HATCHBACK" in os.environ:
             result["engine"], result["car"] = program_error(done, held)
+        if is_timed:
+            result["speeds"] = speeds(done, folder, held)
         return result
 
 
@@ -108,6 +149,7 @@ def main():
     parser.add_argument("--package", action="append")
     parser.add_argument("--class", dest="kind", action="append")
     parser.add_argument("--fuxictr", help="checkout of FuxiCTR, or its unpacked source archive")
+    parser.add_argument("--bench", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--trace", action="store_true")
     args = parser.parse_args()
@@ -124,7 +166,7 @@ def main():
                 continue
             result = {"package": name, "class": case.name, "sequence": case.sequence}
             try:
-                result |= attempt(case)
+                result |= attempt(case, args.bench)
                 good = result["error"] < CLOSE and result.get("car", 0) < CLOSE
                 result["state"] = "right" if good else "WRONG"
             except Exception as error:
@@ -137,6 +179,10 @@ def main():
     right = sum(one["state"] == "right" for one in results)
     wrong = sum(one["state"] == "WRONG" for one in results)
     print(f"{right} of {len(results)} right, {wrong} wrong")
+    timed = [speed for one in results for speed in one.get("speeds", {}).values()]
+    if timed:
+        ahead, close = (sum(speed >= least for speed in timed) for least in (1, 1 / 1.2))
+        print(f"p50 at most ONNX Runtime's: {ahead} of {len(timed)}; 1.2 times: {close}")
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
     sys.exit(1 if wrong else 0)
@@ -146,6 +192,7 @@ def line(result):
     if result["state"] == "refused":
         return result["why"]
     car = f" car {result['car']:.0e}, {result['engine']}" if "car" in result else ""
+    car += "".join(f" {speed} x" for speed in result.get("speeds", {}).values())
     return (
         f"{result['error']:.0e}{car} {result['lookups']} lookups of "
         f"{','.join(result['features'][:6])}; dense {','.join(result['dense'][:4])}"
