@@ -1,8 +1,9 @@
 """Exports the model classes of public packages and prints what became of each.
 
 Each is exported with 64 rows. The network's scores by ONNX Runtime are compared with the model's on
-200 other rows, together and one by one. With $HATCHBACK the export is also packed and run. `--bench`
-also compares the p50 of whole requests with that of ONNX Runtime's network alone, on one core.
+200 other rows, together and one by one. With $HATCHBACK the export is also packed and run.
+`--bench` also compares the p50 of whole requests with that of ONNX Runtime's network alone, on one
+core.
 
 usage: run.py [--package NAME] [--class NAME] [--fuxictr FOLDER] [--bench] [--json FILE] [--trace]
 """
