@@ -233,6 +233,9 @@ pub struct FeatureSpec {
     pub key: Option<KeySpec>,
     /// The key that fills a bag up, which masks count as no key.
     pub padding: Option<u64>,
+    /// Whether all samples of a request share one bag.
+    #[serde(default)]
+    pub shared: bool,
 }
 
 /// Reads one name, or a list of names.
@@ -260,6 +263,7 @@ impl FeatureSpec {
             weights: false,
             key: None,
             padding: None,
+            shared: false,
         }
     }
 }
@@ -335,6 +339,7 @@ impl ModelSpec {
             weighted: spec.weights,
             key: key.clone(),
             padding: spec.padding,
+            shared: spec.shared,
         };
         let features = self.features.iter().zip(keys).map(feature).collect();
         // First, because the names of vectors depend on them.

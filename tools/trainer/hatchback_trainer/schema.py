@@ -38,6 +38,7 @@ class Feature:
     weighted: bool = False
     key: dict | None = None  # the key function, as in model.toml
     padding: int | None = None  # key that counts as no key in masks
+    shared: bool = False  # all samples of a request share one bag
 
     @property
     def tables(self):
@@ -152,6 +153,7 @@ def feature_toml(feature):
         f"pooling = {quoted(feature.pooling)}\nhotness_max = {feature.hotness_max}\n"
         + ("weights = true\n" if feature.weighted else "")
         + (f"padding = {feature.padding}\n" if feature.padding is not None else "")
+        + ("shared = true\n" if feature.shared else "")
         + (f"key = {inline_toml(feature.key)}\n" if feature.key is not None else "")
     )
 
