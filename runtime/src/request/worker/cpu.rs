@@ -246,18 +246,21 @@ fn count_once(batch: &Batch, shared: &mut [LookupStatus], statuses: &mut [Lookup
     }
 }
 
-/// Returns whether the bags of some of `features` are those of requests, and the rows of their
-/// input those of samples.
-fn spreads(features: &[u16], declared: &[Feature]) -> bool {
-    features.iter().any(|f| !declared[usize::from(*f)].shared)
+/// Returns the rows that feature `f` has in an input of `features`.
+fn rows_of(f: usize, features: &[u16], declared: &[Feature]) -> CopiedRows {
+    match features.iter().all(|f| declared[usize::from(*f)].shared) {
+        _ if !declared[f].shared => CopiedRows::Samples,
+        true => CopiedRows::Requests,
+        false => CopiedRows::Spread,
+    }
 }
 
-/// Returns the bag of each row of an input. `spreads` repeats a request's bag for each sample.
-fn bag_of_rows(batch: &Batch, shared: bool, spreads: bool) -> impl Iterator<Item = usize> {
+/// Returns the bag of each row of an input.
+fn bag_of_rows(batch: &Batch, rows: CopiedRows) -> impl Iterator<Item = usize> {
     let (ends, mut request) = (batch.ends(), 0);
-    let rows = if shared && !spreads { ends.len() } else { batch.size() };
-    (0..rows).map(move |row| {
-        if !(shared && spreads) {
+    let count = if rows == CopiedRows::Requests { ends.len() } else { batch.size() };
+    (0..count).map(move |row| {
+        if rows != CopiedRows::Spread {
             return row;
         }
         request += usize::from(row == ends[request]);
@@ -267,10 +270,9 @@ fn bag_of_rows(batch: &Batch, shared: bool, spreads: bool) -> impl Iterator<Item
 
 /// Writes the number of keys of each bag, `[batch, features]`.
 fn fill_lengths(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
-    let spreads = spreads(features, declared);
     for (column, f) in features.iter().map(|f| usize::from(*f)).enumerate() {
         let offsets = batch.bags(f).offsets;
-        for (row, bag) in bag_of_rows(batch, declared[f].shared, spreads).enumerate() {
+        for (row, bag) in bag_of_rows(batch, rows_of(f, features, declared)).enumerate() {
             data[row * features.len() + column] = (offsets[bag + 1] - offsets[bag]) as f32;
         }
     }
@@ -281,11 +283,12 @@ fn fill_lengths(batch: &Batch, features: &[u16], declared: &[Feature], data: &mu
 fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
     let places = |f: &u16| declared[usize::from(*f)].hotness_max as usize;
     let stride: usize = features.iter().map(places).sum();
-    let (spreads, mut first) = (spreads(features, declared), 0);
+    let mut first = 0;
     for f in features {
         let (bags, places) = (batch.bags(usize::from(*f)), places(f));
-        let Feature { padding, shared, .. } = declared[usize::from(*f)];
-        for (row, number) in bag_of_rows(batch, shared, spreads).enumerate() {
+        let rows = rows_of(usize::from(*f), features, declared);
+        let padding = declared[usize::from(*f)].padding;
+        for (row, number) in bag_of_rows(batch, rows).enumerate() {
             let bag = bags.offsets[number] as usize..bags.offsets[number + 1] as usize;
             let bag = &bags.keys[bag];
             let mask = &mut data[row * stride + first..][..places];
