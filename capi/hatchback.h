@@ -66,7 +66,7 @@ typedef struct hatchback_shape {
  * keys[offsets[i + 1] - 1]. */
 typedef struct hatchback_bags {
     const uint64_t *keys;
-    const uint32_t *offsets; /* one more than samples; ascending */
+    const uint32_t *offsets; /* one more than samples, or 2 if it is shared; ascending */
     const float *weights;    /* one for each key of a weighted feature; of another one NULL */
 } hatchback_bags;
 

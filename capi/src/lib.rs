@@ -276,10 +276,11 @@ impl Request {
 
         // The offsets give the number of keys, so they are checked before a key is read.
         let columns = |f: usize| -> Result<Columns<'_>, Refusal> {
-            let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
+            let Feature { name, weighted, shared, .. } = &schema.features[f];
+            let bags = if *shared { 1 } else { samples };
+            let offsets = values("offsets", sparse[f].offsets, bags + 1)?;
             check_offsets(&schema.features[f], offsets)?;
-            let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
-            let Feature { name, weighted, .. } = &schema.features[f];
+            let keys = values("keys", sparse[f].keys, offsets[bags] as usize)?;
             // A pointer that the caller left from another call may point to nothing, so it is
             // refused without a read.
             if !weighted && !sparse[f].weights.is_null() {

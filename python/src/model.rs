@@ -3,6 +3,7 @@
 
 use crate::buffers::Array;
 use crate::errors;
+use hatchback::schema::Feature;
 use hatchback::schema::batch::Bags;
 use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
@@ -54,6 +55,8 @@ pub struct Model {
     features: Vec<String>,
     /// Whether a feature has weights.
     has_weights: bool,
+    /// The number of shared features.
+    shared: usize,
     #[pyo3(get)]
     outputs: usize,
     #[pyo3(get)]
@@ -123,13 +126,17 @@ impl Model {
             (0, [samples, _]) => *samples,
             (0, [values]) if width == 1 => *values,
             (0, _) => 1,
-            _ => values.saturating_sub(1) / features,
+            // With shared features the number of bags does not give that of the samples.
+            (_, [samples, _]) if self.shared > 0 && width > 0 => *samples,
+            (own, _) if self.shared == own => 1,
+            (own, _) => values.saturating_sub(1 + self.shared) / (own - self.shared),
         };
+        let bags = [features * samples, (features - self.shared) * samples + self.shared];
         // With one sample or one dense feature there is only one way to read a single axis.
         let is_line = || *dense == [samples * width] && (samples == 1 || width <= 1);
         Err(request(if samples == 0 || samples > self.batch_max {
             format!("{samples} samples: a request has 1 to {}", self.batch_max)
-        } else if values != features * samples + 1 || first != 0 {
+        } else if !bags.contains(&values.saturating_sub(1)) || values == 0 || first != 0 {
             format!("offsets: {values} from {first}, must be {features} a sample and 1, from 0")
         } else if end != keys {
             format!("offsets: end at {end}, but there are {keys} keys")
@@ -180,6 +187,7 @@ impl Model {
             dense_features: schema.dense_names().cloned().collect(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
             has_weights: schema.features.iter().any(|f| f.weighted),
+            shared: schema.features.iter().filter(|f| f.shared).count(),
             outputs: served.outputs(),
             output_names: model.output_names().map_err(errors::of)?,
             batch_max: served.budget().batch_max as usize,
@@ -191,6 +199,7 @@ impl Model {
     /// feature it may have a single axis. `keys` has the keys of all bags: those of the first
     /// feature for each sample, then those of the second, and so on, as in TorchRec's
     /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
+    /// A shared feature may have one bag for all samples. It must if `dense` has no row a sample.
     /// `weights` is float32, one for each key; those of features without weights are not read. A
     /// model whose features all have no weights takes none.
     #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None))]
@@ -222,10 +231,17 @@ impl Model {
             .map(|timeout| serving.now().saturating_add(timeout));
         let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
             let schema = model.schema();
-            let bags = |f: usize| Bags {
-                keys,
-                offsets: &offsets[f * samples..][..=samples],
-                weights: if schema.features[f].weighted { weights } else { &[] },
+            let is_once = offsets.len() != schema.features.len() * samples + 1;
+            let count = |shared: bool| if is_once && shared { 1 } else { samples };
+            let bags = |f: usize| {
+                let before = || schema.features[..f].iter().map(|f| count(f.shared)).sum();
+                let first = if is_once { before() } else { f * samples };
+                let Feature { weighted, shared, .. } = schema.features[f];
+                Bags {
+                    keys,
+                    offsets: &offsets[first..][..=count(shared)],
+                    weights: if weighted { weights } else { &[] },
+                }
             };
             batch.push_columns(schema, samples, dense, bags).map_err(Refusal::from)
         });
