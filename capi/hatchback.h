@@ -163,6 +163,12 @@ hatchback_result hatchback_score(hatchback_model model, uint32_t samples, const 
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
                                  hatchback_status *statuses, uint64_t *generation);
 
+/* Writes to `positions`, [k], the samples with the highest scores in column `column` of `scores`,
+ * which is [samples][outputs]: the best first, of equal scores the first. `k` is 1 to `samples`.
+ * Never blocks. */
+hatchback_result hatchback_top_k(const float *scores, uint32_t samples, uint32_t outputs,
+                                 uint32_t column, uint32_t k, uint32_t *positions);
+
 /* Writes the key of a raw value of the sparse feature `feature`, by the key function of the model's
  * schema. Never blocks. */
 hatchback_result hatchback_key_of_text(hatchback_model model, uint32_t feature, const char *value,

@@ -15,10 +15,11 @@ use handles::Handles;
 use hatchback::Feature;
 use hatchback::model::Model;
 use hatchback::request::pipeline::Answer;
+use hatchback::request::worker::top_k;
 use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
 use hatchback::schema::raw_value::RawValue;
 use outcome::{Refusal, answer, closed, request};
-use pointers::{copy_text, place, room, text, values, write};
+use pointers::{copy_text, place, room, text, values, write, zeros};
 use process::{Process, ServedModel};
 use std::ffi::{c_char, c_void};
 use std::mem::MaybeUninit;
@@ -354,6 +355,28 @@ extern "C" fn hatchback_score(
             to.check(model, request.samples)
         })?;
         to.write(&ticket.wait()?)
+    })
+}
+
+/// Writes the positions of the best samples. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+extern "C" fn hatchback_top_k(
+    scores: *const f32,
+    samples: u32,
+    outputs: u32,
+    column: u32,
+    k: u32,
+    positions: *mut u32,
+) -> Outcome {
+    answer(|| {
+        if column >= outputs || k == 0 || k > samples {
+            let problem = format!("column = {column} of {outputs}, k = {k} of {samples} samples");
+            return Err(request(problem));
+        }
+        let scores = values("scores", scores, samples as usize * outputs as usize)?;
+        let best = zeros("positions", positions, k as usize)?;
+        top_k(scores, outputs as usize, column as usize, best);
+        Ok(())
     })
 }
 

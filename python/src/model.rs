@@ -25,6 +25,8 @@ const STATUS_COUNTS: usize = 5;
 pub struct Answer {
     scores: Rows<f32>,
     statuses: Rows<u32>,
+    /// The positions of the best samples, if the request asked for them.
+    positions: Option<Rows<u32>>,
     /// The generation that scored the request.
     #[pyo3(get)]
     generation: u64,
@@ -42,6 +44,13 @@ impl Answer {
     #[getter]
     fn statuses(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.statuses.array(py, "uint32")
+    }
+
+    /// uint32 `[top_k]`: the positions of the samples in the request. None without `top_k`.
+    #[getter]
+    fn positions(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        let line = |rows: &Rows<u32>| rows.array(py, "uint32")?.call_method1(py, "ravel", ());
+        self.positions.as_ref().map(line).transpose()
     }
 }
 
@@ -201,8 +210,10 @@ impl Model {
     /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
     /// A shared feature may have one bag for all samples. It must if `dense` has no row a sample.
     /// `weights` is float32, one for each key; those of features without weights are not read. A
-    /// model whose features all have no weights takes none.
-    #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None))]
+    /// model whose features all have no weights takes none. With `top_k` the answer has the best
+    /// samples by the first output, best first, and the sum of all statuses.
+    #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None, top_k=None))]
+    #[allow(clippy::too_many_arguments)] // The arguments are those of the Python call.
     fn score<'py>(
         &self,
         py: Python<'py>,
@@ -211,8 +222,12 @@ impl Model {
         offsets: &Bound<'py, PyAny>,
         weights: Option<&Bound<'py, PyAny>>,
         timeout: Option<f64>,
+        top_k: Option<usize>,
     ) -> PyResult<Answer> {
         let open = self.opened()?;
+        if top_k == Some(0) {
+            return Err(errors::of(request("top_k is 0, must be 1 or more".to_owned())));
+        }
         let (dense, keys) = (Array::open("dense", dense)?, Array::open_line("keys", keys)?);
         let (offsets, mut wide) = (Array::open_line("offsets", offsets)?, Vec::new());
         let weights = weights.map(|weights| Array::open_line("weights", weights)).transpose()?;
@@ -249,13 +264,23 @@ impl Model {
 
         let answer = py.detach(|| -> Result<Answer, Refusal> {
             let answer = ticket.wait()?;
+            let (scores, width) = (answer.scores(), self.outputs);
+            let best = top_k.map(|k| {
+                let mut best = vec![0; k.min(samples)];
+                scores.top_k(0, &mut best);
+                best
+            });
+            let sum = best.as_ref().map(|_| [scores.status()]);
             let mut statuses = Vec::with_capacity(samples * STATUS_COUNTS);
-            for status in answer.scores().statuses {
+            for status in sum.as_ref().map_or(scores.statuses, |sum| sum) {
                 let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
                 statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
             }
+            let row = |at: &u32| &scores.values[*at as usize * width..][..width];
+            let values = best.as_ref().map(|best| best.iter().flat_map(row).copied().collect());
             Ok(Answer {
-                scores: Rows::new(answer.scores().values.to_vec(), self.outputs),
+                scores: Rows::new(values.unwrap_or_else(|| scores.values.to_vec()), width),
+                positions: best.map(|best| Rows::new(best, 1)),
                 statuses: Rows::new(statuses, STATUS_COUNTS),
                 generation: answer.generation().sequence,
             })

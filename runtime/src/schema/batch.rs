@@ -199,6 +199,38 @@ impl Batch {
         Ok(())
     }
 
+    /// Adds the samples of one request, whose shared bags are equal.
+    ///
+    /// # Errors
+    /// [`BatchError`] if there is no room, or a sample does not fit. The batch is then unchanged.
+    pub fn push_request(&mut self, schema: &Schema, samples: &[Sample]) -> Result<(), BatchError> {
+        if samples.len() > self.capacity - self.size {
+            return Err(BatchError::Full(self.capacity));
+        }
+        for (at, sample) in samples.iter().enumerate() {
+            sample.check(schema)?;
+            let bag = |f: usize, of: &Sample| (of.sparse[f].clone(), of.weights.get(f).cloned());
+            let shared = schema.features.iter().enumerate().filter(|(_, feature)| feature.shared);
+            let mut differing = shared.filter(|(f, _)| bag(*f, sample) != bag(*f, &samples[0]));
+            if let Some((_, feature)) = differing.next() {
+                return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
+            }
+        }
+        for (at, sample) in samples.iter().enumerate() {
+            let dense = sample.dense.iter().copied();
+            let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
+                keys.extend_from_slice(&sample.sparse[f]);
+                weights.extend(sample.weights.get(f).into_iter().flatten());
+                Ok::<(), BatchError>(())
+            };
+            match at {
+                0 => self.push_with(schema, dense, bag)?,
+                _ => self.continue_with(schema, dense, |_| false, bag)?,
+            }
+        }
+        Ok(())
+    }
+
     /// Counts `samples` samples, which were appended, as those of one request.
     fn add_samples(&mut self, samples: usize) {
         self.size += samples;

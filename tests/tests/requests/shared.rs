@@ -5,7 +5,7 @@
 use crate::request_path::{BATCH_MAX, model};
 use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
-use hatchback::request::worker::Worker;
+use hatchback::request::worker::{Worker, top_k};
 use hatchback::schema::Schema;
 use hatchback::schema::batch::{Bags, Batch, BatchError};
 use hatchback::schema::sample::Sample;
@@ -183,6 +183,88 @@ proptest! {
                 batch.iter().map(|(driver, ids)| request(&plan, *driver, ids)).collect();
             check(&mut worker, &reference, &requests)?;
         }
+    }
+}
+
+#[test]
+fn a_line_of_candidates_is_a_request_with_the_values_that_they_share() {
+    use hatchback::schema::{DenseFeature, Feature, Network};
+    let schema = Schema {
+        dense_features: vec![DenseFeature::plain("hour"), DenseFeature::plain("price")],
+        tables: vec![],
+        features: vec![
+            Feature { shared: true, weighted: true, ..Feature::plain("user", 3) },
+            Feature::plain("item", 2),
+        ],
+        lookups: vec![],
+        network: Network { inputs: vec![], outputs: vec![] },
+    };
+    let of = |line: &str| Sample::request_from_json(line, &schema).map_err(|e| e.to_string());
+    let user = r#""dense": {"hour": 9}, "sparse": {"user": [7, 8]}, "weights": {"user": [1, 2]}"#;
+    let items = r#"{"dense": {"price": 2}, "sparse": {"item": [4]}}, {"dense": {"price": 3}}"#;
+    let samples = of(&format!(r#"{{{user}, "candidates": [{items}]}}"#)).unwrap();
+    let sample = |price: f32, item: &[u64]| Sample {
+        dense: vec![9.0, price],
+        sparse: vec![vec![7, 8], item.to_vec()],
+        weights: vec![vec![1.0, 2.0], vec![]],
+        ..Sample::default()
+    };
+    assert_eq!(samples, [sample(2.0, &[4]), sample(3.0, &[])]);
+    let mut batch = Batch::new(&schema, 3);
+    batch.push_request(&schema, &samples).unwrap();
+    assert_eq!((batch.ends(), batch.bags(0).keys), ([2].as_slice(), [7, 8].as_slice()));
+    let before = format!("{batch:?}");
+    assert_eq!(batch.push_request(&schema, &samples), Err(BatchError::Full(3)));
+    assert_eq!(format!("{batch:?}"), before);
+    let mut other = samples.clone();
+    other[1].weights[0][1] = 3.0;
+    batch.clear();
+    let error = batch.push_request(&schema, &other).unwrap_err().to_string();
+    assert!(error.contains("feature `user` is shared: sample 1 differs"), "{error}");
+    assert!(batch.is_empty());
+
+    for (line, said) in [
+        (
+            r#"{"sparse": {"item": [1]}, "candidates": [{"sparse": {"item": [2]}}]}"#,
+            "candidates[0].sparse.item: is also in the request of the candidate",
+        ),
+        (
+            r#"{"dense": [1, 2], "candidates": [{"dense": {"price": 2}}]}"#,
+            "candidates[0].dense: is also in the request",
+        ),
+        (
+            r#"{"dense": [1, 2], "candidates": [{}, {"candidates": []}]}"#,
+            "candidates[1].candidates: a line of several samples is not taken here",
+        ),
+        (
+            r#"{"dense": [1, 2], "candidates": [{"sparse": {"item": [1, 2, 3]}}]}"#,
+            "candidates[0].sparse.item: 3 keys, at most 2 fit",
+        ),
+        (r#"{"dense": [1, 2], "label": 1, "candidates": []}"#, "candidates: the label"),
+    ] {
+        let refused = of(line).unwrap_err();
+        assert!(refused.contains(said), "{refused}");
+    }
+    assert_eq!(of(r#"{"dense": [1, 2], "candidates": []}"#), Ok(vec![]));
+    let error = Sample::from_json(r#"{"candidates": []}"#, &schema).unwrap_err().to_string();
+    assert!(error.contains("is not taken here"), "{error}");
+}
+
+proptest! {
+    #[test]
+    fn the_best_samples_are_those_of_a_stable_sort(
+        scores in prop::collection::vec((0..6u8).prop_map(|n| f32::from(n) - 2.5), 0..60),
+        outputs in 1..4usize,
+        column in 0..3usize,
+        k in 0..40usize,
+    ) {
+        let (column, rows) = (column.min(outputs - 1), scores.len() / outputs);
+        let mut order: Vec<u32> = (0..rows as u32).collect();
+        let score = |row: &u32| scores[*row as usize * outputs + column];
+        order.sort_by(|a, b| score(b).total_cmp(&score(a)));
+        order.truncate(k);
+        let mut best = vec![7; k];
+        prop_assert_eq!(top_k(&scores[..rows * outputs], outputs, column, &mut best), order);
     }
 }
 
