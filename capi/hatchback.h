@@ -66,7 +66,7 @@ typedef struct hatchback_shape {
  * keys[offsets[i + 1] - 1]. */
 typedef struct hatchback_bags {
     const uint64_t *keys;
-    const uint32_t *offsets; /* one more than samples; ascending */
+    const uint32_t *offsets; /* one more than samples, or 2 if it is shared; ascending */
     const float *weights;    /* one for each key of a weighted feature; of another one NULL */
 } hatchback_bags;
 
@@ -162,6 +162,12 @@ hatchback_result hatchback_output_name(hatchback_model model, uint32_t column, c
 hatchback_result hatchback_score(hatchback_model model, uint32_t samples, const float *dense,
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
                                  hatchback_status *statuses, uint64_t *generation);
+
+/* Writes to `positions`, [k], the samples with the highest scores in column `column` of `scores`,
+ * which is [samples][outputs]: the best first, of equal scores the first. `k` is 1 to `samples`.
+ * Never blocks. */
+hatchback_result hatchback_top_k(const float *scores, uint32_t samples, uint32_t outputs,
+                                 uint32_t column, uint32_t k, uint32_t *positions);
 
 /* Writes the key of a raw value of the sparse feature `feature`, by the key function of the model's
  * schema. Never blocks. */

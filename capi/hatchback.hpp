@@ -217,6 +217,16 @@ public:
         check(try_score(from, to));
     }
 
+    /// The positions of the `k` best samples of `from`, an answer's scores, by column `column`: the
+    /// best first, of equal scores the first.
+    std::vector<std::uint32_t> top_k(span<const float> from, std::uint32_t k,
+                                     std::uint32_t column = 0) const {
+        std::vector<std::uint32_t> positions(k);
+        const auto samples = static_cast<std::uint32_t>(from.size() / shape_.outputs);
+        check(::hatchback_top_k(from.data(), samples, shape_.outputs, column, k, positions.data()));
+        return positions;
+    }
+
     /// The key of a raw value of a feature, by the key function of the model's schema.
     std::uint64_t key(std::uint32_t feature, const std::string &value) const {
         std::uint64_t key = 0;

@@ -75,7 +75,9 @@ def suite(client, module, kind: str, samples: list[dict], token: str) -> None:
     server = client.get_server_metadata(**as_json)
     assert server["name"] == "hatchback" and "binary_tensor_data" in server["extensions"]
     metadata = client.get_model_metadata(MODEL, **as_json)
-    assert [t["name"] for t in metadata["outputs"]] == ["score", "status", "generation"]
+    assert [t["name"] for t in metadata["outputs"]] == [
+        "score", "status", "generation", "position"
+    ]
     config = client.get_model_config(MODEL, **as_json)
     config = config.get("config", config)
     assert config["max_batch_size"] == 256 and config["backend"] == "hatchback"
@@ -115,6 +117,12 @@ def suite(client, module, kind: str, samples: list[dict], token: str) -> None:
         check_scores(
             answer.as_numpy("score"), answer.as_numpy("status"), samples[number : number + 1]
         )
+
+    best = infer(whole, parameters={"top_k": 3})
+    order = numpy.argsort(-infer(whole).as_numpy("score")[:, 0], kind="stable")
+    assert best.as_numpy("position").tolist() == order[:3].tolist()
+    assert best.as_numpy("score").shape == (3, 1)
+    refused("must be 1 or more", infer, whole, parameters={"top_k": 0})
 
     dense = next(name for name, array in whole.items() if array.dtype == numpy.float32)
     keys = next(name for name, array in whole.items() if array.dtype == numpy.int64)

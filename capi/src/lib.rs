@@ -15,10 +15,11 @@ use handles::Handles;
 use hatchback::Feature;
 use hatchback::model::Model;
 use hatchback::request::pipeline::Answer;
+use hatchback::request::worker::top_k;
 use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
 use hatchback::schema::raw_value::RawValue;
 use outcome::{Refusal, answer, closed, request};
-use pointers::{copy_text, place, room, text, values, write};
+use pointers::{copy_text, place, room, text, values, write, zeros};
 use process::{Process, ServedModel};
 use std::ffi::{c_char, c_void};
 use std::mem::MaybeUninit;
@@ -276,10 +277,11 @@ impl Request {
 
         // The offsets give the number of keys, so they are checked before a key is read.
         let columns = |f: usize| -> Result<Columns<'_>, Refusal> {
-            let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
+            let Feature { name, weighted, shared, .. } = &schema.features[f];
+            let bags = if *shared { 1 } else { samples };
+            let offsets = values("offsets", sparse[f].offsets, bags + 1)?;
             check_offsets(&schema.features[f], offsets)?;
-            let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
-            let Feature { name, weighted, .. } = &schema.features[f];
+            let keys = values("keys", sparse[f].keys, offsets[bags] as usize)?;
             // A pointer that the caller left from another call may point to nothing, so it is
             // refused without a read.
             if !weighted && !sparse[f].weights.is_null() {
@@ -353,6 +355,28 @@ extern "C" fn hatchback_score(
             to.check(model, request.samples)
         })?;
         to.write(&ticket.wait()?)
+    })
+}
+
+/// Writes the positions of the best samples. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+extern "C" fn hatchback_top_k(
+    scores: *const f32,
+    samples: u32,
+    outputs: u32,
+    column: u32,
+    k: u32,
+    positions: *mut u32,
+) -> Outcome {
+    answer(|| {
+        if column >= outputs || k == 0 || k > samples {
+            let problem = format!("column = {column} of {outputs}, k = {k} of {samples} samples");
+            return Err(request(problem));
+        }
+        let scores = values("scores", scores, samples as usize * outputs as usize)?;
+        let best = zeros("positions", positions, k as usize)?;
+        top_k(scores, outputs as usize, column as usize, best);
+        Ok(())
     })
 }
 

@@ -46,6 +46,16 @@ pub fn room<'a, T>(
     Ok(if length == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, length) } })
 }
 
+/// Returns the room for `length` numbers at `start`, and sets them to 0.
+pub fn zeros<'a>(name: &str, start: *mut u32, length: usize) -> Result<&'a mut [u32], Refusal> {
+    let room = room(name, start, length)?;
+    for number in &mut *room {
+        number.write(0);
+    }
+    // SAFETY: each number was written.
+    Ok(unsafe { room.assume_init_mut() })
+}
+
 /// Returns the room for a value at `start`; `None` if `start` is null.
 pub fn place<'a, T>(name: &str, start: *mut T) -> Result<Option<&'a mut MaybeUninit<T>>, Refusal> {
     if start.is_null() { Ok(None) } else { Ok(room(name, start, 1)?.first_mut()) }

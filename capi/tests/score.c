@@ -72,6 +72,22 @@ static int mistakes_of_outputs(hatchback_model model, const hatchback_shape *sha
     return 0;
 }
 
+/* The best scores have their positions, and each mistake has its error. */
+static int mistakes_of_top_k(void) {
+    const float scores[] = {9, 1, 8, 3, 7, 1, 6, 3, 5, 2};
+    uint32_t best[5] = {7, 7, 7, 7, 7};
+    EXPECT(hatchback_top_k(scores, 5, 2, 2, 1, best), HATCHBACK_REQUEST, "column = 2 of 2");
+    EXPECT(hatchback_top_k(scores, 5, 0, 0, 1, best), HATCHBACK_REQUEST, "column = 0 of 0");
+    EXPECT(hatchback_top_k(scores, 5, 2, 1, 0, best), HATCHBACK_REQUEST, "k = 0 of 5");
+    EXPECT(hatchback_top_k(scores, 5, 2, 1, 6, best), HATCHBACK_REQUEST, "k = 6 of 5");
+    EXPECT(hatchback_top_k(NULL, 5, 2, 1, 3, best), HATCHBACK_REQUEST, "scores is NULL");
+    EXPECT(hatchback_top_k(scores, 5, 2, 1, 3, NULL), HATCHBACK_REQUEST, "positions is NULL");
+    EXPECT(best[0], 7, "positions is NULL");
+    EXPECT(hatchback_top_k(scores, 5, 2, 1, 3, best), HATCHBACK_OK, "positions is NULL");
+    EXPECT(best[0] == 1 && best[1] == 3 && best[2] == 4 && best[3] == 7, 1, "positions is NULL");
+    return 0;
+}
+
 /* The plan has lines with names and bytes. */
 static int memory_of(hatchback_process process) {
     hatchback_memory_line lines[64];
@@ -190,6 +206,7 @@ static int mistakes(const char *target, const char *flash, hatchback_process pro
     EXPECT(scores[0] != 7, 0, "score[0]");
     if (mistakes_of_prefetch(model, shape)) return 1;
     if (mistakes_of_outputs(model, shape)) return 1;
+    if (mistakes_of_top_k()) return 1;
     memset(dense, 0, (shape->dense_features + 1) * sizeof *dense);
     /* A microsecond is over before a worker reads the row of a new key. */
     bags[shape->sparse_features - 1].keys = &key;

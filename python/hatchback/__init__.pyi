@@ -27,6 +27,8 @@ class Answer:
     @property
     def statuses(self) -> npt.NDArray[np.uint32]: ...
     @property
+    def positions(self) -> npt.NDArray[np.uint32] | None: ...
+    @property
     def generation(self) -> int: ...
 
 @final
@@ -59,6 +61,7 @@ class Model:
         *,
         weights: npt.NDArray[np.float32] | None = None,
         timeout: float | None = None,
+        top_k: int | None = None,
     ) -> Answer: ...
     def key(self, feature: str, value: str | int | float | None) -> int: ...
     def prefetch(

@@ -3,6 +3,7 @@
 
 use crate::buffers::Array;
 use crate::errors;
+use hatchback::schema::Feature;
 use hatchback::schema::batch::Bags;
 use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
@@ -24,6 +25,8 @@ const STATUS_COUNTS: usize = 5;
 pub struct Answer {
     scores: Rows<f32>,
     statuses: Rows<u32>,
+    /// The positions of the best samples, if the request asked for them.
+    positions: Option<Rows<u32>>,
     /// The generation that scored the request.
     #[pyo3(get)]
     generation: u64,
@@ -42,6 +45,13 @@ impl Answer {
     fn statuses(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.statuses.array(py, "uint32")
     }
+
+    /// uint32 `[top_k]`: the positions of the samples in the request. None without `top_k`.
+    #[getter]
+    fn positions(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        let line = |rows: &Rows<u32>| rows.array(py, "uint32")?.call_method1(py, "ravel", ());
+        self.positions.as_ref().map(line).transpose()
+    }
 }
 
 /// A served model.
@@ -54,6 +64,8 @@ pub struct Model {
     features: Vec<String>,
     /// Whether a feature has weights.
     has_weights: bool,
+    /// The number of shared features.
+    shared: usize,
     #[pyo3(get)]
     outputs: usize,
     #[pyo3(get)]
@@ -123,13 +135,17 @@ impl Model {
             (0, [samples, _]) => *samples,
             (0, [values]) if width == 1 => *values,
             (0, _) => 1,
-            _ => values.saturating_sub(1) / features,
+            // With shared features the number of bags does not give that of the samples.
+            (_, [samples, _]) if self.shared > 0 && width > 0 => *samples,
+            (own, _) if self.shared == own => 1,
+            (own, _) => values.saturating_sub(1 + self.shared) / (own - self.shared),
         };
+        let bags = [features * samples, (features - self.shared) * samples + self.shared];
         // With one sample or one dense feature there is only one way to read a single axis.
         let is_line = || *dense == [samples * width] && (samples == 1 || width <= 1);
         Err(request(if samples == 0 || samples > self.batch_max {
             format!("{samples} samples: a request has 1 to {}", self.batch_max)
-        } else if values != features * samples + 1 || first != 0 {
+        } else if !bags.contains(&values.saturating_sub(1)) || values == 0 || first != 0 {
             format!("offsets: {values} from {first}, must be {features} a sample and 1, from 0")
         } else if end != keys {
             format!("offsets: end at {end}, but there are {keys} keys")
@@ -180,6 +196,7 @@ impl Model {
             dense_features: schema.dense_names().cloned().collect(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
             has_weights: schema.features.iter().any(|f| f.weighted),
+            shared: schema.features.iter().filter(|f| f.shared).count(),
             outputs: served.outputs(),
             output_names: model.output_names().map_err(errors::of)?,
             batch_max: served.budget().batch_max as usize,
@@ -191,9 +208,12 @@ impl Model {
     /// feature it may have a single axis. `keys` has the keys of all bags: those of the first
     /// feature for each sample, then those of the second, and so on, as in TorchRec's
     /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
+    /// A shared feature may have one bag for all samples. It must if `dense` has no row a sample.
     /// `weights` is float32, one for each key; those of features without weights are not read. A
-    /// model whose features all have no weights takes none.
-    #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None))]
+    /// model whose features all have no weights takes none. With `top_k` the answer has the best
+    /// samples by the first output, best first, and the sum of all statuses.
+    #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None, top_k=None))]
+    #[allow(clippy::too_many_arguments)] // The arguments are those of the Python call.
     fn score<'py>(
         &self,
         py: Python<'py>,
@@ -202,8 +222,12 @@ impl Model {
         offsets: &Bound<'py, PyAny>,
         weights: Option<&Bound<'py, PyAny>>,
         timeout: Option<f64>,
+        top_k: Option<usize>,
     ) -> PyResult<Answer> {
         let open = self.opened()?;
+        if top_k == Some(0) {
+            return Err(errors::of(request("top_k is 0, must be 1 or more".to_owned())));
+        }
         let (dense, keys) = (Array::open("dense", dense)?, Array::open_line("keys", keys)?);
         let (offsets, mut wide) = (Array::open_line("offsets", offsets)?, Vec::new());
         let weights = weights.map(|weights| Array::open_line("weights", weights)).transpose()?;
@@ -222,10 +246,17 @@ impl Model {
             .map(|timeout| serving.now().saturating_add(timeout));
         let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
             let schema = model.schema();
-            let bags = |f: usize| Bags {
-                keys,
-                offsets: &offsets[f * samples..][..=samples],
-                weights: if schema.features[f].weighted { weights } else { &[] },
+            let is_once = offsets.len() != schema.features.len() * samples + 1;
+            let count = |shared: bool| if is_once && shared { 1 } else { samples };
+            let bags = |f: usize| {
+                let before = || schema.features[..f].iter().map(|f| count(f.shared)).sum();
+                let first = if is_once { before() } else { f * samples };
+                let Feature { weighted, shared, .. } = schema.features[f];
+                Bags {
+                    keys,
+                    offsets: &offsets[first..][..=count(shared)],
+                    weights: if weighted { weights } else { &[] },
+                }
             };
             batch.push_columns(schema, samples, dense, bags).map_err(Refusal::from)
         });
@@ -233,13 +264,23 @@ impl Model {
 
         let answer = py.detach(|| -> Result<Answer, Refusal> {
             let answer = ticket.wait()?;
+            let (scores, width) = (answer.scores(), self.outputs);
+            let best = top_k.map(|k| {
+                let mut best = vec![0; k.min(samples)];
+                scores.top_k(0, &mut best);
+                best
+            });
+            let sum = best.as_ref().map(|_| [scores.status()]);
             let mut statuses = Vec::with_capacity(samples * STATUS_COUNTS);
-            for status in answer.scores().statuses {
+            for status in sum.as_ref().map_or(scores.statuses, |sum| sum) {
                 let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
                 statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
             }
+            let row = |at: &u32| &scores.values[*at as usize * width..][..width];
+            let values = best.as_ref().map(|best| best.iter().flat_map(row).copied().collect());
             Ok(Answer {
-                scores: Rows::new(answer.scores().values.to_vec(), self.outputs),
+                scores: Rows::new(values.unwrap_or_else(|| scores.values.to_vec()), width),
+                positions: best.map(|best| Rows::new(best, 1)),
                 statuses: Rows::new(statuses, STATUS_COUNTS),
                 generation: answer.generation().sequence,
             })

@@ -84,6 +84,23 @@ class Package(unittest.TestCase):
                 names = ("fresh", "defaulted", "absent", "damaged", "late")
                 self.assertEqual(status.tolist(), [int(expected["status"][name]) for name in names])
 
+    def test_the_best_samples_have_positions_and_scores(self):
+        model = self.open()
+        request = columns(model, self.samples)
+        whole = model.score(*request)
+        self.assertIsNone(whole.positions)
+        order = np.argsort(-whole.scores[:, 0], kind="stable")
+        for k in (1, 10, len(self.samples) + 1):
+            best = model.score(*request, top_k=k)
+            np.testing.assert_array_equal(best.positions, order[:k])
+            np.testing.assert_array_equal(best.scores, whole.scores[order[:k]])
+            np.testing.assert_array_equal(best.statuses, whole.statuses.sum(0, keepdims=True))
+        with self.assertRaisesRegex(hatchback.RequestError, "top_k is 0"):
+            model.score(*request, top_k=0)
+        for wrong in (-1, "ten"):
+            with self.assertRaises((TypeError, OverflowError)):
+                model.score(*request, top_k=wrong)
+
     def test_arrays_of_every_type_give_the_same(self):
         model = self.open()
         dense, keys, offsets = columns(model, self.samples[:5])

@@ -11,7 +11,7 @@ use crate::metrics::ModelMetrics;
 use crate::metrics::trace::{Names, Protocol, Trace};
 use crate::models::describe;
 use crate::problem::{Code, Problem, not_served};
-use crate::tensors::outputs::{Asked, Numbers, Output, Want, Wants};
+use crate::tensors::outputs::{Asked, Best, Numbers, Output, Want, Wants};
 use crate::tensors::values::Tensor;
 use crate::tensors::{Layout, fill};
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
@@ -65,6 +65,8 @@ pub struct Order<'a> {
     pub asked: &'a [Asked<'a>],
     /// The encoding of the outputs if the request names none.
     pub every: Want,
+    /// How many of the best samples the answer has; `None` if all.
+    pub top_k: Option<usize>,
 }
 
 /// Returns the shorter of two times: the one in the request's parameter and that of the gRPC call,
@@ -80,6 +82,7 @@ pub fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> O
 struct View {
     layout: Arc<Layout>,
     wants: Wants,
+    top_k: Option<usize>,
 }
 
 /// A request that waits to be scored.
@@ -135,10 +138,10 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     let deadline = left.map(|left| at_clock + left);
     let queued = front.serving.queue_with(order.model, deadline, |model, batch| {
         let layout = front.layout(order.model, model.schema());
-        let wants = Wants::new(&layout.outputs, order.asked, order.every)?;
+        let wants = Wants::new(&layout.outputs, order.asked, order.every, order.top_k.is_some())?;
         let batch_max = model.budget().batch_max as usize;
         fill(batch, &layout, order.tensors, batch_max, memory)?;
-        view = Some(View { layout, wants });
+        view = Some(View { layout, wants, top_k: order.top_k });
         Ok::<(), Problem>(())
     });
     let queued = queued.map_err(|e| match e {
@@ -205,6 +208,7 @@ async fn done(ticket: &Ticket) {
 pub struct Shown<'a> {
     answer: &'a Answer<'a>,
     view: &'a View,
+    best: Option<Best>,
 }
 
 impl Shown<'_> {
@@ -215,9 +219,10 @@ impl Shown<'_> {
 
     /// Returns the wanted outputs, each with its encoding and its numbers.
     pub fn outputs(&self) -> impl Iterator<Item = (&Output, Want, Numbers<'_>)> {
-        let View { layout, wants } = self.view;
+        let View { layout, wants, .. } = self.view;
         let wanted = wants.of(&layout.outputs);
-        wanted.map(|(output, want)| (output, want, Numbers::of(output, self.answer)))
+        let numbers = |output| Numbers::of(output, self.answer, self.best.as_ref());
+        wanted.map(move |(output, want)| (output, want, numbers(output)))
     }
 
     /// Returns how many numbers the wanted outputs have in sum.
@@ -238,7 +243,10 @@ impl Scored {
         encode: impl FnOnce(&Shown<'_>, &mut Call<'_>) -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         let answer = self.ticket.wait()?;
-        let encoded = encode(&Shown { answer: &answer, view: &self.view }, call)?;
+        let ranked = self.view.top_k.map(|k| k.min(answer.scores().statuses.len()));
+        call.memory.grow(ranked.unwrap_or_default() * size_of::<u32>())?;
+        let best = ranked.map(|k| Best::new(&answer, k));
+        let encoded = encode(&Shown { answer: &answer, view: &self.view, best }, call)?;
 
         let status = answer.scores().status();
         let (samples, late) = (answer.scores().statuses.len(), count_late(&answer));

@@ -85,6 +85,8 @@ pub struct FeaturePlan {
     pub second_input: bool,
     /// Whether each key has a weight.
     pub weighted: bool,
+    /// Whether all samples of a request share one bag.
+    pub shared: bool,
 }
 
 impl FeaturePlan {
@@ -92,7 +94,8 @@ impl FeaturePlan {
     pub fn one_hot(table: usize) -> Self {
         let (pooling, hotness_max) = (Pooling::Sum, 1);
         let more_tables = Vec::new();
-        Self { table, more_tables, pooling, hotness_max, second_input: false, weighted: false }
+        let [second_input, weighted, shared] = [false; 3];
+        Self { table, more_tables, pooling, hotness_max, second_input, weighted, shared }
     }
 
     /// Returns its tables.
@@ -232,6 +235,7 @@ impl ModelPlan {
             tables: plan.tables().map(|t| format!("t{t}")).collect(),
             pooling: plan.pooling,
             weights: plan.weighted,
+            shared: plan.shared,
             ..FeatureSpec::sum(&format!("f{f}"), "", plan.hotness_max)
         };
         ModelSpec {

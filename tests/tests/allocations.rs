@@ -211,7 +211,7 @@ fn after_warm_up_nothing_is_allocated() {
     for device in [Device::Cpu, Device::Cuda(standin::gpu(23))] {
         every_path(&Fixture::new(device));
     }
-    every_pooling();
+    [false, true].into_iter().for_each(every_pooling);
     // These run last, because the test harness allocates on its own thread when a test starts.
     cache_verbs();
     reading_threads();
@@ -308,9 +308,10 @@ fn every_path(fixture: &Fixture) {
 }
 
 /// Weighted sums and every pooling, with lengths and masks as inputs, and each feature in two of
-/// them.
-fn every_pooling() {
+/// them. If `shared`, the samples of a request share every second feature.
+fn every_pooling(shared: bool) {
     let feature = |(t, pooling)| FeaturePlan {
+        shared: shared && t % 2 == 0,
         pooling,
         weighted: pooling == Pooling::Sum,
         hotness_max: 3,

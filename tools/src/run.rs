@@ -1,4 +1,5 @@
-//! `run`: reads samples (JSON lines) and writes their scores with status (JSON lines), in order.
+//! `run`: reads samples (JSON lines) and writes their scores with status (JSON lines), in order. A
+//! line may be a request with several candidates: its answer has one for each.
 //! Never skips a line: a line that is not a sample, and a sample whose score is not a number, get
 //! an error as their answer.
 
@@ -12,9 +13,9 @@ use hatchback::LookupStatus;
 use hatchback::clock::{Clock, SystemClock};
 use hatchback::request::worker::{BatchScores, ScoreError, Worker};
 use hatchback::schema::Schema;
-use hatchback::schema::batch::Batch;
+use hatchback::schema::batch::{Batch, BatchError};
 use hatchback::schema::outputs::NamedScores;
-use hatchback::schema::sample::Sample;
+use hatchback::schema::sample::{Sample, SampleError};
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
@@ -64,6 +65,15 @@ struct RunReport {
 enum Answer<'a> {
     Score { score: NamedScores<'a>, status: LookupStatus },
     Error { line: usize, error: String },
+    Candidates { candidates: Vec<Answer<'a>> },
+}
+
+/// A line whose samples are in the batch.
+#[derive(Clone, Copy)]
+struct Scored {
+    line: usize,
+    samples: usize,
+    has_candidates: bool,
 }
 
 struct Output<W: Write> {
@@ -73,8 +83,10 @@ struct Output<W: Write> {
     answers: Vec<serde_json::Value>,
     schema: Arc<Schema>,
     repeat: u32,
-    /// The line of each sample in the batch.
-    lines: Vec<usize>,
+    /// The lines of the samples in the batch.
+    lines: Vec<Scored>,
+    /// Samples so far.
+    samples: usize,
     /// Lines that were not samples.
     refused: usize,
     /// Samples whose score is not a number.
@@ -119,22 +131,61 @@ impl<W: Write> Output<W> {
     }
 
     /// Writes the scores of the samples in `lines`.
-    fn put_scores(&mut self, lines: &[usize], all: BatchScores<'_>) -> Result<()> {
-        let schema = Arc::clone(&self.schema);
-        for (sample, &line) in lines.iter().enumerate() {
-            match all.request(sample..sample + 1) {
+    fn put_scores(&mut self, lines: &[Scored], all: BatchScores<'_>) -> Result<()> {
+        let (schema, mut start) = (Arc::clone(&self.schema), 0);
+        for &Scored { line, samples, has_candidates } in lines {
+            let answer = |sample: usize| match all.request(sample..sample + 1) {
                 Ok(scores) => {
                     let outputs = &schema.network.outputs;
                     let score = NamedScores { outputs, values: scores.values };
-                    self.put(&Answer::Score { score, status: scores.statuses[0] })?
+                    Answer::Score { score, status: scores.statuses[0] }
                 }
-                Err(e) => {
-                    self.not_finite += 1;
-                    self.put(&Answer::Error { line, error: e.to_string() })?;
-                }
+                Err(e) => Answer::Error { line, error: e.to_string() },
+            };
+            let answers: Vec<Answer<'_>> = (start..start + samples).map(answer).collect();
+            start += samples;
+            let is_error = |answer: &&Answer<'_>| matches!(answer, Answer::Error { .. });
+            self.not_finite += answers.iter().filter(is_error).count();
+            if has_candidates {
+                self.put(&Answer::Candidates { candidates: answers })?;
+            } else {
+                answers.iter().try_for_each(|answer| self.put(answer))?;
             }
         }
         Ok(())
+    }
+
+    /// Adds `samples`, those of line `line`, to `batch`; first scores it if they do not fit. A line
+    /// that does not fit the model gets its answer.
+    fn add(
+        &mut self,
+        worker: &mut Worker,
+        batch: &mut Batch,
+        line: usize,
+        samples: Result<Vec<Sample>, SampleError>,
+    ) -> Result<()> {
+        let model = Arc::clone(worker.model());
+        let needed = samples.as_ref().map_or(0, Vec::len);
+        if samples.is_err() || batch.size() + needed > model.budget().batch_max as usize {
+            self.score(worker, batch)?;
+        }
+        let added = samples.map_err(BatchError::from).and_then(|samples| {
+            batch.push_request(model.schema(), &samples)?;
+            Ok(samples.len())
+        });
+        match added {
+            Ok(0) => self.put(&Answer::Candidates { candidates: Vec::new() }),
+            Ok(samples) => {
+                self.samples += samples;
+                self.lines.push(Scored { line, samples, has_candidates: samples > 1 });
+                Ok(())
+            }
+            Err(e) => {
+                self.score(worker, batch)?;
+                self.refused += 1;
+                self.put(&Answer::Error { line, error: e.to_string() })
+            }
+        }
     }
 
     /// Scores `batch`, writes the answers and clears it.
@@ -148,9 +199,9 @@ impl<W: Write> Output<W> {
         match worker.score_requests(batch, deadline) {
             Ok(all) => self.put_scores(&lines, all)?,
             Err(e @ ScoreError::DeadlineExceeded) => {
-                self.overdue += lines.len();
                 let error = e.to_string();
-                for line in lines {
+                for Scored { line, samples, .. } in lines {
+                    self.overdue += samples;
                     self.put(&Answer::Error { line, error: error.clone() })?;
                 }
             }
@@ -182,6 +233,7 @@ pub fn run(args: &RunArgs) -> Result<()> {
         schema: Arc::clone(model.schema()),
         repeat,
         lines,
+        samples: 0,
         refused: 0,
         not_finite: 0,
         overdue: 0,
@@ -192,26 +244,17 @@ pub fn run(args: &RunArgs) -> Result<()> {
 
     for (number, line) in (1..).zip(input.lines()) {
         let line = line.with_context(|| format!("{name}:{number}"))?;
-        match Sample::from_json(&line, model.schema()) {
-            Ok(sample) => {
-                batch.push(model.schema(), &sample)?;
-                output.lines.push(number);
-            }
-            Err(e) => {
-                output.score(&mut worker, &mut batch)?;
-                output.refused += 1;
-                output.put(&Answer::Error { line: number, error: e.to_string() })?;
-            }
-        }
-        if batch.size() == args.batch {
+        let samples = Sample::request_from_json(&line, model.schema());
+        output.add(&mut worker, &mut batch, number, samples)?;
+        if batch.size() >= args.batch {
             output.score(&mut worker, &mut batch)?;
         }
     }
     output.score(&mut worker, &mut batch)?;
 
-    let Output { refused, not_finite, overdue, .. } = output;
+    let Output { samples, refused, not_finite, overdue, .. } = output;
     let answers = std::mem::take(&mut output.answers);
-    let (generation, samples) = (model.generation().to_string(), answers.len() - refused);
+    let generation = model.generation().to_string();
     let report = RunReport { generation, samples, refused, not_finite, overdue, answers };
     // The lock of standard output is this thread's own, so the report is written under it.
     args.json.write(&report, || Ok(()))?;

@@ -51,6 +51,8 @@ pub struct Model {
     outputs: usize,
     columns: Vec<InputColumn>,
     copies: Vec<ColumnCopy>,
+    /// Values per request of the shared vectors that feed no shared input.
+    spread_width: usize,
     memory: MemoryPlan,
 }
 
@@ -80,7 +82,7 @@ pub(crate) struct ModelParts {
 }
 
 /// The first column of a lookup's vectors in the inputs of the dense network.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct InputColumn {
     /// Number of the network input.
     pub input: usize,
@@ -95,6 +97,18 @@ pub(crate) struct ColumnCopy {
     pub from: InputColumn,
     pub to: InputColumn,
     pub width: usize,
+    pub rows: CopiedRows,
+}
+
+/// The rows that a copy reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopiedRows {
+    /// That of each sample.
+    Samples,
+    /// That of each request.
+    Requests,
+    /// Reads that of each request, and writes it for each of the request's samples.
+    Spread,
 }
 
 impl Model {
@@ -111,7 +125,7 @@ impl Model {
             backend,
             outputs,
         } = parts;
-        let (columns, copies) = columns_of(&schema);
+        let (columns, copies, spread_width) = columns_of(&schema);
         let memory = MemoryPlan::default();
         Self {
             generation: Arc::new(generation),
@@ -125,6 +139,7 @@ impl Model {
             outputs,
             columns,
             copies,
+            spread_width,
             memory,
         }
     }
@@ -251,6 +266,12 @@ impl Model {
         &self.copies
     }
 
+    /// Returns the values per request of the shared vectors that feed no shared input. They are
+    /// pooled into a buffer after the inputs.
+    pub(crate) fn spread_width(&self) -> usize {
+        self.spread_width
+    }
+
     /// Returns the values per sample of each input of the dense network.
     pub(crate) fn input_widths(&self) -> Vec<usize> {
         self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
@@ -315,23 +336,49 @@ impl Model {
     }
 }
 
-/// Returns the first column of each lookup in the inputs of the dense network, and the copies to
-/// further inputs.
-fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>) {
+/// Returns the first column of each lookup in the inputs of the dense network, the copies to more
+/// inputs, and the width of the buffer after the inputs. That buffer has the vectors of shared
+/// lookups that feed no shared input: such an input has a row for each sample.
+fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>, usize) {
+    let (shared, mut spread_width) = (schema.shared_inputs(), 0);
     let mut columns: Vec<Option<InputColumn>> = vec![None; schema.lookups.len()];
     let mut copies = Vec::new();
+    let is_shared = |l: usize| schema.feature_of(l).shared;
+    let fed = fed_columns(schema);
+    // The vector of a shared lookup is pooled into a shared input, if it feeds one.
+    for &(l, at) in fed.iter().filter(|(l, at)| !is_shared(*l) || shared[at.input]) {
+        columns[l].get_or_insert(at);
+    }
+    for &(l, to) in &fed {
+        let width = schema.vector_width(l);
+        let from = *columns[l].get_or_insert_with(|| {
+            let spread = InputColumn { input: shared.len(), column: spread_width };
+            spread_width += width;
+            spread
+        });
+        let rows = match (is_shared(l), shared[to.input]) {
+            (false, _) => CopiedRows::Samples,
+            (true, true) => CopiedRows::Requests,
+            (true, false) => CopiedRows::Spread,
+        };
+        if from != to {
+            copies.push(ColumnCopy { from, to, width, rows });
+        }
+    }
+    // No default is used: the schema's check refuses a lookup that feeds no input.
+    (columns.into_iter().map(Option::unwrap_or_default).collect(), copies, spread_width)
+}
+
+/// Returns each lookup with each first column that it feeds, in the order of the inputs.
+fn fed_columns(schema: &Schema) -> Vec<(usize, InputColumn)> {
+    let mut fed = Vec::new();
     for (input, declared) in schema.network.inputs.iter().enumerate() {
         let InputSource::Vectors(lookups) = &declared.source else { continue };
         let mut column = 0;
         for l in lookups.iter().map(|l| usize::from(*l)) {
-            let (to, width) = (InputColumn { input, column }, schema.vector_width(l));
-            match columns[l] {
-                None => columns[l] = Some(to),
-                Some(from) => copies.push(ColumnCopy { from, to, width }),
-            }
-            column += width;
+            fed.push((l, InputColumn { input, column }));
+            column += schema.vector_width(l);
         }
     }
-    // No default is used: the schema's check refuses a lookup that feeds no input.
-    (columns.into_iter().map(Option::unwrap_or_default).collect(), copies)
+    fed
 }

@@ -27,8 +27,17 @@ pub(crate) fn check_batch(model: &Model, batch: &Batch) -> Result<(), ScoreError
     }
 
     let is_too_long = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
-    match (0..batch.features()).find(is_too_long) {
-        Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
+    if let Some(f) = (0..batch.features()).find(is_too_long) {
+        let problem = format!("feature {f} has a bag of {} keys", batch.hotness(f));
+        return refuse("hotness", problem);
+    }
+    let bags = |shared| if shared { batch.ends().len() } else { batch.size() };
+    let differs = |&f: &usize| batch.bags(f).offsets.len() != bags(schema.features[f].shared) + 1;
+    match (0..batch.features()).find(differs) {
+        Some(f) => {
+            let (name, bags) = (&schema.features[f].name, batch.bags(f).offsets.len() - 1);
+            refuse("shared", format!("{bags} bags of `{name}` for {} samples", batch.size()))
+        }
         None => check_weights(model, batch),
     }
 }

@@ -60,7 +60,8 @@ fn set_vocabularies(plan: &mut MemoryPlan, model: &Model) {
 fn set_generation(plan: &mut MemoryPlan, model: &Model) {
     let (workers, dense) = (u64::from(model.budget().workers), cpu_dense_bytes(model));
     let batch = u64::from(model.budget().batch_max);
-    let inputs = 4 * batch * model.input_widths().iter().sum::<usize>() as u64;
+    let widths = model.input_widths().iter().sum::<usize>() + model.spread_width();
+    let inputs = 4 * batch * widths as u64;
     plan.set(Part::Residents, resident_bytes(model.backend()));
     plan.set(Part::Indexes, index_bytes(model));
     set_vocabularies(plan, model);
@@ -119,7 +120,9 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
 
     add(Part::Misses, misses);
     add(Part::PageBuffers, PageReader::bytes(budget.reads_max as usize));
-    add(Part::Scores, batch * sample_bytes(model));
+    let is_shared = model.schema().features.iter().any(|feature| feature.shared);
+    let request = size_of::<LookupStatus>() + size_of::<usize>();
+    add(Part::Scores, batch * (sample_bytes(model) + if is_shared { request } else { 0 }));
     add(Part::Batches, Batch::bytes(model.schema(), batch));
 }
 

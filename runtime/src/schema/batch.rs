@@ -40,6 +40,8 @@ pub struct Batch {
     dense_features: usize,
     dense: Vec<f32>,
     features: Vec<Jagged>,
+    /// The end of the samples of each request; empty if no feature is shared.
+    ends: Vec<usize>,
 }
 
 #[derive(Clone, Debug)]
@@ -50,9 +52,33 @@ struct Jagged {
     offsets: Vec<u32>,
     /// Keys in the longest bag.
     longest: usize,
+    /// Whether a request has one bag, and not each of its samples.
+    shared: bool,
 }
 
 impl Jagged {
+    /// Removes all but the first `bags` bags.
+    fn truncate(&mut self, bags: usize) {
+        self.offsets.truncate(bags + 1);
+        let end = self.offsets.last().map_or(0, |end| *end as usize);
+        self.keys.truncate(end);
+        self.weights.truncate(end);
+    }
+
+    /// Removes the values after the last bag, which repeat it. Returns false if they differ.
+    fn drop_repeated(&mut self) -> bool {
+        let &[.., start, end] = self.offsets.as_slice() else { return false };
+        let (start, end) = (start as usize, end as usize);
+        let bits = |weight: &f32| weight.to_bits();
+        let (weights, more) = self.weights.split_at(end.min(self.weights.len()));
+        let weights = weights.get(start..).unwrap_or_default();
+        let is_same = self.keys[start..end] == self.keys[end..]
+            && weights.iter().map(bits).eq(more.iter().map(bits));
+        self.keys.truncate(end);
+        self.weights.truncate(end);
+        is_same
+    }
+
     /// Adds the bags of `samples` samples. The caller has checked the bags.
     fn append(&mut self, bags: Bags<'_>, samples: usize) {
         let Bags { keys, offsets, weights } = bags;
@@ -60,7 +86,7 @@ impl Jagged {
         let read = from as usize..offsets[samples] as usize;
         self.keys.extend_from_slice(&keys[read.clone()]);
         self.weights.extend_from_slice(weights.get(read).unwrap_or_default());
-        self.offsets.extend(offsets[1..].iter().map(|end| before + (end - from)));
+        self.offsets.extend(offsets[1..=samples].iter().map(|end| before + (end - from)));
     }
 }
 
@@ -85,6 +111,9 @@ pub enum BatchError {
     /// A column has another length than its samples need.
     #[error("{field}: {found} values for {samples} samples, the model takes {needed}")]
     Column { field: String, found: usize, samples: usize, needed: usize },
+    /// A shared feature has another bag than the request's first sample.
+    #[error("feature `{feature}` is shared: sample {sample} differs from the request's first")]
+    Shared { feature: String, sample: usize },
     /// A weight is not a number.
     #[error("the weight of key {key} of feature `{feature}` is {value}")]
     Weight { feature: String, key: usize, value: f32 },
@@ -107,6 +136,7 @@ impl Batch {
                 weights: Vec::with_capacity(if feature.weighted { keys } else { 0 }),
                 offsets,
                 longest: 0,
+                shared: feature.shared,
             }
         };
         Self {
@@ -115,6 +145,7 @@ impl Batch {
             dense_features: schema.dense_features.len(),
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
             features: schema.features.iter().map(jagged).collect(),
+            ends: Vec::with_capacity(if has_shared(schema) { capacity } else { 0 }),
         }
     }
 
@@ -123,22 +154,22 @@ impl Batch {
         let weighted = schema.features.iter().filter(|f| f.weighted);
         let weights: usize = weighted.map(|f| 4 * f.hotness_max as usize).sum();
         let keys: usize = schema.keys_max() * 8 + weights + schema.features.len() * 4;
-        capacity * (4 * schema.dense_features.len() + keys) + 4 * schema.features.len()
+        let ends = if has_shared(schema) { size_of::<usize>() } else { 0 };
+        capacity * (4 * schema.dense_features.len() + keys + ends) + 4 * schema.features.len()
     }
 
     /// Removes all samples and keeps the memory.
     pub fn clear(&mut self) {
         self.size = 0;
         self.dense.clear();
+        self.ends.clear();
         for feature in &mut self.features {
-            feature.keys.clear();
-            feature.weights.clear();
-            feature.offsets.truncate(1);
+            feature.truncate(0);
             feature.longest = 0;
         }
     }
 
-    /// Adds a sample.
+    /// Adds a sample. Its shared bags are its own: it is a request of one sample.
     ///
     /// # Errors
     /// [`BatchError`] if the batch is full or the sample does not fit the schema. The batch is then
@@ -164,13 +195,54 @@ impl Batch {
             feature.offsets.push(feature.keys.len() as u32);
             feature.longest = feature.longest.max(bag.len());
         }
-        self.size += 1;
+        self.add_samples(1);
         Ok(())
     }
 
-    /// Adds `samples` samples from columns. `dense` is `[samples, dense features]`. `bags` returns
-    /// the keys, offsets and weights of a sparse feature, given by its number. The offsets of a
-    /// feature are `[samples + 1]`; the keys before the first offset are not read.
+    /// Adds the samples of one request, whose shared bags are equal.
+    ///
+    /// # Errors
+    /// [`BatchError`] if there is no room, or a sample does not fit. The batch is then unchanged.
+    pub fn push_request(&mut self, schema: &Schema, samples: &[Sample]) -> Result<(), BatchError> {
+        if samples.len() > self.capacity - self.size {
+            return Err(BatchError::Full(self.capacity));
+        }
+        for (at, sample) in samples.iter().enumerate() {
+            sample.check(schema)?;
+            let bag = |f: usize, of: &Sample| (of.sparse[f].clone(), of.weights.get(f).cloned());
+            let shared = schema.features.iter().enumerate().filter(|(_, feature)| feature.shared);
+            let mut differing = shared.filter(|(f, _)| bag(*f, sample) != bag(*f, &samples[0]));
+            if let Some((_, feature)) = differing.next() {
+                return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
+            }
+        }
+        for (at, sample) in samples.iter().enumerate() {
+            let dense = sample.dense.iter().copied();
+            let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
+                keys.extend_from_slice(&sample.sparse[f]);
+                weights.extend(sample.weights.get(f).into_iter().flatten());
+                Ok::<(), BatchError>(())
+            };
+            match at {
+                0 => self.push_with(schema, dense, bag)?,
+                _ => self.continue_with(schema, dense, |_| false, bag)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts `samples` samples, which were appended, as those of one request.
+    fn add_samples(&mut self, samples: usize) {
+        self.size += samples;
+        if samples > 0 && self.features.iter().any(|feature| feature.shared) {
+            self.ends.push(self.size);
+        }
+    }
+
+    /// Adds the `samples` samples of a request from columns. `dense` is `[samples, dense
+    /// features]`. `bags` returns the keys, offsets and weights of a sparse feature, given by its
+    /// number. The offsets of a feature are `[samples + 1]`; the keys before the first offset are
+    /// not read. A shared feature has one bag, or `samples` equal ones.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
@@ -211,9 +283,16 @@ impl Batch {
         self.dense.extend_from_slice(dense);
         schema.fill_missing(&mut self.dense[before..]);
         let appended = (0..features).try_for_each(|f| -> Result<(), E> {
-            let column = bags(f)?;
-            check_bags(&schema.features[f], samples, column)?;
-            self.features[f].append(column, samples);
+            let (column, feature) = (bags(f)?, &schema.features[f]);
+            // One bag of a request without samples is not kept: no sample reads it.
+            let is_one = self.features[f].shared && column.offsets.len() == 2;
+            let rows = if is_one { 1 } else { samples };
+            check_bags(feature, rows, column)?;
+            if self.features[f].shared && rows > 1 {
+                check_equal(feature, rows, column)?;
+            }
+            let rows = if self.features[f].shared { samples.min(1) } else { samples };
+            self.features[f].append(column, rows);
             Ok(())
         });
         if appended.is_err() {
@@ -221,10 +300,11 @@ impl Batch {
             return appended;
         }
         for feature in &mut self.features {
-            let added = feature.offsets[self.size..].windows(2).map(|o| o[1] - o[0]);
+            let before = if feature.shared { self.ends.len() } else { self.size };
+            let added = feature.offsets[before..].windows(2).map(|o| o[1] - o[0]);
             feature.longest = feature.longest.max(added.max().unwrap_or(0) as usize);
         }
-        self.size += samples;
+        self.add_samples(samples);
         Ok(())
     }
 
@@ -232,10 +312,7 @@ impl Batch {
     fn cut(&mut self) {
         self.dense.truncate(self.size * self.dense_features);
         for feature in &mut self.features {
-            feature.offsets.truncate(self.size + 1);
-            let end = feature.offsets.last().map_or(0, |end| *end as usize);
-            feature.keys.truncate(end);
-            feature.weights.truncate(end);
+            feature.truncate(if feature.shared { self.ends.len() } else { self.size });
         }
     }
 
@@ -251,18 +328,60 @@ impl Batch {
         dense: impl Iterator<Item = f32>,
         mut bag: impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let filled = self.append_sample(schema, dense, &mut bag);
-        if filled.is_err() {
-            self.cut();
+        let filled = self.append_sample(schema, dense, |f, bags| {
+            bag(f, &mut bags.keys, &mut bags.weights).map(|()| true)
+        });
+        match filled {
+            Ok(()) => self.add_samples(1),
+            Err(_) => self.cut(),
         }
         filled
     }
 
+    /// Adds a further sample of the last request, as [`Batch::push_with`] does. `bag` is called for
+    /// a shared feature if `repeats` says so: the bag must then equal that of the request.
+    ///
+    /// # Errors
+    /// Those of [`Batch::push_with`], and [`BatchError::Shared`] if such a bag differs.
+    pub fn continue_with<E: From<BatchError>>(
+        &mut self,
+        schema: &Schema,
+        dense: impl Iterator<Item = f32>,
+        repeats: impl Fn(usize) -> bool,
+        mut bag: impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if self.is_empty() {
+            return self.push_with(schema, dense, bag);
+        }
+        let sample = self.size - self.ends.iter().rev().nth(1).copied().unwrap_or(0);
+        let filled = self.append_sample(schema, dense, |f, bags| {
+            if bags.shared && !repeats(f) {
+                return Ok(false);
+            }
+            bag(f, &mut bags.keys, &mut bags.weights)?;
+            if bags.shared && !bags.drop_repeated() {
+                let feature = schema.features[f].name.clone();
+                return Err(BatchError::Shared { feature, sample }.into());
+            }
+            Ok(!bags.shared)
+        });
+        if filled.is_err() {
+            self.cut();
+            return filled;
+        }
+        self.size += 1;
+        if let Some(end) = self.ends.last_mut() {
+            *end = self.size;
+        }
+        Ok(())
+    }
+
+    /// Appends a sample. `append` returns whether it has appended a bag.
     fn append_sample<E: From<BatchError>>(
         &mut self,
         schema: &Schema,
         dense: impl Iterator<Item = f32>,
-        bag: &mut impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
+        mut append: impl FnMut(usize, &mut Jagged) -> Result<bool, E>,
     ) -> Result<(), E> {
         if self.size == self.capacity {
             return Err(BatchError::Full(self.capacity).into());
@@ -278,7 +397,9 @@ impl Batch {
         schema.fill_missing(&mut self.dense[before..]);
         for (f, feature) in self.features.iter_mut().enumerate() {
             let start = feature.keys.len();
-            bag(f, &mut feature.keys, &mut feature.weights)?;
+            if !append(f, feature)? {
+                continue;
+            }
             let (keys, schema) = (feature.keys.len() - start, &schema.features[f]);
             check_bag(schema, keys).map_err(BatchError::from)?;
             let weights = feature.weights.get(start..).unwrap_or_default();
@@ -287,10 +408,9 @@ impl Batch {
         }
 
         for feature in &mut self.features {
-            let keys = feature.offsets[self.size + 1] - feature.offsets[self.size];
-            feature.longest = feature.longest.max(keys as usize);
+            let [.., start, end] = feature.offsets.as_slice() else { continue };
+            feature.longest = feature.longest.max((end - start) as usize);
         }
-        self.size += 1;
         Ok(())
     }
 
@@ -308,6 +428,7 @@ impl Batch {
             feature.offsets.extend(more.offsets[1..].iter().map(|end| before + end));
             feature.longest = feature.longest.max(more.longest);
         }
+        self.ends.extend(other.ends.iter().map(|end| self.size + end));
         self.size += other.size;
         true
     }
@@ -337,10 +458,35 @@ impl Batch {
         self.features[f].longest
     }
 
-    /// Returns the keys of feature `f`, one bag for each sample, and their weights.
+    /// Returns the end of the samples of each request; empty if no feature is shared.
+    pub fn ends(&self) -> &[usize] {
+        &self.ends
+    }
+
+    /// Returns the keys of feature `f` and their weights: one bag for each sample, or for each
+    /// request if the feature is shared.
     pub fn bags(&self, f: usize) -> Bags<'_> {
         let Jagged { keys, weights, offsets, .. } = &self.features[f];
         Bags { keys, offsets, weights }
+    }
+}
+
+/// Returns whether the samples of a request share a feature.
+fn has_shared(schema: &Schema) -> bool {
+    schema.features.iter().any(|feature| feature.shared)
+}
+
+/// Checks that the bags of a shared feature are equal in all samples of a request.
+fn check_equal(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), BatchError> {
+    let Bags { keys, offsets, weights } = bags;
+    let range = |sample: usize| offsets[sample] as usize..offsets[sample + 1] as usize;
+    let bits = |sample: usize| {
+        weights.get(range(sample)).unwrap_or_default().iter().map(|weight| weight.to_bits())
+    };
+    let same = |s: &usize| keys[range(*s)] == keys[range(0)] && bits(*s).eq(bits(0));
+    match (1..samples).find(|sample| !same(sample)) {
+        Some(sample) => Err(BatchError::Shared { feature: feature.name.clone(), sample }),
+        None => Ok(()),
     }
 }
 

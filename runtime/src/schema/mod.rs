@@ -27,6 +27,7 @@ use hatchback_kernels::dense::{
     Activation, DenseEngine, DenseError, JOINED_OUTPUT, check_joined, join_outputs,
 };
 use hatchback_kernels::lookup::Pooling;
+use hatchback_kernels::simd::isa::Isa;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
@@ -136,13 +137,15 @@ pub struct Feature {
     /// The key of a missing value: null, NaN or an empty text. Without it these are values like
     /// any other, and `key` refuses null.
     pub null: Option<u64>,
+    /// Whether all samples of a request share one bag, which is looked up once.
+    pub shared: bool,
 }
 
 impl Feature {
     /// Returns a feature that takes keys, without weights.
     pub fn plain(name: &str, hotness_max: u32) -> Self {
         let (name, key) = (name.to_owned(), KeyFunction::Key);
-        Self { name, hotness_max, weighted: false, key, padding: None, null: None }
+        Self { name, hotness_max, weighted: false, key, padding: None, null: None, shared: false }
     }
 
     /// Returns the key of a raw value.
@@ -394,6 +397,21 @@ impl Schema {
         }
     }
 
+    /// Returns of each network input whether only shared features feed it.
+    pub fn shared_inputs(&self) -> Vec<bool> {
+        let shared = |f: &u16| self.features[usize::from(*f)].shared;
+        let inputs = self.network.inputs.iter().map(|input| match &input.source {
+            InputSource::Dense => false,
+            InputSource::Vectors(lookups) => {
+                lookups.iter().all(|l| self.feature_of((*l).into()).shared)
+            }
+            InputSource::Lengths(features) | InputSource::Masks(features) => {
+                features.iter().all(shared)
+            }
+        });
+        inputs.collect()
+    }
+
     /// Loads the dense network from the bytes of its ONNX file.
     ///
     /// # Errors
@@ -404,7 +422,8 @@ impl Schema {
         let widths: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
         let SingleOutput { onnx, name, activation } = self.single_output(onnx)?;
-        let engine = DenseEngine::load(onnx, &widths, name, activation)?;
+        let (isa, shared) = (Isa::detect(), self.shared_inputs());
+        let engine = DenseEngine::load_for(isa, onnx, &widths, &shared, name, activation)?;
         if let [_, _, ..] = network.outputs.as_slice() {
             let names: Vec<&str> = network.outputs.iter().map(|o| o.name.as_str()).collect();
             check_joined(&names, engine.outputs())?;
@@ -456,9 +475,10 @@ impl Schema {
                 format!("weights with pooling `{pooling}`, which feature `{name}` has")
             })
         };
-        self.lookups
-            .iter()
-            .find_map(weighted)
+        let shared = self.features.iter().find(|feature| feature.shared);
+        shared
+            .map(|feature| format!("`shared`, which feature `{}` has", feature.name))
+            .or_else(|| self.lookups.iter().find_map(weighted))
             .or_else(|| self.network.inputs.iter().find_map(&mut input))
     }
 }

@@ -86,12 +86,43 @@ impl Sample {
     /// # Errors
     /// [`SampleError`] if the line is not such an object or does not fit the schema.
     pub fn from_json(line: &str, schema: &Schema) -> Result<Self, SampleError> {
-        if line.len() > SAMPLE_BYTES_MAX {
-            return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
-        }
-        let Line { dense, sparse, weights, label, score, .. } =
-            serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
+        Self::from_line(parse(line)?, schema)
+    }
 
+    /// Parses one line as [`Sample::from_json`] does, or a request of several samples, which all
+    /// have the line's other fields: `{"sparse": {"user": [7]}, "candidates": [{"sparse": {"item":
+    /// [3]}}]}`.
+    ///
+    /// # Errors
+    /// [`SampleError`] if the line is no such object, a candidate does not fit the schema, or a
+    /// value is in both.
+    pub fn request_from_json(line: &str, schema: &Schema) -> Result<Vec<Self>, SampleError> {
+        let mut request = parse(line)?;
+        let Some(candidates) = request.candidates.take() else {
+            return Ok(vec![Self::from_line(request, schema)?]);
+        };
+        if request.label.is_some() || request.score.is_some() {
+            return fault("candidates", "the label or the score belongs to a candidate");
+        }
+        let candidate = |(at, mut own): (usize, Line<'_>)| {
+            let place = |field: &str| format!("candidates[{at}].{field}");
+            let twice = "is also in the request of the candidate";
+            own.add(&request).or_else(|field| fault(place(&field), twice))?;
+            Self::from_line(own, schema).map_err(|e| match e {
+                SampleError::Field { field, problem } => {
+                    SampleError::Field { field: place(&field), problem }
+                }
+                e => e,
+            })
+        };
+        candidates.into_iter().enumerate().map(candidate).collect()
+    }
+
+    fn from_line(line: Line<'_>, schema: &Schema) -> Result<Self, SampleError> {
+        let Line { dense, sparse, weights, label, score, candidates, .. } = line;
+        if candidates.is_some() {
+            return fault("candidates", "a line of several samples is not taken here");
+        }
         let UniqueMap(mut bags) = sparse;
         let raw: Vec<Vec<RawValue<'_>>> = schema
             .features
@@ -167,6 +198,13 @@ impl Sample {
         let weights = self.weights.get(f).map_or(&[] as &[f32], Vec::as_slice);
         check_weights(&schema.features[f], self.sparse[f].len(), weights)
     }
+}
+
+fn parse(line: &str) -> Result<Line<'_>, SampleError> {
+    if line.len() > SAMPLE_BYTES_MAX {
+        return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
+    }
+    serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))
 }
 
 /// Checks the weights of a bag of `feature` with `keys` keys.

@@ -19,9 +19,36 @@ pub(super) struct Line<'a> {
     pub weights: UniqueMap<Vec<f32>>,
     pub label: Option<Outcome>,
     pub score: Option<Outcome>,
+    /// The samples of a request, which all have the other fields of the line.
+    #[serde(borrow)]
+    pub candidates: Option<Vec<Line<'a>>>,
     /// The model that the sample is for. A server of several models reads it.
     #[serde(rename = "model")]
     _model: Option<IgnoredAny>,
+}
+
+impl Line<'_> {
+    /// Adds the values of `request`, the line that has this candidate.
+    ///
+    /// # Errors
+    /// The field that both have.
+    pub fn add(&mut self, request: &Self) -> Result<(), String> {
+        let double = self.sparse.add(&request.sparse).map(|name| ("sparse", name));
+        let double = double.or(self.weights.add(&request.weights).map(|name| ("weights", name)));
+        let dense = match (&mut self.dense, &request.dense) {
+            (_, DenseValues::List(all)) if all.is_empty() => None,
+            (DenseValues::List(own), all) if own.is_empty() => {
+                self.dense = all.clone();
+                None
+            }
+            (DenseValues::Named(own), DenseValues::Named(all)) => own.add(all),
+            _ => return Err("dense".to_owned()),
+        };
+        match double.or(dense.map(|name| ("dense", name))) {
+            Some((field, name)) => Err(format!("{field}.{}", Shortened(&name))),
+            None => Ok(()),
+        }
+    }
 }
 
 /// A label or a score: of the only output, of each output in order, or of each output by name.
@@ -37,6 +64,7 @@ pub(super) enum Outcome {
 }
 
 /// The dense values: of each feature in order, or of each feature by name.
+#[derive(Clone)]
 pub(super) enum DenseValues {
     List(Vec<Option<f32>>),
     Named(UniqueMap<Option<f32>>),
@@ -78,11 +106,21 @@ impl<'de> Visitor<'de> for DenseVisitor {
 }
 
 /// Values by name. A name that occurs twice is refused: one of its values would silently be lost.
+#[derive(Clone)]
 pub(super) struct UniqueMap<T>(pub BTreeMap<String, T>);
 
 impl<T> Default for UniqueMap<T> {
     fn default() -> Self {
         Self(BTreeMap::new())
+    }
+}
+
+impl<T: Clone> UniqueMap<T> {
+    /// Adds `more`. Returns a name that both have.
+    fn add(&mut self, more: &Self) -> Option<String> {
+        let double = more.0.keys().find(|name| self.0.contains_key(*name)).cloned();
+        self.0.extend(more.0.iter().map(|(name, value)| (name.clone(), value.clone())));
+        double
     }
 }
 

@@ -41,6 +41,7 @@ pub async fn infer(
             tensors: &tensors,
             asked: &request.asked,
             every: Want::Binary,
+            top_k: request.top_k,
         };
         (submit(call, &order)?, request.id.to_owned())
     };
@@ -62,7 +63,7 @@ pub fn decode(message: &[u8], schema: &Arc<Schema>, batch_max: usize) -> Result<
     memory.grow(message.len())?;
     let request = Request::read(message, &mut memory)?;
     let layout = Layout::new(Arc::clone(schema));
-    Wants::new(&layout.outputs, &request.asked, Want::Binary)?;
+    Wants::new(&layout.outputs, &request.asked, Want::Binary, request.top_k.is_some())?;
     let tensors = request.tensors(&mut memory)?;
     batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }

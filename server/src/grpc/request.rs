@@ -4,7 +4,7 @@
 
 use crate::connections::memory::Reservation;
 use crate::grpc::wire::{Field, Fields, Value, malformed};
-use crate::http::timeout_of;
+use crate::http::{timeout_of, top_k_of};
 use crate::limits::{DIMENSIONS_MAX, TENSORS_MAX};
 use crate::problem::{Code, Problem};
 use crate::tensors::outputs::{Asked, Want};
@@ -38,6 +38,8 @@ pub struct Request<'a> {
     pub id: &'a str,
     /// The time in the parameter `timeout`.
     pub timeout: Option<Duration>,
+    /// The number in the parameter `top_k`.
+    pub top_k: Option<usize>,
     pub asked: Vec<Asked<'a>>,
     inputs: Vec<Input<'a>>,
     raw: Vec<&'a [u8]>,
@@ -102,22 +104,29 @@ impl<'a> Request<'a> {
         Ok(request)
     }
 
-    /// Reads the time limit from the entry `parameter` of the map of parameters: microseconds, and
-    /// 0 is no limit. Skips every other parameter.
+    /// Reads the entry `parameter` of the map of parameters: the time limit in microseconds, of
+    /// which 0 is no limit, or the number of samples of the answer. Skips every other parameter.
     fn take_parameter(&mut self, parameter: &[u8]) -> Result<(), Problem> {
-        if text_of(parameter, 1)? != "timeout" {
+        let name = text_of(parameter, 1)?;
+        if !["timeout", "top_k"].contains(&name) {
             return Ok(());
         }
         let value = field_of(parameter, 2)?.map_or(Ok(&[][..]), |field| field.bytes())?;
         for field in Fields(value) {
             let field = field?;
-            let us = match (field.number, field.value) {
+            let number = match (field.number, field.value) {
                 // Field 2 is an int64, field 5 a uint64, which may be above the largest int64.
-                (2, Value::Number(us)) => us as i64,
-                (5, Value::Number(us)) => i64::try_from(us).unwrap_or(i64::MAX),
-                _ => return Err(Problem::invalid("parameter `timeout` is not an integer")),
+                (2, Value::Number(number)) => number as i64,
+                (5, Value::Number(number)) => i64::try_from(number).unwrap_or(i64::MAX),
+                _ => {
+                    let message = format!("parameter `{name}` is not an integer");
+                    return Err(Problem::invalid(message));
+                }
             };
-            self.timeout = Some(timeout_of(us)?).filter(|timeout| !timeout.is_zero());
+            match name {
+                "top_k" => self.top_k = Some(top_k_of(number)?),
+                _ => self.timeout = Some(timeout_of(number)?).filter(|t| !t.is_zero()),
+            }
         }
         Ok(())
     }

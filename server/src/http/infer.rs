@@ -2,7 +2,7 @@
 //! answer of the same form.
 
 use crate::connections::memory::{ByteBudget, Reservation, Share};
-use crate::http::{Answered, header_text, reply, timeout_of};
+use crate::http::{Answered, header_text, reply, timeout_of, top_k_of};
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::limits::REQUEST_BYTES;
 use crate::models::describe;
@@ -53,6 +53,8 @@ struct Head<'a> {
 struct Parameters {
     /// Of a request: microseconds to the deadline; 0 is no limit.
     timeout: Option<i64>,
+    /// Of a request: how many of the best samples the answer has.
+    top_k: Option<i64>,
     /// Of a request: whether its outputs are binary data.
     binary_data_output: bool,
     /// Of an input: the bytes of its binary data.
@@ -202,6 +204,7 @@ pub async fn infer(
             tensors: &tensors_of(&head, binary)?,
             asked: &asked(&head),
             every: encoding(head.parameters.binary_data_output),
+            top_k: head.parameters.top_k.map(top_k_of).transpose()?,
         };
         (submit(call, &order)?, head.id)
     };
@@ -255,9 +258,11 @@ pub fn decode(
     memory.grow(body.len())?;
     let (head, binary) = parse(Some(head_bytes), body, &mut memory)?;
     timeout_parameter(&head)?;
+    let top_k = head.parameters.top_k.map(top_k_of).transpose()?;
     let tensors = tensors_of(&head, binary)?;
     let layout = Layout::new(Arc::clone(schema));
-    Wants::new(&layout.outputs, &asked(&head), encoding(head.parameters.binary_data_output))?;
+    let every = encoding(head.parameters.binary_data_output);
+    Wants::new(&layout.outputs, &asked(&head), every, top_k.is_some())?;
     batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 

@@ -178,3 +178,12 @@ pub fn timeout_of(us: i64) -> Result<Duration, Problem> {
     let us = u64::try_from(us).map_err(|_| Problem::invalid(format!("timeout: {us} µs")))?;
     Ok(Duration::from_micros(us))
 }
+
+/// Converts the number of best samples that a caller asks for.
+///
+/// # Errors
+/// The number is below 1.
+pub fn top_k_of(k: i64) -> Result<usize, Problem> {
+    let wrong = || Problem::invalid(format!("parameter `top_k` is {k}, must be 1 or more"));
+    usize::try_from(k).ok().filter(|k| *k > 0).ok_or_else(wrong)
+}

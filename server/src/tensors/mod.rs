@@ -1,6 +1,7 @@
 //! Makes a batch of the tensors of a request. A sparse feature is one tensor of keys, `[batch,
 //! hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function takes
-//! raw values in place of keys. The dense features are one tensor.
+//! raw values in place of keys. A shared feature may have one bag for all samples. The dense
+//! features are one tensor.
 
 pub mod outputs;
 pub mod values;
@@ -89,6 +90,8 @@ struct Bags<'a> {
     width: usize,
     /// Keys in all bags.
     count: usize,
+    /// Whether the feature is shared and the request has its bag once, for all samples.
+    is_once: bool,
 }
 
 /// A feature's keys came in two tensors.
@@ -115,6 +118,7 @@ impl<'a> Bags<'a> {
 
     /// Returns the positions of the keys of `sample`.
     fn range(&self, sample: usize) -> Range<usize> {
+        let sample = if self.is_once { 0 } else { sample };
         match self.offsets {
             None => sample * self.width..(sample + 1) * self.width,
             Some(offsets) => {
@@ -175,7 +179,7 @@ impl<'a> Columns<'a> {
             Part::Padded(f) => {
                 let (keys, [rows, width]) = (Integers::of(tensor)?, tensor.matrix()?);
                 self.bags[f].fill(Keys::Are(keys), rows, width).map_err(|Twice| twice())?;
-                self.set_size(tensor, rows)
+                self.set_bags(layout, tensor, f, rows)
             }
             Part::Keys(f) => {
                 let (keys, count) = (Integers::of(tensor)?, tensor.vector()?);
@@ -189,7 +193,7 @@ impl<'a> Columns<'a> {
                 }
                 let [rows, width] = tensor.matrix()?;
                 self.bags[f].fill(values, rows, width).map_err(|Twice| twice())?;
-                self.set_size(tensor, rows)
+                self.set_bags(layout, tensor, f, rows)
             }
             Part::Weights(f) => {
                 let weights = (Floats::of(tensor)?, tensor.elements()?);
@@ -207,9 +211,21 @@ impl<'a> Columns<'a> {
                 }
                 let rows = count.checked_sub(1);
                 let rows = rows.ok_or_else(|| tensor.fault("has no offset; it starts with 0"))?;
-                self.set_size(tensor, rows)
+                self.set_bags(layout, tensor, f, rows)
             }
         }
+    }
+
+    /// Takes `rows` bags of feature `f`: one for each sample, or one for all if it is shared.
+    fn set_bags(
+        &mut self,
+        layout: &Layout,
+        tensor: &Tensor<'_>,
+        f: usize,
+        rows: usize,
+    ) -> Result<(), Problem> {
+        self.bags[f].is_once = rows == 1 && layout.schema.features[f].shared;
+        if self.bags[f].is_once { Ok(()) } else { self.set_size(tensor, rows) }
     }
 
     fn set_size(&mut self, tensor: &Tensor<'_>, rows: usize) -> Result<(), Problem> {
@@ -251,14 +267,15 @@ impl<'a> Columns<'a> {
                 }
                 (Some(_), Some(offsets)) => {
                     let mut last = 0;
-                    for at in 0..=self.size.unwrap_or(0) {
+                    let rows = if bags.is_once { 1 } else { self.size.unwrap_or(0) };
+                    for at in 0..=rows {
                         let offset = offsets.offset(at).filter(|offset| {
                             *offset >= last && *offset <= bags.count && (at > 0 || *offset == 0)
                         });
                         last = offset.ok_or_else(|| wrong_offset(&name, at))?;
                     }
                     if last != bags.count {
-                        return Err(wrong_offset(&name, self.size.unwrap_or(0)));
+                        return Err(wrong_offset(&name, rows));
                     }
                 }
             }
@@ -328,7 +345,8 @@ impl Columns<'_> {
         if self.dense.is_none() && takes_dense {
             return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
         }
-        match self.size {
+        let one = self.bags.iter().any(|bags| bags.is_once).then_some(1);
+        match self.size.or(one) {
             Some(size) if size > 0 && size <= batch_max => Ok(size),
             Some(size) => {
                 let message = format!("{size} samples; a request has 1 to {batch_max} (batch_max)");
@@ -342,13 +360,17 @@ impl Columns<'_> {
         let (floats, width) = (self.dense.unwrap_or(Floats::Zeros), schema.dense_features.len());
         for sample in 0..samples {
             let dense = (sample * width..(sample + 1) * width).map(|at| floats.get(at));
-            batch.push_with(schema, dense, |f, keys, weights| {
+            let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
                 append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
                 match self.bags[f].keys {
                     None => self.append_cross(schema, f, sample, keys),
                     Some(_) => Ok(()),
                 }
-            })?;
+            };
+            match sample {
+                0 => batch.push_with(schema, dense, bag)?,
+                _ => batch.continue_with(schema, dense, |f| !self.bags[f].is_once, bag)?,
+            }
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 const ALERTS: &str = include_str!("../../../server/monitoring/alerts.yml");
 const DASHBOARD: &str = include_str!("../../../server/monitoring/dashboard.json");
 
-fn open() -> FrontDoor {
+pub fn open() -> FrontDoor {
     let installed = install_spec("tools/demo/coupon/model.toml", None, None);
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
     let budget = Budget { workers: 1, ..Budget::default() };

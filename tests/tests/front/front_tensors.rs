@@ -130,6 +130,42 @@ fn tensors_become_the_batch_of_their_samples() {
 }
 
 #[test]
+fn a_shared_feature_has_one_bag_for_all_samples_or_the_same_for_each() {
+    let (mut schema, mut random) = (Schema::clone(&schema()), Random::new(8));
+    schema.features[1].shared = true;
+    let schema = Arc::new(schema);
+    for round in 0..100 {
+        let samples: Vec<Sample> = (0..2 + random.below(7)).map(|_| sample(&mut random)).collect();
+        let first = samples[0].clone();
+        let with_first = |s: &Sample| Sample {
+            sparse: vec![s.sparse[0].clone(), first.sparse[1].clone()],
+            weights: first.weights.clone(),
+            ..s.clone()
+        };
+        let equal: Vec<Sample> = samples.iter().map(with_first).collect();
+        let is_jagged = round % 2 == 0;
+        let repeated = tensors(&equal, is_jagged);
+        let mut once = repeated[..2].to_vec();
+        once.extend(tensors(&equal[..1], is_jagged).split_off(2));
+        let expected = over_http(&once, &schema).unwrap();
+        assert_eq!((expected.size(), expected.ends()), (equal.len(), &[equal.len()][..]));
+        assert_eq!(expected.bags(1).keys, first.sparse[1]);
+        for found in [
+            over_grpc(&once, &schema),
+            over_http(&repeated, &schema),
+            over_grpc(&repeated, &schema),
+        ] {
+            assert_eq!(format!("{:?}", found.unwrap()), format!("{expected:?}"), "round {round}");
+        }
+        if let Some(at) = samples.iter().position(|s| s.sparse[1] != first.sparse[1]) {
+            let refused = over_http(&tensors(&samples, is_jagged), &schema).unwrap_err();
+            let said = format!("feature `weighted` is shared: sample {at} differs");
+            assert!(refused.contains(&said), "{refused}");
+        }
+    }
+}
+
+#[test]
 fn weights_that_do_not_fit_their_keys_are_refused_by_name() {
     let (schema, mut random) = (schema(), Random::new(9));
     let one = Sample {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod front_best;
 mod front_pages;
 mod front_stalls;
 mod front_tensors;

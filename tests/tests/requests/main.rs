@@ -8,4 +8,5 @@ mod miss_policies;
 mod pipeline;
 mod request_path;
 mod serving;
+mod shared;
 mod transitions;

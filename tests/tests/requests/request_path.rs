@@ -20,7 +20,7 @@ use serde_json::json;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-const BATCH_MAX: u32 = 12;
+pub const BATCH_MAX: u32 = 12;
 
 fn table() -> impl Strategy<Value = TablePlan> {
     use CodecChoice::{Auto, F16, F32, U4, U8};
@@ -65,11 +65,12 @@ fn feature(tables: usize) -> impl Strategy<Value = FeaturePlan> {
             hotness_max,
             second_input,
             weighted: weighted && !matches!(pooling, Pooling::None | Pooling::Max),
+            shared: false,
         },
     )
 }
 
-fn model() -> impl Strategy<Value = ModelPlan> {
+pub fn model() -> impl Strategy<Value = ModelPlan> {
     let tables = prop::collection::vec(table(), 1..6);
     let with_features = tables.prop_flat_map(|tables| {
         let features = prop::collection::vec(feature(tables.len()), 1..8);
@@ -127,7 +128,7 @@ proptest! {
 
     /// One feature of several tables is as good as one feature for each table, with the same keys.
     #[test]
-    fn a_shared_feature_scores_as_its_copies(plan in model(), batches in batches()) {
+    fn a_feature_of_several_tables_scores_as_its_copies(plan in model(), batches in batches()) {
         let copies = apart(&plan);
         let own: Vec<usize> = (0..plan.features.len()).collect();
         let origins: Vec<usize> =

@@ -269,6 +269,9 @@ pub struct FeatureSpec {
     pub padding: Option<u64>,
     /// The key of a missing value.
     pub null: Option<u64>,
+    /// Whether all samples of a request share one bag.
+    #[serde(default)]
+    pub shared: bool,
 }
 
 /// Reads one name, or a list of names.
@@ -297,6 +300,7 @@ impl FeatureSpec {
             key: None,
             padding: None,
             null: None,
+            shared: false,
         }
     }
 }
@@ -376,6 +380,7 @@ impl ModelSpec {
             key: key.clone(),
             padding: spec.padding,
             null: spec.null,
+            shared: spec.shared,
         };
         let features = self.features.iter().zip(keys).map(feature).collect();
         // First, because the names of vectors depend on them.

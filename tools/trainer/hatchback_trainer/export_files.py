@@ -37,8 +37,14 @@ def null_of(column, functions):
     return None if null is None else null + column.shift
 
 
-def features_of(exporter, bags, hotness_max, weights, folder):
+def features_of(exporter, bags, hotness_max, weights, folder, shared):
     made, features = exporter.made, []
+    names = [column.name for column in made.columns]
+    for name in shared:
+        if name not in names:
+            raise ValueError(
+                f"shared: the model has no sparse feature `{name}`, only {', '.join(names)}"
+            )
     for column in made.columns:
         longest = max(map(len, bags[column.name]), default=0)
         hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
@@ -46,7 +52,8 @@ def features_of(exporter, bags, hotness_max, weights, folder):
         padding = None if column.padding is None else column.padding + column.shift
         features.append(Feature(
             column.name, table, column.pooling, hotness, column.name in weights,
-            key_of(column, exporter.functions, folder), padding, null_of(column, exporter.functions)
+            key_of(column, exporter.functions, folder), padding,
+            null_of(column, exporter.functions), column.name in shared,
         ))
     return tuple(features)
 
@@ -219,7 +226,7 @@ def samples_of(exporter, leaves, calls, scores, labels):
         )
 
 
-def write(exporter, out, name, sequence, output, labels, counts, hotness_max, opset):
+def write(exporter, out, name, sequence, output, labels, counts, hotness_max, opset, shared):
     """Writes the files of an export. Returns the schema and the scores, `[samples, outputs]`."""
     made = exporter.made
     out.mkdir(parents=True, exist_ok=True)
@@ -231,7 +238,7 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
     scores = torch.sigmoid(scores) if logits else scores
     bags, weights = exporter.bags(exporter.leaves, exporter.calls)
-    features = features_of(exporter, bags, hotness_max or {}, weights, out)
+    features = features_of(exporter, bags, hotness_max or {}, weights, out, shared or ())
     tables = tuple(Table(one, *rows.shape, counted=True) for one, rows in made.tables.items())
     dense = tuple(dense_names(made))
     missing = {

@@ -303,7 +303,7 @@ def lines_of(exporter, batch, path):
 
 def export(
     model, sample_batch, out, name="model", sequence=1, output=None, labels=None, counts=None,
-    hotness_max=None, columns=None, outputs=None, opset=OPSET
+    hotness_max=None, columns=None, outputs=None, opset=OPSET, shared=None
 ):
     """Writes `model` into the folder `out` as `hatchback pack` reads it.
 
@@ -314,7 +314,8 @@ def export(
     `labels` has a label for each sample, or maps outputs to labels. `columns` maps an argument to
     the names of its columns, and a feature to what the pipeline did to its raw values (columns.py).
     `counts` maps tables to the lookups of each row in training. `hotness_max` maps features to the
-    most keys of a bag. By default both are those of the sample batch.
+    most keys of a bag. By default both are those of the sample batch. `shared` lists the features
+    that all samples of a request share, such as those of a driver with many candidates.
 
     # Errors
     ValueError if the model cannot be captured, cut, or reproduced. Its first sentence names the
@@ -331,7 +332,8 @@ def export(
         exporter.cut()
         check(exporter, exporter.made.network)
         schema, scores = write(
-            exporter, Path(out), name, sequence, output, labels, counts, hotness_max, opset)
+            exporter, Path(out), name, sequence, output, labels, counts, hotness_max, opset,
+            shared)
         return Exported(schema, Path(out), scores, exporter.notes, exporter)
     finally:
         for module in training:

@@ -39,6 +39,7 @@ class Feature:
     key: dict | None = None  # the key function, as in model.toml
     padding: int | None = None  # key that counts as no key in masks
     null: int | None = None  # key of a missing value
+    shared: bool = False  # all samples of a request share one bag
 
     @property
     def tables(self):
@@ -156,6 +157,7 @@ def feature_toml(feature):
         + ("weights = true\n" if feature.weighted else "")
         + (f"padding = {feature.padding}\n" if feature.padding is not None else "")
         + (f"null = {feature.null}\n" if feature.null is not None else "")
+        + ("shared = true\n" if feature.shared else "")
         + (f"key = {inline_toml(feature.key)}\n" if feature.key is not None else "")
     )
 

@@ -512,6 +512,20 @@ class Exports(unittest.TestCase):
         found = torch.tensor(done.score((other,)))
         self.assertLess((found - want).abs().max().item(), CLOSE)
 
+    def test_features_that_a_request_shares_are_marked(self):
+        model = Model(lambda m, user, item: m.n(torch.cat([m.e(user), m.e(item)], 1)), 8)
+        batch = {"user": ids(B), "item": ids(B)}
+        done = self.export(model, batch, shared=["user"])
+        self.assertEqual(
+            [(one.name, one.shared) for one in done.schema.features],
+            [("user", True), ("item", False)])
+        text = (self.folder / "exported/model.toml").read_text()
+        self.assertEqual(text.count("shared = true"), 1)
+        other = {"user": ids(B), "item": ids(B)}
+        self.assert_same(done, model, other, lambda model, batch: model(**batch))
+        with self.assertRaisesRegex(ValueError, "no sparse feature `driver`, only user, item"):
+            self.export(model, batch, shared=["driver"])
+
     def test_a_collection_of_torchrec_is_found_by_its_interface(self):
         """TorchRec's own classes are tested by tools/trainer/extras; these have their interface."""
         done = self.export(Collected(), (torch.randn(3, 2), Jagged(

@@ -3,7 +3,7 @@
 
 use crate::model::Model;
 use crate::model::backend::CpuTables;
-use crate::model::opened::ColumnCopy;
+use crate::model::opened::{ColumnCopy, CopiedRows};
 use crate::model::served_tables::Storage;
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
@@ -21,10 +21,13 @@ use std::sync::Arc;
 pub(crate) struct CpuDense {
     engine: Arc<DenseEngine>,
     scratch: DenseScratch,
-    /// One buffer for each network input, `[batch_max, width]`.
+    /// One buffer for each network input, `[batch_max, width]`. One more has the shared vectors
+    /// that are copied to each sample of their request.
     inputs: Vec<HostMemory<f32>>,
-    /// Values per sample of each input.
+    /// Values per sample of each buffer; per request of a shared input.
     widths: Vec<usize>,
+    /// The end of the samples of each request of the batch; empty if nothing is shared.
+    ends: Vec<usize>,
     /// Vectors that are copied from one input to another before a run.
     copies: Vec<ColumnCopy>,
 }
@@ -36,13 +39,16 @@ impl CpuDense {
         engine: &Arc<DenseEngine>,
         device: &Device,
     ) -> Result<Self, CudaError> {
-        let (batch_max, widths) = (model.budget().batch_max as usize, model.input_widths());
+        let (batch_max, mut widths) = (model.budget().batch_max as usize, model.input_widths());
+        widths.extend(Some(model.spread_width()).filter(|width| *width > 0));
+        let is_shared = model.schema().features.iter().any(|feature| feature.shared);
         let inputs = widths.iter().map(|width| device.host_memory(batch_max * width));
         Ok(Self {
             engine: Arc::clone(engine),
             scratch: engine.scratch(batch_max),
             inputs: inputs.collect::<Result<_, _>>()?,
             widths,
+            ends: Vec::with_capacity(if is_shared { batch_max } else { 0 }),
             copies: model.copies().to_vec(),
         })
     }
@@ -61,11 +67,13 @@ impl CpuDense {
     /// of its bags.
     pub fn fill_inputs(&mut self, model: &Model, batch: &Batch) {
         let schema = model.schema();
+        self.ends.clear();
+        self.ends.extend_from_slice(batch.ends());
         for (input, data) in schema.network.inputs.iter().zip(&mut self.inputs) {
             match &input.source {
                 InputSource::Dense => data[..batch.dense().len()].copy_from_slice(batch.dense()),
                 InputSource::Lengths(features) => {
-                    fill_lengths(batch, features, data);
+                    fill_lengths(batch, features, &schema.features, data);
                 }
                 InputSource::Masks(features) => {
                     fill_masks(batch, features, &schema.features, data);
@@ -77,11 +85,17 @@ impl CpuDense {
 
     /// Copies the vectors that feed more than one input.
     fn copy_columns(&mut self, batch: usize) {
-        for &ColumnCopy { from, to, width } in &self.copies {
+        for &ColumnCopy { from, to, width, rows } in &self.copies {
             let strides = (self.widths[from.input], self.widths[to.input]);
-            for sample in 0..batch {
-                let source = sample * strides.0 + from.column;
-                let target = sample * strides.1 + to.column;
+            let (count, mut request) = match rows {
+                CopiedRows::Samples | CopiedRows::Spread => (batch, 0),
+                CopiedRows::Requests => (self.ends.len(), 0),
+            };
+            for row in 0..count {
+                request += usize::from(rows == CopiedRows::Spread && row == self.ends[request]);
+                let read = if rows == CopiedRows::Spread { request } else { row };
+                let source = read * strides.0 + from.column;
+                let target = row * strides.1 + to.column;
                 if from.input == to.input {
                     self.inputs[to.input].copy_within(source..source + width, target);
                 } else if let Ok([source_input, target_input]) =
@@ -100,7 +114,11 @@ impl CpuDense {
             return Ok(());
         }
         self.copy_columns(batch);
-        self.engine.run(batch, &self.inputs, scores, &mut self.scratch)
+        let inputs = &self.inputs[..self.engine.widths().len()];
+        match self.ends.as_slice() {
+            [] => self.engine.run(batch, inputs, scores, &mut self.scratch),
+            ends => self.engine.run_requests(ends, inputs, scores, &mut self.scratch),
+        }
     }
 
     fn input(&mut self, number: usize) -> Input<'_> {
@@ -115,6 +133,8 @@ pub(crate) struct CpuBackend {
     isa: Isa,
     /// The position at which the lookup continues after a full miss list was resolved.
     next: Cursor,
+    /// The statuses of shared lookups, `[requests]`; empty if nothing is shared.
+    shared: Vec<LookupStatus>,
 }
 
 /// A position in a batch: a lookup of the schema, and a sample.
@@ -127,7 +147,8 @@ struct Cursor {
 impl CpuBackend {
     pub fn new(tables: &Arc<CpuTables>, dense: CpuDense) -> Self {
         let next = Cursor::default();
-        Self { tables: Arc::clone(tables), dense, isa: Isa::detect(), next }
+        let shared = vec![LookupStatus::default(); dense.ends.capacity()];
+        Self { tables: Arc::clone(tables), dense, isa: Isa::detect(), next, shared }
     }
 
     pub fn dense(&mut self) -> &mut CpuDense {
@@ -159,7 +180,7 @@ impl CpuBackend {
         misses: &mut MissList,
         statuses: &mut [LookupStatus],
     ) -> Progress {
-        let (samples, lookups) = (batch.size(), &model.schema().lookups);
+        let lookups = &model.schema().lookups;
         let keys = lookups.iter().map(|lookup| batch.bags(lookup.feature.into()).keys.len()).sum();
         let prefetch = FeaturePrefetch::new(keys, lookups.len());
 
@@ -174,8 +195,15 @@ impl CpuBackend {
             let view = lookup_view(model, &self.tables, l);
             let (bags, from) = (batch.bags(lookups[l].feature.into()), self.next.sample);
             let mut input = self.dense.input(model.column(l).input);
-            let done = view.query(self.isa, bags, from, &mut input, misses, statuses);
-            if done < samples {
+            let is_shared = model.schema().feature_of(l).shared;
+            let counts =
+                if is_shared { &mut self.shared[..batch.ends().len()] } else { &mut *statuses };
+            let rows = counts.len();
+            let done = view.query(self.isa, bags, from, &mut input, misses, counts);
+            if is_shared {
+                count_once(batch, &mut self.shared, statuses);
+            }
+            if done < rows {
                 self.next.sample = done;
                 return Progress::MissListFull;
             }
@@ -197,17 +225,55 @@ impl CpuBackend {
             let view = lookup_view(model, &self.tables, l);
             let bags = batch.bags(model.schema().lookups[l].feature.into());
             let mut input = self.dense.input(model.column(l).input);
-            view.finish(self.isa, bag, bags, misses, &mut input, statuses);
+            let is_shared = model.schema().feature_of(l).shared;
+            let counts = if is_shared { &mut self.shared[..] } else { &mut *statuses };
+            view.finish(self.isa, bag, bags, misses, &mut input, counts);
         }
+        count_once(batch, &mut self.shared, statuses);
     }
 }
 
+/// Moves the counts of shared lookups to the first sample of each request: a request looks a shared
+/// bag up once. All of its samples are late if a shared row was.
+fn count_once(batch: &Batch, shared: &mut [LookupStatus], statuses: &mut [LookupStatus]) {
+    let mut start = 0;
+    for (counts, &end) in shared.iter_mut().zip(batch.ends()) {
+        let counts = std::mem::take(counts);
+        let samples = &mut statuses[start..end];
+        samples.iter_mut().for_each(|status| status.late |= counts.late);
+        samples.iter_mut().take(1).for_each(|first| first.add(&counts));
+        start = end;
+    }
+}
+
+/// Returns the rows that feature `f` has in an input of `features`.
+fn rows_of(f: usize, features: &[u16], declared: &[Feature]) -> CopiedRows {
+    match features.iter().all(|f| declared[usize::from(*f)].shared) {
+        _ if !declared[f].shared => CopiedRows::Samples,
+        true => CopiedRows::Requests,
+        false => CopiedRows::Spread,
+    }
+}
+
+/// Returns the bag of each row of an input.
+fn bag_of_rows(batch: &Batch, rows: CopiedRows) -> impl Iterator<Item = usize> {
+    let (ends, mut request) = (batch.ends(), 0);
+    let count = if rows == CopiedRows::Requests { ends.len() } else { batch.size() };
+    (0..count).map(move |row| {
+        if rows != CopiedRows::Spread {
+            return row;
+        }
+        request += usize::from(row == ends[request]);
+        request
+    })
+}
+
 /// Writes the number of keys of each bag, `[batch, features]`.
-fn fill_lengths(batch: &Batch, features: &[u16], data: &mut [f32]) {
-    for (column, &f) in features.iter().enumerate() {
-        let offsets = batch.bags(usize::from(f)).offsets;
-        for (sample, bounds) in offsets.windows(2).enumerate() {
-            data[sample * features.len() + column] = (bounds[1] - bounds[0]) as f32;
+fn fill_lengths(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
+    for (column, f) in features.iter().map(|f| usize::from(*f)).enumerate() {
+        let offsets = batch.bags(f).offsets;
+        for (row, bag) in bag_of_rows(batch, rows_of(f, features, declared)).enumerate() {
+            data[row * features.len() + column] = (offsets[bag + 1] - offsets[bag]) as f32;
         }
     }
 }
@@ -220,10 +286,12 @@ fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut 
     let mut first = 0;
     for f in features {
         let (bags, places) = (batch.bags(usize::from(*f)), places(f));
+        let rows = rows_of(usize::from(*f), features, declared);
         let padding = declared[usize::from(*f)].padding;
-        for (sample, bounds) in bags.offsets.windows(2).enumerate() {
-            let bag = &bags.keys[bounds[0] as usize..bounds[1] as usize];
-            let mask = &mut data[sample * stride + first..][..places];
+        for (row, number) in bag_of_rows(batch, rows).enumerate() {
+            let bag = bags.offsets[number] as usize..bags.offsets[number + 1] as usize;
+            let bag = &bags.keys[bag];
+            let mask = &mut data[row * stride + first..][..places];
             let (keys, rest) = mask.split_at_mut(bag.len());
             for (one, key) in keys.iter_mut().zip(bag) {
                 *one = if Some(*key) == padding { 0.0 } else { 1.0 };

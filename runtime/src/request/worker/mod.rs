@@ -57,6 +57,28 @@ impl Scores<'_> {
         self.statuses.iter().for_each(|s| sum.add(s));
         sum
     }
+
+    /// Writes the positions of the best samples by output `column` to `best`. See [`top_k`].
+    pub fn top_k<'b>(&self, column: usize, best: &'b mut [u32]) -> &'b [u32] {
+        top_k(self.values, self.values.len() / self.statuses.len().max(1), column, best)
+    }
+}
+
+/// Ranks `scores`, `[samples, outputs]`, by their `column`. Writes the positions of the best
+/// samples to `best` and returns them, best first. Of equal scores the first is better. Returns
+/// fewer than `best` has room for if there are fewer samples.
+pub fn top_k<'b>(scores: &[f32], outputs: usize, column: usize, best: &'b mut [u32]) -> &'b [u32] {
+    let score = |sample: u32| scores[sample as usize * outputs + column];
+    let mut count = 0;
+    for sample in 0..(scores.len() / outputs.max(1)) as u32 {
+        let place = best[..count].partition_point(|better| score(*better) >= score(sample));
+        if place < best.len() {
+            count = best.len().min(count + 1);
+            best[place..count].rotate_right(1);
+            best[place] = sample;
+        }
+    }
+    &best[..count]
 }
 
 /// Scores of one batch, which may hold several requests. A caller reads one request at a time.
