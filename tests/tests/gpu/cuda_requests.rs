@@ -222,6 +222,7 @@ fn many_workers_on_one_model_score_as_one() {
         second_input: i.is_multiple_of(3),
         more_tables: if i == 0 { vec![2, 1] } else { Vec::new() },
         weighted: false,
+        shared: false,
     };
 
     let plan = ModelPlan {
