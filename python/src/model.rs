@@ -177,11 +177,11 @@ impl Model {
         let served = served.ok_or_else(|| errors::of(closed("model")))?;
         let schema = served.schema();
         Ok(Self {
-            dense_features: schema.dense_names().cloned().collect(),
-            features: schema.features.iter().map(|f| f.name.clone()).collect(),
+            dense_features: schema.dense_names().take(model.shape.dense).cloned().collect(),
+            features: model.shape.features.clone(),
             has_weights: schema.features.iter().any(|f| f.weighted),
-            outputs: served.outputs(),
-            output_names: model.output_names().map_err(errors::of)?,
+            outputs: model.shape.outputs.len(),
+            output_names: model.shape.outputs.clone(),
             batch_max: served.budget().batch_max as usize,
             open: RwLock::new(Some(Arc::new(open))),
         })
@@ -222,12 +222,17 @@ impl Model {
             .map(|timeout| serving.now().saturating_add(timeout));
         let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
             let schema = model.schema();
-            let bags = |f: usize| Bags {
-                keys,
-                offsets: &offsets[f * samples..][..=samples],
-                weights: if schema.features[f].weighted { weights } else { &[] },
+            // A feature that the model has learnt since the program opened it has empty bags.
+            let bags = |f: usize| -> Result<Option<Bags<'_>>, Refusal> {
+                let known = f < self.features.len();
+                Ok(known.then(|| Bags {
+                    keys,
+                    offsets: &offsets[f * samples..][..=samples],
+                    weights: if schema.features[f].weighted { weights } else { &[] },
+                }))
             };
-            batch.push_columns(schema, samples, dense, bags).map_err(Refusal::from)
+            let dense = open.model.shape.cut(dense, schema);
+            batch.try_push_columns(schema, samples, &dense, bags)
         });
         let ticket = ticket.map_err(errors::of)?;
 
@@ -238,8 +243,10 @@ impl Model {
                 let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
                 statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
             }
+            let values = answer.scores().values;
+            let scores = open.model.shape.scores(values, values.len() / samples)?;
             Ok(Answer {
-                scores: Rows::new(answer.scores().values.to_vec(), self.outputs),
+                scores: Rows::new(scores.collect(), self.outputs),
                 statuses: Rows::new(statuses, STATUS_COUNTS),
                 generation: answer.generation().sequence,
             })

@@ -13,7 +13,7 @@ use crate::models::describe;
 use crate::problem::{Code, Problem, not_served};
 use crate::tensors::outputs::{Asked, Numbers, Output, Want, Wants};
 use crate::tensors::values::Tensor;
-use crate::tensors::{Layout, fill};
+use crate::tensors::{Differences, Layout, fill};
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
 use hatchback::{Queued, RequestError, Ticket};
@@ -80,6 +80,7 @@ pub fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> O
 struct View {
     layout: Arc<Layout>,
     wants: Wants,
+    differences: Differences,
 }
 
 /// A request that waits to be scored.
@@ -137,8 +138,8 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         let layout = front.layout(order.model, model.schema());
         let wants = Wants::new(&layout.outputs, order.asked, order.every)?;
         let batch_max = model.budget().batch_max as usize;
-        fill(batch, &layout, order.tensors, batch_max, memory)?;
-        view = Some(View { layout, wants });
+        let differences = fill(batch, &layout, order.tensors, batch_max, memory)?;
+        view = Some(View { layout, wants, differences });
         Ok::<(), Problem>(())
     });
     let queued = queued.map_err(|e| match e {
@@ -215,9 +216,14 @@ impl Shown<'_> {
 
     /// Returns the wanted outputs, each with its encoding and its numbers.
     pub fn outputs(&self) -> impl Iterator<Item = (&Output, Want, Numbers<'_>)> {
-        let View { layout, wants } = self.view;
+        let View { layout, wants, .. } = self.view;
         let wanted = wants.of(&layout.outputs);
         wanted.map(|(output, want)| (output, want, Numbers::of(output, self.answer)))
+    }
+
+    /// Returns how the inputs of the request differed from the model's.
+    pub fn differences(&self) -> &Differences {
+        &self.view.differences
     }
 
     /// Returns how many numbers the wanted outputs have in sum.
@@ -262,6 +268,7 @@ impl Scored {
         drop(answer);
 
         self.model.answer(call.protocol, &trace, late);
+        self.model.count_inputs(&self.view.differences);
         let traced = call.trace.as_ref().and_then(|value| value.to_str().ok()).unwrap_or("");
         let names = Names { model: &call.model, id, protocol: call.protocol, trace: traced };
         front.slowest.note(&trace, &names);

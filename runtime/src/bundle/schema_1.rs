@@ -1,5 +1,5 @@
 //! The schema in manifests of format 1: its dense features are names, and its features have no key
-//! of null. Only reads.
+//! of null. Nothing is retired. Only reads.
 
 use crate::schema::key_function::KeyFunction;
 use crate::schema::lookup::Lookup;
@@ -36,6 +36,6 @@ impl From<Schema1> for Schema {
 impl From<Feature1> for Feature {
     fn from(old: Feature1) -> Self {
         let Feature1 { name, hotness_max, weighted, key, padding } = old;
-        Self { name, hotness_max, weighted, key, padding, null: None }
+        Self { name, hotness_max, weighted, key, padding, null: None, retired: false }
     }
 }

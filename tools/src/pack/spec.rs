@@ -51,7 +51,7 @@ pub struct ModelSpec {
 #[serde(
     untagged,
     deny_unknown_fields,
-    expecting = "dense_features has names, or tables with `name` and `missing`"
+    expecting = "dense_features has names, or tables with `name`, `missing` and `retired`"
 )]
 pub enum DenseSpec {
     /// The name of a feature without options.
@@ -62,6 +62,9 @@ pub enum DenseSpec {
         name: String,
         /// The value that replaces a missing one.
         missing: Option<f32>,
+        /// Whether the network no longer takes it.
+        #[serde(default)]
+        retired: bool,
     },
 }
 
@@ -69,7 +72,9 @@ impl DenseSpec {
     fn feature(&self) -> DenseFeature {
         match self {
             Self::Name(name) => DenseFeature::plain(name),
-            Self::Table { name, missing } => DenseFeature { name: name.clone(), missing: *missing },
+            Self::Table { name, missing, retired } => {
+                DenseFeature { name: name.clone(), missing: *missing, retired: *retired }
+            }
         }
     }
 }
@@ -269,6 +274,9 @@ pub struct FeatureSpec {
     pub padding: Option<u64>,
     /// The key of a missing value.
     pub null: Option<u64>,
+    /// Whether the model no longer uses it; callers may still send it.
+    #[serde(default)]
+    pub retired: bool,
 }
 
 /// Reads one name, or a list of names.
@@ -297,6 +305,7 @@ impl FeatureSpec {
             key: None,
             padding: None,
             null: None,
+            retired: false,
         }
     }
 }
@@ -355,6 +364,7 @@ impl ModelSpec {
     pub fn key_functions(&self, base: &Path) -> Result<Vec<KeyFunction>> {
         let names: Vec<&str> = self.features.iter().map(|f| f.name.as_str()).collect();
         let load = |feature: &FeatureSpec| match &feature.key {
+            Some(_) if feature.retired => Ok(KeyFunction::Key),
             None => Ok(KeyFunction::Key),
             Some(key) => {
                 key.load(base, &names).with_context(|| format!("feature `{}`", feature.name))
@@ -372,10 +382,11 @@ impl ModelSpec {
         let feature = |(spec, key): (&FeatureSpec, &KeyFunction)| Feature {
             name: spec.name.clone(),
             hotness_max: spec.hotness_max,
-            weighted: spec.weights,
+            weighted: spec.weights && !spec.retired,
             key: key.clone(),
             padding: spec.padding,
-            null: spec.null,
+            null: spec.null.filter(|_| !spec.retired),
+            retired: spec.retired,
         };
         let features = self.features.iter().zip(keys).map(feature).collect();
         // First, because the names of vectors depend on them.
@@ -413,7 +424,8 @@ impl ModelSpec {
     /// Returns the lookups of each feature in turn, in the order of its tables.
     fn lookups(&self) -> Result<Vec<Lookup>, SchemaError> {
         let mut lookups = Vec::new();
-        for (number, spec) in self.features.iter().enumerate() {
+        let used = |(_, spec): &(usize, &FeatureSpec)| !spec.retired;
+        for (number, spec) in self.features.iter().enumerate().filter(used) {
             let refuse = |problem: String| fault(format!("feature[{number}].table"), problem);
             if spec.tables.is_empty() {
                 return Err(refuse("is empty".to_owned()));
@@ -466,7 +478,9 @@ impl ModelSpec {
     /// Returns the number of the lookup whose vector is `name`: `feature`, or `feature@table`.
     fn lookup_number(&self, name: &str) -> Result<u16, String> {
         let mut first = 0;
-        for FeatureSpec { name: feature, tables, .. } in &self.features {
+        for FeatureSpec { name: feature, tables, .. } in
+            self.features.iter().filter(|feature| !feature.retired)
+        {
             let vector = |table: &String| format!("{feature}@{table}");
             let table = match (feature == name, tables.as_slice()) {
                 (true, [_]) => Some(0),
