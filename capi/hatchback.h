@@ -54,7 +54,9 @@ typedef enum hatchback_result {
     HATCHBACK_CLOSED = 7      /* the handle was closed, was never open, or is the parent's of a fork */
 } hatchback_result;
 
-/* The shape of requests to a model. It does not change while the model is served. */
+/* The shape of requests to a model. It does not change while the model is served: a later generation
+ * that takes more has empty bags and the value of `missing` for it, and its further outputs are not
+ * written. To send them, load the model again. */
 typedef struct hatchback_shape {
     uint32_t dense_features;
     uint32_t sparse_features;

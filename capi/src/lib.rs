@@ -20,7 +20,7 @@ use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
 use hatchback::schema::raw_value::RawValue;
 use outcome::{Refusal, answer, closed, request};
 use pointers::{copy_text, place, room, text, values, write, zeros};
-use process::{Process, ServedModel};
+use process::{CallerShape, Process, ServedModel};
 use std::ffi::{c_char, c_void};
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -210,9 +210,9 @@ extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outc
         let model = model(handle)?;
         let opened = model.process.serving.model(&model.name).ok_or_else(|| closed("model"))?;
         let described = Shape {
-            dense_features: opened.schema().dense_features.len() as u32,
-            sparse_features: opened.schema().features.len() as u32,
-            outputs: opened.outputs() as u32,
+            dense_features: model.shape.dense as u32,
+            sparse_features: model.shape.features.len() as u32,
+            outputs: model.shape.outputs.len() as u32,
             batch_max: opened.budget().batch_max,
         };
         write("shape", shape, described)
@@ -240,7 +240,8 @@ extern "C" fn hatchback_output_name(
     name_bytes: u32,
 ) -> Outcome {
     answer(|| {
-        let names = model(handle)?.output_names()?;
+        let model = model(handle)?;
+        let names = &model.shape.outputs;
         let missing = || request(format!("column = {column}: the model has {}", names.len()));
         let found = names.get(column as usize).ok_or_else(missing)?;
         let room = room("name", name, name_bytes as usize)?;
@@ -258,13 +259,14 @@ extern "C" fn hatchback_output_name(
 
 /// The arguments of `hatchback_score`.
 #[derive(Clone, Copy)]
-struct Request {
+struct Request<'a> {
+    shape: &'a CallerShape,
     samples: usize,
     dense: *const f32,
     sparse: *const Bags,
 }
 
-impl Request {
+impl Request<'_> {
     /// Fills `batch` with the samples.
     fn fill(&self, model: &Model, batch: &mut Batch) -> Result<(), Refusal> {
         let (schema, most) = (model.schema(), model.budget().batch_max as usize);
@@ -272,41 +274,44 @@ impl Request {
         if samples == 0 || samples > most {
             return Err(request(format!("samples = {samples}: a request has 1 to {most}")));
         }
-        let dense = values("dense", self.dense, samples * schema.dense_features.len())?;
-        let sparse = values("sparse", self.sparse, schema.features.len())?;
+        // The pointers have what the model took when the caller loaded it.
+        let dense = values("dense", self.dense, samples * self.shape.dense)?;
+        let sparse = values("sparse", self.sparse, self.shape.features.len())?;
 
         // The offsets give the number of keys, so they are checked before a key is read.
-        let columns = |f: usize| -> Result<Columns<'_>, Refusal> {
-            let Feature { name, weighted, shared, .. } = &schema.features[f];
-            let bags = if *shared { 1 } else { samples };
-            let offsets = values("offsets", sparse[f].offsets, bags + 1)?;
+        let columns = |f: usize| -> Result<Option<Columns<'_>>, Refusal> {
+            let Feature { name, weighted, retired, .. } = &schema.features[f];
+            let Some(bags) = sparse.get(f).filter(|_| !retired) else { return Ok(None) };
+            let count = if self.shape.shared[f] { 1 } else { samples };
+            let offsets = values("offsets", bags.offsets, count + 1)?;
             check_offsets(&schema.features[f], offsets)?;
-            let keys = values("keys", sparse[f].keys, offsets[bags] as usize)?;
+            let keys = values("keys", bags.keys, offsets[count] as usize)?;
             // A pointer that the caller left from another call may point to nothing, so it is
             // refused without a read.
-            if !weighted && !sparse[f].weights.is_null() {
+            if !weighted && !bags.weights.is_null() {
                 let problem = "must be NULL, because the feature has no weights";
                 return Err(request(format!("weights of feature `{name}`: {problem}")));
             }
             let needed = if *weighted { keys.len() } else { 0 };
-            let weights = values("weights", sparse[f].weights, needed)?;
-            Ok(Columns { keys, offsets, weights })
+            let weights = values("weights", bags.weights, needed)?;
+            Ok(Some(Columns { keys, offsets, weights }))
         };
-        batch.try_push_columns(schema, samples, dense, columns)
+        batch.try_push_columns(schema, samples, &self.shape.cut(dense, schema), columns)
     }
 }
 
 /// Where `hatchback_score` writes its answer.
-struct Destination {
+struct Destination<'a> {
+    shape: &'a CallerShape,
     scores: *mut f32,
     statuses: *mut Status,
     generation: *mut u64,
 }
 
-impl Destination {
+impl Destination<'_> {
     /// Checks that the pointers have room for an answer to `samples` samples.
-    fn check(&self, model: &Model, samples: usize) -> Result<(), Refusal> {
-        room("scores", self.scores, samples * model.outputs())?;
+    fn check(&self, samples: usize) -> Result<(), Refusal> {
+        room("scores", self.scores, samples * self.shape.outputs.len())?;
         place("generation", self.generation)?;
         self.statuses(samples).map(drop)
     }
@@ -318,7 +323,12 @@ impl Destination {
 
     fn write(&self, answer: &Answer<'_>) -> Result<(), Refusal> {
         let scores = answer.scores();
-        room("scores", self.scores, scores.values.len())?.write_copy_of_slice(scores.values);
+        let samples = scores.statuses.len();
+        let known = self.shape.scores(scores.values, scores.values.len() / samples.max(1))?;
+        let room = room("scores", self.scores, samples * self.shape.outputs.len())?;
+        for (to, score) in room.iter_mut().zip(known) {
+            to.write(score);
+        }
         if let Some(generation) = place("generation", self.generation)? {
             generation.write(answer.generation().sequence);
         }
@@ -347,12 +357,13 @@ extern "C" fn hatchback_score(
         let model = model(handle)?;
         let serving = &model.process.serving;
         let deadline = (timeout_us > 0).then(|| serving.now() + Duration::from_micros(timeout_us));
-        let request = Request { samples: samples as usize, dense, sparse };
-        let to = Destination { scores, statuses, generation };
+        let shape = &model.shape;
+        let request = Request { shape, samples: samples as usize, dense, sparse };
+        let to = Destination { shape, scores, statuses, generation };
 
         let ticket = serving.submit_with(&model.name, deadline, |model, batch| {
             request.fill(model, batch)?;
-            to.check(model, request.samples)
+            to.check(request.samples)
         })?;
         to.write(&ticket.wait()?)
     })
@@ -428,11 +439,7 @@ extern "C" fn hatchback_prefetch(
     answer(|| {
         let model = model(handle)?;
         let serving = &model.process.serving;
-        let schema = serving.schema(&model.name).ok_or_else(|| closed("model"))?;
-        let features = schema.features.len();
-        if feature as usize >= features {
-            return Err(request(format!("feature = {feature}: the model has {features}")));
-        }
+        model.check_feature(feature as usize)?;
         let keys = values("keys", keys, count as usize)?;
         let taken = serving.prefetch(&model.name, feature as usize, keys);
         if let Some(queued) = place("queued", queued)? {

@@ -7,10 +7,13 @@ use hatchback::clock::SystemClock;
 use hatchback::io::disk::{self, Disk};
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
+use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
+use hatchback::schema::Schema;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
+use std::borrow::Cow;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,6 +50,65 @@ pub struct ServedModel {
     pub process: Arc<Shared>,
     /// The name that it is served under.
     pub name: String,
+    /// The shape of requests when the model was loaded. A later generation may have more at the end
+    /// of each list; one that a rollback brings back, less.
+    pub shape: CallerShape,
+}
+
+/// What the caller of a handle sends and receives, whatever generation is served.
+#[derive(Clone)]
+pub struct CallerShape {
+    /// Columns of dense features.
+    pub dense: usize,
+    /// The sparse features, in the order of a request.
+    pub features: Vec<String>,
+    /// Of each feature whether all samples of a request share it.
+    pub shared: Vec<bool>,
+    /// The output of each column of the scores.
+    pub outputs: Vec<String>,
+}
+
+impl CallerShape {
+    /// Returns the shape of requests to `model`. A model with one output has its name in every
+    /// column; with several outputs, each has one column.
+    fn of(model: &Model) -> Self {
+        let schema = model.schema();
+        let outputs = &schema.network.outputs;
+        let of = |column: usize| outputs.get(column).or(outputs.last());
+        Self {
+            dense: schema.dense_features.len(),
+            features: schema.features.iter().map(|f| f.name.clone()).collect(),
+            shared: schema.features.iter().map(|f| f.shared).collect(),
+            outputs: (0..model.outputs()).filter_map(of).map(|o| o.name.clone()).collect(),
+        }
+    }
+
+    /// Returns the columns of `dense`, `[samples, self.dense]`, that a generation with `schema` can
+    /// take. Copies only after a rollback, which takes columns away.
+    pub fn cut<'a>(&self, dense: &'a [f32], schema: &Schema) -> Cow<'a, [f32]> {
+        let taken = schema.dense_features.len();
+        if self.dense <= taken {
+            return dense.into();
+        }
+        dense.chunks_exact(self.dense).flat_map(|row| &row[..taken]).copied().collect()
+    }
+
+    /// Returns the columns of `scores`, of a generation with `columns`, that the caller knows.
+    ///
+    /// # Errors
+    /// The generation that a rollback has brought back has fewer.
+    pub fn scores<'a>(
+        &self,
+        scores: &'a [f32],
+        columns: usize,
+    ) -> Result<impl Iterator<Item = f32> + use<'a>, Refusal> {
+        let known = self.outputs.len();
+        if columns < known {
+            let problem = format!("the generation has {columns} scores a sample, not {known}");
+            return Err(refused(format!("{problem}; load the model again")));
+        }
+        Ok(scores.chunks_exact(columns).flat_map(move |row| &row[..known]).copied())
+    }
 }
 
 impl Process {
@@ -94,7 +156,9 @@ impl Process {
         let follower = Follower::load(disk, flash, name, serving, *budget)?;
         let name = follower.name().to_owned();
         self.shared.followers().push(follower);
-        Ok(ServedModel { process: Arc::clone(&self.shared), name })
+        let model = serving.model(&name).ok_or_else(|| closed("model"))?;
+        let shape = CallerShape::of(&model);
+        Ok(ServedModel { process: Arc::clone(&self.shared), name, shape })
     }
 
     /// Returns whether this process serves `model`.
@@ -147,11 +211,21 @@ impl ServedModel {
     /// The model has no such feature, or the feature does not take the value.
     pub fn key(&self, feature: usize, value: &RawValue<'_>) -> Result<u64, Refusal> {
         let schema = self.process.serving.schema(&self.name).ok_or_else(|| closed("model"))?;
-        let features = schema.features.len();
-        let missing = || request(format!("feature = {feature}: the model has {features}"));
-        let feature = schema.features.get(feature).ok_or_else(missing)?;
+        self.check_feature(feature)?;
+        // After a rollback the feature may be gone, and its keys are not read.
+        let Some(feature) = schema.features.get(feature) else { return Ok(0) };
         let key = feature.key_of(value);
         key.map_err(|e| request(format!("feature `{}`: {e}", feature.name)))
+    }
+
+    /// Checks that the caller's requests have a feature with the number `feature`.
+    ///
+    /// # Errors
+    /// They have fewer.
+    pub fn check_feature(&self, feature: usize) -> Result<(), Refusal> {
+        let features = self.shape.features.len();
+        let missing = || request(format!("feature = {feature}: the model has {features}"));
+        if feature < features { Ok(()) } else { Err(missing()) }
     }
 
     /// Returns the number of the sparse feature `name`.
@@ -159,26 +233,8 @@ impl ServedModel {
     /// # Errors
     /// The model has no such feature.
     pub fn feature(&self, name: &str) -> Result<i32, Refusal> {
-        let schema = self.process.serving.schema(&self.name).ok_or_else(|| closed("model"))?;
-        let at = schema.features.iter().position(|f| f.name == name);
+        let at = self.shape.features.iter().position(|feature| feature == name);
         Ok(at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32)
-    }
-
-    /// Returns, for each column of the scores, the name of its output. A model with one output has
-    /// that name in every column; with several outputs, each has one column.
-    ///
-    /// # Errors
-    /// The model is not served.
-    pub fn output_names(&self) -> Result<Vec<String>, Refusal> {
-        let serving = &self.process.serving;
-        let (Some(schema), Some(columns)) =
-            (serving.schema(&self.name), serving.outputs(&self.name))
-        else {
-            return Err(closed("model"));
-        };
-        let outputs = &schema.network.outputs;
-        let of = |column: usize| outputs.get(column).or(outputs.last());
-        Ok((0..columns).filter_map(of).map(|output| output.name.clone()).collect())
     }
 
     /// Returns the first column of the output `name` in the scores.
@@ -186,7 +242,7 @@ impl ServedModel {
     /// # Errors
     /// The model has no such output.
     pub fn output(&self, name: &str) -> Result<i32, Refusal> {
-        let names = self.output_names()?;
+        let names = &self.shape.outputs;
         let at = names.iter().position(|output| output == name);
         let missing = || request(format!("the model has no output `{name}`, but {names:?}"));
         Ok(at.ok_or_else(missing)? as i32)

@@ -193,12 +193,12 @@ impl Model {
         let served = served.ok_or_else(|| errors::of(closed("model")))?;
         let schema = served.schema();
         Ok(Self {
-            dense_features: schema.dense_names().cloned().collect(),
-            features: schema.features.iter().map(|f| f.name.clone()).collect(),
+            dense_features: schema.dense_names().take(model.shape.dense).cloned().collect(),
+            features: model.shape.features.clone(),
             has_weights: schema.features.iter().any(|f| f.weighted),
-            shared: schema.features.iter().filter(|f| f.shared).count(),
-            outputs: served.outputs(),
-            output_names: model.output_names().map_err(errors::of)?,
+            shared: model.shape.shared.iter().filter(|shared| **shared).count(),
+            outputs: model.shape.outputs.len(),
+            output_names: model.shape.outputs.clone(),
             batch_max: served.budget().batch_max as usize,
             open: RwLock::new(Some(Arc::new(open))),
         })
@@ -246,19 +246,21 @@ impl Model {
             .map(|timeout| serving.now().saturating_add(timeout));
         let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
             let schema = model.schema();
-            let is_once = offsets.len() != schema.features.len() * samples + 1;
-            let count = |shared: bool| if is_once && shared { 1 } else { samples };
-            let bags = |f: usize| {
-                let before = || schema.features[..f].iter().map(|f| count(f.shared)).sum();
-                let first = if is_once { before() } else { f * samples };
-                let Feature { weighted, shared, .. } = schema.features[f];
-                Bags {
+            let shape = &open.model.shape;
+            let is_once = offsets.len() != shape.shared.len() * samples + 1;
+            let count = |shared: &bool| if is_once && *shared { 1 } else { samples };
+            // A feature that the model has learnt since the program opened it has empty bags.
+            let bags = |f: usize| -> Result<Option<Bags<'_>>, Refusal> {
+                let Some(shared) = shape.shared.get(f) else { return Ok(None) };
+                let first = shape.shared[..f].iter().map(count).sum::<usize>();
+                Ok(Some(Bags {
                     keys,
                     offsets: &offsets[first..][..=count(shared)],
-                    weights: if weighted { weights } else { &[] },
-                }
+                    weights: if schema.features[f].weighted { weights } else { &[] },
+                }))
             };
-            batch.push_columns(schema, samples, dense, bags).map_err(Refusal::from)
+            let dense = open.model.shape.cut(dense, schema);
+            batch.try_push_columns(schema, samples, &dense, bags)
         });
         let ticket = ticket.map_err(errors::of)?;
 
@@ -276,10 +278,13 @@ impl Model {
                 let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
                 statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
             }
-            let row = |at: &u32| &scores.values[*at as usize * width..][..width];
+            let values = scores.values;
+            let known: Vec<f32> =
+                open.model.shape.scores(values, values.len() / samples)?.collect();
+            let row = |at: &u32| &known[*at as usize * width..][..width];
             let values = best.as_ref().map(|best| best.iter().flat_map(row).copied().collect());
             Ok(Answer {
-                scores: Rows::new(values.unwrap_or_else(|| scores.values.to_vec()), width),
+                scores: Rows::new(values.unwrap_or(known), width),
                 positions: best.map(|best| Rows::new(best, 1)),
                 statuses: Rows::new(statuses, STATUS_COUNTS),
                 generation: answer.generation().sequence,

@@ -168,6 +168,11 @@ pub struct ModelInferResponse {
     pub model_version: ::prost::alloc::string::String,
     #[prost(string, tag = "3")]
     pub id: ::prost::alloc::string::String,
+    #[prost(map = "string, message", tag = "4")]
+    pub parameters: ::std::collections::HashMap<
+        ::prost::alloc::string::String,
+        InferParameter,
+    >,
     #[prost(message, repeated, tag = "5")]
     pub outputs: ::prost::alloc::vec::Vec<model_infer_response::InferOutputTensor>,
     #[prost(bytes = "bytes", repeated, tag = "6")]

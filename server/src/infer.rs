@@ -13,7 +13,7 @@ use crate::models::describe;
 use crate::problem::{Code, Problem, not_served};
 use crate::tensors::outputs::{Asked, Best, Numbers, Output, Want, Wants};
 use crate::tensors::values::Tensor;
-use crate::tensors::{Layout, fill};
+use crate::tensors::{Differences, Layout, fill};
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
 use hatchback::{Queued, RequestError, Ticket};
@@ -83,6 +83,7 @@ struct View {
     layout: Arc<Layout>,
     wants: Wants,
     top_k: Option<usize>,
+    differences: Differences,
 }
 
 /// A request that waits to be scored.
@@ -140,8 +141,8 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         let layout = front.layout(order.model, model.schema());
         let wants = Wants::new(&layout.outputs, order.asked, order.every, order.top_k.is_some())?;
         let batch_max = model.budget().batch_max as usize;
-        fill(batch, &layout, order.tensors, batch_max, memory)?;
-        view = Some(View { layout, wants, top_k: order.top_k });
+        let differences = fill(batch, &layout, order.tensors, batch_max, memory)?;
+        view = Some(View { layout, wants, top_k: order.top_k, differences });
         Ok::<(), Problem>(())
     });
     let queued = queued.map_err(|e| match e {
@@ -225,6 +226,11 @@ impl Shown<'_> {
         wanted.map(move |(output, want)| (output, want, numbers(output)))
     }
 
+    /// Returns how the inputs of the request differed from the model's.
+    pub fn differences(&self) -> &Differences {
+        &self.view.differences
+    }
+
     /// Returns how many numbers the wanted outputs have in sum.
     pub fn numbers(&self) -> usize {
         self.outputs().map(|(_, _, numbers)| numbers.count()).sum()
@@ -270,6 +276,7 @@ impl Scored {
         drop(answer);
 
         self.model.answer(call.protocol, &trace, late);
+        self.model.count_inputs(&self.view.differences);
         let traced = call.trace.as_ref().and_then(|value| value.to_str().ok()).unwrap_or("");
         let names = Names { model: &call.model, id, protocol: call.protocol, trace: traced };
         front.slowest.note(&trace, &names);

@@ -120,7 +120,7 @@ fn read_bundle(bytes: &[u8]) {
     }
     for (number, table) in manifest.tables.iter().enumerate() {
         let declared = &manifest.schema.tables[number];
-        let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
+        let part = if manifest.is_delta(number) { Part::Delta } else { Part::Base };
         let kind = SegmentKind::new(&manifest.generation, 0, number, declared, part)
             .expect("a checked schema");
         let rows = rows_over(part, declared);

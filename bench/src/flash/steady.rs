@@ -124,7 +124,7 @@ fn install(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Ins
 
     // Delta `n` has the sequence `n + 1`, and its parent the sequence `n`.
     let parent = (delta > 0).then_some(delta);
-    let tables = vec![TableBlobs { segment, hot: None }];
+    let tables = vec![TableBlobs { segment, hot: None, whole: false }];
     bundle.finish(Manifest {
         generation,
         parent,

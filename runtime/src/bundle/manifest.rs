@@ -92,6 +92,8 @@ pub struct TableBlobs {
     pub segment: u32,
     /// The hot list: the most used keys, most used first (u64, little-endian).
     pub hot: Option<u32>,
+    /// Whether the segment of a delta is a base, because the parent has no such table.
+    pub whole: bool,
 }
 
 /// The changes that a delta within a budget of bytes left for a later delta.
@@ -152,6 +154,19 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, M
     Err(ManifestError::Field { field: field.into(), problem: problem.into() })
 }
 
+/// The numbers of the blobs of one table in a manifest of format 1, whose deltas have no base.
+#[derive(Deserialize)]
+struct TableBlobs1 {
+    segment: u32,
+    hot: Option<u32>,
+}
+
+impl From<TableBlobs1> for TableBlobs {
+    fn from(old: TableBlobs1) -> Self {
+        Self { segment: old.segment, hot: old.hot, whole: false }
+    }
+}
+
 /// A manifest of format 1.
 #[derive(Deserialize)]
 struct Manifest1 {
@@ -159,7 +174,7 @@ struct Manifest1 {
     parent: Option<u64>,
     schema: Schema1,
     blobs: Vec<Blob>,
-    tables: Vec<TableBlobs>,
+    tables: Vec<TableBlobs1>,
     dense: u32,
     probe: Option<u32>,
     deferral: Option<Deferral>,
@@ -168,6 +183,7 @@ struct Manifest1 {
 impl From<Manifest1> for Manifest {
     fn from(old: Manifest1) -> Self {
         let Manifest1 { generation, parent, schema, blobs, tables, dense, probe, deferral } = old;
+        let tables = tables.into_iter().map(TableBlobs::from).collect();
         Self { generation, parent, schema: schema.into(), blobs, tables, dense, probe, deferral }
     }
 }
@@ -217,10 +233,15 @@ impl Manifest {
         self.blobs[self.tables[number].segment as usize].raw_bytes()
     }
 
+    /// Returns whether the segment of table `number` is a delta.
+    pub fn is_delta(&self, number: usize) -> bool {
+        self.parent.is_some() && !self.tables[number].whole
+    }
+
     /// Returns whether this is a delta that changes no row of table `number`: its segment has only
     /// a trailer.
     pub fn leaves_alone(&self, number: usize) -> bool {
-        self.parent.is_some() && self.segment_bytes(number) == PAGE_BYTES as u64
+        self.is_delta(number) && self.segment_bytes(number) == PAGE_BYTES as u64
     }
 
     /// Checks every field against the others and against the limits.
@@ -238,6 +259,9 @@ impl Manifest {
         }
 
         for (i, table) in self.tables.iter().enumerate() {
+            if table.whole && self.parent.is_none() {
+                return fault(format!("tables[{i}].whole"), "belongs to a delta");
+            }
             self.check_blob(&format!("tables[{i}].segment"), table.segment, u64::MAX)?;
             if let Some(hot) = table.hot {
                 self.check_blob(

@@ -1,5 +1,5 @@
 //! The schema in manifests of format 1: its dense features are names, and its features have no key
-//! of null and are not shared. Only reads.
+//! of null, are not shared and not retired. Only reads.
 
 use crate::schema::key_function::KeyFunction;
 use crate::schema::lookup::Lookup;
@@ -36,6 +36,7 @@ impl From<Schema1> for Schema {
 impl From<Feature1> for Feature {
     fn from(old: Feature1) -> Self {
         let Feature1 { name, hotness_max, weighted, key, padding } = old;
-        Self { name, hotness_max, weighted, key, padding, null: None, shared: false }
+        let (null, shared, retired) = (None, false, false);
+        Self { name, hotness_max, weighted, key, padding, null, shared, retired }
     }
 }

@@ -18,8 +18,8 @@ use crate::limits::{
     DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, SYNCED_FILES_MAX,
     UNSYNCED_FILES_MAX,
 };
+use crate::schema::Schema;
 use crate::schema::sample::Sample;
-use crate::schema::{Schema, Table};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -298,29 +298,21 @@ fn check_succession(
     }
 }
 
-type TablesAgree = fn(&Table, &Table) -> bool;
-
-/// Checks that the tables of a delta have the names, keys and row encodings of the live tables.
+/// Checks that each table that comes as a delta has the name, keys and row encoding of the live
+/// table of its number.
 fn check_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
-    let offered = &bundle.manifest().schema;
-    let differ = |table: &str, field| {
-        Err(FlashError::Schema { path: bundle.path().to_owned(), table: table.to_owned(), field })
-    };
-    if offered.tables.len() != live.tables.len() {
-        return differ("", "the number of tables");
-    }
-
-    let checks: [(&str, TablesAgree); 5] = [
-        ("name", |a, b| a.name == b.name),
-        ("dim", |a, b| a.dim == b.dim),
-        ("keys", |a, b| a.keys == b.keys),
-        ("codec", |a, b| a.codec == b.codec),
-        ("unit_exp", |a, b| a.unit_exp == b.unit_exp),
-    ];
-    for (ours, theirs) in live.tables.iter().zip(&offered.tables) {
-        if let Some((field, _)) = checks.iter().find(|(_, agree)| !agree(ours, theirs)) {
-            return differ(&ours.name, field);
-        }
+    let manifest = bundle.manifest();
+    for (number, offered) in manifest.schema.tables.iter().enumerate() {
+        let before = live.tables.get(number);
+        let agrees = match before {
+            _ if !manifest.is_delta(number) => Ok(()),
+            Some(before) => offered.continues(before),
+            None => Err("the number of tables"),
+        };
+        agrees.map_err(|field| {
+            let table = before.unwrap_or(offered).name.clone();
+            FlashError::Schema { path: bundle.path().to_owned(), table, field }
+        })?;
     }
     Ok(())
 }
@@ -341,7 +333,7 @@ fn next_state(
     );
 
     let tables = (0..manifest.tables.len())
-        .map(|number| match live.filter(|_| manifest.parent.is_some()) {
+        .map(|number| match live.filter(|_| manifest.is_delta(number)) {
             None => snapshot_state(manifest, number),
             Some(live) => {
                 let state = live.record.live.tables[number].clone();
@@ -388,7 +380,10 @@ fn check_deltas(bundle: &BundleReader, live: Option<&Flash>) -> Result<(), Flash
     let manifest = bundle.manifest();
     let Some(live) = live.filter(|_| manifest.parent.is_some()) else { return Ok(()) };
 
-    for (number, table) in live.record.live.tables.iter().enumerate() {
+    let delivered = |(number, _): &(usize, &TableState)| {
+        number < &manifest.tables.len() && manifest.is_delta(*number)
+    };
+    for (number, table) in live.record.live.tables.iter().enumerate().filter(delivered) {
         let path = bundle.path();
         let pages = manifest.segment_bytes(number) / PAGE_BYTES as u64;
         if pages > u64::from(DELTA_PAGES_MAX) {
@@ -452,7 +447,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         number: usize,
     ) -> Result<Counts, FlashError> {
         let blobs = &manifest.tables[number];
-        let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
+        let part = if manifest.is_delta(number) { Part::Delta } else { Part::Base };
         let name = segment_name(number, 0);
         let path = self.folder.join(&name);
         let kind = kind_of(&manifest.generation, 0, &manifest.schema, number, part, &path)?;
@@ -474,7 +469,8 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
 
     /// Returns the number of rows of a table before this generation, and after.
     fn rows(&self, manifest: &Manifest, number: usize) -> Range<u64> {
-        let before = self.base.map_or(0, |live| live.manifest.schema.tables[number].rows);
+        let base = self.base.filter(|_| manifest.is_delta(number));
+        let before = base.map_or(0, |live| live.manifest.schema.tables[number].rows);
         before..manifest.schema.tables[number].rows
     }
 

@@ -40,8 +40,9 @@ impl Flash {
     /// Returns the previous state if it holds the rows of the damaged segment in other files.
     fn retained_for(&self, damage: &Damage) -> Option<&LiveState> {
         let previous = self.record().previous.as_ref()?;
-        // Only the parent of the live generation has the same tables.
-        let is_parent = self.manifest().parent == Some(previous.generation.sequence);
+        // Only the parent of the live generation has the same table.
+        let is_parent = self.manifest().parent == Some(previous.generation.sequence)
+            && self.manifest().is_delta(damage.table);
 
         let live = self.record().live.tables.get(damage.table)?;
         let is_merged = damage.part == Part::Base && damage.segment == live.base;

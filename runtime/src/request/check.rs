@@ -21,7 +21,7 @@ pub(crate) fn check_batch(model: &Model, batch: &Batch) -> Result<(), ScoreError
         let problem = format!("{} of {} sparse features", batch.features(), schema.features.len());
         return refuse("features", problem);
     }
-    if batch.dense().len() != batch.size() * schema.dense_features.len() {
+    if batch.dense().len() != batch.size() * schema.dense_width() {
         let problem = format!("{} values for {} samples", batch.dense().len(), batch.size());
         return refuse("dense", problem);
     }

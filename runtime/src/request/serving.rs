@@ -18,6 +18,7 @@ use crate::request::transition;
 use crate::request::worker::TableCounts;
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
+use crate::schema::change::{ChangeError, check_change};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::gpu::GpuDense;
 use std::collections::BTreeSet;
@@ -48,7 +49,7 @@ pub enum ServingError {
     #[error("no model `{0}` is served")]
     NotLoaded(String),
     /// Requests to the live generation would not fit the new one.
-    #[error("model `{name}`: {field} of the new generation: {problem}; load it under another name")]
+    #[error("model `{name}`: the new generation: {problem}; load it under another name")]
     Shape { name: String, field: &'static str, problem: String },
     /// The system refused to start a thread.
     #[error("threads: {0}")]
@@ -187,6 +188,11 @@ impl Serving {
         let opened =
             successor::open(&old, flash, &options).map_err(|e| self.refusal(name, e, taken))?;
         check_shape(&old, &opened.model).map_err(|e| e.of(name))?;
+        if old.outputs() != opened.model.outputs() {
+            // The slots of the old pipeline have no room for other scores.
+            drop((old, opened));
+            return self.replace(name, flash, budget, yield_awaited);
+        }
         drop(old);
 
         let run = |pipeline: &Pipeline| transition::run(pipeline, opened, &*self.clock, yield_now);
@@ -451,13 +457,6 @@ impl Serving {
     }
 }
 
-/// Returns why the callers of a generation with the schema `old` could not use one with `new`:
-/// `None` if every request of theirs fits both and means the same.
-pub fn incompatibility(old: &Schema, new: &Schema) -> Option<String> {
-    let checked = check_features(old, new).and_then(|()| check_outputs(old, new));
-    checked.err().map(|ShapeError { field, problem }| format!("{field}: {problem}"))
-}
-
 /// A difference between two generations because of which requests do not fit both.
 struct ShapeError {
     field: &'static str,
@@ -470,70 +469,25 @@ impl ShapeError {
     }
 }
 
-/// Checks that every request that fits `old` fits `new` and means the same.
+/// Checks that every request that fits `old` fits `new` and means the same. A rollback takes back
+/// what a release has added, so only its batches must fit.
 fn check_shape(old: &Model, new: &Model) -> Result<(), ShapeError> {
-    check_features(old.schema(), new.schema())?;
     let differ = |field, problem| Err(ShapeError { field, problem });
-
     let (a, b) = (old.budget().batch_max, new.budget().batch_max);
     if a > b {
         return differ("batch_max", format!("{b} instead of {a}"));
     }
+    let (before, after) = (old.generation(), new.generation());
+    if before.lineage == after.lineage && before.sequence > after.sequence {
+        return Ok(());
+    }
+    let refused = |e: ChangeError| ShapeError { field: e.field, problem: e.to_string() };
+    check_change(old.schema(), new.schema()).map_err(refused)?;
+
     let (a, b) = (old.outputs(), new.outputs());
-    if a != b {
+    let has_names = new.schema().network.outputs.len() > 1;
+    if a > b || a < b && !has_names {
         return differ("outputs", format!("{b} instead of {a}"));
-    }
-    check_outputs(old.schema(), new.schema())
-}
-
-fn check_outputs(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
-    let names = |schema: &Schema| -> Vec<String> {
-        schema.network.outputs.iter().map(|output| output.name.clone()).collect()
-    };
-    // Callers never see the name of a single output, so it may change.
-    let (a, b) = (names(old), names(new));
-    if a.len().max(b.len()) > 1 && a != b {
-        let problem = format!("{} instead of {}", b.join(", "), a.join(", "));
-        return Err(ShapeError { field: "outputs", problem });
-    }
-    Ok(())
-}
-
-fn check_features(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
-    let differ = |field, problem| Err(ShapeError { field, problem });
-    // The fill of a missing value may change as the weights do, but not disappear: callers that
-    // leave values out would then be refused.
-    let dense = |schema: &Schema| -> Vec<String> { schema.dense_names().cloned().collect() };
-    let (a, b) = (dense(old), dense(new));
-    if a != b {
-        let problem = format!("{} instead of {}", b.join(", "), a.join(", "));
-        return differ("dense_features", problem);
-    }
-    let mut pairs = old.dense_features.iter().zip(&new.dense_features);
-    if let Some((_, b)) = pairs.find(|(a, b)| a.missing.is_some() && b.missing.is_none()) {
-        return differ("dense_features", format!("`{}` may no longer be missing", b.name));
-    }
-    let (a, b) = (old.features.len(), new.features.len());
-    if a != b {
-        return differ("features", format!("{b} instead of {a}"));
-    }
-
-    for (a, b) in old.features.iter().zip(&new.features) {
-        if a.name != b.name {
-            return differ("features", format!("`{}` instead of `{}`", b.name, a.name));
-        }
-        if a.hotness_max > b.hotness_max {
-            let problem =
-                format!("{} instead of {} for `{}`", b.hotness_max, a.hotness_max, a.name);
-            return differ("hotness_max", problem);
-        }
-        if a.weighted != b.weighted {
-            return differ("weights", format!("of `{}`, only one generation has them", a.name));
-        }
-        if !a.key.is_extended_by(&b.key) || a.null != b.null {
-            let problem = format!("of `{}` makes other keys of the same values", a.name);
-            return differ("key", problem);
-        }
     }
     Ok(())
 }

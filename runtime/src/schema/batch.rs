@@ -128,7 +128,8 @@ impl Batch {
     /// Makes an empty batch with room for `capacity` samples.
     pub fn new(schema: &Schema, capacity: usize) -> Self {
         let jagged = |feature: &Feature| {
-            let keys = capacity * feature.hotness_max as usize;
+            let hotness = if feature.retired { 0 } else { feature.hotness_max };
+            let keys = capacity * hotness as usize;
             let mut offsets = Vec::with_capacity(capacity + 1);
             offsets.push(0);
             Jagged {
@@ -142,7 +143,8 @@ impl Batch {
         Self {
             capacity,
             size: 0,
-            dense_features: schema.dense_features.len(),
+            dense_features: schema.dense_width(),
+            // Retired columns are in it while a request is read.
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
             features: schema.features.iter().map(jagged).collect(),
             ends: Vec::with_capacity(if has_shared(schema) { capacity } else { 0 }),
@@ -179,17 +181,19 @@ impl Batch {
             return Err(BatchError::Full(self.capacity));
         }
         sample.check(schema)?;
-        if sample.sparse.len() != self.features.len() || sample.dense.len() != self.dense_features {
-            return Err(BatchError::Schema {
-                features: self.features.len(),
-                dense: self.dense_features,
-            });
+        if !self.is_for(schema) {
+            return Err(self.other_schema());
         }
 
         let before = self.dense.len();
         self.dense.extend_from_slice(&sample.dense);
         schema.fill_missing(&mut self.dense[before..]);
+        schema.drop_retired(&mut self.dense, before);
         for (f, (feature, bag)) in self.features.iter_mut().zip(&sample.sparse).enumerate() {
+            if schema.features[f].retired {
+                feature.offsets.push(0);
+                continue;
+            }
             feature.keys.extend_from_slice(bag);
             feature.weights.extend(sample.weights.get(f).into_iter().flatten());
             feature.offsets.push(feature.keys.len() as u32);
@@ -242,7 +246,8 @@ impl Batch {
     /// Adds the `samples` samples of a request from columns. `dense` is `[samples, dense
     /// features]`. `bags` returns the keys, offsets and weights of a sparse feature, given by its
     /// number. The offsets of a feature are `[samples + 1]`; the keys before the first offset are
-    /// not read. A shared feature has one bag, or `samples` equal ones.
+    /// not read. A shared feature has one bag, or `samples` equal ones. `dense` may lack the last
+    /// columns, as far as [`Schema::dense_optional`] says.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
@@ -254,11 +259,11 @@ impl Batch {
         dense: &[f32],
         bags: impl Fn(usize) -> Bags<'a>,
     ) -> Result<(), BatchError> {
-        self.try_push_columns(schema, samples, dense, |f| Ok(bags(f)))
+        self.try_push_columns(schema, samples, dense, |f| Ok(Some(bags(f))))
     }
 
-    /// Adds samples as [`Batch::push_columns`] does. `bags` is called once for each feature and may
-    /// return an error.
+    /// Adds samples as [`Batch::push_columns`] does. `bags` is called at most once for each feature
+    /// and may return an error. A feature of which it returns `None` has empty bags.
     ///
     /// # Errors
     /// Those of [`Batch::push_columns`], and the error of `bags`. The batch is then unchanged.
@@ -267,32 +272,41 @@ impl Batch {
         schema: &Schema,
         samples: usize,
         dense: &[f32],
-        mut bags: impl FnMut(usize) -> Result<Bags<'a>, E>,
+        mut bags: impl FnMut(usize) -> Result<Option<Bags<'a>>, E>,
     ) -> Result<(), E> {
-        let (features, width) = (schema.features.len(), schema.dense_features.len());
         if samples > self.capacity - self.size {
             return Err(BatchError::Full(self.capacity).into());
         }
-        if features != self.features.len() || width != self.dense_features {
-            let dense = self.dense_features;
-            return Err(BatchError::Schema { features: self.features.len(), dense }.into());
+        if !self.is_for(schema) {
+            return Err(self.other_schema().into());
         }
         check_dense_column(schema, samples, dense)?;
 
         let before = self.dense.len();
-        self.dense.extend_from_slice(dense);
+        let (columns, width) = (dense.len() / samples.max(1), schema.dense_features.len());
+        for sample in 0..samples {
+            self.dense.extend_from_slice(&dense[sample * columns..][..columns]);
+            self.dense.extend(std::iter::repeat_n(f32::NAN, width - columns));
+        }
         schema.fill_missing(&mut self.dense[before..]);
-        let appended = (0..features).try_for_each(|f| -> Result<(), E> {
-            let (column, feature) = (bags(f)?, &schema.features[f]);
+        schema.drop_retired(&mut self.dense, before);
+        let appended = (0..schema.features.len()).try_for_each(|f| -> Result<(), E> {
+            let (feature, own) = (&schema.features[f], &mut self.features[f]);
+            let kept = if own.shared { samples.min(1) } else { samples };
+            let column = if feature.retired { None } else { bags(f)? };
+            let Some(column) = column else {
+                let end = own.keys.len() as u32;
+                own.offsets.extend(std::iter::repeat_n(end, kept));
+                return Ok(());
+            };
             // One bag of a request without samples is not kept: no sample reads it.
-            let is_one = self.features[f].shared && column.offsets.len() == 2;
+            let is_one = own.shared && column.offsets.len() == 2;
             let rows = if is_one { 1 } else { samples };
             check_bags(feature, rows, column)?;
-            if self.features[f].shared && rows > 1 {
+            if own.shared && rows > 1 {
                 check_equal(feature, rows, column)?;
             }
-            let rows = if self.features[f].shared { samples.min(1) } else { samples };
-            self.features[f].append(column, rows);
+            own.append(column, kept);
             Ok(())
         });
         if appended.is_err() {
@@ -306,6 +320,15 @@ impl Batch {
         }
         self.add_samples(samples);
         Ok(())
+    }
+
+    /// Returns whether the batch was made with a schema of the same shape.
+    fn is_for(&self, schema: &Schema) -> bool {
+        schema.features.len() == self.features.len() && schema.dense_width() == self.dense_features
+    }
+
+    fn other_schema(&self) -> BatchError {
+        BatchError::Schema { features: self.features.len(), dense: self.dense_features }
     }
 
     /// Removes the values that were appended after the last whole sample.
@@ -386,16 +409,20 @@ impl Batch {
         if self.size == self.capacity {
             return Err(BatchError::Full(self.capacity).into());
         }
-        let (features, before) = (schema.features.len(), self.dense.len());
-        if features != self.features.len() || schema.dense_features.len() != self.dense_features {
-            let dense = self.dense_features;
-            return Err(BatchError::Schema { features: self.features.len(), dense }.into());
+        let before = self.dense.len();
+        if !self.is_for(schema) {
+            return Err(self.other_schema().into());
         }
 
-        self.dense.extend(dense.take(self.dense_features + 1));
+        self.dense.extend(dense.take(schema.dense_features.len() + 1));
         check_dense(schema, &self.dense[before..]).map_err(BatchError::from)?;
         schema.fill_missing(&mut self.dense[before..]);
+        schema.drop_retired(&mut self.dense, before);
         for (f, feature) in self.features.iter_mut().enumerate() {
+            if schema.features[f].retired {
+                feature.offsets.push(0);
+                continue;
+            }
             let start = feature.keys.len();
             if !append(f, feature)? {
                 continue;
@@ -443,7 +470,7 @@ impl Batch {
         self.size == 0
     }
 
-    /// Returns the dense features, `[size, dense features]`.
+    /// Returns the dense features, `[size, dense features that are not retired]`.
     pub fn dense(&self) -> &[f32] {
         &self.dense
     }
@@ -490,11 +517,13 @@ fn check_equal(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), 
     }
 }
 
-/// Checks a column of dense features, `[samples, dense features]`.
+/// Checks the columns of dense features, `[samples, columns]`.
 fn check_dense_column(schema: &Schema, samples: usize, dense: &[f32]) -> Result<(), BatchError> {
-    let width = schema.dense_features.len();
-    if dense.len() != samples * width {
-        let (field, needed) = ("dense".to_owned(), samples * width);
+    let most = schema.dense_features.len();
+    let width = dense.len() / samples.max(1);
+    let fits = (most - schema.dense_optional()..=most).contains(&width);
+    if dense.len() != samples * width || !fits {
+        let (field, needed) = ("dense".to_owned(), samples * most);
         return Err(BatchError::Column { field, found: dense.len(), samples, needed });
     }
     let is_wrong = |(at, value): (usize, &f32)| schema.dense_features[at % width].refuses(*value);

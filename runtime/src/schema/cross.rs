@@ -98,6 +98,9 @@ impl Schema {
             let Some(base) = self.features.get(usize::from(column)) else {
                 return refuse(format!("no feature {column}"));
             };
+            if base.retired {
+                return refuse(format!("`{}` is retired", base.name));
+            }
             if matches!(base.key, KeyFunction::Cross { .. }) {
                 return refuse(format!("`{}` is a cross itself", base.name));
             }

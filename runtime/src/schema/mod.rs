@@ -2,6 +2,7 @@
 //! feed the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;
+pub mod change;
 mod cross;
 mod farmhash;
 pub mod key_function;
@@ -115,6 +116,19 @@ impl Table {
         RowFormat::new(self.codec, self.dim as usize, self.unit_exp)
     }
 
+    /// Returns whether its rows can follow those of `before` as a delta; else the field that
+    /// differs.
+    pub fn continues(&self, before: &Self) -> Result<(), &'static str> {
+        match () {
+            () if self.name != before.name => Err("name"),
+            () if self.dim != before.dim => Err("dim"),
+            () if self.keys != before.keys => Err("keys"),
+            () if self.codec != before.codec => Err("codec"),
+            () if self.unit_exp != before.unit_exp => Err("unit_exp"),
+            () => Ok(()),
+        }
+    }
+
     /// Returns the bytes of all encoded rows.
     pub fn row_bytes_total(&self) -> u64 {
         self.rows.saturating_mul(self.codec.row_bytes(self.dim as usize) as u64)
@@ -139,13 +153,17 @@ pub struct Feature {
     pub null: Option<u64>,
     /// Whether all samples of a request share one bag, which is looked up once.
     pub shared: bool,
+    /// Whether the model no longer uses it. Callers may still send it; its values are not read. It
+    /// is then not shared.
+    pub retired: bool,
 }
 
 impl Feature {
     /// Returns a feature that takes keys, without weights.
     pub fn plain(name: &str, hotness_max: u32) -> Self {
         let (name, key) = (name.to_owned(), KeyFunction::Key);
-        Self { name, hotness_max, weighted: false, key, padding: None, null: None, shared: false }
+        let (padding, null, shared, retired) = (None, None, false, false);
+        Self { name, hotness_max, weighted: false, key, padding, null, shared, retired }
     }
 
     /// Returns the key of a raw value.
@@ -154,6 +172,8 @@ impl Feature {
     /// [`KeyError`] if the key function does not take such a value.
     pub fn key_of(&self, value: &RawValue<'_>) -> Result<u64, KeyError> {
         match self.null {
+            // Any key will do: a batch leaves the bags of a retired feature out.
+            _ if self.retired => Ok(0),
             Some(key) if value.is_missing() => Ok(key),
             _ => self.key.apply(value),
         }
@@ -167,17 +187,24 @@ pub struct DenseFeature {
     pub name: String,
     /// The value that replaces a missing one, which is NaN. Without it a missing value is refused.
     pub missing: Option<f32>,
+    /// Whether the model no longer uses it. Callers still send its column; it is not read.
+    pub retired: bool,
 }
 
 impl DenseFeature {
     /// Returns a feature whose values are never missing.
     pub fn plain(name: &str) -> Self {
-        Self { name: name.to_owned(), missing: None }
+        Self { name: name.to_owned(), missing: None, retired: false }
     }
 
     /// Returns whether the network cannot take `value`, and nothing replaces it.
     pub(crate) fn refuses(&self, value: f32) -> bool {
-        !(value.is_finite() || value.is_nan() && self.missing.is_some())
+        !(self.retired || value.is_finite() || value.is_nan() && self.missing.is_some())
+    }
+
+    /// Returns whether a request may leave its column out, if it is behind all that are sent.
+    fn may_be_absent(&self) -> bool {
+        self.retired || self.missing.is_some()
     }
 }
 
@@ -227,7 +254,7 @@ pub struct NetworkOutput {
 /// The schema of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schema {
-    /// The dense features, in request order.
+    /// The dense features with the retired ones, in request order.
     pub dense_features: Vec<DenseFeature>,
     /// The embedding tables.
     pub tables: Vec<Table>,
@@ -347,11 +374,13 @@ impl Schema {
             }
             if matches!(input.source, InputSource::Vectors(_)) {
                 numbers.iter().for_each(|l| is_fed[usize::from(*l)] = true);
+            } else if let Some(f) = self.retired_among(numbers) {
+                return fault(field(), format!("`{}` is retired", f.name));
             }
         }
 
-        if dense != u32::from(!self.dense_features.is_empty()) {
-            let n = self.dense_features.len();
+        let n = self.dense_width();
+        if dense != u32::from(n > 0) {
             return fault("network.input", format!("{dense} inputs take the {n} dense features"));
         }
         if let Some(l) = is_fed.iter().position(|is_fed| !is_fed) {
@@ -374,6 +403,41 @@ impl Schema {
         self.dense_features.iter().map(|feature| &feature.name)
     }
 
+    /// Returns the names of the dense features that the network takes.
+    pub(crate) fn dense_columns(&self) -> impl Iterator<Item = &String> {
+        let taken = self.dense_features.iter().filter(|feature| !feature.retired);
+        taken.map(|feature| &feature.name)
+    }
+
+    /// Returns the first of the features with these `numbers` that is retired.
+    fn retired_among(&self, numbers: &[u16]) -> Option<&Feature> {
+        numbers.iter().map(|f| &self.features[usize::from(*f)]).find(|f| f.retired)
+    }
+
+    /// Returns the number of dense features that the network takes.
+    pub fn dense_width(&self) -> usize {
+        self.dense_features.iter().filter(|feature| !feature.retired).count()
+    }
+
+    /// Returns how many columns of dense features a request may leave out: the last ones that are
+    /// retired or have a value for `missing`.
+    pub fn dense_optional(&self) -> usize {
+        self.dense_features.iter().rev().take_while(|feature| feature.may_be_absent()).count()
+    }
+
+    /// Removes the values of retired features from `dense`, behind its first `before` values.
+    pub(crate) fn drop_retired(&self, dense: &mut Vec<f32>, before: usize) {
+        let width = self.dense_features.len();
+        if self.dense_width() == width {
+            return;
+        }
+        let mut at = 0..;
+        dense.retain(|_| {
+            let at = at.next().unwrap_or(0);
+            at < before || !self.dense_features[(at - before) % width].retired
+        });
+    }
+
     /// Replaces each missing value of `dense`, `[samples, dense features]`, by that of its feature.
     pub(crate) fn fill_missing(&self, dense: &mut [f32]) {
         let width = self.dense_features.len();
@@ -385,7 +449,7 @@ impl Schema {
     /// Returns the values per sample of a network input.
     pub fn input_width(&self, input: &NetworkInput) -> usize {
         match &input.source {
-            InputSource::Dense => self.dense_features.len(),
+            InputSource::Dense => self.dense_width(),
             InputSource::Vectors(lookups) => {
                 lookups.iter().map(|&l| self.vector_width(usize::from(l))).sum()
             }

@@ -69,7 +69,7 @@ pub(super) fn check_dense(schema: &Schema, dense: &[f32]) -> Result<(), SampleEr
 
 /// Checks the number of keys in a bag of `feature`.
 pub(super) fn check_bag(feature: &Feature, keys: usize) -> Result<(), SampleError> {
-    if keys > feature.hotness_max as usize {
+    if !feature.retired && keys > feature.hotness_max as usize {
         let problem = format!("{keys} keys, at most {} fit", feature.hotness_max);
         return fault(format!("sparse.{}", feature.name), problem);
     }
@@ -127,7 +127,10 @@ impl Sample {
         let raw: Vec<Vec<RawValue<'_>>> = schema
             .features
             .iter()
-            .map(|feature| bags.remove(&feature.name).unwrap_or_default())
+            .map(|feature| {
+                let bag = bags.remove(&feature.name).filter(|_| !feature.retired);
+                bag.unwrap_or_default()
+            })
             .collect();
         let mut sample = Self { dense: dense_of(dense, schema)?, ..Self::default() };
         for (f, feature) in schema.features.iter().enumerate() {
@@ -146,6 +149,7 @@ impl Sample {
         no_other("sparse", &bags)?;
 
         let UniqueMap(mut weights) = weights;
+        weights.retain(|name, _| !schema.features.iter().any(|f| f.retired && f.name == *name));
         if schema.features.iter().any(|feature| feature.weighted) {
             let mut of = |name: &String| weights.remove(name).unwrap_or_default();
             sample.weights = schema.features.iter().map(|feature| of(&feature.name)).collect();
@@ -213,6 +217,9 @@ pub(super) fn check_weights(
     keys: usize,
     weights: &[f32],
 ) -> Result<(), SampleError> {
+    if feature.retired {
+        return Ok(());
+    }
     let field = || format!("weights.{}", feature.name);
     match (feature.weighted, weights.len()) {
         (false, 0) => {}
@@ -241,7 +248,11 @@ fn dense_of(values: DenseValues, schema: &Schema) -> Result<Vec<f32>, SampleErro
         }
     };
     let mut dense: Vec<f32> = values.iter().map(|value| value.unwrap_or(f32::NAN)).collect();
-    if dense.len() == schema.dense_features.len() {
+    let width = schema.dense_features.len();
+    if dense.len() < width && dense.len() + schema.dense_optional() >= width {
+        dense.resize(width, f32::NAN);
+    }
+    if dense.len() == width {
         schema.fill_missing(&mut dense);
     }
     Ok(dense)

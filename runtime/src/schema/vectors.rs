@@ -54,7 +54,7 @@ impl Schema {
 
     /// Returns the largest number of keys of one sample.
     pub fn keys_max(&self) -> usize {
-        self.features.iter().map(|f| f.hotness_max as usize).sum()
+        self.features.iter().filter(|f| !f.retired).map(|f| f.hotness_max as usize).sum()
     }
 
     /// Returns the largest number of rows that one sample looks up.
@@ -102,7 +102,11 @@ impl Schema {
 
         let mut is_looked_up = vec![false; features];
         self.lookups.iter().for_each(|l| is_looked_up[usize::from(l.feature)] = true);
-        match is_looked_up.iter().position(|is_looked_up| !is_looked_up) {
+        let is_wrong = |(f, is_looked_up): (&Feature, &bool)| f.retired == *is_looked_up;
+        match self.features.iter().zip(&is_looked_up).position(is_wrong) {
+            Some(f) if self.features[f].retired => {
+                fault(format!("feature[{f}].retired"), "is set, and the feature has a table")
+            }
             Some(f) => fault(format!("feature[{f}].table"), "is empty"),
             None => self.check_vector_names(),
         }

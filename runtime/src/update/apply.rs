@@ -11,7 +11,7 @@ use crate::flash::{Flash, FlashError, Prepared};
 use crate::io::disk::Lock;
 use crate::maintenance::background::outside_idle_class;
 use crate::model::budget::Budget;
-use crate::request::serving::incompatibility;
+use crate::schema::change::check_change;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::history::last_order;
@@ -523,8 +523,7 @@ impl Updater {
         // Before anything is written: the callers of the live generation could not use the new one.
         if let (None, Some(live)) = (rebuild, self.live()?) {
             let (old, new) = (&live.manifest().schema, &bundle.manifest().schema);
-            let reject = |problem: String| Ended::Verdict(Verdict::Reject(problem));
-            incompatibility(old, new).map_or(Ok(()), |problem| Err(reject(problem)))?;
+            check_change(old, new).map_err(|e| Verdict::Reject(e.to_string()))?;
         }
 
         let progress = |_| (host.yield_now)();

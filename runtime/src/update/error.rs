@@ -5,6 +5,7 @@ use crate::bundle::BundleError;
 use crate::bundle::manifest::ManifestError;
 use crate::clock::utc;
 use crate::flash::FlashError;
+use crate::schema::change::ChangeError;
 use std::io;
 use std::path::PathBuf;
 
@@ -85,6 +86,9 @@ pub enum UpdateError {
     ReleaseFailed { release: String, reason: String },
     #[error("release {name}: manifest: {source}")]
     Manifest { name: String, source: ManifestError },
+    /// Callers of the live generation could not use the release.
+    #[error("release {name} cannot follow {live}, whose callers could not use it: {source}")]
+    Callers { name: String, live: String, source: ChangeError },
     /// The repository lists a newer release, but no listed bundles lead from the live generation to
     /// it.
     #[error(
@@ -148,6 +152,7 @@ impl UpdateError {
             | Self::Malformed { .. }
             | Self::Manifest { .. }
             | Self::ReleaseField { .. }
+            | Self::Callers { .. }
             | Self::NoSpace { .. } => 2,
             Self::LinkBroken { .. } | Self::SlowRetrieval { .. } => 1,
             _ => 0,

@@ -4,6 +4,7 @@
 
 use crate::bundle::manifest::Generation;
 use crate::limits::CHUNK_BYTES;
+use crate::schema::change::check_change;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchState, FetchStatus, Offer};
 use crate::update::history::last_order;
@@ -156,12 +157,16 @@ impl Updater {
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };
         let (mut first, mut last) = (None, 0);
-        let fetched = staging.stage(&release, fetcher, |staged, received| {
-            first.get_or_insert(staged);
-            last = staged;
-            progress(staged, release.bytes);
-            run.cover(received)
-        });
+        let allowed = self.check_callers(&staging, &release, fetcher);
+        let stage = |()| {
+            staging.stage(&release, fetcher, |staged, received| {
+                first.get_or_insert(staged);
+                last = staged;
+                progress(staged, release.bytes);
+                run.cover(received)
+            })
+        };
+        let fetched = allowed.and_then(stage);
         if let Err(e) = fetched {
             // A link that breaks off, but brings some chunks each time, will bring them all.
             let has_progress = first.is_some_and(|first| first < last);
@@ -173,6 +178,28 @@ impl Updater {
         }
         run.status.set_aside.retain(|s| s.manifest != release.manifest);
         self.offer(run, &staging, release)
+    }
+
+    /// Checks by its manifest, before a chunk is fetched, that callers of the live generation can
+    /// use `release`. A car without a whole generation takes what it gets.
+    fn check_callers(
+        &self,
+        staging: &Staging<'_>,
+        release: &Release,
+        fetcher: &mut Fetcher<'_>,
+    ) -> Result<(), UpdateError> {
+        let repair = self.install_status()?.repair;
+        let Some(live) = self.live()?.filter(|_| repair < Repair::AnySnapshot) else {
+            return Ok(());
+        };
+        let (_, manifest) = staging.manifest(release, fetcher)?;
+        let live = live.manifest();
+        if manifest.generation.sequence <= live.generation.sequence {
+            return Ok(());
+        }
+        let changed = check_change(&live.schema, &manifest.schema);
+        let (name, live) = (release.name(), live.generation.to_string());
+        changed.map_err(|source| UpdateError::Callers { name, live, source })
     }
 
     /// Offers the staged `release` to the serving process.

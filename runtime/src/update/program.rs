@@ -114,7 +114,7 @@ fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64);
         }
     });
     let pages = |number| manifest.segment_bytes(number) / PAGE_BYTES as u64;
-    let deltas = if manifest.parent.is_some() { 0..manifest.tables.len() } else { 0..0 };
+    let deltas = (0..manifest.tables.len()).filter(|number| manifest.is_delta(*number));
     [
         ("tables", schema.tables.len() as u64),
         ("features", schema.features.len() as u64),

@@ -184,8 +184,11 @@ impl<'a> Staging<'a> {
         Ok(path.to_owned())
     }
 
-    /// Returns the manifest of `release`, encoded and decoded.
-    fn manifest(
+    /// Returns the manifest of `release`, encoded and decoded. Fetches it if it is not staged.
+    ///
+    /// # Errors
+    /// [`UpdateError`] if it does not arrive or is not that of the release.
+    pub(super) fn manifest(
         &self,
         release: &Release,
         fetcher: &mut Fetcher<'_>,

@@ -7,7 +7,7 @@ use crate::http::Answered;
 use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::limits::REQUEST_BYTES;
 use crate::problem::Problem;
-use crate::proto::{InferOutputTensor, ModelInferResponse};
+use crate::proto::{InferOutputTensor, InferParameter, ModelInferResponse, ParameterValue};
 use crate::tensors::outputs::{Want, Wants};
 use crate::tensors::{Layout, Read, batch_of};
 use hatchback::Schema;
@@ -81,6 +81,10 @@ fn response(shown: &Shown<'_>, id: &str, call: &mut Call<'_>) -> Result<Vec<u8>,
         id: id.to_owned(),
         ..Default::default()
     };
+    for (name, inputs) in shown.differences().parameters() {
+        let value = InferParameter { parameter_choice: Some(ParameterValue::StringParam(inputs)) };
+        message.parameters.insert(name.to_owned(), value);
+    }
     for (output, _, numbers) in shown.outputs() {
         let (name, datatype) = (output.name.clone(), output.datatype().to_owned());
         let shape = numbers.shape().iter().map(|side| *side as i64).collect();

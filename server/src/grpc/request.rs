@@ -24,6 +24,8 @@ const PARAMETERS: u64 = 4;
 const INPUTS: u64 = 5;
 const OUTPUTS: u64 = 6;
 const RAW_CONTENTS: u64 = 7;
+/// The field of an input with its parameters.
+const INPUT_PARAMETERS: u64 = 4;
 /// The field of an input with its typed values, and fields of these.
 const CONTENTS: u64 = 5;
 const FLOATS: u64 = 6;
@@ -55,6 +57,8 @@ struct Input<'a> {
     dimensions: usize,
     /// Its typed values, as the message has them.
     contents: Option<&'a [u8]>,
+    /// Its parameter `optional`.
+    optional: bool,
 }
 
 const _: () = assert!(size_of::<Input<'_>>() + size_of::<Tensor<'_>>() <= ITEM_BYTES);
@@ -171,6 +175,7 @@ fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
             2 => input.datatype = field.text()?,
             3 => field.each_number(|size| input.add_dimension(size))?,
             CONTENTS => input.contents = Some(field.bytes()?),
+            INPUT_PARAMETERS => input.take_parameter(field.bytes()?)?,
             _ => {}
         }
     }
@@ -178,6 +183,20 @@ fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
 }
 
 impl Input<'_> {
+    /// Reads whether the input is optional from the entry `parameter` of its map of parameters.
+    /// Skips every other parameter.
+    fn take_parameter(&mut self, parameter: &[u8]) -> Result<(), Problem> {
+        if text_of(parameter, 1)? != "optional" {
+            return Ok(());
+        }
+        let value = field_of(parameter, 2)?.map_or(Ok(&[][..]), |field| field.bytes())?;
+        match field_of(value, 1)?.map(|field| field.value) {
+            Some(Value::Number(truth)) => self.optional = truth != 0,
+            _ => return Err(Problem::invalid("parameter `optional` is not a truth value")),
+        }
+        Ok(())
+    }
+
     fn add_dimension(&mut self, size: u64) -> Result<(), Problem> {
         let Some(last) = self.shape.get_mut(self.dimensions) else {
             let message = format!("a shape has more than {DIMENSIONS_MAX} dimensions");
@@ -193,7 +212,7 @@ impl Input<'_> {
         raw: Option<&'s [u8]>,
         memory: &mut Reservation,
     ) -> Result<Tensor<'s>, Problem> {
-        let Self { name, datatype, contents, .. } = self;
+        let Self { name, datatype, contents, optional, .. } = self;
         let values = match (raw, contents) {
             (Some(_), Some(_)) => {
                 let name = Shortened(name);
@@ -203,7 +222,8 @@ impl Input<'_> {
             (raw, None) => Cow::Borrowed(raw.unwrap_or_default()),
             (None, Some(contents)) => Cow::Owned(raw_of(datatype, contents, memory)?),
         };
-        Ok(Tensor { name, datatype, shape: &self.shape[..self.dimensions], values })
+        let (shape, optional) = (&self.shape[..self.dimensions], *optional);
+        Ok(Tensor { name, datatype, shape, values, optional })
     }
 }
 

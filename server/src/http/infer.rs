@@ -19,6 +19,7 @@ use hyper::{HeaderMap, StatusCode};
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,6 +62,8 @@ struct Parameters {
     binary_data_size: Option<usize>,
     /// Of an output: whether it is binary data.
     binary_data: bool,
+    /// Of an input: whether a model that has no such input may ignore it.
+    optional: bool,
 }
 
 #[derive(Deserialize)]
@@ -330,7 +333,8 @@ fn tensors_of<'a>(head: &'a Head<'a>, mut binary: &'a [u8]) -> Result<Vec<Tensor
         // JSON does not tell INT32 from INT64: both are decoded as INT64.
         let is_wide = data.is_some() && datatype == "INT32";
         let datatype = if is_wide { "INT64" } else { datatype };
-        tensors.push(Tensor { name, datatype, shape, values });
+        let optional = parameters.optional;
+        tensors.push(Tensor { name, datatype, shape, values, optional });
     }
     if !binary.is_empty() {
         return Err(Problem::invalid(format!("{} bytes belong to no input", binary.len())));
@@ -358,6 +362,8 @@ struct AnswerHead<'a> {
     model_version: String,
     #[serde(skip_serializing_if = "str::is_empty")]
     id: &'a str,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    parameters: BTreeMap<&'static str, String>,
     outputs: Vec<AnswerOutput<'a>>,
 }
 
@@ -395,7 +401,8 @@ fn response(model_name: &str, id: &str, shown: &Shown<'_>) -> Answered {
     }
 
     let model_version = shown.sequence().to_string();
-    let head = AnswerHead { model_name, model_version, id, outputs };
+    let parameters = shown.differences().parameters().collect();
+    let head = AnswerHead { model_name, model_version, id, parameters, outputs };
     // Numbers and text always serialize.
     let mut bytes = serde_json::to_vec(&head).unwrap_or_default();
     if binary.is_empty() {

@@ -12,6 +12,7 @@ use crate::limits::PERCENTILE_US_MAX;
 use crate::metrics::scrape::Scrape;
 use crate::metrics::trace::{Protocol, Trace};
 use crate::problem::Problem;
+use crate::tensors::Differences;
 use hdrhistogram::Histogram as Percentiles;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -39,6 +40,7 @@ pub struct Metrics {
     seconds: Family<Labels<1>, Histogram, fn() -> Histogram>,
     stages: Family<Labels<2>, Counter<f64, AtomicU64>>,
     lookups: Family<Labels<2>, Counter>,
+    inputs: Family<Labels<2>, Counter>,
     connections: Counter,
     connections_refused: Counter,
 }
@@ -59,6 +61,7 @@ impl Metrics {
             seconds,
             stages: Family::default(),
             lookups: Family::default(),
+            inputs: Family::default(),
             connections: Counter::default(),
             connections_refused: Counter::default(),
         };
@@ -71,6 +74,8 @@ impl Metrics {
         registry.register("stage_seconds", help, metrics.stages.clone());
         let help = "Lookups of scored requests, by model and status; late counts samples";
         registry.register("lookups", help, metrics.lookups.clone());
+        let help = "Inputs of answered requests that were ignored or absent";
+        registry.register("inputs", help, metrics.inputs.clone());
         let help = "Connections that were given a place";
         registry.register("connections_opened", help, metrics.connections.clone());
         let help = "Connections that were closed because every other one had a request in progress";
@@ -134,7 +139,12 @@ impl Metrics {
             let labels = [("model", name.to_owned()), ("status", status.to_owned())];
             self.lookups.get_or_create_owned(&labels)
         };
+        let inputs = |outcome: &str| {
+            let labels = [("model", name.to_owned()), ("outcome", outcome.to_owned())];
+            self.inputs.get_or_create_owned(&labels)
+        };
         ModelMetrics {
+            inputs: ["ignored", "absent"].map(inputs),
             answered: [answered(Protocol::Grpc), answered(Protocol::Http)],
             seconds: self.seconds.get_or_create_owned(&[("model", name.to_owned())]),
             stages: ["decode", "queue", "score", "encode"].map(stage),
@@ -201,6 +211,8 @@ pub struct ModelMetrics {
     seconds: Histogram,
     stages: [Counter<f64, AtomicU64>; 4],
     lookups: [Counter; 5],
+    /// Ignored and absent ones.
+    inputs: [Counter; 2],
     totals: Mutex<Totals>,
     recent: Mutex<Recent>,
 }
@@ -244,6 +256,14 @@ impl ModelMetrics {
         recent.answered += 1;
         if let Some(latencies) = &mut recent.latencies {
             latencies.saturating_record(u64::try_from(total.as_micros()).unwrap_or(u64::MAX));
+        }
+    }
+
+    /// Counts the inputs of an answered request that were ignored or absent.
+    pub fn count_inputs(&self, differences: &Differences) {
+        let Differences { ignored, absent } = differences;
+        for (counter, names) in self.inputs.iter().zip([ignored, absent]) {
+            counter.inc_by(names.len() as u64);
         }
     }
 

@@ -54,7 +54,7 @@ fn tensor(name: &str, datatype: &str, shape: Vec<i64>) -> TensorMetadata {
 fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
     let width = layout.schema.dense_features.len();
     let dense = (width > 0).then(|| tensor(&layout.dense, "FP32", vec![-1, width as i64]));
-    let features = layout.schema.features.iter();
+    let features = layout.schema.features.iter().filter(|feature| !feature.retired);
     let features = features.flat_map(|f| {
         let shape = vec![-1, f.hotness_max.into()];
         let keys = match &f.key {

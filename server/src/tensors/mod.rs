@@ -18,6 +18,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Bytes of a note of a difference beside its name, which is in memory three times.
+const NOTE_BYTES: usize = 64;
+
 /// The part of a request that a tensor holds.
 #[derive(Clone, Copy, Debug)]
 enum Part {
@@ -32,6 +35,27 @@ enum Part {
     Values(usize),
     /// The weights of the keys of a weighted feature, padded or jagged as the keys are.
     Weights(usize),
+    /// A part of a feature that the model no longer uses.
+    Retired,
+}
+
+/// The differences between the inputs of a request and those of the model that are no error.
+#[derive(Debug, Default)]
+pub struct Differences {
+    /// Inputs that were not read: of retired features, or optional and not the model's.
+    pub ignored: Vec<String>,
+    /// Features that were not sent: an empty bag, or the value of `missing`, is in their place.
+    pub absent: Vec<String>,
+}
+
+impl Differences {
+    /// Returns the parameters of the answer that name them.
+    pub fn parameters(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let both = [("ignored_inputs", &self.ignored), ("absent_inputs", &self.absent)];
+        both.into_iter()
+            .filter(|(_, names)| !names.is_empty())
+            .map(|(p, names)| (p, names.join(",")))
+    }
 }
 
 /// The names of the tensors of a model.
@@ -49,6 +73,11 @@ impl Layout {
     pub fn new(schema: Arc<Schema>) -> Self {
         let mut parts = HashMap::new();
         for (f, feature) in schema.features.iter().enumerate() {
+            if feature.retired {
+                let forms = [".keys", ".offsets", ".weights", ".values"];
+                parts.extend(forms.map(|form| (feature.name.clone() + form, Part::Retired)));
+                continue;
+            }
             parts.insert(format!("{}.keys", feature.name), Part::Keys(f));
             parts.insert(format!("{}.offsets", feature.name), Part::Offsets(f));
             if feature.weighted {
@@ -60,7 +89,10 @@ impl Layout {
         }
         // A feature's own name takes precedence.
         let named = schema.features.iter().enumerate();
-        parts.extend(named.map(|(f, feature)| (feature.name.clone(), Part::Padded(f))));
+        parts.extend(named.map(|(f, feature)| {
+            let part = if feature.retired { Part::Retired } else { Part::Padded(f) };
+            (feature.name.clone(), part)
+        }));
 
         let mut free = ["dense", "dense_features", "dense.values"].into_iter();
         let dense = free.find(|name| !parts.contains_key(*name)).unwrap_or("").to_owned();
@@ -134,7 +166,10 @@ struct Columns<'a> {
     /// The number of samples; `None` until a tensor was read.
     size: Option<usize>,
     dense: Option<Floats<'a>>,
+    /// Columns of `dense`; 0 without it.
+    dense_columns: usize,
     bags: Vec<Bags<'a>>,
+    differences: Differences,
 }
 
 impl<'a> Columns<'a> {
@@ -144,12 +179,17 @@ impl<'a> Columns<'a> {
         memory: &mut Reservation,
     ) -> Result<Self, Problem> {
         let bags = vec![Bags::default(); layout.schema.features.len()];
-        let mut columns = Self { size: None, dense: None, bags };
+        let differences = Differences::default();
+        let mut columns = Self { size: None, dense: None, dense_columns: 0, bags, differences };
         for tensor in tensors {
             let part = layout.parts.get(tensor.name).copied();
-            let part = part.ok_or_else(|| tensor.fault("the model has no such input"))?;
-            columns.add(layout, tensor, part, memory)?;
+            match part {
+                Some(part) => columns.add(layout, tensor, part, memory)?,
+                None if tensor.optional => columns.ignore(tensor.name, memory)?,
+                None => return Err(tensor.fault("the model has no such input")),
+            }
         }
+        columns.note_absent(&layout.schema, memory)?;
         columns.check_offsets(&layout.schema)?;
         columns.check_weights(&layout.schema)?;
         Ok(columns)
@@ -166,16 +206,22 @@ impl<'a> Columns<'a> {
         match part {
             Part::Dense => {
                 let (floats, [rows, width]) = (Floats::of(tensor)?, tensor.matrix()?);
-                let expected = layout.schema.dense_features.len();
-                if width != expected {
-                    let problem = format!("{width} values a sample, the model takes {expected}");
+                let (most, optional) =
+                    (layout.schema.dense_features.len(), layout.schema.dense_optional());
+                if width + optional < most || width > most && !tensor.optional {
+                    let problem = format!("{width} values a sample, the model takes {most}");
                     return Err(tensor.fault(&problem));
                 }
+                if width > most {
+                    self.ignore(tensor.name, memory)?;
+                }
+                self.dense_columns = width;
                 if self.dense.replace(floats).is_some() {
                     return Err(twice());
                 }
                 self.set_size(tensor, rows)
             }
+            Part::Retired => self.ignore(tensor.name, memory),
             Part::Padded(f) => {
                 let (keys, [rows, width]) = (Integers::of(tensor)?, tensor.matrix()?);
                 self.bags[f].fill(Keys::Are(keys), rows, width).map_err(|Twice| twice())?;
@@ -226,6 +272,32 @@ impl<'a> Columns<'a> {
     ) -> Result<(), Problem> {
         self.bags[f].is_once = rows == 1 && layout.schema.features[f].shared;
         if self.bags[f].is_once { Ok(()) } else { self.set_size(tensor, rows) }
+    }
+
+    /// Notes that the input `name` is not read. Counts the note in `memory`.
+    fn ignore(&mut self, name: &str, memory: &mut Reservation) -> Result<(), Problem> {
+        memory.grow(NOTE_BYTES + 3 * name.len())?;
+        self.differences.ignored.push(name.to_owned());
+        Ok(())
+    }
+
+    /// Notes the features that the request has no input for. A cross needs none of its own.
+    fn note_absent(&mut self, schema: &Schema, memory: &mut Reservation) -> Result<(), Problem> {
+        let is_absent = |(feature, bags): &(&Feature, &Bags<'_>)| {
+            let is_input = !matches!(feature.key, KeyFunction::Cross { .. }) && !feature.retired;
+            is_input && bags.keys.is_none()
+        };
+        let sparse = schema.features.iter().zip(&self.bags).filter(is_absent);
+        let dense = schema
+            .dense_features
+            .iter()
+            .skip(self.dense_columns)
+            .filter(|feature| !feature.retired);
+        for name in sparse.map(|(feature, _)| &feature.name).chain(dense.map(|d| &d.name)) {
+            memory.grow(NOTE_BYTES + 3 * name.len())?;
+            self.differences.absent.push(name.clone());
+        }
+        Ok(())
     }
 
     fn set_size(&mut self, tensor: &Tensor<'_>, rows: usize) -> Result<(), Problem> {
@@ -298,7 +370,7 @@ pub enum Read {
 }
 
 /// Fills the empty `batch` with the samples of `tensors`, at most `batch_max`. Counts further
-/// memory in `memory`.
+/// memory in `memory`. Returns the differences between the inputs and the model's.
 ///
 /// # Errors
 /// A tensor does not fit the model, or the budget has no room.
@@ -308,10 +380,11 @@ pub fn fill(
     tensors: &[Tensor<'_>],
     batch_max: usize,
     memory: &mut Reservation,
-) -> Result<(), Problem> {
+) -> Result<Differences, Problem> {
     let columns = Columns::of(layout, tensors, memory)?;
     let samples = columns.samples(layout, Read::All, batch_max)?;
-    columns.fill(batch, &layout.schema, samples)
+    columns.fill(batch, &layout.schema, samples)?;
+    Ok(columns.differences)
 }
 
 /// Returns a new batch with the samples of `tensors`, at most `batch_max`. Counts all of its memory
@@ -328,7 +401,10 @@ pub fn batch_of(
 ) -> Result<Batch, Problem> {
     let mut columns = Columns::of(layout, tensors, memory)?;
     let samples = columns.samples(layout, read, batch_max)?;
-    columns.dense = columns.dense.filter(|_| read == Read::All);
+    if read == Read::Keys {
+        columns.dense = Some(Floats::Zeros);
+        columns.dense_columns = layout.schema.dense_features.len();
+    }
     memory.grow(Batch::bytes(&layout.schema, samples))?;
     let mut batch = Batch::new(&layout.schema, samples);
     columns.fill(&mut batch, &layout.schema, samples)?;
@@ -341,7 +417,8 @@ impl Columns<'_> {
     /// # Errors
     /// There is none, there are more than `batch_max`, or the dense features are missing.
     fn samples(&self, layout: &Layout, read: Read, batch_max: usize) -> Result<usize, Problem> {
-        let takes_dense = !layout.schema.dense_features.is_empty() && read == Read::All;
+        let optional = layout.schema.dense_optional();
+        let takes_dense = layout.schema.dense_features.len() > optional && read == Read::All;
         if self.dense.is_none() && takes_dense {
             return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
         }
@@ -358,8 +435,13 @@ impl Columns<'_> {
 
     fn fill(&self, batch: &mut Batch, schema: &Schema, samples: usize) -> Result<(), Problem> {
         let (floats, width) = (self.dense.unwrap_or(Floats::Zeros), schema.dense_features.len());
+        let sent = self.dense_columns;
         for sample in 0..samples {
-            let dense = (sample * width..(sample + 1) * width).map(|at| floats.get(at));
+            let of_column = |column| match column < sent {
+                true => floats.get(sample * sent + column),
+                false => f32::NAN,
+            };
+            let dense = (0..width).map(of_column);
             let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
                 append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
                 match self.bags[f].keys {

@@ -24,6 +24,8 @@ pub struct Tensor<'a> {
     pub shape: &'a [i64],
     /// Little-endian bytes of the tensor's type; a text is its length in four bytes and its bytes.
     pub values: Cow<'a, [u8]>,
+    /// Whether the caller lets a model that has no such input ignore it.
+    pub optional: bool,
 }
 
 impl Tensor<'_> {

@@ -129,6 +129,39 @@ fn tensors_become_the_batch_of_their_samples() {
     }
 }
 
+/// Beside the features of `schema`, with callers that still send them as before.
+#[test]
+fn retired_inputs_are_not_read_and_new_ones_may_be_absent() {
+    let (old, mut random) = (schema(), Random::new(8));
+    let mut new = Schema::clone(&old);
+    let added = DenseFeature { missing: Some(7.0), ..DenseFeature::plain("new") };
+    new.dense_features[0].retired = true;
+    new.dense_features.push(added);
+    new.features[1] = Feature { retired: true, ..Feature::plain("weighted", 1) };
+    new.features.push(Feature::plain("added", 2));
+    let new = Arc::new(new);
+    for round in 0..100 {
+        let samples: Vec<Sample> = (0..1 + random.below(8)).map(|_| sample(&mut random)).collect();
+        let tensors = tensors(&samples, round % 2 == 0);
+        for found in [over_http(&tensors, &new), over_grpc(&tensors, &new)] {
+            let found = found.unwrap();
+            assert_eq!(found.dense(), vec![7.0; samples.len()]);
+            let keys: Vec<u64> = samples.iter().flat_map(|s| s.sparse[0].clone()).collect();
+            assert_eq!(found.bags(0).keys, keys);
+            assert!(found.bags(1).keys.is_empty() && found.bags(2).keys.is_empty());
+        }
+        // A caller of the new model does not find its feature in the old one.
+        let mut wrong = tensors.clone();
+        wrong.push((
+            "added".to_owned(),
+            "INT64",
+            vec![samples.len(), 1],
+            vec![json!(1); samples.len()],
+        ));
+        assert!(over_http(&wrong, &old).unwrap_err().contains("the model has no such input"));
+    }
+}
+
 #[test]
 fn a_shared_feature_has_one_bag_for_all_samples_or_the_same_for_each() {
     let (mut schema, mut random) = (Schema::clone(&schema()), Random::new(8));
@@ -247,7 +280,7 @@ fn a_message_of_nothing_but_empty_tensors_is_refused() {
     }
     // Parameters take no memory.
     let problem = refused(&[4 * 8 + 2, 0].repeat(100_000));
-    assert!(problem.message.contains("`dense` is missing"), "{problem}");
+    assert!(problem.message.contains("the request has no input"), "{problem}");
     let id = "n".repeat(256);
     let long = ModelInferRequest { id, ..Default::default() }.encode_to_vec();
     let problem = refused(&long).message;

@@ -306,20 +306,20 @@ fn what_callers_would_notice_is_refused() {
 
     let mut fewer = plan(2);
     fewer.features.pop();
-    assert_eq!(field(&fewer, budget()), "features");
+    assert_eq!(field(&fewer, budget()), "feature");
 
     let mut shorter = plan(2);
     shorter.features[1].hotness_max = 2;
-    assert_eq!(field(&shorter, budget()), "hotness_max");
+    assert_eq!(field(&shorter, budget()), "feature");
 
     let mut weighted = plan(2);
     weighted.features[0].weighted = true;
-    assert_eq!(field(&weighted, budget()), "weights");
+    assert_eq!(field(&weighted, budget()), "feature");
 
     let mut wider = plan(2);
     wider.tables[1].dim = 9;
     assert_eq!(field(&wider, budget()), "outputs");
-    assert_eq!(field(&ModelPlan { dense: 3, ..plan(2) }, budget()), "dense_features");
+    assert_eq!(field(&ModelPlan { dense: 3, ..plan(2) }, budget()), "dense feature");
     assert_eq!(field(&plan(2), Budget { batch_max: BATCH_MAX - 1, ..budget() }), "batch_max");
     assert_eq!(serving.generation("m").unwrap().sequence, 1);
 }

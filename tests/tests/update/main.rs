@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod changes;
 mod lockout;
 mod needs;
 mod prune;

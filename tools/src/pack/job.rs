@@ -4,7 +4,7 @@
 use super::codec_error::CodecError;
 use super::ending::Ending;
 use super::learn::{Learnt, learn};
-use super::spec::{ModelSpec, ProbeSpec, TableSpec};
+use super::spec::{CodecChoice, ModelSpec, ProbeSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_table};
 use super::{Overrides, Packed, network, read_samples, table_major, weights};
@@ -17,6 +17,7 @@ use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, TableBlobs, sha256};
 use hatchback::flash::Flash;
 use hatchback::io::in_order::WorkPool;
+use hatchback::schema::change::check_change;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema, SchemaError, Table};
 use std::path::{Path, PathBuf};
@@ -74,7 +75,9 @@ impl PackJob {
     }
 
     /// Packs the model into the bundle `out`: with a `parent` as a delta from its live generation,
-    /// with changed rows, new keys and deleted keys. A delta encodes each table as the parent does.
+    /// with changed rows, new keys and deleted keys. A delta encodes each table as the parent does,
+    /// unless the model.toml names another codec. A table that the parent does not have under its
+    /// number, or has with another dim, key space or codec, is in the delta whole.
     /// Calls `progress` with the rows of each block that was read and with the total, twice the
     /// number of rows.
     ///
@@ -124,7 +127,12 @@ impl PackJob {
         // Everything that needs no rows is read first, so that an error in it costs no pass over
         // the tables.
         let keys = self.spec.key_functions(&self.base)?;
-        let files = self.network_files(&self.spec.schema(self.draft_tables(sources)?, &keys)?)?;
+        let draft = self.spec.schema(self.draft_tables(sources)?, &keys)?;
+        if let Some(parent) = parent.map(Flash::manifest) {
+            let changed = check_change(&parent.schema, &draft);
+            changed.with_context(|| format!("callers of {} cannot use it", parent.generation))?;
+        }
+        let files = self.network_files(&draft)?;
 
         let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
         let mut advance = |rows: u64| progress(rows, total);
@@ -249,7 +257,8 @@ impl PackJob {
                 .with_context(|| format!("table `{}`", table.name))?;
             let mut table = learnt.table(table, source.rows(), self.overrides)?;
             if let Some(parent) = parent {
-                encode_as_parent(&mut table, number, parent)?;
+                let chosen = self.overrides.codec.unwrap_or(self.spec.tables[number].codec);
+                encode_as_parent(&mut table, number, parent, chosen);
             }
             tables.push(table);
         }
@@ -333,18 +342,13 @@ fn check_succession(generation: &Generation, parent: &Generation) -> Result<(), 
     Ok(())
 }
 
-/// Gives `table` the codec of the parent's table `number`: a delta compares encoded rows byte for
-/// byte with the rows that they replace.
-fn encode_as_parent(table: &mut Table, number: usize, parent: &Flash) -> Result<()> {
-    let old = parent.manifest().schema.tables.get(number);
-    let old = old.with_context(|| format!("the parent has no table {number}"))?;
-
-    ensure!(
-        (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys),
-        "table `{}`: the parent's table {number} is `{}`, with another name, dim or key space",
-        table.name,
-        old.name
-    );
-    (table.codec, table.unit_exp) = (old.codec, old.unit_exp);
-    Ok(())
+/// Gives `table` the encoding of the parent's table `number`, if that is the same table and no
+/// other codec was `chosen`: a delta compares encoded rows byte for byte with the rows that they
+/// replace.
+fn encode_as_parent(table: &mut Table, number: usize, parent: &Flash, chosen: CodecChoice) {
+    let Some(old) = parent.manifest().schema.tables.get(number) else { return };
+    let is_same = (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys);
+    if is_same && (chosen == CodecChoice::Auto || table.codec == old.codec) {
+        (table.codec, table.unit_exp) = (old.codec, old.unit_exp);
+    }
 }

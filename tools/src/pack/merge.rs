@@ -33,8 +33,8 @@ impl PackedTable {
         let mut file = input::open(&path).with_context(|| path.display().to_string())?;
         let first = bundle.blobs().len() as u32;
         bundle.copy_part(&self.head.blobs, &path, &mut file)?;
-        let TableBlobs { segment, hot } = self.head.tables;
-        Ok(TableBlobs { segment: first + segment, hot: hot.map(|blob| first + blob) })
+        let TableBlobs { segment, hot, whole } = self.head.tables;
+        Ok(TableBlobs { segment: first + segment, hot: hot.map(|blob| first + blob), whole })
     }
 }
 

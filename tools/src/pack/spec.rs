@@ -51,7 +51,7 @@ pub struct ModelSpec {
 #[serde(
     untagged,
     deny_unknown_fields,
-    expecting = "dense_features has names, or tables with `name` and `missing`"
+    expecting = "dense_features has names, or tables with `name`, `missing` and `retired`"
 )]
 pub enum DenseSpec {
     /// The name of a feature without options.
@@ -62,6 +62,9 @@ pub enum DenseSpec {
         name: String,
         /// The value that replaces a missing one.
         missing: Option<f32>,
+        /// Whether the network no longer takes it.
+        #[serde(default)]
+        retired: bool,
     },
 }
 
@@ -69,7 +72,9 @@ impl DenseSpec {
     fn feature(&self) -> DenseFeature {
         match self {
             Self::Name(name) => DenseFeature::plain(name),
-            Self::Table { name, missing } => DenseFeature { name: name.clone(), missing: *missing },
+            Self::Table { name, missing, retired } => {
+                DenseFeature { name: name.clone(), missing: *missing, retired: *retired }
+            }
         }
     }
 }
@@ -272,6 +277,9 @@ pub struct FeatureSpec {
     /// Whether all samples of a request share one bag.
     #[serde(default)]
     pub shared: bool,
+    /// Whether the model no longer uses it; callers may still send it.
+    #[serde(default)]
+    pub retired: bool,
 }
 
 /// Reads one name, or a list of names.
@@ -301,6 +309,7 @@ impl FeatureSpec {
             padding: None,
             null: None,
             shared: false,
+            retired: false,
         }
     }
 }
@@ -359,6 +368,7 @@ impl ModelSpec {
     pub fn key_functions(&self, base: &Path) -> Result<Vec<KeyFunction>> {
         let names: Vec<&str> = self.features.iter().map(|f| f.name.as_str()).collect();
         let load = |feature: &FeatureSpec| match &feature.key {
+            Some(_) if feature.retired => Ok(KeyFunction::Key),
             None => Ok(KeyFunction::Key),
             Some(key) => {
                 key.load(base, &names).with_context(|| format!("feature `{}`", feature.name))
@@ -376,11 +386,12 @@ impl ModelSpec {
         let feature = |(spec, key): (&FeatureSpec, &KeyFunction)| Feature {
             name: spec.name.clone(),
             hotness_max: spec.hotness_max,
-            weighted: spec.weights,
+            weighted: spec.weights && !spec.retired,
             key: key.clone(),
             padding: spec.padding,
-            null: spec.null,
-            shared: spec.shared,
+            null: spec.null.filter(|_| !spec.retired),
+            shared: spec.shared && !spec.retired,
+            retired: spec.retired,
         };
         let features = self.features.iter().zip(keys).map(feature).collect();
         // First, because the names of vectors depend on them.
@@ -418,7 +429,8 @@ impl ModelSpec {
     /// Returns the lookups of each feature in turn, in the order of its tables.
     fn lookups(&self) -> Result<Vec<Lookup>, SchemaError> {
         let mut lookups = Vec::new();
-        for (number, spec) in self.features.iter().enumerate() {
+        let used = |(_, spec): &(usize, &FeatureSpec)| !spec.retired;
+        for (number, spec) in self.features.iter().enumerate().filter(used) {
             let refuse = |problem: String| fault(format!("feature[{number}].table"), problem);
             if spec.tables.is_empty() {
                 return Err(refuse("is empty".to_owned()));
@@ -471,7 +483,9 @@ impl ModelSpec {
     /// Returns the number of the lookup whose vector is `name`: `feature`, or `feature@table`.
     fn lookup_number(&self, name: &str) -> Result<u16, String> {
         let mut first = 0;
-        for FeatureSpec { name: feature, tables, .. } in &self.features {
+        for FeatureSpec { name: feature, tables, .. } in
+            self.features.iter().filter(|feature| !feature.retired)
+        {
             let vector = |table: &String| format!("{feature}@{table}");
             let table = match (feature == name, tables.as_slice()) {
                 (true, [_]) => Some(0),

@@ -22,6 +22,7 @@ pub(crate) struct Destination<'a> {
     pub generation: &'a Generation,
     pub schema: &'a Schema,
     pub number: usize,
+    /// The parent of a delta.
     pub parent: Option<&'a Flash>,
     pub workers: &'a WorkPool,
 }
@@ -45,11 +46,11 @@ pub(crate) fn write_table(
 ) -> Result<WrittenTable> {
     let hot = HotKeys::of(source)?.into_keys();
     let table = destination.table();
-    let part = if destination.parent.is_some() { Part::Delta } else { Part::Base };
+    let before = destination.before();
+    let part = if before.is_some() { Part::Delta } else { Part::Base };
     let kind = destination.kind(part)?;
     let (segment, blob) = bundle.blob();
-    let parent = destination.parent.map(|p| p.table(destination.number)).transpose()?;
-    let old = parent.map(Merge::new);
+    let old = before.map(|p| p.table(destination.number)).transpose()?.map(Merge::new);
     let mut rows =
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
 
@@ -59,11 +60,12 @@ pub(crate) fn write_table(
     ensure!(count == table.rows, "the source has {count} rows, not {}", table.rows);
     rows.finish()?.end()?;
 
-    let known = destination.parent.map_or(Ok(Vec::new()), |p| p.hot_keys(destination.number))?;
+    let known = before.map_or(Ok(Vec::new()), |p| p.hot_keys(destination.number))?;
     let hot = if is_outdated(&known, &hot) { hot } else { Vec::new() };
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
-    Ok(WrittenTable { blobs: TableBlobs { segment, hot }, error })
+    let whole = destination.parent.is_some() && before.is_none();
+    Ok(WrittenTable { blobs: TableBlobs { segment, hot, whole }, error })
 }
 
 /// Encodes the rows of `source`, which are those of `table`, and passes them to `take`
@@ -93,9 +95,19 @@ pub(crate) fn write_blob(bundle: &mut BundleWriter, content: &[u8]) -> Result<u3
     Ok(number)
 }
 
-impl Destination<'_> {
+impl<'a> Destination<'a> {
     fn table(&self) -> &Table {
         &self.schema.tables[self.number]
+    }
+
+    /// Returns the parent if it has the rows that the table's rows follow. Otherwise the table
+    /// travels whole.
+    fn before(&self) -> Option<&'a Flash> {
+        let continues = |parent: &&Flash| {
+            let before = parent.manifest().schema.tables.get(self.number);
+            before.is_some_and(|before| self.table().continues(before).is_ok())
+        };
+        self.parent.filter(continues)
     }
 
     fn kind(&self, part: Part) -> Result<SegmentKind> {

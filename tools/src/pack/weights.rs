@@ -29,6 +29,10 @@ pub(crate) fn as_parent(
     samples: &[Sample],
 ) -> Result<Vec<u8>> {
     let forms = forms(&parent.dense()?)?;
+    // A parent with other inputs cannot score the samples of this network.
+    if !has_same_inputs(&parent.manifest().schema, schema) {
+        return Ok(onnx.to_vec());
+    }
     if forms.values().all(|form| *form == Weights::F32) {
         return Ok(onnx.to_vec());
     }
@@ -51,6 +55,21 @@ pub(crate) fn as_parent(
         true => Ok(narrowed),
         false => choose(&wide, schema, &inputs),
     }
+}
+
+/// Returns whether samples and network inputs of both schemas have the same shape.
+fn has_same_inputs(before: &Schema, schema: &Schema) -> bool {
+    let features = |schema: &Schema| -> Vec<_> {
+        let shape = schema.features.iter().map(|f| (f.name.clone(), f.hotness_max, f.retired));
+        shape.collect()
+    };
+    let widths = |schema: &Schema| -> Vec<usize> {
+        schema.network.inputs.iter().map(|input| schema.input_width(input)).collect()
+    };
+    features(before) == features(schema)
+        && widths(before) == widths(schema)
+        && before.network.inputs == schema.network.inputs
+        && before.dense_features == schema.dense_features
 }
 
 /// Returns whether a network has weights that can be stored narrower.

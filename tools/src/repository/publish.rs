@@ -28,7 +28,7 @@ use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{Blob, Generation, Hash, Manifest, sha256};
 use hatchback::clock::utc;
-use hatchback::request::serving::incompatibility;
+use hatchback::schema::change::check_change;
 use hatchback::update::program::needs_of;
 use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path, parse_name};
 use hatchback::update::trust::PUBLISHED;
@@ -355,7 +355,7 @@ fn check_callers(
             not_compared.push(offer.name.raw().to_owned());
             continue;
         };
-        if let Some(problem) = incompatibility(&old, schema) {
+        if let Err(problem) = check_change(&old, schema) {
             bail!(
                 "{}: callers of {}@{before} cannot use it: {problem}; give it another `name` \
                  in model.toml, and the cars a directory for it",

@@ -100,7 +100,7 @@ impl Draft<'_> {
                     Some(write_blob(&mut bundle, &bytes)?)
                 }
             };
-            tables.push(TableBlobs { segment, hot });
+            tables.push(TableBlobs { segment, hot, whole: false });
         }
 
         let probe = match self.probe.is_empty() {

@@ -181,7 +181,8 @@ fn a_release_that_callers_cannot_use_is_refused_before_it_is_signed() {
     printed(&["pack", &spec, "--out", &second]);
     let said = refused(&["publish", &second, "--keys", &keys, "--to", &repository]);
     let why = format!(
-        "error: {second}: callers of coupon-dlrm@1 cannot use it: dense_features: celsius, "
+        "error: {second}: callers of coupon-dlrm@1 cannot use it: dense feature `temperature`: is \
+         gone"
     );
     assert!(said.starts_with(&why) && said.contains("another `name`"), "{said}");
     assert!(!printed(&["publish", "--keys", &keys, "--to", &repository]).contains("000000000002"));
