@@ -42,8 +42,8 @@ pub fn check_change(old: &Schema, new: &Schema) -> Result<(), ChangeError> {
 
     let features = |schema: &Schema| names(schema.features.iter().map(|f| &f.name));
     check_order("feature", &features(old), &features(new))?;
-    let both = old.features.iter().zip(&new.features);
-    both.map(|(a, b)| check_feature(a, b)).collect::<Result<(), _>>()?;
+    let mut both = old.features.iter().zip(&new.features);
+    both.try_for_each(|(a, b)| check_feature(a, b))?;
 
     // Callers of a model with one output never see its name, so it may change.
     let outputs = |schema: &Schema| names(schema.network.outputs.iter().map(|o| &o.name));

@@ -123,9 +123,9 @@ fn releases(folder: &Path) -> Vec<PathBuf> {
 }
 
 fn input(name: &str, datatype: &str, value: Value, optional: bool) -> Value {
-    let parameters = json!({"optional": optional});
-    let (shape, data) = ([1, 1], [value]);
-    json!({"name": name, "datatype": datatype, "shape": shape, "data": data, "parameters": parameters})
+    let mut input = json!({"name": name, "datatype": datatype, "shape": [1, 1], "data": [value]});
+    input["parameters"] = json!({"optional": optional});
+    input
 }
 
 /// Asks the car `n` as a caller of release 1 and as one of release 2, and checks the scores.
