@@ -99,8 +99,8 @@ const CRATES: [Layers; 9] = [
             &["demo"],
             &["live"],
             &[
-                "consume", "eval", "gate", "image", "inspect", "install", "plan", "run", "select",
-                "sync",
+                "consume", "eval", "explain", "gate", "image", "inspect", "install", "plan", "run",
+                "select", "sync",
             ],
             &["repository", "serve", "workload"],
             &["pack"],

@@ -11,7 +11,7 @@ use crate::report::Json;
 use crate::report::temporary::TemporaryFolder;
 use crate::repository::{keys, prune, publish, releases};
 use crate::{
-    demo, eval, gate, image, inspect, install, plan, report, run, say, select, serve, sync,
+    demo, eval, explain, gate, image, inspect, install, plan, report, run, say, select, serve, sync,
 };
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -54,6 +54,8 @@ enum Command {
     Releases(releases::ReleasesArgs),
     Sync(sync::SyncArgs),
     Run(run::RunArgs),
+    Explain(explain::ExplainArgs),
+    Row(explain::row::RowArgs),
     Eval(eval::EvalArgs),
     Plan(plan::PlanArgs),
 }
@@ -207,6 +209,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Releases(args) => releases::run(&args),
         Command::Sync(args) => sync::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Row(args) => explain::row::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Plan(args) => plan::run(&args),
     }

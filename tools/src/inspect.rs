@@ -4,8 +4,8 @@
 use crate::report;
 use crate::report::Json;
 use crate::report::temporary::TemporaryFolder;
-use crate::say;
-use anyhow::{Result, bail};
+use crate::{say, serve};
+use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::bundle::manifest::{Blob, Deferral, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
@@ -16,11 +16,8 @@ use hatchback::maintenance::scrub::Damage;
 use hatchback::schema::key_function::{KeyFunction, KeyHash};
 use hatchback::schema::{InputSource, NetworkOutput, Schema};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::SystemTime;
-
-/// Times that a flash directory that changes is read.
-const READS_MAX: u32 = 8;
 
 /// Shows the content of a bundle or a flash directory
 #[derive(Args, Debug)]
@@ -407,30 +404,16 @@ fn report_flash(flash: &Flash, verify: bool) -> Result<Report> {
     Ok(report)
 }
 
-/// Reports the live generation of the flash directory at `path`. This program takes no lock, so the
-/// daemon may remove files meanwhile: after a merge, an update or a rollback. A file that is
-/// missing or damaged counts only if the same state was live before and after the read.
-fn report_settled(path: &Path, verify: bool) -> Result<Report> {
-    let open = || Flash::open(&disk::system(), path);
-    let state = || open().map(|flash| flash.record().clone()).map_err(|e| e.to_string());
-    for _ in 0..READS_MAX {
-        let before = state();
-        let report = open().map_err(Into::into).and_then(|flash| report_flash(&flash, verify));
-        let is_whole = report.as_ref().is_ok_and(|r| matches!(r.damage.as_deref(), Some([])));
-        if is_whole || before == state() {
-            return report;
-        }
-    }
-    bail!("{}: changed each time while it was read; run the command again", path.display())
-}
-
 /// Runs the command.
 ///
 /// # Errors
 /// The path is neither a bundle nor a flash directory, or `--verify` found damage.
 pub fn run(args: &InspectArgs) -> Result<()> {
     let report = if args.path.is_dir() {
-        report_settled(&args.path, args.verify)?
+        let open = || Ok(Flash::open(&disk::system(), &args.path)?);
+        let is_whole = |report: &Report| matches!(report.damage.as_deref(), Some([]));
+        serve::read_settled(open, |flash| report_flash(flash, args.verify), is_whole)
+            .with_context(|| args.path.display().to_string())?
     } else {
         let mut bundle = BundleReader::open(&args.path)?;
         let bytes = bundle.manifest().blobs.iter().map(Blob::stored_bytes).sum();

@@ -10,6 +10,7 @@ pub mod cli;
 pub mod consume;
 pub mod demo;
 pub mod eval;
+pub mod explain;
 pub mod gate;
 pub mod hps_kafka;
 pub mod image;

@@ -5,6 +5,7 @@
 mod cli;
 mod container;
 mod documents;
+mod explain;
 mod hugectr_dense;
 mod image;
 mod keys;

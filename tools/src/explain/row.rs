@@ -1,0 +1,93 @@
+//! `row`: shows a row as a request finds it, the error of its codec, and its versions in the
+//! releases that the flash directory still holds.
+
+use crate::explain::rows::{RowVersion, TableReader, norm};
+use crate::explain::{is_fresh, open, table_number};
+use crate::report::Json;
+use crate::{report, say, serve};
+use anyhow::{Context, Result};
+use clap::Args;
+use hatchback::Flash;
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Shows a row: its values, the error of its codec, and its versions by release
+#[derive(Args, Debug)]
+pub struct RowArgs {
+    /// A bundle (installed into a flash directory first) or a flash directory
+    model: PathBuf,
+    /// The name of the table
+    table: String,
+    /// The key, as `explain` prints it
+    key: u64,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The report of the command.
+#[derive(Serialize)]
+struct RowReport {
+    table: String,
+    key: u64,
+    generation: String,
+    codec: &'static str,
+    /// What a request gets.
+    #[serde(flatten)]
+    row: RowVersion,
+    /// All versions that the live generation's files hold, from the oldest.
+    history: Vec<RowVersion>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// A model is refused, or it has no such table.
+pub fn run(args: &RowArgs) -> Result<()> {
+    let read = |flash: &Flash| RowReport::read(flash, &args.table, args.key);
+    let report = serve::read_settled(|| open(&args.model), read, |_| true)
+        .with_context(|| args.model.display().to_string())?;
+    args.json.write(&report, || report.print())
+}
+
+impl RowReport {
+    fn read(flash: &Flash, table: &str, key: u64) -> Result<Self> {
+        let schema = &flash.manifest().schema;
+        let number = table_number(schema, table)?;
+        let reader = TableReader::open(flash, number)?;
+        Ok(Self {
+            table: table.to_owned(),
+            key,
+            generation: flash.manifest().generation.to_string(),
+            codec: schema.tables[number].codec.name(),
+            row: reader.newest(key)?,
+            history: reader.history(key)?,
+        })
+    }
+
+    fn print(&self) -> Result<()> {
+        let Self { generation, table, key, row, codec, .. } = self;
+        let (table, origin) = (report::printable(table), row.origin());
+        say!("{generation}: {table} {key}: {origin}, {codec}, norm {:.6}", row.norm)?;
+        row.damage.iter().try_for_each(|damage| say!("{damage}"))?;
+        match row.codec_error_max.filter(|_| is_fresh(row)) {
+            Some(error) => say!("each value is within {error:.1e} of the trainer's")?,
+            None => say!("a request gets the default row, and counts the key in its status")?,
+        }
+        say!("{:?}", row.values)?;
+        if self.history.is_empty() {
+            return Ok(());
+        }
+        let mut versions = report::table(&["version", "norm", "distance from the one before"]);
+        let mut before: Option<&RowVersion> = None;
+        for version in &self.history {
+            let distance = |before: &RowVersion| {
+                let both = version.values.iter().zip(&before.values);
+                norm(&both.map(|(a, b)| a - b).collect::<Vec<_>>())
+            };
+            let distance = report::or_dash(before.map(distance), |d| format!("{d:.6}"));
+            versions.add_row([version.origin(), format!("{:.6}", version.norm), distance]);
+            before = Some(version);
+        }
+        say!("{versions}")
+    }
+}

@@ -1,0 +1,243 @@
+//! Single rows of a flash directory: their values, and the release that wrote each version. Reads
+//! segments as a request does, and never writes.
+
+use crate::explain::f32_steps;
+use anyhow::Result;
+use half::f16;
+use hatchback::flash::live::SegmentRef;
+use hatchback::flash::overlay::Newest;
+use hatchback::flash::segment::SegmentError;
+use hatchback::flash::table::{RowLocation, TableRows};
+use hatchback::io::page::AlignedPage;
+use hatchback::schema::Table;
+use hatchback::{Codec, Flash, RowFormat};
+use serde::Serialize;
+
+/// What a request finds for a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RowStatus {
+    /// Its row.
+    Fresh,
+    /// No row: no segment has the key.
+    Absent,
+    /// No row: a delta deleted the key.
+    Deleted,
+    /// No row: its page is damaged.
+    Damaged,
+}
+
+/// A version of a row.
+#[derive(Clone, Debug, Serialize)]
+pub struct RowVersion {
+    /// What a request finds.
+    pub status: RowStatus,
+    /// The sequence of the release that brought the file; `None` for an absent key.
+    pub release: Option<u64>,
+    /// `snapshot`, `delta`, or `merged`: a merge wrote the file from that release and earlier ones.
+    pub file: Option<&'static str>,
+    /// The row, or the default row that a request gets instead.
+    pub values: Vec<f32>,
+    /// The Euclidean norm of the values.
+    pub norm: f32,
+    /// The most by which a value differs from the trainer's; `None` without a row.
+    pub codec_error_max: Option<f32>,
+    /// The damage of the page.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub damage: Option<String>,
+}
+
+impl RowVersion {
+    /// Returns the status and the release, in words.
+    pub fn origin(&self) -> String {
+        let file = self.release.map(|n| format!("{} {n}", self.file.unwrap_or_default()));
+        match (self.status, file) {
+            (RowStatus::Fresh, Some(file)) => file,
+            (RowStatus::Deleted, Some(file)) => format!("deleted by {file}"),
+            (RowStatus::Damaged, Some(file)) => format!("damaged in {file}"),
+            _ => "absent".to_owned(),
+        }
+    }
+}
+
+/// A table of the live generation.
+pub struct TableReader<'a> {
+    table: &'a Table,
+    format: RowFormat,
+    rows: TableRows,
+    /// The base, then the deltas from the oldest.
+    files: Vec<SegmentRef>,
+}
+
+impl<'a> TableReader<'a> {
+    /// Opens table `number` of `flash`.
+    ///
+    /// # Errors
+    /// A segment is missing, or its index is damaged.
+    pub fn open(flash: &'a Flash, number: usize) -> Result<Self> {
+        let rows = flash.table(number)?;
+        let files = flash.record().live.tables[number].segments().map(|(file, _)| file).collect();
+        let (table, format) = (&flash.manifest().schema.tables[number], rows.segments()[0].kind());
+        Ok(Self { table, format: format.format(), files, rows })
+    }
+
+    /// Returns what a request finds for `key`.
+    ///
+    /// # Errors
+    /// The device refused, or an index page is damaged.
+    pub fn newest(&self, key: u64) -> Result<RowVersion> {
+        let Some(location) = self.rows.locate(key) else {
+            // Only the segments know which of them deleted the key.
+            return Ok(match self.rows.newest(self.table.keys.order(key)) {
+                Some(Newest::Deleted) => self.history(key)?.pop(),
+                _ => None,
+            }
+            .unwrap_or_else(|| self.without_row(RowStatus::Absent, None)));
+        };
+        let found = self.read(location, key)?;
+        Ok(found.unwrap_or_else(|| self.without_row(RowStatus::Absent, None)))
+    }
+
+    /// Returns the versions of the row of `key` that the live generation's segments hold, from the
+    /// oldest.
+    ///
+    /// # Errors
+    /// As [`TableReader::newest`].
+    pub fn history(&self, key: u64) -> Result<Vec<RowVersion>> {
+        let mut page = [None];
+        self.rows.segments()[0].locate(&[key], &mut page);
+        let base = page[0].map(|page| self.read(RowLocation { segment: 0, page }, key));
+        let mut versions: Vec<RowVersion> = base.transpose()?.flatten().into_iter().collect();
+
+        let wanted = self.table.keys.order(key);
+        for (segment, delta) in (1..).zip(&self.rows.segments()[1..]) {
+            let mut change = None;
+            delta.each_key(|order, page| {
+                if order == wanted {
+                    change = Some(page);
+                }
+            })?;
+            match change {
+                None => {}
+                Some(Some(page)) => {
+                    versions.extend(self.read(RowLocation { segment, page }, key)?);
+                }
+                Some(None) => versions.push(self.without_row(RowStatus::Deleted, Some(segment))),
+            }
+        }
+        Ok(versions)
+    }
+
+    /// Reads the row of `key` from the page at `location`, if the page has it.
+    fn read(&self, location: RowLocation, key: u64) -> Result<Option<RowVersion>> {
+        let segment = self.rows.segment(location);
+        let mut page = AlignedPage::zeroed();
+        segment.read_page(location.page, &mut page)?;
+        let checked = match segment.check(location.page, &page.0) {
+            Ok(checked) => checked,
+            Err(e @ SegmentError::Page { .. }) => {
+                let lost = self.without_row(RowStatus::Damaged, Some(location.segment));
+                return Ok(Some(RowVersion { damage: Some(e.to_string()), ..lost }));
+            }
+            Err(e) => return Err(e.into()),
+        };
+        Ok(segment.row(&checked, key).map(|row| {
+            let mut values = vec![0.0; self.format.dim()];
+            self.format.decode(row, &mut values);
+            let codec_error_max = Some(error_max(self.table, row, &values));
+            let place = self.without_row(RowStatus::Fresh, Some(location.segment));
+            RowVersion { norm: norm(&values), values, codec_error_max, ..place }
+        }))
+    }
+
+    /// Returns a version with the default row, of `segment` if one is responsible.
+    fn without_row(&self, status: RowStatus, segment: Option<u8>) -> RowVersion {
+        let file = segment.map(|segment| (segment, self.files[usize::from(segment)]));
+        let kind = |(segment, file): (u8, SegmentRef)| match (segment, file.serial) {
+            (0, 0) => "snapshot",
+            (0, _) => "merged",
+            _ => "delta",
+        };
+        RowVersion {
+            status,
+            release: file.map(|(_, file)| file.sequence),
+            file: file.map(kind),
+            values: self.table.default_row.clone(),
+            norm: norm(&self.table.default_row),
+            codec_error_max: None,
+            damage: None,
+        }
+    }
+}
+
+/// Returns the Euclidean norm of `values`.
+pub fn norm(values: &[f32]) -> f32 {
+    values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt() as f32
+}
+
+/// Returns the most by which the decoded `values` of the encoded `row` differ from the values that
+/// `pack` encoded.
+fn error_max(table: &Table, row: &[u8], values: &[f32]) -> f32 {
+    let half_step = |magnitude: f32| (magnitude * 2f32.powi(-11)).max(2f32.powi(-25));
+    let magnitude = values.iter().fold(0f32, |max, v| max.max(v.abs()));
+    let code_max = match table.codec {
+        Codec::F32 => return 0.0,
+        Codec::F16 => return half_step(magnitude),
+        Codec::U8 => 255.0,
+        Codec::U4 => 15.0,
+    };
+    let parameter = |at: usize| f16::from_le_bytes([row[at], row[at + 1]]).to_f32();
+    let [scale, bias] = [parameter(row.len() - 4), parameter(row.len() - 2)];
+    // All codes of a constant row are 0: its scale stands for no step.
+    let is_constant = values.iter().all(|v| v.to_bits() == values[0].to_bits());
+    let scale = if is_constant { 0.0 } else { scale };
+    // Scale and bias were rounded to f16, so the ends of the row may lie beyond the codes.
+    let ends = half_step(bias.abs()).max(code_max * half_step(scale));
+    let bound = (scale / 2.0).max(ends) * 2f32.powi(i32::from(table.unit_exp));
+    // `pack` and the decoder each round in f32.
+    bound + f32_steps(magnitude)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback::schema::{KeySpace, MissPolicy, Placement};
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    #[test]
+    fn the_error_of_a_codec_is_within_its_bound_and_near_it() {
+        let mut random = StdRng::seed_from_u64(7);
+        for codec in [Codec::F32, Codec::F16, Codec::U8, Codec::U4] {
+            let mut nearest = 0f32;
+            for round in 0..2_000 {
+                let unit_exp = if codec.is_quantized() { round % 9 - 4 } else { 0 };
+                let table = Table {
+                    name: "t".to_owned(),
+                    dim: 8,
+                    keys: KeySpace::Index,
+                    rows: 1,
+                    codec,
+                    unit_exp: unit_exp as i8,
+                    placement: Placement::Auto,
+                    miss: MissPolicy::Wait,
+                    default_row: vec![0.0; 8],
+                };
+                let center: f32 = random.random_range(-2.0..2.0);
+                let width: f32 = [0.0, 1e-4, 0.1, 3.0][round as usize % 4];
+                let value = |_| center + width * random.random_range(-1.0..1.0f32);
+                let source: Vec<f32> = (0..8).map(value).collect();
+                let format = table.format().unwrap();
+                let (mut row, mut values) = (vec![0; format.row_bytes()], vec![0.0; 8]);
+                format.encode(&source, &mut row).unwrap();
+                format.decode(&row, &mut values);
+                let bound = error_max(&table, &row, &values);
+                let worst = source.iter().zip(&values).map(|(a, b)| (a - b).abs());
+                let worst = worst.fold(0f32, f32::max);
+                assert!(worst <= bound, "{codec:?}: {worst} over {bound}, {source:?}");
+                nearest = nearest.max(if bound > 0.0 { worst / bound } else { 1.0 });
+            }
+            assert!(nearest > 0.9, "{codec:?}: no error is over {nearest} of its bound");
+        }
+    }
+}
