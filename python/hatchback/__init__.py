@@ -22,12 +22,12 @@ from ._native import (
     OpenError,
     RequestError,
     __version__,
-    run_command,
+    run_program,
 )
 
 __all__ = [
     "Answer", "Busy", "Closed", "DeadlineExceeded", "Error", "Failed", "Model", "NotFinite",
-    "OpenError", "RequestError", "evaluate", "inspect", "main", "pack",
+    "OpenError", "RequestError", "evaluate", "explain", "inspect", "main", "pack",
 ]
 
 
@@ -81,10 +81,12 @@ def evaluate(path, *, samples=None, batch=None, target=None, flash=None):
     )
 
 
+def explain(path, sample, *, against=None):
+    """Returns why `sample`, a dict as a line of samples, has its score: the
+    report of `hatchback explain`. `against` is a model with another generation."""
+    return _report(["explain", path, json.dumps(sample), *_options(against=against)])
+
+
 def main():
     """Runs the program `hatchback` with the arguments of this process."""
-    try:
-        run_command(sys.argv[1:])
-    except Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(run_program(sys.argv[1:]))

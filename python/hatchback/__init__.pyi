@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 __all__ = [
     "Answer", "Busy", "Closed", "DeadlineExceeded", "Error", "Failed", "Model", "NotFinite",
-    "OpenError", "RequestError", "evaluate", "inspect", "main", "pack",
+    "OpenError", "RequestError", "evaluate", "explain", "inspect", "main", "pack",
 ]
 __version__: str
 
@@ -73,7 +73,7 @@ class Model:
     def __enter__(self) -> Model: ...
     def __exit__(self, *args: object) -> None: ...
 
-def run_command(arguments: Sequence[str]) -> None: ...
+def run_program(arguments: Sequence[str]) -> int: ...
 def pack(
     spec: str | PathLike[str],
     out: str | PathLike[str],
@@ -90,5 +90,11 @@ def evaluate(
     batch: int | None = None,
     target: str | PathLike[str] | None = None,
     flash: str | PathLike[str] | None = None,
+) -> dict[str, Any]: ...
+def explain(
+    path: str | PathLike[str],
+    sample: dict[str, Any],
+    *,
+    against: str | PathLike[str] | None = None,
 ) -> dict[str, Any]: ...
 def main() -> None: ...

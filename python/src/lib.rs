@@ -11,19 +11,16 @@ use clap::Parser;
 use hatchback_tools::cli::{self, Cli};
 use pyo3::prelude::*;
 
-/// Runs the program `hatchback` with `arguments`.
+/// Runs the program `hatchback` with `arguments`. Prints its error, if there is one, and returns
+/// its exit status.
 #[pyfunction]
-fn run_command(py: Python<'_>, arguments: Vec<String>) -> PyResult<()> {
+fn run_program(py: Python<'_>, arguments: Vec<String>) -> PyResult<i32> {
     let program = std::iter::once("hatchback".to_owned());
-    let parsed = Cli::try_parse_from(program.chain(arguments));
-    let cli = match parsed {
-        Ok(cli) => cli,
-        // `--help` and `--version` are texts, not errors.
-        Err(e) if !e.use_stderr() => return e.print().map_err(PyErr::from),
-        Err(e) => return Err(errors::RequestError::new_err(e.to_string())),
-    };
-    py.detach(|| cli::run(cli))
-        .map_err(|e| errors::Error::new_err(hatchback_tools::report::explain(&e)))
+    match Cli::try_parse_from(program.chain(arguments)) {
+        Ok(cli) => Ok(py.detach(|| hatchback_tools::report::status_of(cli::run(cli))).into()),
+        // Also `--help` and `--version`, which are texts and no errors.
+        Err(e) => e.print().map(|()| e.exit_code()).map_err(PyErr::from),
+    }
 }
 
 #[pymodule]
@@ -32,5 +29,5 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<model::Model>()?;
     module.add_class::<model::Answer>()?;
     errors::add_to(module)?;
-    module.add_function(wrap_pyfunction!(run_command, module)?)
+    module.add_function(wrap_pyfunction!(run_program, module)?)
 }

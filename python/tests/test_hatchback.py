@@ -159,8 +159,6 @@ class Package(unittest.TestCase):
             hatchback.Model.open("/nowhere", flash="/nowhere.flash")
         with self.assertRaisesRegex(hatchback.Error, "model.toml"):
             hatchback.pack("/nowhere/model.toml", self.folder / "x.hatch")
-        with self.assertRaisesRegex(hatchback.RequestError, "unrecognized subcommand"):
-            hatchback.run_command(["nothing"])
 
     def test_arrays_of_another_byte_order_are_refused(self):
         model = self.open()
@@ -356,6 +354,21 @@ hotness_max = 1
     def test_reports(self):
         self.assertEqual(self.report, hatchback.inspect(self.bundle))
         self.assertGreater(hatchback.evaluate(self.bundle)["auc"], 0.6)
+        sample = json.loads((DEMO / "heldout.jsonl").read_text().splitlines()[0])
+        explained = hatchback.explain(self.bundle, sample)
+        added = (feature["contribution"][0] for feature in explained["features"])
+        self.assertAlmostEqual(
+            sum(added, explained["base"][0]), explained["score"][0], delta=1e-5
+        )
+
+    def test_the_program_ends_as_the_other_one(self):
+        def status(arguments):
+            program = [sys.executable, "-m", "hatchback", *arguments]
+            done = subprocess.run(program, capture_output=True, text=True, check=False)
+            return done.returncode, done.stderr[:6]
+        self.assertEqual(status(["--version"]), (0, ""))
+        self.assertEqual(status(["inspect", "nothing"]), (1, "error:"))
+        self.assertEqual(status(["nothing"]), (2, "error:"))
 
     def generation(self, sequence):
         """Packs the demo's model as `sequence`, with rows of its own, and returns the bundle."""

@@ -60,6 +60,9 @@ impl Difference {
     pub fn print(&self, here: &Explanation) -> Result<()> {
         let (score, base) = (scores_text(self.score.as_deref()), scores_text(self.base.as_deref()));
         say!("{}: score {score}; {base} without any feature", self.generation)?;
+        if self.features.is_empty() {
+            return say!("no row and no contribution differs");
+        }
         let (ours, theirs) = (here.generation.as_str(), self.generation.as_str());
         let mut table = report::table(&["feature", "rows that differ", "distance", ours, theirs]);
         for feature in &self.features {
@@ -126,12 +129,12 @@ pub fn line_for(line: &str, ours: &Schema, theirs: &Schema) -> Result<String> {
         let named = ours.dense_names().cloned().zip(values);
         sample["dense"] = Value::Object(named.collect());
     }
-    let is_dense = |name: &str| theirs.dense_names().any(|known| known == name);
-    let is_sparse = |name: &str| theirs.features.iter().any(|feature| feature.name == name);
-    let takes_weights = |name: &str| theirs.features.iter().any(|f| f.name == name && f.weighted);
-    let checks: [(&str, &dyn Fn(&str) -> bool); 3] =
-        [("dense", &is_dense), ("sparse", &is_sparse), ("weights", &takes_weights)];
-    for (field, is_known) in checks {
+    for field in ["dense", "sparse", "weights"] {
+        let is_known = |name: &str| match field {
+            "dense" => theirs.dense_names().any(|known| known == name),
+            "sparse" => theirs.features.iter().any(|feature| feature.name == name),
+            _ => theirs.features.iter().any(|feature| feature.weighted && feature.name == name),
+        };
         if let Some(values) = sample.get_mut(field).and_then(Value::as_object_mut) {
             values.retain(|name, _| is_known(name));
         }

@@ -22,7 +22,7 @@ use crate::repository::keys::{block_on, root_expiry, roots, sources};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
 use crate::repository::variants::{self, Bundle, Named};
-use crate::say;
+use crate::{say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
@@ -234,8 +234,11 @@ impl Offer {
         done: &mut Published,
         known: &mut Vec<KnownChunk>,
     ) -> Result<()> {
-        self.bundle.each_stored(|chunk, stored| {
+        let total = self.bundle.manifest().blobs.iter().map(Blob::stored_bytes).sum();
+        let bar = serve::progress_bar(total, "uploading", "{bytes}/{total_bytes}");
+        let uploaded = self.bundle.each_stored(|chunk, stored| {
             let (path, bytes) = (chunk_path(&chunk.sha256), stored.len() as u64);
+            bar.inc(bytes);
             // A power cut may have left a chunk of another size.
             if store.bytes(&path)? == Some(bytes) {
                 done.chunks_known += 1;
@@ -246,7 +249,9 @@ impl Offer {
             done.chunks += 1;
             done.chunk_bytes += bytes;
             store.put(&path, stored.to_vec())
-        })?;
+        });
+        bar.finish_and_clear();
+        uploaded?;
 
         let content = self.bundle.manifest_bytes();
         store.put(&manifest_path(self.name.raw(), &sha256(content)), content.to_vec())
