@@ -36,9 +36,26 @@ fn kinds<'a>(needs: impl Iterator<Item = &'a str>) -> BTreeSet<String> {
     needs.filter(|need| !varies(need)).map(str::to_owned).collect()
 }
 
+/// Returns `kinds` without the sizes of the schema, which a release may change.
+fn without_sizes(mut kinds: BTreeSet<String>) -> BTreeSet<String> {
+    const SIZES: [&str; 9] = [
+        "tables",
+        "features",
+        "lookups",
+        "dense-features",
+        "dim",
+        "hotness",
+        "input-width",
+        "input-features",
+        "outputs",
+    ];
+    kinds.retain(|kind| kind.rsplit_once('-').is_none_or(|(size, _)| !SIZES.contains(&size)));
+    kinds
+}
+
 /// Names the bundles of one publish. A bundle whose content was published before keeps its name.
-/// Another one is of the variant of the newest listed release with the same needs, else of the
-/// first variant that no other bundle for its generation is of.
+/// Another one is of the variant of the newest listed release with the same needs, or with others
+/// of the schema's sizes only, else of the first variant that no other bundle for its generation is of.
 ///
 /// # Errors
 /// Two bundles for one generation have the same needs, or there are too many of them. A variant
@@ -109,15 +126,19 @@ fn matching(
     if let Some(variant) = (0..VARIANTS_MAX).find(is_known) {
         return Some((u64::MAX, variant));
     }
-    let listed = state.listed().filter_map(|(name, target)| {
-        let (of, _, variant) = parse_name(name.raw())?;
-        let needs = target.custom.get(NEEDS)?.as_array()?;
-        let is_it = of.lineage == generation.lineage
-            && of.sequence <= generation.sequence
-            && kinds(needs.iter().filter_map(Value::as_str)) == *wanted;
-        is_it.then_some((of.sequence, variant))
-    });
-    listed.max()
+    let listed = |form: fn(BTreeSet<String>) -> BTreeSet<String>| {
+        let listed = state.listed().filter_map(|(name, target)| {
+            let (of, _, variant) = parse_name(name.raw())?;
+            let needs = target.custom.get(NEEDS)?.as_array()?;
+            let needs = kinds(needs.iter().filter_map(Value::as_str));
+            let is_it = of.lineage == generation.lineage
+                && of.sequence <= generation.sequence
+                && form(needs) == form(wanted.clone());
+            is_it.then_some((of.sequence, variant))
+        });
+        listed.max()
+    };
+    listed(|kinds| kinds).or_else(|| listed(without_sizes))
 }
 
 /// Adds the bundles that each delta of `named` can follow to its `custom`: those of its parent's
