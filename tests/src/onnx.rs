@@ -10,6 +10,10 @@ pub fn concat(inputs: &[(String, usize)], output: &str) -> Vec<u8> {
 
 /// The network of [`concat()`], with these operators more, whose results no node reads.
 pub fn concat_and(inputs: &[(String, usize)], output: &str, operators: &[&str]) -> Vec<u8> {
+    graph_of(inputs, output, operators).file()
+}
+
+fn graph_of(inputs: &[(String, usize)], output: &str, operators: &[&str]) -> Graph {
     let mut graph = Graph::default();
     let names: Vec<&str> = inputs.iter().map(|(name, _)| name.as_str()).collect();
     for name in operators {
@@ -18,6 +22,13 @@ pub fn concat_and(inputs: &[(String, usize)], output: &str, operators: &[&str]) 
     graph.node("Concat", &names, output, &[int("axis", 1)]);
     inputs.iter().for_each(|(name, width)| graph.input(name, Type::Float, &[*width]));
     graph.output(output, &[inputs.iter().map(|(_, width)| width).sum()]);
+    graph
+}
+
+/// The network of [`concat_and`], with an input `c` as wide as the last, which no node reads.
+pub fn concat_beside(inputs: &[(String, usize)], output: &str, operators: &[&str]) -> Vec<u8> {
+    let mut graph = graph_of(inputs, output, operators);
+    graph.input("c", Type::Float, &[inputs.last().map_or(1, |(_, width)| *width)]);
     graph.file()
 }
 

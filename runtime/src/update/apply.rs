@@ -522,8 +522,12 @@ impl Updater {
 
         // Before anything is written: the callers of the live generation could not use the new one.
         if let (None, Some(live)) = (rebuild, self.live()?) {
-            let (old, new) = (&live.manifest().schema, &bundle.manifest().schema);
-            check_change(old, new).map_err(|e| Verdict::Reject(e.to_string()))?;
+            let (live, new) = (live.manifest(), bundle.manifest());
+            // The rule is for what comes after; the install itself refuses what is older.
+            if live.generation.sequence < new.generation.sequence {
+                let changed = check_change(&live.schema, &new.schema);
+                changed.map_err(|e| Verdict::Reject(e.to_string()))?;
+            }
         }
 
         let progress = |_| (host.yield_now)();

@@ -33,6 +33,9 @@ const ROWS: [u64; 2] = [250, 350];
 /// One row in so many changes in each generation.
 const CHANGED_ONE_IN: u64 = 6;
 const PROBE_SAMPLES: usize = 4;
+/// Generations with a third feature and its table, which are new in the first. Later ones have
+/// retired the feature and removed the table.
+const WITH_THIRD: std::ops::Range<u64> = 3..5;
 /// Generations that are packed.
 const GENERATIONS: usize = 6;
 
@@ -122,6 +125,9 @@ impl Generations {
         for level in 1..=LEVELS {
             let network = onnx::concat_and(&widths, "out", &LATER[..usize::from(level) - 1]);
             std::fs::write(folder.path().join(format!("dense{level}.onnx")), network).unwrap();
+            // No node reads the third vector, so that the scores stay those of two.
+            let network = onnx::concat_beside(&widths, "out", &LATER[..usize::from(level) - 1]);
+            std::fs::write(folder.path().join(format!("dense{level}c.onnx")), network).unwrap();
         }
 
         let mut random = Random::new(71);
@@ -162,7 +168,9 @@ impl Generations {
         };
         let samples = PROBE_SAMPLES + more;
         std::fs::write(path("jsonl"), self.probe(to, samples, shift)).unwrap();
+        let third = WITH_THIRD.contains(&to).then_some(1);
         let sources: Vec<Box<dyn RowSource>> = (0..2)
+            .chain(third)
             .map(|number| Table { number, rows: self.rows[&to][number].clone() })
             .map(|table| Box::new(table) as Box<dyn RowSource>)
             .collect();
@@ -248,8 +256,8 @@ fn change(t: usize, rows: &mut Rows, random: &mut Random) {
 }
 
 fn spec(sequence: u64, level: u8, probe: Option<&Path>) -> ModelSpec {
-    let table = |t: usize| TableSpec {
-        name: format!("t{t}"),
+    let table = |name: &str, t: usize| TableSpec {
+        name: name.to_owned(),
         dim: DIMS[t],
         keys: KEYS[t],
         codec: CodecChoice::F32,
@@ -260,21 +268,34 @@ fn spec(sequence: u64, level: u8, probe: Option<&Path>) -> ModelSpec {
     };
     let feature = |t: usize| FeatureSpec::sum(&format!("f{t}"), &format!("t{t}"), 1);
     let input = |name: &str, f: usize| InputSpec::vectors(name, vec![format!("f{f}")]);
+    let mut tables = vec![table("t0", 0), table("t1", 1)];
+    let mut features = vec![feature(0), feature(1)];
+    let mut inputs = vec![input("a", 0), input("b", 1)];
+    let retired = sequence >= WITH_THIRD.end;
+    if sequence >= WITH_THIRD.start {
+        features.push(FeatureSpec { retired, ..feature(2) });
+    }
+    let has_third = WITH_THIRD.contains(&sequence);
+    if has_third {
+        tables.push(table("t2", 1));
+        inputs.push(input("c", 2));
+    }
+    let third = if has_third { "c" } else { "" };
     ModelSpec {
         format: 1,
         name: LINEAGE.to_owned(),
         sequence,
         dense_features: Vec::new(),
         network: NetworkSpec {
-            onnx: Some(format!("dense{level}.onnx").into()),
+            onnx: Some(format!("dense{level}{third}.onnx").into()),
             hugectr: None,
             table_major: false,
             output: OutputsSpec::One("out".to_owned()),
             activation: Some(Activation::None),
-            inputs: vec![input("a", 0), input("b", 1)],
+            inputs,
         },
-        tables: vec![table(0), table(1)],
-        features: vec![feature(0), feature(1)],
+        tables,
+        features,
         probe: probe.map(|samples| ProbeSpec { samples: samples.to_owned() }),
     }
 }
