@@ -128,10 +128,10 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
     install(path, directory)
 }
 
-/// Opens a flash directory with `open`, and reads it with `read`. These programs take no lock, so the
-/// daemon may remove files meanwhile: after a merge, an update or a rollback. What is missing or
-/// damaged, because `read` fails or its result is not `is_whole`, counts only if the same state was
-/// live before and after the read.
+/// Opens a flash directory with `open`, and reads it with `read`. These programs take no lock, so
+/// the daemon may remove files meanwhile: after a merge, an update or a rollback. What is missing
+/// or damaged, because `read` fails or its result is not `is_whole`, counts only if the same state
+/// was live before and after the read.
 ///
 /// # Errors
 /// Those of `open` and `read`, or the directory changed during each of several reads.
