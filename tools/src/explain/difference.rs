@@ -1,7 +1,7 @@
 //! What differs between two generations for one sample: the scores, the contributions and the rows.
 
+use crate::explain::explanation::{Explanation, FeaturePart, KeyPart, scores_text, signed_text};
 use crate::explain::rows::norm;
-use crate::explain::{Explanation, FeaturePart, KeyPart, scores_text, signed_text};
 use crate::{report, say};
 use anyhow::Result;
 use hatchback::Schema;

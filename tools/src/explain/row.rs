@@ -1,8 +1,7 @@
 //! `row`: shows a row as a request finds it, the error of its codec, and its versions in the
 //! releases that the flash directory still holds.
 
-use crate::explain::rows::{RowVersion, TableReader, norm};
-use crate::explain::{is_fresh, open, table_number};
+use crate::explain::rows::{RowVersion, TableReader, norm, open, table_number};
 use crate::report::Json;
 use crate::{report, say, serve};
 use anyhow::{Context, Result};
@@ -69,7 +68,7 @@ impl RowReport {
         let (table, origin) = (report::printable(table), row.origin());
         say!("{generation}: {table} {key}: {origin}, {codec}, norm {:.6}", row.norm)?;
         row.damage.iter().try_for_each(|damage| say!("{damage}"))?;
-        match row.codec_error_max.filter(|_| is_fresh(row)) {
+        match row.codec_error_max {
             Some(error) => say!("each value is within {error:.1e} of the trainer's")?,
             None => say!("a request gets the default row, and counts the key in its status")?,
         }

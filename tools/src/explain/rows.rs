@@ -1,17 +1,18 @@
 //! Single rows of a flash directory: their values, and the release that wrote each version. Reads
 //! segments as a request does, and never writes.
 
-use crate::explain::f32_steps;
-use anyhow::Result;
+use crate::serve;
+use anyhow::{Result, ensure};
 use half::f16;
 use hatchback::flash::live::SegmentRef;
 use hatchback::flash::overlay::Newest;
 use hatchback::flash::segment::SegmentError;
 use hatchback::flash::table::{RowLocation, TableRows};
 use hatchback::io::page::AlignedPage;
-use hatchback::schema::Table;
+use hatchback::schema::{Schema, Table};
 use hatchback::{Codec, Flash, RowFormat};
 use serde::Serialize;
+use std::path::Path;
 
 /// What a request finds for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -196,6 +197,30 @@ fn error_max(table: &Table, row: &[u8], values: &[f32]) -> f32 {
     let bound = (scale / 2.0).max(ends) * 2f32.powi(i32::from(table.unit_exp));
     // `pack` and the decoder each round in f32.
     bound + f32_steps(magnitude)
+}
+
+/// Returns the most that two roundings in f32 of a value of this magnitude move it.
+fn f32_steps(magnitude: f32) -> f32 {
+    2.0 * magnitude * f32::EPSILON
+}
+
+/// Opens the flash directory of `model`: the directory, or that of a bundle.
+///
+/// # Errors
+/// The model is refused.
+pub fn open(model: &Path) -> Result<Flash> {
+    serve::open_flash(model, &model.with_extension("flash"))
+}
+
+/// Returns the number of the table with this name.
+///
+/// # Errors
+/// There is none.
+pub fn table_number(schema: &Schema, name: &str) -> Result<usize> {
+    let number = schema.tables.iter().position(|table| table.name == name);
+    let names = || schema.tables.iter().map(|t| t.name.as_str()).collect::<Vec<_>>().join(", ");
+    ensure!(number.is_some(), "TABLE {name}: the model has the tables {}", names());
+    Ok(number.unwrap_or_default())
 }
 
 #[cfg(test)]
