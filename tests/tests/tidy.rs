@@ -19,17 +19,17 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 18_670),
-    ("runtime", 18_140),
+    ("runtime", 18_690),
     ("link", 620),
-    ("server", 5_000),
+    ("server", 5_210),
     ("board", 1_860),
-    ("capi", 770),
-    ("python", 440),
-    ("tools", 14_040),
+    ("capi", 840),
+    ("python", 460),
+    ("tools", 14_860),
     ("bench", 11_330),
-    ("tests", 6_070),
+    ("tests", 6_105),
 ];
-const WORDS_MAX: usize = 47_050;
+const WORDS_MAX: usize = 48_030;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 435;

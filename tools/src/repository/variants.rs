@@ -55,7 +55,8 @@ fn without_sizes(mut kinds: BTreeSet<String>) -> BTreeSet<String> {
 
 /// Names the bundles of one publish. A bundle whose content was published before keeps its name.
 /// Another one is of the variant of the newest listed release with the same needs, or with others
-/// of the schema's sizes only, else of the first variant that no other bundle for its generation is of.
+/// of the schema's sizes only, else of the first variant that no other bundle for its generation
+/// is of.
 ///
 /// # Errors
 /// Two bundles for one generation have the same needs, or there are too many of them. A variant
