@@ -521,7 +521,8 @@ fn check_equal(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), 
 fn check_dense_column(schema: &Schema, samples: usize, dense: &[f32]) -> Result<(), BatchError> {
     let most = schema.dense_features.len();
     let width = dense.len() / samples.max(1);
-    let fits = (most - schema.dense_optional()..=most).contains(&width);
+    // A request without samples has no columns either.
+    let fits = samples == 0 || (most - schema.dense_optional()..=most).contains(&width);
     if dense.len() != samples * width || !fits {
         let (field, needed) = ("dense".to_owned(), samples * most);
         return Err(BatchError::Column { field, found: dense.len(), samples, needed });
