@@ -3,7 +3,6 @@
 
 use crate::buffers::Array;
 use crate::errors;
-use hatchback::schema::Feature;
 use hatchback::schema::batch::Bags;
 use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
