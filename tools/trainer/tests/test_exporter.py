@@ -522,6 +522,7 @@ class Exports(unittest.TestCase):
         text = (self.folder / "exported/model.toml").read_text()
         self.assertEqual(text.count("shared = true"), 1)
         other = {"user": ids(B), "item": ids(B)}
+        done.pack(codec="f32")
         self.assert_same(done, model, other, lambda model, batch: model(**batch))
         with self.assertRaisesRegex(ValueError, "no sparse feature `driver`, only user, item"):
             self.export(model, batch, shared=["driver"])
