@@ -3,10 +3,11 @@
 
 use crate::buffers::Array;
 use crate::errors;
+use hatchback::request::pipeline;
 use hatchback::schema::batch::Bags;
 use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
-use hatchback_capi::process::{Process, ServedModel};
+use hatchback_capi::process::{CallerShape, Process, ServedModel};
 use pyo3::buffer::Element;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -29,6 +30,39 @@ pub struct Answer {
     /// The generation that scored the request.
     #[pyo3(get)]
     generation: u64,
+}
+
+impl Answer {
+    /// Returns what the caller with `shape` gets of `answer`: all samples, or the `top_k` best.
+    fn of(
+        answer: &pipeline::Answer<'_>,
+        shape: &CallerShape,
+        top_k: Option<usize>,
+    ) -> Result<Self, Refusal> {
+        let (scores, width) = (answer.scores(), shape.outputs.len());
+        let samples = scores.statuses.len();
+        let known: Vec<f32> = shape.scores(scores.values, scores.values.len() / samples)?.collect();
+        let best = top_k.map(|k| {
+            let mut best = vec![0; k.min(samples)];
+            scores.top_k(0, &mut best);
+            best
+        });
+        let row = |at: &u32| &known[*at as usize * width..][..width];
+        let values = best.as_ref().map(|best| best.iter().flat_map(row).copied().collect());
+
+        let sum = best.as_ref().map(|_| [scores.status()]);
+        let mut statuses = Vec::with_capacity(samples * STATUS_COUNTS);
+        for status in sum.as_ref().map_or(scores.statuses, |sum| sum) {
+            let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
+            statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
+        }
+        Ok(Self {
+            scores: Rows::new(values.unwrap_or(known), width),
+            positions: best.map(|best| Rows::new(best, 1)),
+            statuses: Rows::new(statuses, STATUS_COUNTS),
+            generation: answer.generation().sequence,
+        })
+    }
 }
 
 #[pymethods]
@@ -263,33 +297,8 @@ impl Model {
         });
         let ticket = ticket.map_err(errors::of)?;
 
-        let answer = py.detach(|| -> Result<Answer, Refusal> {
-            let answer = ticket.wait()?;
-            let (scores, width) = (answer.scores(), self.outputs);
-            let best = top_k.map(|k| {
-                let mut best = vec![0; k.min(samples)];
-                scores.top_k(0, &mut best);
-                best
-            });
-            let sum = best.as_ref().map(|_| [scores.status()]);
-            let mut statuses = Vec::with_capacity(samples * STATUS_COUNTS);
-            for status in sum.as_ref().map_or(scores.statuses, |sum| sum) {
-                let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
-                statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
-            }
-            let values = scores.values;
-            let known: Vec<f32> =
-                open.model.shape.scores(values, values.len() / samples)?.collect();
-            let row = |at: &u32| &known[*at as usize * width..][..width];
-            let values = best.as_ref().map(|best| best.iter().flat_map(row).copied().collect());
-            Ok(Answer {
-                scores: Rows::new(values.unwrap_or(known), width),
-                positions: best.map(|best| Rows::new(best, 1)),
-                statuses: Rows::new(statuses, STATUS_COUNTS),
-                generation: answer.generation().sequence,
-            })
-        });
-        answer.map_err(errors::of)
+        let shape = &open.model.shape;
+        py.detach(|| Answer::of(&ticket.wait()?, shape, top_k)).map_err(errors::of)
     }
 
     /// Returns the key of a raw value of a feature: text, an integer, a number or None.

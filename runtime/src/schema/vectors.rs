@@ -100,6 +100,9 @@ impl Schema {
             self.check_key(f, keys_max[f], &self.tables[t])?;
         }
 
+        if let Some(f) = self.features.iter().position(|f| f.retired && f.shared) {
+            return fault(format!("feature[{f}].shared"), "is set, and the feature is retired");
+        }
         let mut is_looked_up = vec![false; features];
         self.lookups.iter().for_each(|l| is_looked_up[usize::from(l.feature)] = true);
         let is_wrong = |(f, is_looked_up): (&Feature, &bool)| f.retired == *is_looked_up;

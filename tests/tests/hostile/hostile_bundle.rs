@@ -565,6 +565,10 @@ fn lookups_that_contradict_the_schema() {
     refused(&|m| m.schema.lookups[2].feature = 3, "lookup[2].feature: 3 of 3 features");
     refused(&|m| m.schema.lookups[2].feature = u16::MAX, "lookup[2].feature: 65535 of 3 features");
     refused(&|m| m.schema.lookups.truncate(2), "feature[2].table: is empty");
+    let retire = |m: &mut Manifest| m.schema.features[2].retired = true;
+    refused(&retire, "feature[2].retired: is set, and the feature has a table");
+    let both = |m: &mut Manifest| (retire(m), m.schema.features[2].shared = true).1;
+    refused(&both, "feature[2].shared: is set, and the feature is retired");
     refused(
         &|m| {
             let all = (0..3).flat_map(|feature| (0..3).map(move |table| (feature, table)));
