@@ -1,7 +1,7 @@
 //! Makes a batch of the tensors of a request. A sparse feature is one tensor of keys, `[batch,
 //! hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function takes
 //! raw values in place of keys. A shared feature may have one bag for all samples. The dense
-//! features are one tensor.
+//! features are one tensor, and those that samples share another.
 
 pub mod outputs;
 pub mod values;
@@ -12,6 +12,7 @@ use crate::tensors::outputs::Outputs;
 use crate::tensors::values::{Floats, Integers, Key, RawValues, Tensor};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::key_function::KeyFunction;
+use hatchback::schema::optional_columns;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::{Feature, Schema};
 use std::collections::HashMap;
@@ -24,7 +25,8 @@ const NOTE_BYTES: usize = 64;
 /// The part of a request that a tensor holds.
 #[derive(Clone, Copy, Debug)]
 enum Part {
-    Dense,
+    /// The dense features of each sample, or the shared ones.
+    Dense { shared: bool },
     /// The padded keys of a feature.
     Padded(usize),
     /// The jagged keys of a feature.
@@ -63,8 +65,8 @@ impl Differences {
 pub struct Layout {
     pub schema: Arc<Schema>,
     parts: HashMap<String, Part>,
-    /// The name of the tensor of dense features.
-    pub dense: String,
+    /// The names of the tensors of dense features: of each sample, and shared.
+    pub dense: [String; 2],
     pub outputs: Outputs,
 }
 
@@ -94,10 +96,18 @@ impl Layout {
             (feature.name.clone(), part)
         }));
 
-        let mut free = ["dense", "dense_features", "dense.values"].into_iter();
-        let dense = free.find(|name| !parts.contains_key(*name)).unwrap_or("").to_owned();
-        if !schema.dense_features.is_empty() {
-            parts.insert(dense.clone(), Part::Dense);
+        let names = [
+            ["dense", "dense_features", "dense.values"],
+            ["dense.shared", "shared_dense", "dense.shared.values"],
+        ];
+        let dense = names.map(|names| {
+            let free = names.into_iter().find(|name| !parts.contains_key(*name));
+            free.unwrap_or("").to_owned()
+        });
+        for (name, shared) in dense.iter().zip([false, true]) {
+            if schema.dense_of(shared).next().is_some() {
+                parts.insert(name.clone(), Part::Dense { shared });
+            }
         }
         let outputs = Outputs::new(&schema);
         Self { schema, parts, dense, outputs }
@@ -124,6 +134,27 @@ struct Bags<'a> {
     count: usize,
     /// Whether the feature is shared and the request has its bag once, for all samples.
     is_once: bool,
+}
+
+/// The tensor of dense features of one kind.
+#[derive(Clone, Copy, Default)]
+struct DenseColumns<'a> {
+    floats: Option<Floats<'a>>,
+    /// Columns of the tensor; 0 without it.
+    width: usize,
+    /// Whether the request has these values once, for all samples.
+    is_once: bool,
+}
+
+impl DenseColumns<'_> {
+    /// Returns a value; NaN in a column that was not sent.
+    fn get(&self, sample: usize, column: usize) -> f32 {
+        let row = if self.is_once { 0 } else { sample };
+        match self.floats {
+            Some(floats) if column < self.width => floats.get(row * self.width + column),
+            _ => f32::NAN,
+        }
+    }
 }
 
 /// A feature's keys came in two tensors.
@@ -165,9 +196,8 @@ impl<'a> Bags<'a> {
 struct Columns<'a> {
     /// The number of samples; `None` until a tensor was read.
     size: Option<usize>,
-    dense: Option<Floats<'a>>,
-    /// Columns of `dense`; 0 without it.
-    dense_columns: usize,
+    /// The dense features of each sample, and the shared ones.
+    dense: [DenseColumns<'a>; 2],
     bags: Vec<Bags<'a>>,
     differences: Differences,
 }
@@ -180,7 +210,8 @@ impl<'a> Columns<'a> {
     ) -> Result<Self, Problem> {
         let bags = vec![Bags::default(); layout.schema.features.len()];
         let differences = Differences::default();
-        let mut columns = Self { size: None, dense: None, dense_columns: 0, bags, differences };
+        let dense = [DenseColumns::default(); 2];
+        let mut columns = Self { size: None, dense, bags, differences };
         for tensor in tensors {
             let part = layout.parts.get(tensor.name).copied();
             match part {
@@ -204,10 +235,10 @@ impl<'a> Columns<'a> {
     ) -> Result<(), Problem> {
         let twice = || tensor.fault("occurs twice, or beside the feature's other form");
         match part {
-            Part::Dense => {
+            Part::Dense { shared } => {
                 let (floats, [rows, width]) = (Floats::of(tensor)?, tensor.matrix()?);
-                let (most, optional) =
-                    (layout.schema.dense_features.len(), layout.schema.dense_optional());
+                let features = layout.schema.dense_of(shared);
+                let (most, optional) = (features.clone().count(), optional_columns(features));
                 if width + optional < most || width > most && !tensor.optional {
                     let problem = format!("{width} values a sample, the model takes {most}");
                     return Err(tensor.fault(&problem));
@@ -215,11 +246,13 @@ impl<'a> Columns<'a> {
                 if width > most {
                     self.ignore(tensor.name, memory)?;
                 }
-                self.dense_columns = width;
-                if self.dense.replace(floats).is_some() {
+                let (floats, is_once) = (Some(floats), shared && rows == 1);
+                let dense = DenseColumns { floats, width, is_once };
+                let before = std::mem::replace(&mut self.dense[usize::from(shared)], dense);
+                if before.floats.is_some() {
                     return Err(twice());
                 }
-                self.set_size(tensor, rows)
+                if is_once { Ok(()) } else { self.set_size(tensor, rows) }
             }
             Part::Retired => self.ignore(tensor.name, memory),
             Part::Padded(f) => {
@@ -288,11 +321,9 @@ impl<'a> Columns<'a> {
             is_input && bags.keys.is_none()
         };
         let sparse = schema.features.iter().zip(&self.bags).filter(is_absent);
-        let dense = schema
-            .dense_features
-            .iter()
-            .skip(self.dense_columns)
-            .filter(|feature| !feature.retired);
+        let dense = self.dense.iter().zip([false, true]).flat_map(|(dense, shared)| {
+            schema.dense_of(shared).skip(dense.width).filter(|feature| !feature.retired)
+        });
         for name in sparse.map(|(feature, _)| &feature.name).chain(dense.map(|d| &d.name)) {
             memory.grow(NOTE_BYTES + 3 * name.len())?;
             self.differences.absent.push(name.clone());
@@ -402,8 +433,8 @@ pub fn batch_of(
     let mut columns = Columns::of(layout, tensors, memory)?;
     let samples = columns.samples(layout, read, batch_max)?;
     if read == Read::Keys {
-        columns.dense = Some(Floats::Zeros);
-        columns.dense_columns = layout.schema.dense_features.len();
+        let (floats, width) = (Some(Floats::Zeros), layout.schema.dense_features.len());
+        columns.dense = [DenseColumns { floats, width, is_once: false }; 2];
     }
     memory.grow(Batch::bytes(&layout.schema, samples))?;
     let mut batch = Batch::new(&layout.schema, samples);
@@ -417,12 +448,16 @@ impl Columns<'_> {
     /// # Errors
     /// There is none, there are more than `batch_max`, or the dense features are missing.
     fn samples(&self, layout: &Layout, read: Read, batch_max: usize) -> Result<usize, Problem> {
-        let optional = layout.schema.dense_optional();
-        let takes_dense = layout.schema.dense_features.len() > optional && read == Read::All;
-        if self.dense.is_none() && takes_dense {
-            return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
+        for (dense, shared) in self.dense.iter().zip([false, true]) {
+            let features = layout.schema.dense_of(shared);
+            let is_needed = features.clone().count() > optional_columns(features);
+            if dense.floats.is_none() && is_needed && read == Read::All {
+                let name = &layout.dense[usize::from(shared)];
+                return Err(Problem::invalid(format!("input `{name}` is missing")));
+            }
         }
-        let one = self.bags.iter().any(|bags| bags.is_once).then_some(1);
+        let is_once = self.dense[1].is_once || self.bags.iter().any(|bags| bags.is_once);
+        let one = is_once.then_some(1);
         match self.size.or(one) {
             Some(size) if size > 0 && size <= batch_max => Ok(size),
             Some(size) => {
@@ -434,14 +469,12 @@ impl Columns<'_> {
     }
 
     fn fill(&self, batch: &mut Batch, schema: &Schema, samples: usize) -> Result<(), Problem> {
-        let (floats, width) = (self.dense.unwrap_or(Floats::Zeros), schema.dense_features.len());
-        let sent = self.dense_columns;
         for sample in 0..samples {
-            let of_column = |column| match column < sent {
-                true => floats.get(sample * sent + column),
-                false => f32::NAN,
-            };
-            let dense = (0..width).map(of_column);
+            let mut columns = [0.., 0..];
+            let dense = schema.dense_features.iter().map(|feature| {
+                let kind = usize::from(feature.shared);
+                self.dense[kind].get(sample, columns[kind].next().unwrap_or(0))
+            });
             let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
                 append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
                 match self.bags[f].keys {
