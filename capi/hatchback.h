@@ -62,6 +62,7 @@ typedef struct hatchback_shape {
     uint32_t sparse_features;
     uint32_t outputs;   /* scores per sample */
     uint32_t batch_max; /* most samples in a request */
+    uint32_t shared_dense_features; /* one value for all samples; `dense_features` has the others */
 } hatchback_shape;
 
 /* The keys of one sparse feature. Sample i has the keys keys[offsets[i]] to
@@ -152,9 +153,10 @@ int32_t hatchback_output(hatchback_model model, const char *name);
 hatchback_result hatchback_output_name(hatchback_model model, uint32_t column, char *name,
                                        uint32_t name_bytes);
 
-/* Scores `samples` samples: `dense` is [samples][dense_features], `sparse` has one entry for each
- * sparse feature, `scores` is [samples][outputs], `statuses` is [samples] or NULL. Writes to
- * `generation`, which may be NULL, the sequence number of the one generation that scored them all.
+/* Scores `samples` samples: `dense` is [samples][dense_features], and behind it one row of
+ * [shared_dense_features]. `sparse` has one entry for each sparse feature, `scores` is
+ * [samples][outputs], `statuses` is [samples] or NULL. Writes to `generation`, which may be NULL,
+ * the sequence number of the one generation that scored them all.
  *
  * Never waits for a free request slot, and blocks until the scores are there. If `timeout_us` is
  * above 0, the call returns by then, or a millisecond and the delay of the system's scheduler later.

@@ -27,11 +27,12 @@ HATCHBACK_SIZE(hatchback_process, 8);
 HATCHBACK_AT(hatchback_process, handle, 0);
 HATCHBACK_SIZE(hatchback_model, 8);
 HATCHBACK_AT(hatchback_model, handle, 0);
-HATCHBACK_SIZE(hatchback_shape, 16);
+HATCHBACK_SIZE(hatchback_shape, 20);
 HATCHBACK_AT(hatchback_shape, dense_features, 0);
 HATCHBACK_AT(hatchback_shape, sparse_features, 4);
 HATCHBACK_AT(hatchback_shape, outputs, 8);
 HATCHBACK_AT(hatchback_shape, batch_max, 12);
+HATCHBACK_AT(hatchback_shape, shared_dense_features, 16);
 HATCHBACK_SIZE(hatchback_bags, 3 * sizeof(void *));
 HATCHBACK_AT(hatchback_bags, keys, 0);
 HATCHBACK_AT(hatchback_bags, offsets, sizeof(void *));
@@ -131,7 +132,7 @@ struct memory_line {
 /// The samples of a request.
 struct request {
     std::uint32_t samples = 0;
-    span<const float> dense; ///< [samples, dense features]
+    span<const float> dense; ///< [samples, dense features], then [shared dense features]
     span<const bags> sparse; ///< one for each sparse feature
     std::chrono::microseconds timeout{0}; ///< 0 waits as long as it takes
 };
@@ -196,7 +197,7 @@ public:
     /// shape and the number of samples require. hatchback_error() does not describe that mistake.
     result try_score(const request &from, answer &to) const noexcept {
         const std::size_t samples = from.samples;
-        if (from.dense.size() != samples * shape_.dense_features ||
+        if (from.dense.size() != dense_size(samples) ||
             from.sparse.size() != shape_.sparse_features ||
             to.scores.size() != samples * shape_.outputs ||
             (to.statuses.size() != 0 && to.statuses.size() != samples))
@@ -210,7 +211,7 @@ public:
     /// hatchback::error if the call fails.
     void score(const request &from, answer &to) const {
         const std::size_t samples = from.samples;
-        if (from.dense.size() != samples * shape_.dense_features) fail(size_error("dense"));
+        if (from.dense.size() != dense_size(samples)) fail(size_error("dense"));
         if (from.sparse.size() != shape_.sparse_features) fail(size_error("sparse"));
         if (to.scores.size() != samples * shape_.outputs) fail(size_error("scores"));
         if (to.statuses.size() != 0 && to.statuses.size() != samples) fail(size_error("statuses"));
@@ -275,6 +276,11 @@ private:
     }
 
     ::hatchback_model handle_{0};
+    /// The values of `dense` in a request.
+    std::size_t dense_size(std::size_t samples) const noexcept {
+        return samples * shape_.dense_features + shape_.shared_dense_features;
+    }
+
     shape shape_{};
 };
 

@@ -6,7 +6,7 @@ use super::bars::{Bar, bars_table};
 use super::peer::{cpu_us, percentile};
 use super::results::{BenchReport, HostMachine, prints_tables};
 use anyhow::{Context, Result, ensure};
-use hatchback_kernels::dense::{Activation, DenseEngine, MultiplyAdds};
+use hatchback_kernels::dense::{Activation, DenseEngine, InputPart, MultiplyAdds};
 use hatchback_kernels::simd::isa::Isa;
 use hatchback_tools::report::metrics::largest_difference;
 use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
@@ -268,7 +268,8 @@ fn measure(family: &'static str, network: &Network, rounds: usize) -> Result<Sha
     let inputs: Vec<_> = network.inputs.iter().map(|(name, width, _)| (*name, *width)).collect();
     let load = |shared: Vec<bool>| {
         let (isa, onnx) = (Isa::detect(), network.graph.file());
-        DenseEngine::load_for(isa, onnx, &inputs, &shared, "logit", Activation::None)
+        let parts = InputPart::whole(&inputs, &shared);
+        DenseEngine::load_for(isa, onnx, &inputs, &parts, "logit", Activation::None)
             .with_context(|| family.to_owned())
     };
     let copied = load(vec![false; inputs.len()])?;

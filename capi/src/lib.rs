@@ -16,7 +16,7 @@ use hatchback::Feature;
 use hatchback::model::Model;
 use hatchback::request::pipeline::Answer;
 use hatchback::request::worker::top_k;
-use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
+use hatchback::schema::batch::{Bags as Columns, Batch, DenseColumns, check_offsets};
 use hatchback::schema::raw_value::RawValue;
 use outcome::{Refusal, answer, closed, request};
 use pointers::{copy_text, place, room, text, values, write, zeros};
@@ -45,6 +45,7 @@ pub struct Shape {
     sparse_features: u32,
     outputs: u32,
     batch_max: u32,
+    shared_dense_features: u32,
 }
 
 /// The keys of one sparse feature, `hatchback_bags` in C.
@@ -108,7 +109,10 @@ macro_rules! layout {
 const POINTER: usize = size_of::<usize>();
 layout!(ProcessHandle: 8; 0 at 0);
 layout!(ModelHandle: 8; 0 at 0);
-layout!(Shape: 16; dense_features at 0, sparse_features at 4, outputs at 8, batch_max at 12);
+layout!(Shape: 20;
+    dense_features at 0, sparse_features at 4, outputs at 8, batch_max at 12,
+    shared_dense_features at 16
+);
 layout!(Bags: 3 * POINTER; keys at 0, offsets at POINTER, weights at 2 * POINTER);
 layout!(Status: 20; fresh at 0, defaulted at 4, absent at 8, damaged at 12, late at 16);
 layout!(Statistics: 112;
@@ -214,6 +218,7 @@ extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outc
             sparse_features: model.shape.features.len() as u32,
             outputs: model.shape.outputs.len() as u32,
             batch_max: opened.budget().batch_max,
+            shared_dense_features: model.shape.shared_dense as u32,
         };
         write("shape", shape, described)
     })
@@ -275,7 +280,12 @@ impl Request<'_> {
             return Err(request(format!("samples = {samples}: a request has 1 to {most}")));
         }
         // The pointers have what the model took when the caller loaded it.
-        let dense = values("dense", self.dense, samples * self.shape.dense)?;
+        let rows = samples * self.shape.dense;
+        let dense = values("dense", self.dense, rows + self.shape.shared_dense)?;
+        let (own, shared) = dense.split_at(rows);
+        let (own, shared) =
+            (self.shape.cut(own, false, schema), self.shape.cut(shared, true, schema));
+        let dense = DenseColumns { own: &own, shared: &shared, shared_rows: 1 };
         let sparse = values("sparse", self.sparse, self.shape.features.len())?;
 
         // The offsets give the number of keys, so they are checked before a key is read.
@@ -296,7 +306,7 @@ impl Request<'_> {
             let weights = values("weights", bags.weights, needed)?;
             Ok(Some(Columns { keys, offsets, weights }))
         };
-        batch.try_push_columns(schema, samples, &self.shape.cut(dense, schema), columns)
+        batch.try_push_columns(schema, samples, dense, columns)
     }
 }
 

@@ -58,8 +58,10 @@ pub struct ServedModel {
 /// What the caller of a handle sends and receives, whatever generation is served.
 #[derive(Clone)]
 pub struct CallerShape {
-    /// Columns of dense features.
+    /// Columns of dense features that each sample has.
     pub dense: usize,
+    /// Columns of dense features that the samples of a request share.
+    pub shared_dense: usize,
     /// The sparse features, in the order of a request.
     pub features: Vec<String>,
     /// Of each feature whether all samples of a request share it.
@@ -76,21 +78,23 @@ impl CallerShape {
         let outputs = &schema.network.outputs;
         let of = |column: usize| outputs.get(column).or(outputs.last());
         Self {
-            dense: schema.dense_features.len(),
+            dense: schema.dense_of(false).count(),
+            shared_dense: schema.dense_of(true).count(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
             shared: schema.features.iter().map(|f| f.shared).collect(),
             outputs: (0..model.outputs()).filter_map(of).map(|o| o.name.clone()).collect(),
         }
     }
 
-    /// Returns the columns of `dense`, `[samples, self.dense]`, that a generation with `schema` can
-    /// take. Copies only after a rollback, which takes columns away.
-    pub fn cut<'a>(&self, dense: &'a [f32], schema: &Schema) -> Cow<'a, [f32]> {
-        let taken = schema.dense_features.len();
-        if self.dense <= taken {
+    /// Returns the columns of `dense`, `[rows, self.dense]` or `[rows, self.shared_dense]`, that a
+    /// generation with `schema` can take. Copies only after a rollback, which takes columns away.
+    pub fn cut<'a>(&self, dense: &'a [f32], shared: bool, schema: &Schema) -> Cow<'a, [f32]> {
+        let sent = if shared { self.shared_dense } else { self.dense };
+        let taken = schema.dense_of(shared).count();
+        if sent <= taken {
             return dense.into();
         }
-        dense.chunks_exact(self.dense).flat_map(|row| &row[..taken]).copied().collect()
+        dense.chunks_exact(sent).flat_map(|row| &row[..taken]).copied().collect()
     }
 
     /// Returns the columns of `scores`, of a generation with `columns`, that the caller knows.

@@ -9,7 +9,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights, narrow_all};
+use hatchback_kernels::dense::{Activation, DenseEngine, InputPart, Weights, narrow_all};
 use hatchback_kernels::simd::isa::Isa;
 use rten::{Dimension, Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;
@@ -87,7 +87,7 @@ fn load(onnx: &[u8], inputs: &[(&str, usize)], output: &str) -> Vec<(String, Den
                     isa,
                     onnx,
                     inputs,
-                    &vec![false; inputs.len()],
+                    &InputPart::whole(inputs, &vec![false; inputs.len()]),
                     output,
                     activation,
                 );

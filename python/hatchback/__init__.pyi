@@ -36,6 +36,8 @@ class Model:
     @property
     def dense_features(self) -> list[str]: ...
     @property
+    def shared_dense_features(self) -> list[str]: ...
+    @property
     def features(self) -> list[str]: ...
     @property
     def outputs(self) -> int: ...
@@ -59,6 +61,7 @@ class Model:
         keys: npt.NDArray[np.int64] | npt.NDArray[np.uint64],
         offsets: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32],
         *,
+        shared_dense: npt.NDArray[np.float32] | None = None,
         weights: npt.NDArray[np.float32] | None = None,
         timeout: float | None = None,
         top_k: int | None = None,

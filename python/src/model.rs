@@ -4,7 +4,7 @@
 use crate::buffers::Array;
 use crate::errors;
 use hatchback::request::pipeline;
-use hatchback::schema::batch::Bags;
+use hatchback::schema::batch::{Bags, DenseColumns};
 use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
 use hatchback_capi::process::{CallerShape, Process, ServedModel};
@@ -93,6 +93,8 @@ pub struct Model {
     open: RwLock<Option<Arc<Open>>>,
     #[pyo3(get)]
     dense_features: Vec<String>,
+    #[pyo3(get)]
+    shared_dense_features: Vec<String>,
     #[pyo3(get)]
     features: Vec<String>,
     /// Whether a feature has weights.
@@ -192,6 +194,24 @@ impl Model {
             return Ok(samples);
         }))
     }
+
+    /// Returns the rows of shared dense features with the given `shape`.
+    fn shared_rows(&self, samples: usize, shape: Option<&[usize]>) -> Result<usize, Refusal> {
+        let width = self.shared_dense_features.len();
+        match shape {
+            None if width == 0 => Ok(1),
+            Some([values]) if *values == width => Ok(1),
+            Some([rows, values]) if *values == width && (*rows == 1 || *rows == samples) => {
+                Ok(*rows)
+            }
+            shape => {
+                let shape = shape.unwrap_or_default();
+                Err(request(format!(
+                    "shared_dense: has shape {shape:?}, the model takes [{width}]"
+                )))
+            }
+        }
+    }
 }
 
 #[pymethods]
@@ -225,8 +245,12 @@ impl Model {
         let served = model.process.serving.model(&model.name);
         let served = served.ok_or_else(|| errors::of(closed("model")))?;
         let schema = served.schema();
+        let names = |shared, taken| {
+            schema.dense_of(shared).map(|feature| feature.name.clone()).take(taken).collect()
+        };
         Ok(Self {
-            dense_features: schema.dense_names().take(model.shape.dense).cloned().collect(),
+            dense_features: names(false, model.shape.dense),
+            shared_dense_features: names(true, model.shape.shared_dense),
             features: model.shape.features.clone(),
             has_weights: schema.features.iter().any(|f| f.weighted),
             shared: model.shape.shared.iter().filter(|shared| **shared).count(),
@@ -243,9 +267,10 @@ impl Model {
     /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
     /// A shared feature may have one bag for all samples. It must if `dense` has no row a sample.
     /// `weights` is float32, one for each key; those of features without weights are not read. A
-    /// model whose features all have no weights takes none. With `top_k` the answer has the best
+    /// model whose features all have no weights takes none. `shared_dense` is float32 `[shared dense
+    /// features]`, or such a row for each sample. With `top_k` the answer has the best
     /// samples by the first output, best first, and the sum of all statuses.
-    #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None, top_k=None))]
+    #[pyo3(signature = (dense, keys, offsets, *, shared_dense=None, weights=None, timeout=None, top_k=None))]
     #[allow(clippy::too_many_arguments)] // The arguments are those of the Python call.
     fn score<'py>(
         &self,
@@ -253,6 +278,7 @@ impl Model {
         dense: &Bound<'py, PyAny>,
         keys: &Bound<'py, PyAny>,
         offsets: &Bound<'py, PyAny>,
+        shared_dense: Option<&Bound<'py, PyAny>>,
         weights: Option<&Bound<'py, PyAny>>,
         timeout: Option<f64>,
         top_k: Option<usize>,
@@ -270,6 +296,10 @@ impl Model {
         let samples = self.samples(dense.shape(), count, offsets, weighed).map_err(errors::of)?;
         let keys = keys.keys()?;
         let (dense, weights) = (dense.f32()?, weights.unwrap_or_default());
+        let shared = shared_dense.map(|shared| Array::open("shared_dense", shared)).transpose()?;
+        let shared_shape = shared.as_ref().map(Array::shape);
+        let shared_rows = self.shared_rows(samples, shared_shape).map_err(errors::of)?;
+        let shared = shared.as_ref().map(Array::f32).transpose()?.unwrap_or_default();
 
         let serving = &open.model.process.serving;
         let deadline = timeout
@@ -292,8 +322,10 @@ impl Model {
                     weights: if schema.features[f].weighted { weights } else { &[] },
                 }))
             };
-            let dense = open.model.shape.cut(dense, schema);
-            batch.try_push_columns(schema, samples, &dense, bags)
+            let [own, shared] =
+                [(dense, false), (shared, true)].map(|(d, shared)| shape.cut(d, shared, schema));
+            let dense = DenseColumns { own: &own, shared: &shared, shared_rows };
+            batch.try_push_columns(schema, samples, dense, bags)
         });
         let ticket = ticket.map_err(errors::of)?;
 

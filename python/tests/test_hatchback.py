@@ -216,6 +216,36 @@ class Package(unittest.TestCase):
         with self.assertRaisesRegex(hatchback.RequestError, r"dense: has shape \[6\]"):
             model.score(dense[0, :-1].copy(), keys, offsets)
 
+    def test_shared_dense_features_have_one_row_or_one_a_sample(self):
+        folder = self.folder / "shared"
+        shutil.copytree(DEMO, folder)
+        names = self.open().dense_features
+        text = (folder / "model.toml").read_text()
+        for name in names[1:3]:
+            text = text.replace(f'"{name}"', f'{{ name = "{name}", shared = true }}', 1)
+        (folder / "model.toml").write_text(text)
+        hatchback.pack(folder / "model.toml", folder / "shared.hatch")
+        model = hatchback.Model.open(folder / "shared.hatch")
+        self.addCleanup(model.close)
+        self.assertEqual(model.shared_dense_features, names[1:3])
+        self.assertEqual(model.dense_features, names[:1] + names[3:])
+
+        dense, keys, offsets = columns(self.open(), self.samples[:5])
+        dense[:, 1:3] = dense[0, 1:3]
+        expected = self.open().score(dense, keys, offsets).scores
+        own, shared = np.delete(dense, [1, 2], axis=1), dense[0, 1:3].copy()
+        for rows in (shared, shared[None], np.tile(shared, (5, 1))):
+            found = model.score(own, keys, offsets, shared_dense=rows).scores
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+        other = np.tile(shared, (5, 1))
+        other[3, 1] += 1
+        with self.assertRaisesRegex(
+                hatchback.RequestError, f"`{names[2]}` is shared: sample 3 differs"):
+            model.score(own, keys, offsets, shared_dense=other)
+        for wrong in (None, shared[:1], np.tile(shared, (4, 1))):
+            with self.assertRaisesRegex(hatchback.RequestError, r"shared_dense: has shape .*\[2\]"):
+                model.score(own, keys, offsets, shared_dense=wrong)
+
     def test_a_negative_key_is_the_u64_of_the_same_bits(self):
         folder = self.folder / "negative"
         folder.mkdir()

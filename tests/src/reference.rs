@@ -101,7 +101,7 @@ impl Reference {
         let mut column = 0;
         for input in &self.schema.network.inputs {
             let InputSource::Vectors(lookups) = &input.source else {
-                column += self.schema.dense_features.len();
+                column += self.schema.input_width(input);
                 continue;
             };
             for &other in lookups {

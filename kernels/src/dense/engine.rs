@@ -9,6 +9,7 @@ use crate::dense::matrix::math;
 use crate::dense::matrix::microkernel;
 use crate::dense::run::layout::Layout;
 use crate::dense::run::plan::{MultiplyAdds, Plan, PlanScratch};
+use crate::dense::run::sharing::{InputPart, divide_inputs};
 use crate::dense::weights::{Activation, DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
@@ -17,7 +18,7 @@ use crate::simd::isa::Isa;
 pub struct DenseEngine {
     plan: Plan,
     widths: Vec<usize>,
-    /// Of each input, whether a request has one value.
+    /// Of each part of an input, whether a request has one value.
     shared: Vec<bool>,
     activation: Activation,
     isa: Isa,
@@ -44,13 +45,13 @@ impl DenseEngine {
         output: &str,
         activation: Activation,
     ) -> Result<Self, DenseError> {
-        let shared = vec![false; inputs.len()];
-        Self::load_for(Isa::detect(), onnx, inputs, &shared, output, activation)
+        let parts = InputPart::whole(inputs, &vec![false; inputs.len()]);
+        Self::load_for(Isa::detect(), onnx, inputs, &parts, output, activation)
     }
 
-    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set. `shared`
-    /// says of each input whether all samples of a request have the same values. What only such
-    /// inputs reach is computed once by [`DenseEngine::run_requests`].
+    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set. A run takes
+    /// `parts`, one or more for each of `inputs`, in their order and with their widths. What only
+    /// shared parts reach is computed once by [`DenseEngine::run_requests`].
     ///
     /// # Errors
     /// Those of [`DenseEngine::load`].
@@ -58,25 +59,27 @@ impl DenseEngine {
         isa: Isa,
         onnx: Vec<u8>,
         inputs: &[(&str, usize)],
-        shared: &[bool],
+        parts: &[InputPart],
         output: &str,
         activation: Activation,
     ) -> Result<Self, DenseError> {
         let model = onnx::read(onnx.into())?;
         let shapes = match_interface(&model, inputs, output)?;
-        let widths: Vec<usize> = inputs.iter().map(|(_, width)| *width).collect();
         let shaped: Vec<_> =
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
-        let graph = Graph::build(&model, &shaped, output).map_err(|stop| match stop {
+        let mut graph = Graph::build(&model, &shaped, output).map_err(|stop| match stop {
             Stop::Unsupported(operator) => DenseError::Unsupported(operator),
             Stop::Refused(e) => e,
         })?;
 
         // An operator that fails does so here and not in the first request.
-        let plan = Plan::new(Layout::for_cpu(graph, shared), isa);
+        divide_inputs(&mut graph, parts);
+        let shared: Vec<bool> = parts.iter().map(|part| part.shared).collect();
+        let widths: Vec<usize> = parts.iter().map(|part| part.width).collect();
+        let plan = Plan::new(Layout::for_cpu(graph, &shared), isa);
         let zeros: Vec<Vec<f32>> = widths.iter().map(|w| vec![0.0; *w]).collect();
         plan.run(1, &zeros, &mut vec![0.0; plan.outputs()], &mut plan.scratch(1));
-        Ok(Self { plan, widths, shared: shared.to_vec(), activation, isa })
+        Ok(Self { plan, widths, shared, activation, isa })
     }
 
     /// Returns the number of values in one sample's score.
@@ -84,7 +87,8 @@ impl DenseEngine {
         self.plan.outputs()
     }
 
-    /// Returns the values that each input has for a sample, or for a request if it is shared.
+    /// Returns the values that each part of an input has for a sample, or for a request if it is
+    /// shared.
     pub fn widths(&self) -> &[usize] {
         &self.widths
     }
@@ -136,7 +140,7 @@ impl DenseEngine {
         self.plan.scratch_bytes(batch_max)
     }
 
-    /// Scores `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, `scores` is
+    /// Scores `batch` samples. `inputs[i]` starts with `[batch, width of part i]`, `scores` is
     /// `[batch, outputs]`, and `scratch` was created by this engine. A sample whose indices,
     /// lengths or integers are out of their range has NaN as its scores, and so has a logit that is
     /// no finite number.

@@ -23,4 +23,5 @@ pub(crate) use graph::interface::match_interface;
 pub use graph::joined_outputs::{JOINED_OUTPUT, check_joined, join_outputs};
 pub use graph::{operators, operators_of};
 pub use run::plan::MultiplyAdds;
+pub use run::sharing::InputPart;
 pub use weights::{Activation, DenseLayer, Weights};

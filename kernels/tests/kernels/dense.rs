@@ -5,7 +5,8 @@
 #![allow(unsafe_code)]
 
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, JOINED_OUTPUT, Weights, join_outputs, narrow_all,
+    Activation, DenseEngine, DenseError, InputPart, JOINED_OUTPUT, Weights, join_outputs,
+    narrow_all,
 };
 use hatchback_kernels::simd::isa::Isa;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -55,15 +56,15 @@ pub const NETWORKS: [Network; 11] = [
 ];
 
 fn load(network: Network, isa: Isa, weights: Weights) -> DenseEngine {
-    load_sharing(network, isa, weights, &vec![false; network.1.len()])
+    load_sharing(network, isa, weights, &InputPart::whole(network.1, &vec![false; network.1.len()]))
 }
 
-/// Loads a network whose requests share the inputs `shared`.
+/// Loads a network that takes `parts`.
 pub fn load_sharing(
     (folder, inputs): Network,
     isa: Isa,
     weights: Weights,
-    shared: &[bool],
+    parts: &[InputPart],
 ) -> DenseEngine {
     let onnx =
         std::fs::read(format!("{}/../{folder}/dense.onnx", env!("CARGO_MANIFEST_DIR"))).unwrap();
@@ -75,7 +76,7 @@ pub fn load_sharing(
         _ => (onnx, "logit", Activation::Sigmoid),
     };
     let onnx = narrow_all(&onnx, weights).unwrap();
-    let engine = DenseEngine::load_for(isa, onnx, inputs, shared, output, activation).unwrap();
+    let engine = DenseEngine::load_for(isa, onnx, inputs, parts, output, activation).unwrap();
     assert!(engine.layers().iter().any(|layer| layer.weights == weights), "{folder}, {weights}");
     engine
 }

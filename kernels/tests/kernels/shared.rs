@@ -2,7 +2,7 @@
 //! each sample has a copy of the shared values, and such a run allocates nothing.
 
 use crate::dense::{ALLOCATIONS, NETWORKS, bits, inputs, load_sharing};
-use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::dense::{Activation, DenseEngine, InputPart, Weights};
 use hatchback_kernels::simd::isa::Isa;
 
 /// The ends of the samples of some requests: a long one, several short ones, one without samples.
@@ -10,27 +10,27 @@ const ENDS: [&[usize]; 6] =
     [&[5], &[2, 2, 5], &[1, 2, 4], &[0, 2, 3], &[230], &[1, 3, 40, 41, 41, 180, 181, 230]];
 
 /// Compares a run of requests with one of samples. `values` has `[samples, width]` of each input.
-/// Returns the inputs of the latter and its scores.
+/// Returns the inputs of the latter, part by part, and its scores.
 fn compare(
     name: &str,
     engine: &DenseEngine,
-    shared: &[bool],
+    parts: &[InputPart],
     values: &[Vec<f32>],
     ends: &[usize],
 ) -> (Vec<Vec<f32>>, Vec<f32>) {
     let (samples, mut start) = (ends[ends.len() - 1], 0);
-    let mut requests: Vec<Vec<f32>> = vec![Vec::new(); values.len()];
+    let mut requests: Vec<Vec<f32>> = vec![Vec::new(); parts.len()];
     let mut tiled = requests.clone();
     for (request, &end) in ends.iter().enumerate() {
-        for (i, values) in values.iter().enumerate() {
-            let width = engine.widths()[i];
+        for (i, part) in parts.iter().enumerate() {
+            let (width, values) = (part.width, &values[part.input]);
             let row = |n: usize| values[n * width % (values.len() - width + 1)..][..width].to_vec();
-            if shared[i] {
+            if part.shared {
                 requests[i].extend(row(request));
             }
             for sample in start..end {
-                let own = row(if shared[i] { request } else { sample });
-                if !shared[i] {
+                let own = row(if part.shared { request } else { sample });
+                if !part.shared {
                     requests[i].extend(&own);
                 }
                 tiled[i].extend(own);
@@ -46,13 +46,43 @@ fn compare(
     let before = ALLOCATIONS.get();
     engine.run_requests(ends, &requests, &mut scores, &mut scratch).unwrap();
     assert_eq!(ALLOCATIONS.get() - before, 0, "{name}");
-    assert_eq!(bits(&scores), bits(&expected), "{name}, {shared:?}, {ends:?}");
+    assert_eq!(bits(&scores), bits(&expected), "{name}, {parts:?}, {ends:?}");
     (tiled, expected)
 }
 
 /// Returns every choice of shared inputs but that of none.
 fn masks(inputs: usize) -> impl Iterator<Item = Vec<bool>> {
     (1..1 << inputs).map(move |bits: usize| (0..inputs).map(|i| bits >> i & 1 == 1).collect())
+}
+
+/// Returns each of `inputs` in up to three parts, and every second one of all parts shared.
+fn divided(inputs: &[(&str, usize)], seed: usize) -> Vec<InputPart> {
+    let mut parts: Vec<InputPart> = Vec::new();
+    for (input, (_, width)) in inputs.iter().enumerate() {
+        let mut ends = [width * (seed % 5) / 5, width * (3 + seed % 2) / 5, *width];
+        ends.sort_unstable();
+        let mut start = 0;
+        for end in ends {
+            if end > start {
+                let shared = (parts.len() + seed).is_multiple_of(2);
+                parts.push(InputPart { input, width: end - start, shared });
+                start = end;
+            }
+        }
+    }
+    parts
+}
+
+/// Returns `[samples, width]` of each input, whose parts have the values `parted`.
+fn joined(parts: &[InputPart], parted: &[Vec<f32>], samples: usize) -> Vec<Vec<f32>> {
+    let inputs = parts[parts.len() - 1].input + 1;
+    let mut whole = vec![Vec::new(); inputs];
+    for sample in 0..samples {
+        for (part, values) in parts.iter().zip(parted) {
+            whole[part.input].extend(&values[sample * part.width..][..part.width]);
+        }
+    }
+    whole
 }
 
 #[test]
@@ -62,15 +92,17 @@ fn requests_of_random_networks_have_the_bits_of_their_samples() {
         for case in crate::onnx_cases::read(file) {
             let inputs: Vec<(&str, usize)> =
                 case.inputs.iter().map(|(name, width)| (name.as_str(), *width)).collect();
-            for shared in masks(inputs.len().min(3)) {
-                let mut shared = shared;
+            let whole = masks(inputs.len().min(3)).map(|mut shared| {
                 shared.resize(inputs.len(), true);
+                InputPart::whole(&inputs, &shared)
+            });
+            for parts in whole.chain((0..10).map(|seed| divided(&inputs, seed))) {
                 let (onnx, none) = (case.onnx.clone(), Activation::None);
                 let isa = Isa::detect();
                 let engine =
-                    DenseEngine::load_for(isa, onnx, &inputs, &shared, &case.output, none).unwrap();
+                    DenseEngine::load_for(isa, onnx, &inputs, &parts, &case.output, none).unwrap();
                 for ends in ENDS[..4].iter().copied() {
-                    compare(&case.name, &engine, &shared, &case.values, ends);
+                    compare(&case.name, &engine, &parts, &case.values, ends);
                     runs += 1;
                 }
             }
@@ -85,20 +117,23 @@ fn requests_of_the_families_have_the_bits_of_their_samples_with_every_form_of_we
     let isa = Isa::detect();
     for network in NETWORKS {
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
-            for shared in masks(network.1.len()) {
-                let engine = load_sharing(network, isa, weights, &shared);
+            let own = vec![false; network.1.len()];
+            let whole = load_sharing(network, isa, weights, &InputPart::whole(network.1, &own));
+            let choices = masks(network.1.len()).map(|shared| InputPart::whole(network.1, &shared));
+            for parts in choices.chain((0..10).map(|seed| divided(network.1, seed))) {
+                let engine = load_sharing(network, isa, weights, &parts);
                 for ends in ENDS {
                     let values = inputs(network, 230);
-                    let (tiled, scores) = compare(network.0, &engine, &shared, &values, ends);
-                    let whole = load_sharing(network, isa, weights, &vec![false; shared.len()]);
+                    let (tiled, scores) = compare(network.0, &engine, &parts, &values, ends);
                     let (samples, mut expected) = (ends[ends.len() - 1], scores.clone());
-                    let mut scratch = whole.scratch(samples);
+                    let (mut scratch, tiled) =
+                        (whole.scratch(samples), joined(&parts, &tiled, samples));
                     whole.run(samples, &tiled, &mut expected, &mut scratch).unwrap();
                     // Split sums are rounded in another way, and int8 also scales both parts.
                     let bound = if weights == Weights::Int8 { 0.05 } else { 1e-5 };
                     let far = scores.iter().zip(&expected).map(|(a, b)| (a - b).abs());
                     let far = far.fold(0.0, f32::max);
-                    assert!(far <= bound, "{}, {weights}, {shared:?}: {far}", network.0);
+                    assert!(far <= bound, "{}, {weights}, {parts:?}: {far}", network.0);
                 }
             }
         }
@@ -108,19 +143,43 @@ fn requests_of_the_families_have_the_bits_of_their_samples_with_every_form_of_we
 #[test]
 fn what_only_shared_inputs_reach_is_counted_once_a_request() {
     let network = ("tests/data/families/din", NETWORKS[5].1);
-    let none = load_sharing(network, Isa::detect(), Weights::F32, &[false; 3]).multiply_adds();
+    let counted = |shared: [bool; 3]| {
+        let parts = InputPart::whole(network.1, &shared);
+        load_sharing(network, Isa::detect(), Weights::F32, &parts).multiply_adds()
+    };
+    let none = counted([false; 3]);
     assert_eq!(none.request, 0);
-    let shared = [true, false, true];
-    let counted = load_sharing(network, Isa::detect(), Weights::F32, &shared).multiply_adds();
+    let counted = counted([true, false, true]);
     println!("DIN: {none:?}, with a shared history {counted:?}");
     // Of the four parts that a position's unit reads, only the product is left to a sample.
     assert!(counted.request > 0 && 20 * counted.sample < 11 * none.sample);
 }
 
 #[test]
+fn the_shared_columns_of_an_input_are_computed_once_as_an_input_of_their_own_is() {
+    // The dense features and the first two of six vectors of a DLRM are the driver's.
+    let network = ("tests/data/families/dlrm", NETWORKS[0].1);
+    let counted = |widths: &[(usize, usize, bool)]| {
+        let part =
+            |&(input, width, shared): &(usize, usize, bool)| InputPart { input, width, shared };
+        let parts: Vec<InputPart> = widths.iter().map(part).collect();
+        load_sharing(network, Isa::detect(), Weights::F32, &parts).multiply_adds()
+    };
+    let none = counted(&[(0, 3, false), (1, 48, false)]);
+    let dense = counted(&[(0, 3, true), (1, 48, false)]);
+    let driver = counted(&[(0, 3, true), (1, 16, true), (1, 32, false)]);
+    println!("DLRM: {none:?}, with shared dense features {dense:?}, and two vectors {driver:?}");
+    assert!(driver.sample < dense.sample && dense.sample < none.sample);
+    // Of half of the dense features nothing is left but the sums that they begin.
+    let half = counted(&[(0, 1, false), (0, 2, true), (1, 48, false)]);
+    assert!(half.sample < none.sample && half.request > 0, "{half:?}");
+}
+
+#[test]
 fn ends_that_descend_and_short_inputs_are_refused() {
     let network = NETWORKS[0];
-    let engine = load_sharing(network, Isa::detect(), Weights::F32, &[true, false]);
+    let parts = InputPart::whole(network.1, &[true, false]);
+    let engine = load_sharing(network, Isa::detect(), Weights::F32, &parts);
     let (data, mut scratch) = (inputs(network, 4), engine.scratch(4));
     let mut run = |ends: &[usize], data: &[Vec<f32>]| {
         let mut scores = vec![0.0; ends[ends.len() - 1]];

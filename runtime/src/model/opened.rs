@@ -11,6 +11,7 @@ use crate::model::budget::Budget;
 use crate::model::memory_plan::MemoryPlan;
 use crate::model::served_tables::{ServedTable, Storage};
 use crate::schema::batch::Batch;
+use crate::schema::input_parts::{InputColumn, Item};
 use crate::schema::{InputSource, MissPolicy, NetworkInput, Schema};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
@@ -51,8 +52,9 @@ pub struct Model {
     outputs: usize,
     columns: Vec<InputColumn>,
     copies: Vec<ColumnCopy>,
-    /// Values per request of the shared vectors that feed no shared input.
-    spread_width: usize,
+    /// Values of each part of an input: per sample, or per request of a shared part.
+    widths: Vec<usize>,
+    fills: Vec<(Item, InputColumn)>,
     memory: MemoryPlan,
 }
 
@@ -81,15 +83,6 @@ pub(crate) struct ModelParts {
     pub outputs: usize,
 }
 
-/// The first column of a lookup's vectors in the inputs of the dense network.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct InputColumn {
-    /// Number of the network input.
-    pub input: usize,
-    /// First column in the input.
-    pub column: usize,
-}
-
 /// A copy of a lookup's vectors from one input of the dense network to another. The vectors of a
 /// lookup that feeds several inputs are pooled into the first and copied to the others.
 #[derive(Clone, Copy, Debug)]
@@ -97,18 +90,8 @@ pub(crate) struct ColumnCopy {
     pub from: InputColumn,
     pub to: InputColumn,
     pub width: usize,
-    pub rows: CopiedRows,
-}
-
-/// The rows that a copy reads and writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CopiedRows {
-    /// That of each sample.
-    Samples,
-    /// That of each request.
-    Requests,
-    /// Reads that of each request, and writes it for each of the request's samples.
-    Spread,
+    /// Whether the rows are those of requests, and not of samples.
+    pub shared: bool,
 }
 
 impl Model {
@@ -125,7 +108,11 @@ impl Model {
             backend,
             outputs,
         } = parts;
-        let (columns, copies, spread_width) = columns_of(&schema);
+        let (parts, placed) = schema.placed_inputs();
+        let (columns, copies) = columns_of(&schema, &placed);
+        let is_vector = |(item, _): &(Item, InputColumn)| matches!(item, Item::Vector(_));
+        let fills = placed.into_iter().filter(|placed| !is_vector(placed)).collect();
+        let widths = parts.into_iter().map(|part| part.width).collect();
         let memory = MemoryPlan::default();
         Self {
             generation: Arc::new(generation),
@@ -139,7 +126,8 @@ impl Model {
             outputs,
             columns,
             copies,
-            spread_width,
+            widths,
+            fills,
             memory,
         }
     }
@@ -266,15 +254,15 @@ impl Model {
         &self.copies
     }
 
-    /// Returns the values per request of the shared vectors that feed no shared input. They are
-    /// pooled into a buffer after the inputs.
-    pub(crate) fn spread_width(&self) -> usize {
-        self.spread_width
+    /// Returns the columns that need no row, and what fills them.
+    pub(crate) fn fills(&self) -> &[(Item, InputColumn)] {
+        &self.fills
     }
 
-    /// Returns the values per sample of each input of the dense network.
-    pub(crate) fn input_widths(&self) -> Vec<usize> {
-        self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
+    /// Returns the values of each part of an input of the dense network: per sample, or per request
+    /// of a shared part. An input has one part if the model shares nothing.
+    pub(crate) fn input_widths(&self) -> &[usize] {
+        &self.widths
     }
 
     /// Returns the inputs of the dense network that a GPU may fill with f16. Only lookups may fill
@@ -283,7 +271,7 @@ impl Model {
         let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
         let of_lookup = |l: usize, input: usize| {
             let (at, dim) = (self.columns[l], self.schema.table_of(l).dim as usize);
-            at.input != input || (in_pieces(at.column) && in_pieces(dim))
+            at.part != input || (in_pieces(at.column) && in_pieces(dim))
         };
         let fits = |(number, input): (usize, &NetworkInput)| {
             let filled = matches!(input.source, InputSource::Vectors(_))
@@ -336,49 +324,22 @@ impl Model {
     }
 }
 
-/// Returns the first column of each lookup in the inputs of the dense network, the copies to more
-/// inputs, and the width of the buffer after the inputs. That buffer has the vectors of shared
-/// lookups that feed no shared input: such an input has a row for each sample.
-fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>, usize) {
-    let (shared, mut spread_width) = (schema.shared_inputs(), 0);
+/// Returns the first column of each lookup in the inputs of the dense network, and the copies to
+/// more inputs.
+fn columns_of(
+    schema: &Schema,
+    placed: &[(Item, InputColumn)],
+) -> (Vec<InputColumn>, Vec<ColumnCopy>) {
     let mut columns: Vec<Option<InputColumn>> = vec![None; schema.lookups.len()];
     let mut copies = Vec::new();
-    let is_shared = |l: usize| schema.feature_of(l).shared;
-    let fed = fed_columns(schema);
-    // The vector of a shared lookup is pooled into a shared input, if it feeds one.
-    for &(l, at) in fed.iter().filter(|(l, at)| !is_shared(*l) || shared[at.input]) {
-        columns[l].get_or_insert(at);
-    }
-    for &(l, to) in &fed {
-        let width = schema.vector_width(l);
-        let from = *columns[l].get_or_insert_with(|| {
-            let spread = InputColumn { input: shared.len(), column: spread_width };
-            spread_width += width;
-            spread
-        });
-        let rows = match (is_shared(l), shared[to.input]) {
-            (false, _) => CopiedRows::Samples,
-            (true, true) => CopiedRows::Requests,
-            (true, false) => CopiedRows::Spread,
-        };
+    for &(item, to) in placed {
+        let Item::Vector(l) = item else { continue };
+        let from = *columns[l].get_or_insert(to);
         if from != to {
-            copies.push(ColumnCopy { from, to, width, rows });
+            let (width, shared) = (schema.vector_width(l), schema.feature_of(l).shared);
+            copies.push(ColumnCopy { from, to, width, shared });
         }
     }
     // No default is used: the schema's check refuses a lookup that feeds no input.
-    (columns.into_iter().map(Option::unwrap_or_default).collect(), copies, spread_width)
-}
-
-/// Returns each lookup with each first column that it feeds, in the order of the inputs.
-fn fed_columns(schema: &Schema) -> Vec<(usize, InputColumn)> {
-    let mut fed = Vec::new();
-    for (input, declared) in schema.network.inputs.iter().enumerate() {
-        let InputSource::Vectors(lookups) = &declared.source else { continue };
-        let mut column = 0;
-        for l in lookups.iter().map(|l| usize::from(*l)) {
-            fed.push((l, InputColumn { input, column }));
-            column += schema.vector_width(l);
-        }
-    }
-    fed
+    (columns.into_iter().map(Option::unwrap_or_default).collect(), copies)
 }

@@ -21,9 +21,13 @@ pub(crate) fn check_batch(model: &Model, batch: &Batch) -> Result<(), ScoreError
         let problem = format!("{} of {} sparse features", batch.features(), schema.features.len());
         return refuse("features", problem);
     }
-    if batch.dense().len() != batch.size() * schema.dense_width() {
-        let problem = format!("{} values for {} samples", batch.dense().len(), batch.size());
-        return refuse("dense", problem);
+    for (values, rows, shared) in
+        [(batch.dense(), batch.size(), false), (batch.shared_dense(), batch.ends().len(), true)]
+    {
+        if values.len() != rows * schema.dense_width(shared) {
+            let field = if shared { "shared dense" } else { "dense" };
+            return refuse(field, format!("{} values for {rows} rows", values.len()));
+        }
     }
 
     let is_too_long = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;

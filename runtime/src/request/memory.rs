@@ -60,7 +60,7 @@ fn set_vocabularies(plan: &mut MemoryPlan, model: &Model) {
 fn set_generation(plan: &mut MemoryPlan, model: &Model) {
     let (workers, dense) = (u64::from(model.budget().workers), cpu_dense_bytes(model));
     let batch = u64::from(model.budget().batch_max);
-    let widths = model.input_widths().iter().sum::<usize>() + model.spread_width();
+    let widths = model.input_widths().iter().sum::<usize>();
     let inputs = 4 * batch * widths as u64;
     plan.set(Part::Residents, resident_bytes(model.backend()));
     plan.set(Part::Indexes, index_bytes(model));
@@ -120,7 +120,7 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
 
     add(Part::Misses, misses);
     add(Part::PageBuffers, PageReader::bytes(budget.reads_max as usize));
-    let is_shared = model.schema().features.iter().any(|feature| feature.shared);
+    let is_shared = model.schema().has_shared();
     let request = size_of::<LookupStatus>() + size_of::<usize>();
     add(Part::Scores, batch * (sample_bytes(model) + if is_shared { request } else { 0 }));
     add(Part::Batches, Batch::bytes(model.schema(), batch));

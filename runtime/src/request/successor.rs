@@ -71,7 +71,7 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
         && is_next(old, flash)
         && before.has_lookups_of(after)
         && (old.backend().device_tables().is_none() || after.gpu_lacks().is_none())
-        && before.dense_columns().eq(after.dense_columns())
+        && [false, true].iter().all(|&s| before.dense_columns(s).eq(after.dense_columns(s)))
         && capacity::fit_caches(before, after, old.backend())
 }
 

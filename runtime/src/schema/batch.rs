@@ -3,7 +3,7 @@
 //! it is made and never grows.
 
 use crate::schema::sample::{Sample, SampleError, check_bag, check_dense, check_weights};
-use crate::schema::{Feature, Schema};
+use crate::schema::{DenseFeature, Feature, Schema, optional_columns};
 
 pub use hatchback_kernels::lookup::Bags;
 
@@ -37,11 +37,32 @@ pub use hatchback_kernels::lookup::Bags;
 pub struct Batch {
     capacity: usize,
     size: usize,
-    dense_features: usize,
+    /// Values of a row of `dense`, and of `shared_dense`.
+    dense_widths: [usize; 2],
     dense: Vec<f32>,
+    /// A row for each request.
+    shared_dense: Vec<f32>,
     features: Vec<Jagged>,
     /// The end of the samples of each request; empty if no feature is shared.
     ends: Vec<usize>,
+}
+
+/// The dense features of the samples of a request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DenseColumns<'a> {
+    /// `[samples, dense features that are not shared]`.
+    pub own: &'a [f32],
+    /// `[shared_rows, shared dense features]`.
+    pub shared: &'a [f32],
+    /// 1, or the number of samples. Their rows of `shared` must then be equal.
+    pub shared_rows: usize,
+}
+
+impl<'a, T: AsRef<[f32]> + ?Sized> From<&'a T> for DenseColumns<'a> {
+    /// Returns the columns of a request without shared dense features.
+    fn from(own: &'a T) -> Self {
+        Self { own: own.as_ref(), shared: &[], shared_rows: 1 }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -143,11 +164,12 @@ impl Batch {
         Self {
             capacity,
             size: 0,
-            dense_features: schema.dense_width(),
-            // Retired columns are in it while a request is read.
+            dense_widths: [false, true].map(|shared| schema.dense_width(shared)),
+            // Retired and shared columns are in it while a request is read.
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
+            shared_dense: Vec::with_capacity(capacity * schema.dense_of(true).count()),
             features: schema.features.iter().map(jagged).collect(),
-            ends: Vec::with_capacity(if has_shared(schema) { capacity } else { 0 }),
+            ends: Vec::with_capacity(if schema.has_shared() { capacity } else { 0 }),
         }
     }
 
@@ -156,14 +178,16 @@ impl Batch {
         let weighted = schema.features.iter().filter(|f| f.weighted);
         let weights: usize = weighted.map(|f| 4 * f.hotness_max as usize).sum();
         let keys: usize = schema.keys_max() * 8 + weights + schema.features.len() * 4;
-        let ends = if has_shared(schema) { size_of::<usize>() } else { 0 };
-        capacity * (4 * schema.dense_features.len() + keys + ends) + 4 * schema.features.len()
+        let ends = if schema.has_shared() { size_of::<usize>() } else { 0 };
+        let dense = schema.dense_features.len() + schema.dense_of(true).count();
+        capacity * (4 * dense + keys + ends) + 4 * schema.features.len()
     }
 
     /// Removes all samples and keeps the memory.
     pub fn clear(&mut self) {
         self.size = 0;
         self.dense.clear();
+        self.shared_dense.clear();
         self.ends.clear();
         for feature in &mut self.features {
             feature.truncate(0);
@@ -187,8 +211,7 @@ impl Batch {
 
         let before = self.dense.len();
         self.dense.extend_from_slice(&sample.dense);
-        schema.fill_missing(&mut self.dense[before..]);
-        schema.drop_retired(&mut self.dense, before);
+        self.settle_dense(schema, before, None)?;
         for (f, (feature, bag)) in self.features.iter_mut().zip(&sample.sparse).enumerate() {
             if schema.features[f].retired {
                 feature.offsets.push(0);
@@ -203,7 +226,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds the samples of one request, whose shared bags are equal.
+    /// Adds the samples of one request, whose shared bags and values are equal.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room, or a sample does not fit. The batch is then unchanged.
@@ -216,6 +239,14 @@ impl Batch {
             let bag = |f: usize, of: &Sample| (of.sparse[f].clone(), of.weights.get(f).cloned());
             let shared = schema.features.iter().enumerate().filter(|(_, feature)| feature.shared);
             let mut differing = shared.filter(|(f, _)| bag(*f, sample) != bag(*f, &samples[0]));
+            if let Some((_, feature)) = differing.next() {
+                return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
+            }
+            let value =
+                |d: usize, of: &Sample| schema.dense_features[d].filled(of.dense[d]).to_bits();
+            let dense =
+                schema.dense_features.iter().enumerate().filter(|(_, d)| d.shared && !d.retired);
+            let mut differing = dense.filter(|(d, _)| value(*d, sample) != value(*d, &samples[0]));
             if let Some((_, feature)) = differing.next() {
                 return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
             }
@@ -238,16 +269,17 @@ impl Batch {
     /// Counts `samples` samples, which were appended, as those of one request.
     fn add_samples(&mut self, samples: usize) {
         self.size += samples;
-        if samples > 0 && self.features.iter().any(|feature| feature.shared) {
+        let is_shared = self.dense_widths[1] > 0 || self.features.iter().any(|f| f.shared);
+        if samples > 0 && is_shared {
             self.ends.push(self.size);
         }
     }
 
-    /// Adds the `samples` samples of a request from columns. `dense` is `[samples, dense
-    /// features]`. `bags` returns the keys, offsets and weights of a sparse feature, given by its
-    /// number. The offsets of a feature are `[samples + 1]`; the keys before the first offset are
-    /// not read. A shared feature has one bag, or `samples` equal ones. `dense` may lack the last
-    /// columns, as far as [`Schema::dense_optional`] says.
+    /// Adds the `samples` samples of a request from columns. `bags` returns the keys, offsets and
+    /// weights of a sparse feature, given by its number. The offsets of a feature are `[samples +
+    /// 1]`; the keys before the first offset are not read. A shared feature has one bag, or
+    /// `samples` equal ones. `dense` may lack the last columns, as far as [`optional_columns`]
+    /// says. `samples` is not 0 if there is a shared feature.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
@@ -256,7 +288,7 @@ impl Batch {
         &mut self,
         schema: &Schema,
         samples: usize,
-        dense: &[f32],
+        dense: impl Into<DenseColumns<'a>>,
         bags: impl Fn(usize) -> Bags<'a>,
     ) -> Result<(), BatchError> {
         self.try_push_columns(schema, samples, dense, |f| Ok(Some(bags(f))))
@@ -271,7 +303,7 @@ impl Batch {
         &mut self,
         schema: &Schema,
         samples: usize,
-        dense: &[f32],
+        dense: impl Into<DenseColumns<'a>>,
         mut bags: impl FnMut(usize) -> Result<Option<Bags<'a>>, E>,
     ) -> Result<(), E> {
         if samples > self.capacity - self.size {
@@ -280,16 +312,20 @@ impl Batch {
         if !self.is_for(schema) {
             return Err(self.other_schema().into());
         }
-        check_dense_column(schema, samples, dense)?;
+        let DenseColumns { own, shared, shared_rows } = dense.into();
+        check_dense_column(schema.dense_of(false), "dense", samples, own)?;
+        check_dense_column(
+            schema.dense_of(true),
+            "shared dense",
+            shared_rows.min(samples),
+            shared,
+        )?;
+        let columns = shared.len() / shared_rows.max(1);
+        check_equal_rows(schema, columns, shared)?;
 
-        let before = self.dense.len();
-        let (columns, width) = (dense.len() / samples.max(1), schema.dense_features.len());
-        for sample in 0..samples {
-            self.dense.extend_from_slice(&dense[sample * columns..][..columns]);
-            self.dense.extend(std::iter::repeat_n(f32::NAN, width - columns));
-        }
-        schema.fill_missing(&mut self.dense[before..]);
-        schema.drop_retired(&mut self.dense, before);
+        append_rows(&mut self.dense, schema.dense_of(false), samples, own);
+        let first = &shared[..columns.min(shared.len())];
+        append_rows(&mut self.shared_dense, schema.dense_of(true), samples.min(1), first);
         let appended = (0..schema.features.len()).try_for_each(|f| -> Result<(), E> {
             let (feature, own) = (&schema.features[f], &mut self.features[f]);
             let kept = if own.shared { samples.min(1) } else { samples };
@@ -324,16 +360,19 @@ impl Batch {
 
     /// Returns whether the batch was made with a schema of the same shape.
     fn is_for(&self, schema: &Schema) -> bool {
-        schema.features.len() == self.features.len() && schema.dense_width() == self.dense_features
+        schema.features.len() == self.features.len()
+            && [false, true].map(|shared| schema.dense_width(shared)) == self.dense_widths
     }
 
     fn other_schema(&self) -> BatchError {
-        BatchError::Schema { features: self.features.len(), dense: self.dense_features }
+        let dense = self.dense_widths.iter().sum();
+        BatchError::Schema { features: self.features.len(), dense }
     }
 
     /// Removes the values that were appended after the last whole sample.
     fn cut(&mut self) {
-        self.dense.truncate(self.size * self.dense_features);
+        self.dense.truncate(self.size * self.dense_widths[0]);
+        self.shared_dense.truncate(self.ends.len() * self.dense_widths[1]);
         for feature in &mut self.features {
             feature.truncate(if feature.shared { self.ends.len() } else { self.size });
         }
@@ -351,7 +390,7 @@ impl Batch {
         dense: impl Iterator<Item = f32>,
         mut bag: impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let filled = self.append_sample(schema, dense, |f, bags| {
+        let filled = self.append_sample(schema, dense, None, |f, bags| {
             bag(f, &mut bags.keys, &mut bags.weights).map(|()| true)
         });
         match filled {
@@ -362,10 +401,11 @@ impl Batch {
     }
 
     /// Adds a further sample of the last request, as [`Batch::push_with`] does. `bag` is called for
-    /// a shared feature if `repeats` says so: the bag must then equal that of the request.
+    /// a shared feature if `repeats` says so: the bag must then equal that of the request. A shared
+    /// dense feature always has the request's value.
     ///
     /// # Errors
-    /// Those of [`Batch::push_with`], and [`BatchError::Shared`] if such a bag differs.
+    /// Those of [`Batch::push_with`], and [`BatchError::Shared`] if such a bag or value differs.
     pub fn continue_with<E: From<BatchError>>(
         &mut self,
         schema: &Schema,
@@ -377,7 +417,7 @@ impl Batch {
             return self.push_with(schema, dense, bag);
         }
         let sample = self.size - self.ends.iter().rev().nth(1).copied().unwrap_or(0);
-        let filled = self.append_sample(schema, dense, |f, bags| {
+        let filled = self.append_sample(schema, dense, Some(sample), |f, bags| {
             if bags.shared && !repeats(f) {
                 return Ok(false);
             }
@@ -399,11 +439,13 @@ impl Batch {
         Ok(())
     }
 
-    /// Appends a sample. `append` returns whether it has appended a bag.
+    /// Appends a sample: the first of a request, or a further one with its number. `append` returns
+    /// whether it has appended a bag.
     fn append_sample<E: From<BatchError>>(
         &mut self,
         schema: &Schema,
         dense: impl Iterator<Item = f32>,
+        further: Option<usize>,
         mut append: impl FnMut(usize, &mut Jagged) -> Result<bool, E>,
     ) -> Result<(), E> {
         if self.size == self.capacity {
@@ -416,8 +458,7 @@ impl Batch {
 
         self.dense.extend(dense.take(schema.dense_features.len() + 1));
         check_dense(schema, &self.dense[before..]).map_err(BatchError::from)?;
-        schema.fill_missing(&mut self.dense[before..]);
-        schema.drop_retired(&mut self.dense, before);
+        self.settle_dense(schema, before, further)?;
         for (f, feature) in self.features.iter_mut().enumerate() {
             if schema.features[f].retired {
                 feature.offsets.push(0);
@@ -441,6 +482,39 @@ impl Batch {
         Ok(())
     }
 
+    /// Brings the dense features of one sample, `dense[before..]`, into place: fills missing values,
+    /// drops retired ones and moves shared ones to those of the request. A `further` sample of a
+    /// request must have the same.
+    fn settle_dense(
+        &mut self,
+        schema: &Schema,
+        before: usize,
+        further: Option<usize>,
+    ) -> Result<(), BatchError> {
+        let row = self.shared_dense.len() - further.map_or(0, |_| self.dense_widths[1]);
+        let (mut kept, mut shared) = (before, row..);
+        for (at, feature) in (before..).zip(&schema.dense_features) {
+            let value = feature.filled(self.dense[at]);
+            if feature.retired {
+                continue;
+            }
+            if !feature.shared {
+                self.dense[kept] = value;
+                kept += 1;
+                continue;
+            }
+            match (further, shared.next().and_then(|at| self.shared_dense.get(at))) {
+                (Some(sample), Some(first)) if first.to_bits() != value.to_bits() => {
+                    return Err(BatchError::Shared { feature: feature.name.clone(), sample });
+                }
+                (Some(_), _) => {}
+                (None, _) => self.shared_dense.push(value),
+            }
+        }
+        self.dense.truncate(kept);
+        Ok(())
+    }
+
     /// Adds the samples of `other`, which was made with the same schema. Returns false, and adds
     /// none, if there is no room.
     pub(crate) fn append(&mut self, other: &Self) -> bool {
@@ -448,6 +522,7 @@ impl Batch {
             return false;
         }
         self.dense.extend_from_slice(&other.dense);
+        self.shared_dense.extend_from_slice(&other.shared_dense);
         for (feature, more) in self.features.iter_mut().zip(&other.features) {
             let before = feature.keys.len() as u32;
             feature.keys.extend_from_slice(&more.keys);
@@ -470,9 +545,22 @@ impl Batch {
         self.size == 0
     }
 
-    /// Returns the dense features, `[size, dense features that are not retired]`.
+    /// Returns the dense features of each sample, without retired ones, `[size, width]`.
     pub fn dense(&self) -> &[f32] {
         &self.dense
+    }
+
+    /// Returns the dense features that the samples of a request share, without retired ones,
+    /// `[requests, width]`.
+    pub fn shared_dense(&self) -> &[f32] {
+        &self.shared_dense
+    }
+
+    /// Returns the dense features of each sample, or the shared ones of each request, `[rows,
+    /// width]`, and the width.
+    pub(crate) fn dense_rows(&self, shared: bool) -> (&[f32], usize) {
+        let values = if shared { &self.shared_dense } else { &self.dense };
+        (values, self.dense_widths[usize::from(shared)])
     }
 
     /// Returns the number of sparse features.
@@ -498,11 +586,6 @@ impl Batch {
     }
 }
 
-/// Returns whether the samples of a request share a feature.
-fn has_shared(schema: &Schema) -> bool {
-    schema.features.iter().any(|feature| feature.shared)
-}
-
 /// Checks that the bags of a shared feature are equal in all samples of a request.
 fn check_equal(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), BatchError> {
     let Bags { keys, offsets, weights } = bags;
@@ -517,25 +600,66 @@ fn check_equal(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), 
     }
 }
 
-/// Checks the columns of dense features, `[samples, columns]`.
-fn check_dense_column(schema: &Schema, samples: usize, dense: &[f32]) -> Result<(), BatchError> {
-    let most = schema.dense_features.len();
-    let width = dense.len() / samples.max(1);
+/// Appends `rows` rows of `values` to `dense`. Fills missing values and columns that were left out,
+/// and drops those of retired features.
+fn append_rows<'a>(
+    dense: &mut Vec<f32>,
+    features: impl Iterator<Item = &'a DenseFeature> + Clone,
+    rows: usize,
+    values: &[f32],
+) {
+    let (before, columns, width) =
+        (dense.len(), values.len() / rows.max(1), features.clone().count());
+    // Most requests have all columns, and all of their values.
+    if columns == width && features.clone().all(|feature| !feature.retired) {
+        dense.extend_from_slice(values);
+        for (at, value) in dense[before..].iter_mut().enumerate().filter(|(_, v)| v.is_nan()) {
+            *value = features.clone().nth(at % width).map_or(*value, |f| f.filled(*value));
+        }
+        return;
+    }
+    for row in 0..rows {
+        let sent = values[row * columns..][..columns].iter().copied();
+        let row = features.clone().zip(sent.chain(std::iter::repeat(f32::NAN)));
+        dense.extend(row.filter(|(f, _)| !f.retired).map(|(f, value)| f.filled(value)));
+    }
+}
+
+/// Checks the columns of dense features, `[rows, columns]`.
+fn check_dense_column<'a>(
+    features: impl DoubleEndedIterator<Item = &'a DenseFeature> + Clone,
+    field: &str,
+    rows: usize,
+    dense: &[f32],
+) -> Result<(), BatchError> {
+    let (most, width) = (features.clone().count(), dense.len() / rows.max(1));
     // A request without samples has no columns either.
-    let fits = samples == 0 || (most - schema.dense_optional()..=most).contains(&width);
-    if dense.len() != samples * width || !fits {
-        let (field, needed) = ("dense".to_owned(), samples * most);
-        return Err(BatchError::Column { field, found: dense.len(), samples, needed });
+    let fits = rows == 0 || (most - optional_columns(features.clone())..=most).contains(&width);
+    if dense.len() != rows * width || !fits {
+        let (field, needed) = (field.to_owned(), rows * most);
+        return Err(BatchError::Column { field, found: dense.len(), samples: rows, needed });
     }
-    let is_wrong = |(at, value): (usize, &f32)| schema.dense_features[at % width].refuses(*value);
-    match dense.iter().enumerate().position(is_wrong) {
-        Some(at) => Err(BatchError::Dense {
-            feature: schema.dense_features[at % width].name.clone(),
-            sample: at / width,
-            value: dense[at],
-        }),
-        None => Ok(()),
+    for (at, &value) in dense.iter().enumerate().filter(|(_, value)| !value.is_finite()) {
+        if let Some(feature) = features.clone().nth(at % width).filter(|f| f.refuses(value)) {
+            let (feature, sample) = (feature.name.clone(), at / width);
+            return Err(BatchError::Dense { feature, sample, value });
+        }
     }
+    Ok(())
+}
+
+/// Checks that the rows of shared dense features, `[rows, columns]`, are equal.
+fn check_equal_rows(schema: &Schema, columns: usize, shared: &[f32]) -> Result<(), BatchError> {
+    for (at, value) in shared.iter().enumerate().skip(columns) {
+        let feature = schema.dense_of(true).nth(at % columns);
+        let bits = |feature: &DenseFeature, value: f32| feature.filled(value).to_bits();
+        let differs = |f: &&DenseFeature| bits(f, *value) != bits(f, shared[at % columns]);
+        if let Some(feature) = feature.filter(|f| !f.retired).filter(differs) {
+            let (feature, sample) = (feature.name.clone(), at / columns);
+            return Err(BatchError::Shared { feature, sample });
+        }
+    }
+    Ok(())
 }
 
 /// Checks that each bag between two of `offsets` has at most as many keys as `feature` allows.

@@ -79,6 +79,9 @@ fn check_order(field: &'static str, old: &[String], new: &[String]) -> Result<()
 
 fn check_dense(a: &DenseFeature, b: &DenseFeature) -> Result<(), ChangeError> {
     check_retired("dense feature", &a.name, a.retired && !b.retired)?;
+    if a.shared != b.shared {
+        return refuse("dense feature", &a.name, "shared: only one generation shares it");
+    }
     // The fill of a missing value may change as the weights do, but not disappear: callers that
     // leave values out would then be refused.
     if a.missing.is_some() && !b.may_be_absent() {
@@ -144,11 +147,12 @@ mod tests {
     #[test]
     fn each_change_that_callers_would_notice_is_refused_by_name() {
         type Change = fn(&mut Schema);
-        let cases: [(Change, &str); 14] = [
+        let cases: [(Change, &str); 15] = [
             (|s| drop(s.dense_features.remove(0)), "dense feature `a`: is gone; keep"),
             (|s| s.dense_features.swap(0, 1), "dense feature `a`: stood at place 0"),
             (|s| s.dense_features.push(DenseFeature::plain("n")), "dense feature `n`: is new"),
             (|s| s.dense_features[1].missing = None, "dense feature `b`: may no longer be"),
+            (|s| s.dense_features[0].shared = true, "dense feature `a`: shared: only one"),
             (|s| s.dense_features[2].retired = false, "dense feature `c`: was retired"),
             (|s| s.features.truncate(2), "feature `h`: is gone; keep"),
             (|s| s.features.insert(0, Feature::plain("n", 1)), "feature `f`: stood at place 0"),

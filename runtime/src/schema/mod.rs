@@ -5,6 +5,7 @@ pub mod batch;
 pub mod change;
 mod cross;
 mod farmhash;
+pub mod input_parts;
 pub mod key_function;
 pub mod lookup;
 pub mod outputs;
@@ -187,6 +188,8 @@ pub struct DenseFeature {
     pub name: String,
     /// The value that replaces a missing one, which is NaN. Without it a missing value is refused.
     pub missing: Option<f32>,
+    /// Whether all samples of a request share its value.
+    pub shared: bool,
     /// Whether the model no longer uses it. Callers still send its column; it is not read.
     pub retired: bool,
 }
@@ -194,7 +197,7 @@ pub struct DenseFeature {
 impl DenseFeature {
     /// Returns a feature whose values are never missing.
     pub fn plain(name: &str) -> Self {
-        Self { name: name.to_owned(), missing: None, retired: false }
+        Self { name: name.to_owned(), missing: None, shared: false, retired: false }
     }
 
     /// Returns whether the network cannot take `value`, and nothing replaces it.
@@ -206,6 +209,17 @@ impl DenseFeature {
     fn may_be_absent(&self) -> bool {
         self.retired || self.missing.is_some()
     }
+
+    /// Returns `value`, or what replaces it if it is missing.
+    pub(crate) fn filled(&self, value: f32) -> f32 {
+        if value.is_nan() { self.missing.unwrap_or(value) } else { value }
+    }
+}
+
+/// Returns how many of these columns a request may leave out: the last ones that are retired or
+/// have a value for `missing`.
+pub fn optional_columns<'a>(features: impl DoubleEndedIterator<Item = &'a DenseFeature>) -> usize {
+    features.rev().take_while(|feature| feature.may_be_absent()).count()
 }
 
 /// The source of an input of the dense network.
@@ -379,7 +393,7 @@ impl Schema {
             }
         }
 
-        let n = self.dense_width();
+        let n = self.dense_width(false) + self.dense_width(true);
         if dense != u32::from(n > 0) {
             return fault("network.input", format!("{dense} inputs take the {n} dense features"));
         }
@@ -403,10 +417,15 @@ impl Schema {
         self.dense_features.iter().map(|feature| &feature.name)
     }
 
+    /// Returns the dense features that requests send for each sample, or those that its samples
+    /// share, with the retired ones.
+    pub fn dense_of(&self, shared: bool) -> impl DoubleEndedIterator<Item = &DenseFeature> + Clone {
+        self.dense_features.iter().filter(move |feature| feature.shared == shared)
+    }
+
     /// Returns the names of the dense features that the network takes.
-    pub(crate) fn dense_columns(&self) -> impl Iterator<Item = &String> {
-        let taken = self.dense_features.iter().filter(|feature| !feature.retired);
-        taken.map(|feature| &feature.name)
+    pub(crate) fn dense_columns(&self, shared: bool) -> impl Iterator<Item = &String> {
+        self.dense_of(shared).filter(|feature| !feature.retired).map(|feature| &feature.name)
     }
 
     /// Returns the first of the features with these `numbers` that is retired.
@@ -414,42 +433,22 @@ impl Schema {
         numbers.iter().map(|f| &self.features[usize::from(*f)]).find(|f| f.retired)
     }
 
-    /// Returns the number of dense features that the network takes.
-    pub fn dense_width(&self) -> usize {
-        self.dense_features.iter().filter(|feature| !feature.retired).count()
+    /// Returns the number of dense features of each sample, or of shared ones, that the network
+    /// takes.
+    pub fn dense_width(&self, shared: bool) -> usize {
+        self.dense_columns(shared).count()
     }
 
-    /// Returns how many columns of dense features a request may leave out: the last ones that are
-    /// retired or have a value for `missing`.
-    pub fn dense_optional(&self) -> usize {
-        self.dense_features.iter().rev().take_while(|feature| feature.may_be_absent()).count()
-    }
-
-    /// Removes the values of retired features from `dense`, behind its first `before` values.
-    pub(crate) fn drop_retired(&self, dense: &mut Vec<f32>, before: usize) {
-        let width = self.dense_features.len();
-        if self.dense_width() == width {
-            return;
-        }
-        let mut at = 0..;
-        dense.retain(|_| {
-            let at = at.next().unwrap_or(0);
-            at < before || !self.dense_features[(at - before) % width].retired
-        });
-    }
-
-    /// Replaces each missing value of `dense`, `[samples, dense features]`, by that of its feature.
-    pub(crate) fn fill_missing(&self, dense: &mut [f32]) {
-        let width = self.dense_features.len();
-        for (at, value) in dense.iter_mut().enumerate().filter(|(_, value)| value.is_nan()) {
-            *value = self.dense_features[at % width].missing.unwrap_or(*value);
-        }
+    /// Returns whether the samples of a request share a feature.
+    pub(crate) fn has_shared(&self) -> bool {
+        self.features.iter().any(|feature| feature.shared)
+            || self.dense_features.iter().any(|feature| feature.shared)
     }
 
     /// Returns the values per sample of a network input.
     pub fn input_width(&self, input: &NetworkInput) -> usize {
         match &input.source {
-            InputSource::Dense => self.dense_width(),
+            InputSource::Dense => self.dense_width(false) + self.dense_width(true),
             InputSource::Vectors(lookups) => {
                 lookups.iter().map(|&l| self.vector_width(usize::from(l))).sum()
             }
@@ -459,21 +458,6 @@ impl Schema {
                 features.iter().map(hotness).sum()
             }
         }
-    }
-
-    /// Returns of each network input whether only shared features feed it.
-    pub fn shared_inputs(&self) -> Vec<bool> {
-        let shared = |f: &u16| self.features[usize::from(*f)].shared;
-        let inputs = self.network.inputs.iter().map(|input| match &input.source {
-            InputSource::Dense => false,
-            InputSource::Vectors(lookups) => {
-                lookups.iter().all(|l| self.feature_of((*l).into()).shared)
-            }
-            InputSource::Lengths(features) | InputSource::Masks(features) => {
-                features.iter().all(shared)
-            }
-        });
-        inputs.collect()
     }
 
     /// Loads the dense network from the bytes of its ONNX file.
@@ -486,8 +470,8 @@ impl Schema {
         let widths: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
         let SingleOutput { onnx, name, activation } = self.single_output(onnx)?;
-        let (isa, shared) = (Isa::detect(), self.shared_inputs());
-        let engine = DenseEngine::load_for(isa, onnx, &widths, &shared, name, activation)?;
+        let (isa, parts) = (Isa::detect(), self.input_parts());
+        let engine = DenseEngine::load_for(isa, onnx, &widths, &parts, name, activation)?;
         if let [_, _, ..] = network.outputs.as_slice() {
             let names: Vec<&str> = network.outputs.iter().map(|o| o.name.as_str()).collect();
             check_joined(&names, engine.outputs())?;
@@ -539,9 +523,11 @@ impl Schema {
                 format!("weights with pooling `{pooling}`, which feature `{name}` has")
             })
         };
-        let shared = self.features.iter().find(|feature| feature.shared);
+        let shared = self.features.iter().filter(|f| f.shared).map(|f| &f.name);
+        let mut shared = self.dense_of(true).map(|f| &f.name).chain(shared);
         shared
-            .map(|feature| format!("`shared`, which feature `{}` has", feature.name))
+            .next()
+            .map(|name| format!("`shared`, which feature `{name}` has"))
             .or_else(|| self.lookups.iter().find_map(weighted))
             .or_else(|| self.network.inputs.iter().find_map(&mut input))
     }

@@ -6,7 +6,7 @@ use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
 use crate::schema::raw_value::{RawValue, Shortened};
 use crate::schema::sample_line::{DenseValues, Line, Outcome, UniqueMap};
-use crate::schema::{Feature, Schema};
+use crate::schema::{Feature, Schema, optional_columns};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -248,13 +248,11 @@ fn dense_of(values: DenseValues, schema: &Schema) -> Result<Vec<f32>, SampleErro
         }
     };
     let mut dense: Vec<f32> = values.iter().map(|value| value.unwrap_or(f32::NAN)).collect();
-    let width = schema.dense_features.len();
-    if dense.len() < width && dense.len() + schema.dense_optional() >= width {
+    let (features, width) = (schema.dense_features.iter(), schema.dense_features.len());
+    if dense.len() < width && dense.len() + optional_columns(features.clone()) >= width {
         dense.resize(width, f32::NAN);
     }
-    if dense.len() == width {
-        schema.fill_missing(&mut dense);
-    }
+    dense.iter_mut().zip(features).for_each(|(value, feature)| *value = feature.filled(*value));
     Ok(dense)
 }
 

@@ -56,8 +56,10 @@ fn tensor(name: &str, datatype: &str, shape: Vec<i64>) -> TensorMetadata {
 }
 
 fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
-    let width = layout.schema.dense_features.len();
-    let dense = (width > 0).then(|| tensor(&layout.dense, "FP32", vec![-1, width as i64]));
+    let dense = layout.dense.iter().zip([false, true]).filter_map(|(name, shared)| {
+        let width = layout.schema.dense_of(shared).count();
+        (width > 0).then(|| tensor(name, "FP32", vec![-1, width as i64]))
+    });
     let features = layout.schema.features.iter().filter(|feature| !feature.retired);
     let features = features.flat_map(|f| {
         let shape = vec![-1, f.hotness_max.into()];
@@ -70,7 +72,7 @@ fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
         let weights = f.weighted.then(|| tensor(&format!("{}.weights", f.name), "FP32", shape));
         keys.into_iter().chain(weights)
     });
-    dense.into_iter().chain(features).collect()
+    dense.chain(features).collect()
 }
 
 /// Returns the type of the values that `function` is made for.

@@ -1,7 +1,7 @@
 //! Makes a batch of the tensors of a request. A sparse feature is one tensor of keys, `[batch,
 //! hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function takes
 //! raw values in place of keys. A shared feature may have one bag for all samples. The dense
-//! features are one tensor.
+//! features are one tensor, and those that samples share another.
 
 pub mod outputs;
 pub mod values;
@@ -12,6 +12,7 @@ use crate::tensors::outputs::Outputs;
 use crate::tensors::values::{Floats, Integers, RawValues, Tensor};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::key_function::KeyFunction;
+use hatchback::schema::optional_columns;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::{Feature, Schema};
 use std::collections::HashMap;
@@ -26,7 +27,8 @@ const NOTE_BYTES: usize = 64;
 /// The part of a request that a tensor holds.
 #[derive(Clone, Copy, Debug)]
 enum Part {
-    Dense,
+    /// The dense features of each sample, or the shared ones.
+    Dense { shared: bool },
     /// The keys of a feature, or the raw values that become its keys.
     Keys(usize, Form),
     /// The offsets of jagged keys or values.
@@ -70,8 +72,8 @@ impl Differences {
 pub struct Layout {
     pub schema: Arc<Schema>,
     parts: HashMap<String, Part>,
-    /// The name of the tensor of dense features.
-    pub dense: String,
+    /// The names of the tensors of dense features: of each sample, and shared.
+    pub dense: [String; 2],
     pub outputs: Outputs,
 }
 
@@ -101,10 +103,18 @@ impl Layout {
             (feature.name.clone(), if feature.retired { Part::Retired } else { part })
         }));
 
-        let mut free = ["dense", "dense_features", "dense.values"].into_iter();
-        let dense = free.find(|name| !parts.contains_key(*name)).unwrap_or("").to_owned();
-        if !schema.dense_features.is_empty() {
-            parts.insert(dense.clone(), Part::Dense);
+        let names = [
+            ["dense", "dense_features", "dense.values"],
+            ["dense.shared", "shared_dense", "dense.shared.values"],
+        ];
+        let dense = names.map(|names| {
+            let free = names.into_iter().find(|name| !parts.contains_key(*name));
+            free.unwrap_or("").to_owned()
+        });
+        for (name, shared) in dense.iter().zip([false, true]) {
+            if schema.dense_of(shared).next().is_some() {
+                parts.insert(name.clone(), Part::Dense { shared });
+            }
         }
         let outputs = Outputs::new(&schema);
         Self { schema, parts, dense, outputs }
@@ -138,6 +148,27 @@ struct Bags<'a> {
     is_once: bool,
 }
 
+/// The tensor of dense features of one kind.
+#[derive(Clone, Copy, Default)]
+struct DenseColumns<'a> {
+    floats: Option<Floats<'a>>,
+    /// Columns of the tensor; 0 without it.
+    width: usize,
+    /// Whether the request has these values once, for all samples.
+    is_once: bool,
+}
+
+impl DenseColumns<'_> {
+    /// Returns a value; NaN in a column that was not sent.
+    fn get(&self, sample: usize, column: usize) -> f32 {
+        let row = if self.is_once { 0 } else { sample };
+        match self.floats {
+            Some(floats) if column < self.width => floats.get(row * self.width + column),
+            _ => f32::NAN,
+        }
+    }
+}
+
 impl Bags<'_> {
     /// Returns the positions of the keys of `sample`.
     fn range(&self, sample: usize) -> Range<usize> {
@@ -156,9 +187,8 @@ impl Bags<'_> {
 struct Columns<'a> {
     /// The number of samples; `None` until a tensor was read.
     size: Option<usize>,
-    dense: Option<Floats<'a>>,
-    /// Columns of `dense`; 0 without it.
-    dense_columns: usize,
+    /// The dense features of each sample, and the shared ones.
+    dense: [DenseColumns<'a>; 2],
     bags: Vec<Bags<'a>>,
     differences: Differences,
 }
@@ -171,7 +201,8 @@ impl<'a> Columns<'a> {
     ) -> Result<Self, Problem> {
         let features = &layout.schema.features;
         let (bags, differences) = (Vec::with_capacity(features.len()), Differences::default());
-        let mut columns = Self { size: None, dense: None, dense_columns: 0, bags, differences };
+        let dense = [DenseColumns::default(); 2];
+        let mut columns = Self { size: None, dense, bags, differences };
         let mut sent = vec![Sent::default(); features.len()];
         for tensor in tensors {
             let is_second = match layout.parts.get(&*tensor.name).copied() {
@@ -180,7 +211,9 @@ impl<'a> Columns<'a> {
                     columns.ignore(&tensor.name, memory)?;
                     false
                 }
-                Some(Part::Dense) => columns.add_dense(layout, tensor, memory)?,
+                Some(Part::Dense { shared }) => {
+                    columns.add_dense(layout, tensor, memory, shared)?
+                }
                 Some(Part::Keys(f, form)) => sent[f].keys.replace((tensor, form)).is_some(),
                 Some(Part::Offsets(f)) => sent[f].offsets.replace(tensor).is_some(),
                 Some(Part::Weights(f)) => sent[f].weights.replace(tensor).is_some(),
@@ -203,9 +236,11 @@ impl<'a> Columns<'a> {
         layout: &Layout,
         tensor: &'a Tensor<'_>,
         memory: &mut Reservation,
+        shared: bool,
     ) -> Result<bool, Problem> {
         let (floats, [rows, width]) = (Floats::of(tensor)?, tensor.matrix()?);
-        let (most, optional) = (layout.schema.dense_features.len(), layout.schema.dense_optional());
+        let features = layout.schema.dense_of(shared);
+        let (most, optional) = (features.clone().count(), optional_columns(features));
         if width + optional < most || width > most && !tensor.optional {
             let problem = format!("{width} values a sample, the model takes {most}");
             return Err(tensor.fault(&problem));
@@ -213,9 +248,10 @@ impl<'a> Columns<'a> {
         if width > most {
             self.ignore(&tensor.name, memory)?;
         }
-        self.dense_columns = width;
-        self.set_size(tensor, rows)?;
-        Ok(self.dense.replace(floats).is_some())
+        let (floats, is_once) = (Some(floats), self.take_rows(tensor, rows, shared)?);
+        let dense = DenseColumns { floats, width, is_once };
+        let before = std::mem::replace(&mut self.dense[usize::from(shared)], dense);
+        Ok(before.floats.is_some())
     }
 
     /// Returns the bags of `feature` in the tensors that were `sent`: one for each sample, or one
@@ -254,9 +290,8 @@ impl<'a> Columns<'a> {
                     Some((tensor, rows))
                 }
             };
-            bags.is_once = feature.shared && rows.is_some_and(|(_, rows)| rows == 1);
-            if let Some((tensor, rows)) = rows.filter(|_| !bags.is_once) {
-                self.set_size(tensor, rows)?;
+            if let Some((tensor, rows)) = rows {
+                bags.is_once = self.take_rows(tensor, rows, feature.shared)?;
             }
         } else if sent.offsets.is_some() {
             return Err(missing("keys"));
@@ -285,11 +320,9 @@ impl<'a> Columns<'a> {
             is_input && bags.keys.is_none()
         };
         let sparse = schema.features.iter().zip(&self.bags).filter(is_absent);
-        let dense = schema
-            .dense_features
-            .iter()
-            .skip(self.dense_columns)
-            .filter(|feature| !feature.retired);
+        let dense = self.dense.iter().zip([false, true]).flat_map(|(dense, shared)| {
+            schema.dense_of(shared).skip(dense.width).filter(|feature| !feature.retired)
+        });
         for name in sparse.map(|(feature, _)| &feature.name).chain(dense.map(|d| &d.name)) {
             memory.grow(NOTE_BYTES + 3 * name.len())?;
             self.differences.absent.push(name.clone());
@@ -297,13 +330,23 @@ impl<'a> Columns<'a> {
         Ok(())
     }
 
-    fn set_size(&mut self, tensor: &Tensor<'_>, rows: usize) -> Result<(), Problem> {
+    /// Takes `rows` as the number of samples, unless they are one row of a `shared` input for all
+    /// samples. Returns whether they are.
+    fn take_rows(
+        &mut self,
+        tensor: &Tensor<'_>,
+        rows: usize,
+        shared: bool,
+    ) -> Result<bool, Problem> {
+        if shared && rows == 1 {
+            return Ok(true);
+        }
         match self.size.replace(rows) {
             Some(before) if before != rows => {
                 let problem = format!("has {rows} samples, and the inputs before it {before}");
                 Err(tensor.fault(&problem))
             }
-            _ => Ok(()),
+            _ => Ok(false),
         }
     }
 }
@@ -372,8 +415,8 @@ pub fn batch_of(
     let mut columns = Columns::of(layout, tensors, memory)?;
     let samples = columns.samples(layout, read, batch_max)?;
     if read == Read::Keys {
-        columns.dense = Some(Floats::Zeros);
-        columns.dense_columns = layout.schema.dense_features.len();
+        let (floats, width) = (Some(Floats::Zeros), layout.schema.dense_features.len());
+        columns.dense = [DenseColumns { floats, width, is_once: false }; 2];
     }
     memory.grow(Batch::bytes(&layout.schema, samples))?;
     let mut batch = Batch::new(&layout.schema, samples);
@@ -387,12 +430,16 @@ impl Columns<'_> {
     /// # Errors
     /// There is none, there are more than `batch_max`, or the dense features are missing.
     fn samples(&self, layout: &Layout, read: Read, batch_max: usize) -> Result<usize, Problem> {
-        let optional = layout.schema.dense_optional();
-        let takes_dense = layout.schema.dense_features.len() > optional && read == Read::All;
-        if self.dense.is_none() && takes_dense {
-            return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
+        for (dense, shared) in self.dense.iter().zip([false, true]) {
+            let features = layout.schema.dense_of(shared);
+            let is_needed = features.clone().count() > optional_columns(features);
+            if dense.floats.is_none() && is_needed && read == Read::All {
+                let name = &layout.dense[usize::from(shared)];
+                return Err(Problem::invalid(format!("input `{name}` is missing")));
+            }
         }
-        let one = self.bags.iter().any(|bags| bags.is_once).then_some(1);
+        let is_once = self.dense[1].is_once || self.bags.iter().any(|bags| bags.is_once);
+        let one = is_once.then_some(1);
         match self.size.or(one) {
             Some(size) if size > 0 && size <= batch_max => Ok(size),
             Some(size) => {
@@ -404,14 +451,12 @@ impl Columns<'_> {
     }
 
     fn fill(&self, batch: &mut Batch, schema: &Schema, samples: usize) -> Result<(), Problem> {
-        let (floats, width) = (self.dense.unwrap_or(Floats::Zeros), schema.dense_features.len());
-        let sent = self.dense_columns;
         for sample in 0..samples {
-            let of_column = |column| match column < sent {
-                true => floats.get(sample * sent + column),
-                false => f32::NAN,
-            };
-            let dense = (0..width).map(of_column);
+            let mut columns = [0.., 0..];
+            let dense = schema.dense_features.iter().map(|feature| {
+                let kind = usize::from(feature.shared);
+                self.dense[kind].get(sample, columns[kind].next().unwrap_or(0))
+            });
             let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
                 append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
                 match self.bags[f].keys {

@@ -199,6 +199,54 @@ fn a_shared_feature_has_one_bag_for_all_samples_or_the_same_for_each() {
 }
 
 #[test]
+fn shared_dense_features_are_a_tensor_of_one_row_or_of_equal_rows() {
+    let (mut schema, mut random) = (Schema::clone(&schema()), Random::new(9));
+    let named =
+        |name: &str, missing| DenseFeature { missing, shared: true, ..DenseFeature::plain(name) };
+    // In front of and behind the feature of each sample.
+    schema.dense_features.insert(0, named("hour", None));
+    schema.dense_features.push(named("rain", Some(0.75)));
+    let schema = Arc::new(schema);
+    for round in 0..100 {
+        let [hour, rain] = [random.below(24) as f32, 0.25];
+        let of = |s: Sample| Sample { dense: vec![hour, s.dense[0], rain], ..s };
+        let own: Vec<Sample> = (0..2 + random.below(7)).map(|_| sample(&mut random)).collect();
+        let mut expected = Batch::new(&schema, own.len());
+        let samples: Vec<Sample> = own.iter().cloned().map(of).collect();
+        expected.push_request(&schema, &samples).unwrap();
+        assert_eq!(
+            (expected.shared_dense(), expected.ends()),
+            (&[hour, rain][..], &[own.len()][..])
+        );
+
+        let send = |rows: usize, values: &[f32]| {
+            let mut tensors = tensors(&own, round % 2 == 0);
+            let row: Vec<Value> = values.iter().map(|value| json!(value)).collect();
+            let shape = vec![rows, values.len()];
+            let data = (0..rows).flat_map(|_| row.clone()).collect();
+            tensors.push(("dense.shared".to_owned(), "FP32", shape, data));
+            tensors
+        };
+        for tensors in [send(1, &[hour, rain]), send(own.len(), &[hour, rain])] {
+            for found in [over_http(&tensors, &schema), over_grpc(&tensors, &schema)] {
+                assert_eq!(format!("{:?}", found.unwrap()), format!("{expected:?}"));
+            }
+        }
+        let filled = over_http(&send(1, &[hour]), &schema).unwrap();
+        assert_eq!(filled.shared_dense(), [hour, 0.75]);
+
+        let mut differs = send(own.len(), &[hour, rain]);
+        let values = &mut differs.last_mut().unwrap().3;
+        *values.last_mut().unwrap() = json!(0.5);
+        let refused = over_grpc(&differs, &schema).unwrap_err();
+        let said = format!("feature `rain` is shared: sample {} differs", own.len() - 1);
+        assert!(refused.contains(&said), "{refused}");
+        let refused = over_http(&tensors(&own, false), &schema).unwrap_err();
+        assert!(refused.contains("input `dense.shared` is missing"), "{refused}");
+    }
+}
+
+#[test]
 fn weights_that_do_not_fit_their_keys_are_refused_by_name() {
     let (schema, mut random) = (schema(), Random::new(9));
     let one = Sample {

@@ -238,8 +238,12 @@ fn raw_values_score_as_their_keys() {
     spec.features[3].key = Some(KeySpec::Buckets { boundaries, first: 0, side });
     spec.features[0].null = Some(399);
     spec.features[3].null = Some(7);
-    spec.dense_features[1] =
-        DenseSpec::Table { name: "d1".to_owned(), missing: Some(-2.5), retired: false };
+    spec.dense_features[1] = DenseSpec::Table {
+        name: "d1".to_owned(),
+        missing: Some(-2.5),
+        shared: false,
+        retired: false,
+    };
     let packed = plan.pack_spec(&spec, onnx::concat);
 
     let line = concat!(

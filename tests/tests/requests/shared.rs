@@ -7,11 +7,12 @@ use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
 use hatchback::request::worker::{Worker, top_k};
 use hatchback::schema::Schema;
-use hatchback::schema::batch::{Bags, Batch, BatchError};
+use hatchback::schema::batch::{Bags, Batch, BatchError, DenseColumns};
 use hatchback::schema::sample::Sample;
 use hatchback_tests::models::{ModelPlan, batch_of, open_with_least_cache, tiny_budget};
 use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tools::pack::spec::{DenseSpec, ModelSpec};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -53,8 +54,14 @@ enum Form {
 
 /// Adds `samples`, which have equal shared bags, to `batch` as one request.
 fn push(form: Form, schema: &Schema, batch: &mut Batch, samples: &[Sample]) {
-    let (mut dense, mut columns) = (Vec::new(), Vec::new());
-    samples.iter().for_each(|sample| dense.extend_from_slice(&sample.dense));
+    let dense = |shared: bool, samples: &[Sample]| -> Vec<f32> {
+        let of = |sample: &Sample| {
+            let dense = schema.dense_features.iter().zip(&sample.dense);
+            dense.filter(|(f, _)| f.shared == shared).map(|(_, v)| *v).collect::<Vec<_>>()
+        };
+        samples.iter().flat_map(of).collect()
+    };
+    let mut columns = Vec::new();
     for (f, feature) in schema.features.iter().enumerate() {
         let is_once = feature.shared && matches!(form, Form::Once);
         columns
@@ -62,7 +69,11 @@ fn push(form: Form, schema: &Schema, batch: &mut Batch, samples: &[Sample]) {
     }
     if let Form::Once | Form::Repeated = form {
         let bags = |f: usize| columns[f].bags();
-        return batch.push_columns(schema, samples.len(), &dense, bags).unwrap();
+        let shared_rows = if matches!(form, Form::Once) { 1 } else { samples.len() };
+        let own = dense(false, samples);
+        let shared = dense(true, &samples[..shared_rows.min(samples.len())]);
+        let dense = DenseColumns { own: &own, shared: &shared, shared_rows };
+        return batch.push_columns(schema, samples.len(), dense, bags).unwrap();
     }
     for (at, sample) in samples.iter().enumerate() {
         let dense = sample.dense.iter().copied();
@@ -93,11 +104,21 @@ fn part(schema: &Schema, sample: &Sample, shared: bool) -> Sample {
     part
 }
 
-/// Returns the samples of a request: candidates with the shared bags of sample `driver`.
-fn request(plan: &ModelPlan, driver: u8, candidates: &[u8]) -> Vec<Sample> {
+/// Marks dense features of `spec` as shared.
+fn share_dense(spec: &mut ModelSpec, shared: &[bool]) {
+    for (dense, &shared) in spec.dense_features.iter_mut().zip(shared) {
+        let name = dense.feature().name;
+        *dense = DenseSpec::Table { name, missing: None, shared, retired: false };
+    }
+}
+
+/// Returns the samples of a request: candidates with the shared bags and values of sample `driver`.
+fn request(plan: &ModelPlan, dense_shared: &[bool], driver: u8, candidates: &[u8]) -> Vec<Sample> {
     let driver = plan.sample(u64::from(driver));
     let candidate = |id: &u8| {
         let mut sample = plan.sample(u64::from(*id));
+        let dense = sample.dense.iter_mut().zip(&driver.dense).zip(dense_shared);
+        dense.filter(|(_, shared)| **shared).for_each(|((own, driver), _)| *own = *driver);
         for (f, _) in plan.features.iter().enumerate().filter(|(_, f)| f.shared) {
             sample.sparse[f].clone_from(&driver.sparse[f]);
             if let Some(weights) = driver.weights.get(f) {
@@ -167,12 +188,14 @@ proptest! {
     fn shared_bags_have_the_bits_of_their_copies_and_are_looked_up_once(
         plan in model(),
         shared in prop::collection::vec(any::<bool>(), 8),
+        dense_shared in prop::collection::vec(any::<bool>(), 8),
         batches in batches(),
         more_inputs in any::<bool>(),
     ) {
         let mut plan = plan;
         plan.features.iter_mut().zip(shared).for_each(|(feature, is)| feature.shared = is);
-        let spec = if more_inputs { plan.spec_with_bag_inputs() } else { plan.spec() };
+        let mut spec = if more_inputs { plan.spec_with_bag_inputs() } else { plan.spec() };
+        share_dense(&mut spec, &dense_shared);
         let packed = plan.pack_spec(&spec, onnx::concat);
         let reference = Reference::new(&packed.schema, &packed.rows);
         let budget = tiny_budget(&packed.schema, BATCH_MAX);
@@ -180,7 +203,7 @@ proptest! {
         let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
         for batch in &batches {
             let requests: Vec<Vec<Sample>> =
-                batch.iter().map(|(driver, ids)| request(&plan, *driver, ids)).collect();
+                batch.iter().map(|(driver, ids)| request(&plan, &dense_shared, *driver, ids)).collect();
             check(&mut worker, &reference, &requests)?;
         }
     }
@@ -285,7 +308,7 @@ fn a_shared_bag_that_differs_in_a_request_is_refused_by_its_feature_and_changes_
     let items = Bags::new(&[1, 2], &[0, 1, 2]);
     let users = Bags::new(&[7, 8], &[0, 1, 2]);
     let before = format!("{batch:?}");
-    let error = batch.push_columns(&schema, 2, &[], |f| [users, items][f]).unwrap_err();
+    let error = batch.push_columns(&schema, 2, &[0.0; 0], |f| [users, items][f]).unwrap_err();
     let said = "feature `user` is shared: sample 1 differs from the request's first";
     assert_eq!(error.to_string(), said);
     assert_eq!(format!("{batch:?}"), before);

@@ -49,7 +49,7 @@ pub fn spec(sequence: u64) -> ModelSpec {
         inputs.push(InputSpec::vectors("c", vec!["c".to_owned()]));
         inputs.push(InputSpec::dense("d"));
         let (name, missing) = ("d".to_owned(), Some(0.5));
-        dense_features.push(DenseSpec::Table { name, missing, retired: false });
+        dense_features.push(DenseSpec::Table { name, missing, shared: false, retired: false });
     } else {
         inputs.push(InputSpec::vectors("b", vec!["b".to_owned()]));
     }

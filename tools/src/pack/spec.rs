@@ -51,7 +51,7 @@ pub struct ModelSpec {
 #[serde(
     untagged,
     deny_unknown_fields,
-    expecting = "dense_features has names, or tables with `name`, `missing` and `retired`"
+    expecting = "dense_features has names, or tables with `name`, `missing`, `shared` and `retired`"
 )]
 pub enum DenseSpec {
     /// The name of a feature without options.
@@ -62,6 +62,9 @@ pub enum DenseSpec {
         name: String,
         /// The value that replaces a missing one.
         missing: Option<f32>,
+        /// Whether all samples of a request have one value.
+        #[serde(default)]
+        shared: bool,
         /// Whether the network no longer takes it.
         #[serde(default)]
         retired: bool,
@@ -69,12 +72,16 @@ pub enum DenseSpec {
 }
 
 impl DenseSpec {
-    fn feature(&self) -> DenseFeature {
+    /// Returns the feature of the schema.
+    pub fn feature(&self) -> DenseFeature {
         match self {
             Self::Name(name) => DenseFeature::plain(name),
-            Self::Table { name, missing, retired } => {
-                DenseFeature { name: name.clone(), missing: *missing, retired: *retired }
-            }
+            Self::Table { name, missing, shared, retired } => DenseFeature {
+                name: name.clone(),
+                missing: *missing,
+                shared: *shared,
+                retired: *retired,
+            },
         }
     }
 }

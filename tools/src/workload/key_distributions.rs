@@ -313,14 +313,30 @@ impl Workload {
         &self.sample
     }
 
-    /// Replaces the content of `batch` by `n` samples.
+    /// Draws the `n` samples of a request, which have the shared features of its first sample.
+    pub fn request(&mut self, n: usize) -> Vec<Sample> {
+        let schema = Arc::clone(&self.schema);
+        let mut samples: Vec<Sample> = (0..n).map(|_| self.sample().clone()).collect();
+        let Some((first, others)) = samples.split_first_mut() else { return samples };
+        for sample in others {
+            for f in (0..schema.features.len()).filter(|f| schema.features[*f].shared) {
+                sample.sparse[f].clone_from(&first.sparse[f]);
+            }
+            for d in (0..sample.dense.len()).filter(|d| schema.dense_features[*d].shared) {
+                sample.dense[d] = first.dense[d];
+            }
+        }
+        samples
+    }
+
+    /// Replaces the content of `batch` by a request of `n` samples.
     ///
     /// # Errors
     /// The batch has too little room.
     pub fn fill(&mut self, batch: &mut Batch, n: usize) -> Result<()> {
         batch.clear();
         let schema = Arc::clone(&self.schema);
-        (0..n).try_for_each(|_| Ok(batch.push(&schema, self.sample())?))
+        Ok(batch.push_request(&schema, &self.request(n))?)
     }
 }
 

@@ -9,7 +9,8 @@
 
 use crate::import::{RowSource, Source, TakeBlock};
 use crate::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
+    CodecChoice, DefaultRow, DenseSpec, FeatureSpec, InputSpec, ModelSpec, NetworkSpec,
+    OutputsSpec, TableSpec,
 };
 use crate::pack::{Overrides, PackJob, Packed};
 use crate::report::temporary::TemporaryFolder;
@@ -32,6 +33,10 @@ pub const DIM: usize = 32;
 const MULTI_HOT: [(usize, u32); 5] = [(0, 3), (3, 2), (9, 3), (13, 3), (20, 3)];
 /// Tables with scattered keys.
 const SPARSE: [usize; 3] = [9, 20, 21];
+/// Features of the driver in [`pack_driver`], the first ones; the others are a candidate's.
+const DRIVER_FEATURES: usize = 16;
+/// The driver's feature with a history, and its keys.
+const HISTORY: (usize, u32) = (9, 50);
 /// A table of this cardinality or more is `cached`.
 const CACHED_ROWS: u64 = 100_000;
 /// Rows of a scaled table at least.
@@ -101,6 +106,26 @@ pub fn pack_criteo(
     pack_criteo_at(rows_max, SyntheticGeneration::FIRST, None, out, progress)
 }
 
+/// Packs the first generation as a model that ranks candidates for one driver: the samples of a
+/// request share the dense features and the driver's features, of which one is a history.
+///
+/// # Errors
+/// The bundle cannot be written.
+pub fn pack_driver(
+    rows_max: u64,
+    out: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
+    let (mut spec, sources) = criteo(rows_max);
+    for dense in &mut spec.dense_features {
+        let name = dense.feature().name;
+        *dense = DenseSpec::Table { name, missing: None, shared: true, retired: false };
+    }
+    spec.features[..DRIVER_FEATURES].iter_mut().for_each(|feature| feature.shared = true);
+    spec.features[HISTORY.0].hotness_max = HISTORY.1;
+    pack(spec, &sources, None, out, progress)
+}
+
 /// Packs generation `at` into the bundle `out`: with a `parent` as a delta, otherwise as a
 /// snapshot.
 ///
@@ -113,12 +138,22 @@ pub fn pack_criteo_at(
     out: &Path,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
+    let (spec, sources) = criteo_at(rows_max, at);
+    pack(spec, &sources, parent, out, progress)
+}
+
+fn pack(
+    spec: ModelSpec,
+    sources: &[Box<dyn RowSource>],
+    parent: Option<&Flash>,
+    out: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
     let base = TemporaryFolder::new()?;
     let path = base.path().join("dense.onnx");
     std::fs::write(&path, CRITEO_ONNX).with_context(|| path.display().to_string())?;
-    let (spec, sources) = criteo_at(rows_max, at);
     let job = PackJob::new(spec, base.path(), Overrides::default());
-    job.pack_rows(&sources, parent, out, progress)
+    job.pack_rows(sources, parent, out, progress)
 }
 
 fn feature(number: usize, name: &str) -> FeatureSpec {

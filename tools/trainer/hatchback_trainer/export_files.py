@@ -39,12 +39,10 @@ def null_of(column, functions):
 
 def features_of(exporter, bags, hotness_max, weights, folder, shared):
     made, features = exporter.made, []
-    names = [column.name for column in made.columns]
+    names = [*dense_names(made), *(column.name for column in made.columns)]
     for name in shared:
         if name not in names:
-            raise ValueError(
-                f"shared: the model has no sparse feature `{name}`, only {', '.join(names)}"
-            )
+            raise ValueError(f"shared: the model has no feature `{name}`, only {', '.join(names)}")
     for column in made.columns:
         longest = max(map(len, bags[column.name]), default=0)
         hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
@@ -247,7 +245,8 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     }
     schema = Schema(
         name, dense, network_inputs_of(made), tables, features, sequence,
-        "sigmoid" if logits else "none", tuple(exporter.output_names), missing
+        "sigmoid" if logits else "none", tuple(exporter.output_names), missing,
+        frozenset(shared or ())
     )
     rows = {one: value.float() for one, value in made.tables.items()}
     export_tables(schema, Weights(rows), counts_of(made, bags) | (counts or {}),

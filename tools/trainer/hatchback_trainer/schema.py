@@ -71,6 +71,7 @@ class Schema:
     activation: str = "sigmoid"  # what turns the network's outputs into scores: "sigmoid" | "none"
     outputs: tuple = ("logit",)  # the names of the network's outputs
     missing: dict = field(default_factory=dict)  # dense feature -> what replaces a missing value
+    shared: frozenset = frozenset()  # features of which a request has one value
 
     def table(self, name):
         return next(table for table in self.tables if table.name == name)
@@ -163,10 +164,11 @@ def feature_toml(feature):
 
 
 def dense_toml(schema):
-    entry = lambda name: (
-        inline_toml({"name": name, "missing": float(schema.missing[name])})
-        if name in schema.missing else quoted(name)
-    )
+    def entry(name):
+        options = {"missing": float(schema.missing[name])} if name in schema.missing else {}
+        options |= {"shared": True} if name in schema.shared else {}
+        return inline_toml({"name": name} | options) if options else quoted(name)
+
     return "[" + ", ".join(map(entry, schema.dense_features)) + "]"
 
 

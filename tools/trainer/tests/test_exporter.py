@@ -524,8 +524,29 @@ class Exports(unittest.TestCase):
         other = {"user": ids(B), "item": ids(B)}
         done.pack(codec="f32")
         self.assert_same(done, model, other, lambda model, batch: model(**batch))
-        with self.assertRaisesRegex(ValueError, "no sparse feature `driver`, only user, item"):
+        with self.assertRaisesRegex(ValueError, "no feature `driver`, only user, item"):
             self.export(model, batch, shared=["driver"])
+
+    def test_dense_columns_that_a_request_shares_are_marked(self):
+        class Mixed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.e, self.n = torch.nn.Embedding(KEYS, 4), torch.nn.Linear(8, 1)
+
+            def forward(self, item, numbers, age):
+                return self.n(torch.cat([self.e(item), numbers, age[:, None]], 1))
+
+        batch = lambda: {"item": ids(B), "numbers": torch.randn(B, 3), "age": torch.rand(B)}
+        names = ["hour", "price", "speed"]
+        model = Mixed()
+        done = self.export(
+            model, batch(), shared=["hour", "speed", "age"],
+            columns={"numbers": names, "speed": Dense(mean=1.0, scale=2.0)})
+        self.assertEqual(done.schema.dense_features, (*names, "age"))
+        text = (self.folder / "exported/model.toml").read_text()
+        self.assertIn('"price", { name = "speed", shared = true }', text)
+        done.pack(codec="f32")
+        self.assert_same(done, model, batch(), lambda model, batch: model(**batch))
 
     def test_a_collection_of_torchrec_is_found_by_its_interface(self):
         """TorchRec's own classes are tested by tools/trainer/extras; these have their interface."""

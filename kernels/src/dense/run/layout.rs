@@ -138,7 +138,14 @@ fn fuse_pairs(graph: &mut Graph) {
     for node in &mut graph.nodes {
         match &node.op {
             Op::Concat { outer: 1, parts } => {
-                concats.insert(node.output, (node.inputs.clone(), parts.clone()));
+                let mut flat = (Vec::new(), Vec::new());
+                for (&id, &part) in node.inputs.iter().zip(parts) {
+                    let (inputs, parts) =
+                        concats.get(&id).cloned().unwrap_or_else(|| (vec![id], vec![part]));
+                    flat.0.extend(inputs);
+                    flat.1.extend(parts);
+                }
+                concats.insert(node.output, flat);
             }
             Op::Products { count: 1, m: n, k, n: columns, transposed: true } if n == columns => {
                 let (k, concat) = match node.inputs.as_slice() {

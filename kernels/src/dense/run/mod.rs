@@ -7,4 +7,4 @@ mod moves;
 pub(in crate::dense) mod plan;
 mod recurrent;
 mod sequences;
-mod sharing;
+pub(crate) mod sharing;

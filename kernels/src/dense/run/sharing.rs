@@ -25,6 +25,69 @@ struct Side {
     columns: Vec<usize>,
 }
 
+/// Columns of an input that follow each other. Either all samples of a request share them, or each
+/// has its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InputPart {
+    /// The number of the input.
+    pub input: usize,
+    /// The number of its columns.
+    pub width: usize,
+    /// Whether all samples of a request have the same values.
+    pub shared: bool,
+}
+
+impl InputPart {
+    /// Returns one part for each of `inputs`, names and widths.
+    pub fn whole(inputs: &[(&str, usize)], shared: &[bool]) -> Vec<Self> {
+        let each = inputs.iter().zip(shared).enumerate();
+        each.map(|(input, ((_, width), shared))| Self { input, width: *width, shared: *shared })
+            .collect()
+    }
+}
+
+/// Makes each of `parts` an input of `graph`. An input of several parts becomes their `Concat`. Each
+/// input has parts, which are in the order of the inputs and have their widths.
+pub(in crate::dense) fn divide_inputs(graph: &mut Graph, parts: &[InputPart]) {
+    let inputs = parts.last().map_or(0, |part| part.input + 1);
+    let mut widths: Vec<usize> = parts.iter().map(|part| part.width).collect();
+    widths.extend_from_slice(&graph.widths[inputs..]);
+
+    let (mut nodes, mut ids) = (Vec::new(), Vec::new());
+    for input in 0..inputs {
+        let of_input: Vec<Id> = (0..parts.len()).filter(|p| parts[*p].input == input).collect();
+        if let [one] = of_input[..] {
+            ids.push(one);
+            continue;
+        }
+        let op = Op::Concat { outer: 1, parts: of_input.iter().map(|p| parts[*p].width).collect() };
+        ids.push(widths.len());
+        nodes.push(Node { inputs: of_input, op, output: widths.len() });
+        widths.push(graph.widths[input]);
+    }
+    ids.extend(parts.len()..parts.len() + graph.widths.len() - inputs);
+
+    for node in &mut graph.nodes {
+        node.inputs.iter_mut().for_each(|id| *id = ids[*id]);
+        node.output = ids[node.output];
+    }
+    nodes.append(&mut graph.nodes);
+    (graph.output, graph.widths, graph.nodes) = (ids[graph.output], widths, nodes);
+}
+
+impl Side {
+    /// Returns the place of each column in the joined value.
+    fn places(&self) -> HashMap<usize, u32> {
+        self.columns.iter().enumerate().map(|(at, column)| (*column, at as u32)).collect()
+    }
+}
+
+/// The columns of an own value that are shared, and the others.
+struct Both {
+    shared: Side,
+    own: Side,
+}
+
 /// The columns of a product's left operand by what they depend on.
 struct Sides {
     shared: Side,
@@ -42,6 +105,8 @@ struct Split {
     parts: HashMap<Id, Parts>,
     /// The sides of the left operands so far. Several products may have one.
     sides: HashMap<Id, Option<Rc<Sides>>>,
+    /// The columns of own values so far, if some are shared.
+    both: HashMap<Id, Option<Rc<Both>>>,
 }
 
 /// Splits the products of `graph` that mix both sides and puts the nodes of shared values first.
@@ -52,8 +117,8 @@ pub(in crate::dense) fn split(graph: &mut Graph, shared: &[bool]) -> Vec<bool> {
     let mut marks = vec![false; widths.len()];
     marks[..shared.len()].copy_from_slice(shared);
     let nodes = Vec::with_capacity(graph.nodes.len());
-    let (parts, sides) = (HashMap::new(), HashMap::new());
-    let mut split = Split { widths, shared: marks, nodes, parts, sides };
+    let (parts, sides, both) = (HashMap::new(), HashMap::new(), HashMap::new());
+    let mut split = Split { widths, shared: marks, nodes, parts, sides, both };
     graph.nodes.drain(..).for_each(|node| split.add(node));
 
     let Split { widths, shared, mut nodes, .. } = split;
@@ -65,10 +130,12 @@ pub(in crate::dense) fn split(graph: &mut Graph, shared: &[bool]) -> Vec<bool> {
 
 impl Split {
     fn add(&mut self, mut node: Node) {
+        self.pick_shared(&mut node);
         self.shared[node.output] = node.inputs.iter().all(|&id| self.shared[id]);
         if !self.shared[node.output] {
             self.pick_apart(&mut node);
             self.record(&node);
+            self.record_columns(&node);
             self.split_pairs(&node);
             node = self.split_product(node);
         }
@@ -116,6 +183,77 @@ impl Split {
             first += width;
         }
         self.parts.insert(node.output, Parts { outer: *outer, parts: all });
+    }
+
+    /// Returns the shared columns of an own value and the others, if it has both.
+    fn both(&mut self, id: Id) -> Option<Rc<Both>> {
+        if let Some(both) = self.both.get(&id) {
+            return both.clone();
+        }
+        let parts = self.parts.get(&id).filter(|parts| parts.outer == 1).cloned()?;
+        let (shared, own): (Vec<_>, Vec<_>) =
+            parts.parts.into_iter().partition(|(id, _)| self.shared[*id]);
+        let both = (!shared.is_empty() && !own.is_empty())
+            .then(|| Rc::new(Both { shared: self.join(shared, 1), own: self.join(own, 1) }));
+        self.both.insert(id, both.clone());
+        both
+    }
+
+    /// Lets a node that picks only shared columns of an own value pick them of the shared side.
+    fn pick_shared(&mut self, node: &mut Node) {
+        let (Op::Pick(picks), from) = (&mut node.op, node.inputs.first().copied()) else { return };
+        let Some(both) = from.filter(|id| !self.shared[*id]).and_then(|id| self.both(id)) else {
+            return;
+        };
+        let places = both.shared.places();
+        let narrowed: Option<Vec<u32>> =
+            picks.iter().map(|pick| places.get(&(*pick as usize)).copied()).collect();
+        if let Some(narrowed) = narrowed {
+            (node.inputs, *picks) = (vec![both.shared.value], narrowed);
+        }
+    }
+
+    /// Records the parts of a function of each column of a value, or of some of its columns: that of
+    /// the shared ones and that of the others. A product takes these; `node` stays for other
+    /// readers.
+    fn record_columns(&mut self, node: &Node) {
+        let (Op::Map(_) | Op::Zip { .. } | Op::Pick(_)) = &node.op else { return };
+        let &[from] = node.inputs.as_slice() else { return };
+        let Some(both) = self.both(from) else { return };
+        let mut parts = Vec::new();
+        for side in [&both.shared, &both.own] {
+            let (op, columns) = match &node.op {
+                Op::Map(map) => (Op::Map(*map), side.columns.clone()),
+                Op::Zip { zip, left, right } => {
+                    let operand = |operand: &Operand| match operand {
+                        Operand::Value { picks: None, .. } => {
+                            Some(Operand::Value { input: 0, picks: None })
+                        }
+                        Operand::Value { .. } => None,
+                        Operand::Constant(values) => {
+                            let values = side.columns.iter().map(|c| values.get(*c).copied());
+                            values.collect::<Option<_>>().map(Operand::Constant)
+                        }
+                    };
+                    let (Some(left), Some(right)) = (operand(left), operand(right)) else {
+                        return;
+                    };
+                    (Op::Zip { zip: *zip, left, right }, side.columns.clone())
+                }
+                Op::Pick(picks) => {
+                    let places = side.places();
+                    let own = picks.iter().enumerate();
+                    let own = own.filter_map(|(at, p)| Some((at, *places.get(&(*p as usize))?)));
+                    let (columns, picks): (Vec<usize>, Vec<u32>) = own.unzip();
+                    (Op::Pick(picks), columns)
+                }
+                _ => return,
+            };
+            if !columns.is_empty() {
+                parts.push((self.node(vec![side.value], op, columns.len()), columns));
+            }
+        }
+        self.parts.insert(node.output, Parts { outer: 1, parts });
     }
 
     /// Adds a node for the pairs of shared rows and one for the others, as parts of the result. A

@@ -5,7 +5,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use hatchback_kernels::dense::{Activation, DenseEngine};
+use hatchback_kernels::dense::{Activation, DenseEngine, InputPart};
 use hatchback_kernels::simd::isa::Isa;
 
 /// Allowed difference from ONNX Runtime, relative to the largest output, or to 1 if that is larger.
@@ -92,7 +92,7 @@ impl Case {
             isa,
             onnx,
             &inputs,
-            &vec![false; inputs.len()],
+            &InputPart::whole(&inputs, &vec![false; inputs.len()]),
             &self.output,
             activation,
         )

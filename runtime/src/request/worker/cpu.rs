@@ -3,11 +3,12 @@
 
 use crate::model::Model;
 use crate::model::backend::CpuTables;
-use crate::model::opened::{ColumnCopy, CopiedRows};
+use crate::model::opened::ColumnCopy;
 use crate::model::served_tables::Storage;
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
-use crate::schema::{Feature, InputSource, KeySpace};
+use crate::schema::input_parts::Item;
+use crate::schema::{Feature, KeySpace};
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseEngine, DenseError, DenseScratch};
@@ -21,10 +22,9 @@ use std::sync::Arc;
 pub(crate) struct CpuDense {
     engine: Arc<DenseEngine>,
     scratch: DenseScratch,
-    /// One buffer for each network input, `[batch_max, width]`. One more has the shared vectors
-    /// that are copied to each sample of their request.
+    /// One buffer for each part of a network input, `[batch_max, width]`.
     inputs: Vec<HostMemory<f32>>,
-    /// Values per sample of each buffer; per request of a shared input.
+    /// Values per sample of each buffer; per request of a shared part.
     widths: Vec<usize>,
     /// The end of the samples of each request of the batch; empty if nothing is shared.
     ends: Vec<usize>,
@@ -39,9 +39,9 @@ impl CpuDense {
         engine: &Arc<DenseEngine>,
         device: &Device,
     ) -> Result<Self, CudaError> {
-        let (batch_max, mut widths) = (model.budget().batch_max as usize, model.input_widths());
-        widths.extend(Some(model.spread_width()).filter(|width| *width > 0));
-        let is_shared = model.schema().features.iter().any(|feature| feature.shared);
+        let (batch_max, widths) =
+            (model.budget().batch_max as usize, model.input_widths().to_vec());
+        let is_shared = model.schema().has_shared();
         let inputs = widths.iter().map(|width| device.host_memory(batch_max * width));
         Ok(Self {
             engine: Arc::clone(engine),
@@ -53,12 +53,12 @@ impl CpuDense {
         })
     }
 
-    /// Returns the inputs, `[batch, width]` at the front of each.
+    /// Returns the parts of the inputs, `[batch, width]` at the front of each.
     pub fn inputs(&self) -> &[HostMemory<f32>] {
         &self.inputs
     }
 
-    /// Returns the values per sample of each input.
+    /// Returns the values per sample of each part.
     pub fn widths(&self) -> &[usize] {
         &self.widths
     }
@@ -69,37 +69,33 @@ impl CpuDense {
         let schema = model.schema();
         self.ends.clear();
         self.ends.extend_from_slice(batch.ends());
-        for (input, data) in schema.network.inputs.iter().zip(&mut self.inputs) {
-            match &input.source {
-                InputSource::Dense => data[..batch.dense().len()].copy_from_slice(batch.dense()),
-                InputSource::Lengths(features) => {
-                    fill_lengths(batch, features, &schema.features, data);
+        for &(item, to) in model.fills() {
+            let (data, width) = (&mut self.inputs[to.part], self.widths[to.part]);
+            match item {
+                // The first feature of a part brings the others.
+                Item::Dense { first, shared } if to.column == 0 => {
+                    fill_dense(batch, shared, first, width, data);
                 }
-                InputSource::Masks(features) => {
-                    fill_masks(batch, features, &schema.features, data);
+                Item::Dense { .. } | Item::Vector(_) => {}
+                Item::Length(f) => fill_lengths(batch, f, data, (to.column, width)),
+                Item::Mask(f) => {
+                    fill_masks(batch, f, &schema.features[f], data, (to.column, width));
                 }
-                InputSource::Vectors(_) => {}
             }
         }
     }
 
     /// Copies the vectors that feed more than one input.
     fn copy_columns(&mut self, batch: usize) {
-        for &ColumnCopy { from, to, width, rows } in &self.copies {
-            let strides = (self.widths[from.input], self.widths[to.input]);
-            let (count, mut request) = match rows {
-                CopiedRows::Samples | CopiedRows::Spread => (batch, 0),
-                CopiedRows::Requests => (self.ends.len(), 0),
-            };
-            for row in 0..count {
-                request += usize::from(rows == CopiedRows::Spread && row == self.ends[request]);
-                let read = if rows == CopiedRows::Spread { request } else { row };
-                let source = read * strides.0 + from.column;
-                let target = row * strides.1 + to.column;
-                if from.input == to.input {
-                    self.inputs[to.input].copy_within(source..source + width, target);
+        for &ColumnCopy { from, to, width, shared } in &self.copies {
+            let strides = [from, to].map(|at| self.widths[at.part]);
+            for row in 0..if shared { self.ends.len() } else { batch } {
+                let source = row * strides[0] + from.column;
+                let target = row * strides[1] + to.column;
+                if from.part == to.part {
+                    self.inputs[to.part].copy_within(source..source + width, target);
                 } else if let Ok([source_input, target_input]) =
-                    self.inputs.get_disjoint_mut([from.input, to.input])
+                    self.inputs.get_disjoint_mut([from.part, to.part])
                 {
                     target_input[target..target + width]
                         .copy_from_slice(&source_input[source..source + width]);
@@ -194,7 +190,7 @@ impl CpuBackend {
             }
             let view = lookup_view(model, &self.tables, l);
             let (bags, from) = (batch.bags(lookups[l].feature.into()), self.next.sample);
-            let mut input = self.dense.input(model.column(l).input);
+            let mut input = self.dense.input(model.column(l).part);
             let is_shared = model.schema().feature_of(l).shared;
             let counts =
                 if is_shared { &mut self.shared[..batch.ends().len()] } else { &mut *statuses };
@@ -224,7 +220,7 @@ impl CpuBackend {
             let l = usize::from(bag.feature);
             let view = lookup_view(model, &self.tables, l);
             let bags = batch.bags(model.schema().lookups[l].feature.into());
-            let mut input = self.dense.input(model.column(l).input);
+            let mut input = self.dense.input(model.column(l).part);
             let is_shared = model.schema().feature_of(l).shared;
             let counts = if is_shared { &mut self.shared[..] } else { &mut *statuses };
             view.finish(self.isa, bag, bags, misses, &mut input, counts);
@@ -246,60 +242,44 @@ fn count_once(batch: &Batch, shared: &mut [LookupStatus], statuses: &mut [Lookup
     }
 }
 
-/// Returns the rows that feature `f` has in an input of `features`.
-fn rows_of(f: usize, features: &[u16], declared: &[Feature]) -> CopiedRows {
-    match features.iter().all(|f| declared[usize::from(*f)].shared) {
-        _ if !declared[f].shared => CopiedRows::Samples,
-        true => CopiedRows::Requests,
-        false => CopiedRows::Spread,
+/// Writes the dense features of a part, `[rows, width]`. `first` is the number of its first one among
+/// those of its kind.
+fn fill_dense(batch: &Batch, shared: bool, first: usize, width: usize, data: &mut [f32]) {
+    let (values, stride) = batch.dense_rows(shared);
+    if width == stride {
+        return data[..values.len()].copy_from_slice(values);
+    }
+    for (row, to) in values.chunks_exact(stride).zip(data.chunks_exact_mut(width)) {
+        to.copy_from_slice(&row[first..first + width]);
     }
 }
 
-/// Returns the bag of each row of an input.
-fn bag_of_rows(batch: &Batch, rows: CopiedRows) -> impl Iterator<Item = usize> {
-    let (ends, mut request) = (batch.ends(), 0);
-    let count = if rows == CopiedRows::Requests { ends.len() } else { batch.size() };
-    (0..count).map(move |row| {
-        if rows != CopiedRows::Spread {
-            return row;
-        }
-        request += usize::from(row == ends[request]);
-        request
-    })
-}
-
-/// Writes the number of keys of each bag, `[batch, features]`.
-fn fill_lengths(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
-    for (column, f) in features.iter().map(|f| usize::from(*f)).enumerate() {
-        let offsets = batch.bags(f).offsets;
-        for (row, bag) in bag_of_rows(batch, rows_of(f, features, declared)).enumerate() {
-            data[row * features.len() + column] = (offsets[bag + 1] - offsets[bag]) as f32;
-        }
+/// Writes the number of keys of each bag of feature `f` into a column of rows of `stride` values.
+fn fill_lengths(batch: &Batch, f: usize, data: &mut [f32], (column, stride): (usize, usize)) {
+    for (row, ends) in batch.bags(f).offsets.windows(2).enumerate() {
+        data[row * stride + column] = (ends[1] - ends[0]) as f32;
     }
 }
 
-/// Writes 1 for each key of a bag, and 0 for its padding and the rest, `[batch, sum of
-/// hotness_max]`.
-fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
-    let places = |f: &u16| declared[usize::from(*f)].hotness_max as usize;
-    let stride: usize = features.iter().map(places).sum();
-    let mut first = 0;
-    for f in features {
-        let (bags, places) = (batch.bags(usize::from(*f)), places(f));
-        let rows = rows_of(usize::from(*f), features, declared);
-        let padding = declared[usize::from(*f)].padding;
-        for (row, number) in bag_of_rows(batch, rows).enumerate() {
-            let bag = bags.offsets[number] as usize..bags.offsets[number + 1] as usize;
-            let bag = &bags.keys[bag];
-            let mask = &mut data[row * stride + first..][..places];
-            let (keys, rest) = mask.split_at_mut(bag.len());
-            for (one, key) in keys.iter_mut().zip(bag) {
-                *one = if Some(*key) == padding { 0.0 } else { 1.0 };
-            }
-            // The buffer still has the masks of the batch before.
-            rest.fill(0.0);
+/// Writes 1 for each key of a bag of feature `f`, and 0 for its padding and the rest, into columns of
+/// rows of `stride` values.
+fn fill_masks(
+    batch: &Batch,
+    f: usize,
+    declared: &Feature,
+    data: &mut [f32],
+    (column, stride): (usize, usize),
+) {
+    let bags = batch.bags(f);
+    for (row, ends) in bags.offsets.windows(2).enumerate() {
+        let bag = &bags.keys[ends[0] as usize..ends[1] as usize];
+        let mask = &mut data[row * stride + column..][..declared.hotness_max as usize];
+        let (keys, rest) = mask.split_at_mut(bag.len());
+        for (one, key) in keys.iter_mut().zip(bag) {
+            *one = if Some(*key) == declared.padding { 0.0 } else { 1.0 };
         }
-        first += places;
+        // The buffer still has the masks of the batch before.
+        rest.fill(0.0);
     }
 }
 

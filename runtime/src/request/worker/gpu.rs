@@ -189,9 +189,9 @@ fn features_on_device<'a>(
             pooling: lookup.pooling,
             weighted: feature.weighted,
             hotness_max: feature.hotness_max as usize,
-            input: addresses[at.input],
-            input_type: types[at.input],
-            stride: widths[at.input],
+            input: addresses[at.part],
+            input_type: types[at.part],
+            stride: widths[at.part],
             column: at.column,
             width: schema.vector_width(l),
         }
