@@ -1,6 +1,6 @@
 //! The listeners and the threads of the front door. One thread for each listener accepts
-//! connections and assigns each to one of a few serving threads. When the front door stops, it
-//! answers the requests that it has received.
+//! connections and assigns each to one of a few serving threads. The caller's thread makes the
+//! status. When the front door stops, it answers the requests that it has received.
 
 use crate::connections::log_limit::LogLimit;
 use crate::connections::tls::Tls;
@@ -105,13 +105,6 @@ pub fn serve(
     status::tick(front);
     std::thread::scope(|scope| {
         let (accepting, ended) = channel::<()>();
-        let tick = move || {
-            // Until the last accepting thread has ended.
-            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
-                status::tick(front);
-            }
-        };
-        std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, tick)?;
         let accept = |listener| {
             let (acceptor, accepting) = (&acceptor, accepting.clone());
             let accept = move || {
@@ -120,11 +113,18 @@ pub fn serve(
             };
             std::thread::Builder::new().name("accept".to_owned()).spawn_scoped(scope, accept)
         };
-        listeners.iter().try_for_each(|listener| accept(listener).map(drop)).inspect_err(|_| {
+        let started = listeners.iter().try_for_each(|listener| accept(listener).map(drop));
+        if started.is_err() {
             // Otherwise the scope would wait for the other listeners for ever.
             stopping.request();
             listeners.iter().for_each(|listener| drop(listener.shut_down()));
-        })
+        }
+        drop(accepting);
+        // Until the last accepting thread has ended.
+        while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+            status::tick(front);
+        }
+        started
     })?;
 
     let left = front.connections.wait_ended(STOP_TIME_MAX);

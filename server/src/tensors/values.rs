@@ -237,20 +237,19 @@ fn texts<'a>(
     let most = elements.min(bytes.len() / TEXT_PREFIX_BYTES);
     memory.grow(most * size_of::<Option<&str>>())?;
     let mut texts = Vec::with_capacity(most);
+    let cut = || tensor.fault("its texts end in the middle of one");
     while !bytes.is_empty() && texts.len() < elements {
-        let split = bytes.split_first_chunk::<TEXT_PREFIX_BYTES>();
-        if let Some((&NULL_TEXT, rest)) = split {
+        let (length, rest) = bytes.split_first_chunk().ok_or_else(cut)?;
+        if *length == NULL_TEXT {
             texts.push(None);
             bytes = rest;
             continue;
         }
-        let text = split
-            .and_then(|(length, rest)| rest.split_at_checked(u32::from_le_bytes(*length) as usize));
-        let cut = || tensor.fault("its texts end in the middle of one");
-        let (text, rest) = text.ok_or_else(cut)?;
+        let length = u32::from_le_bytes(*length) as usize;
+        let text;
+        (text, bytes) = rest.split_at_checked(length).ok_or_else(cut)?;
         let text = std::str::from_utf8(text).map_err(|_| tensor.fault("a text is not UTF-8"))?;
         texts.push(Some(text));
-        bytes = rest;
     }
 
     let (found, shape) = (texts.len(), &tensor.shape);

@@ -53,10 +53,9 @@ fn described(set: &FileDescriptorSet, folder: &Path) -> std::io::Result<String> 
         let enums = file.enum_type.iter().map(|e| full(e.name()));
         let symbols: Vec<String> = services.iter().cloned().chain(messages).chain(enums).collect();
         let descriptor = name.replace(".proto", ".bin");
-        list += &format!(
-            "    File {{\n        name: {name:?},\n        services: &{services:#?},\n        \
-             symbols: &{symbols:#?},\n        descriptor: include_bytes!({descriptor:?}),\n    }},\n"
-        );
+        list += &format!("File {{ name: {name:?}, services: &{services:#?}, ");
+        list += &format!("symbols: &{symbols:#?}, ");
+        list += &format!("descriptor: include_bytes!({descriptor:?}) }},\n");
         // Without comments and lines, which no caller needs.
         let shipped = FileDescriptorProto { source_code_info: None, ..file.clone() };
         std::fs::write(folder.join(descriptor), shipped.encode_to_vec())?;
