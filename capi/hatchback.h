@@ -168,8 +168,8 @@ hatchback_result hatchback_score(hatchback_model model, uint32_t samples, const 
                                  hatchback_status *statuses, uint64_t *generation);
 
 /* Writes to `positions`, [k], the samples with the highest scores in column `column` of `scores`,
- * which is [samples][outputs]: the best first, of equal scores the first. `k` is 1 to `samples`.
- * Never blocks. */
+ * which is [samples][outputs]: the best first, of equal scores the first. `k` is 1 or more; of a `k`
+ * above `samples` only the first `samples` places are written. Never blocks. */
 hatchback_result hatchback_top_k(const float *scores, uint32_t samples, uint32_t outputs,
                                  uint32_t column, uint32_t k, uint32_t *positions);
 

@@ -219,11 +219,11 @@ public:
     }
 
     /// The positions of the `k` best samples of `from`, an answer's scores, by column `column`: the
-    /// best first, of equal scores the first.
+    /// best first, of equal scores the first; all positions if there are fewer samples.
     std::vector<std::uint32_t> top_k(span<const float> from, std::uint32_t k,
                                      std::uint32_t column = 0) const {
-        std::vector<std::uint32_t> positions(k);
         const auto samples = static_cast<std::uint32_t>(from.size() / shape_.outputs);
+        std::vector<std::uint32_t> positions(k < samples ? k : samples);
         check(::hatchback_top_k(from.data(), samples, shape_.outputs, column, k, positions.data()));
         return positions;
     }

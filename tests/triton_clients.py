@@ -122,7 +122,7 @@ def suite(client, module, kind: str, samples: list[dict], token: str) -> None:
     order = numpy.argsort(-infer(whole).as_numpy("score")[:, 0], kind="stable")
     assert best.as_numpy("position").tolist() == order[:3].tolist()
     assert best.as_numpy("score").shape == (3, 1)
-    refused("must be 1 or more", infer, whole, parameters={"top_k": 0})
+    refused("must be an integer of 1 or more", infer, whole, parameters={"top_k": 0})
 
     dense = next(name for name, array in whole.items() if array.dtype == numpy.float32)
     keys = next(name for name, array in whole.items() if array.dtype == numpy.int64)

@@ -390,12 +390,12 @@ extern "C" fn hatchback_top_k(
     positions: *mut u32,
 ) -> Outcome {
     answer(|| {
-        if column >= outputs || k == 0 || k > samples {
-            let problem = format!("column = {column} of {outputs}, k = {k} of {samples} samples");
+        if column >= outputs || k == 0 {
+            let problem = format!("column = {column} of {outputs}, k = {k}; k is 1 or more");
             return Err(request(problem));
         }
         let scores = values("scores", scores, samples as usize * outputs as usize)?;
-        let best = zeros("positions", positions, k as usize)?;
+        let best = zeros("positions", positions, k.min(samples) as usize)?;
         top_k(scores, outputs as usize, column as usize, best);
         Ok(())
     })

@@ -25,6 +25,7 @@ int main(int count, char **arguments) {
         for (std::size_t column = 0; column < names.size(); column++)
             std::printf("%s %.9g\n", names[column].c_str(), scores[column]);
         if (model.top_k(scores, 1) != std::vector<std::uint32_t>{0}) return 3;
+        if (model.top_k(scores, 9) != std::vector<std::uint32_t>{0}) return 3;
         std::printf("%u\n", model.output(arguments[3]));
         return 0;
     } catch (const std::exception &e) {

@@ -78,13 +78,16 @@ static int mistakes_of_top_k(void) {
     uint32_t best[5] = {7, 7, 7, 7, 7};
     EXPECT(hatchback_top_k(scores, 5, 2, 2, 1, best), HATCHBACK_REQUEST, "column = 2 of 2");
     EXPECT(hatchback_top_k(scores, 5, 0, 0, 1, best), HATCHBACK_REQUEST, "column = 0 of 0");
-    EXPECT(hatchback_top_k(scores, 5, 2, 1, 0, best), HATCHBACK_REQUEST, "k = 0 of 5");
-    EXPECT(hatchback_top_k(scores, 5, 2, 1, 6, best), HATCHBACK_REQUEST, "k = 6 of 5");
+    EXPECT(hatchback_top_k(scores, 5, 2, 1, 0, best), HATCHBACK_REQUEST, "k = 0; k is 1 or more");
     EXPECT(hatchback_top_k(NULL, 5, 2, 1, 3, best), HATCHBACK_REQUEST, "scores is NULL");
     EXPECT(hatchback_top_k(scores, 5, 2, 1, 3, NULL), HATCHBACK_REQUEST, "positions is NULL");
     EXPECT(best[0], 7, "positions is NULL");
     EXPECT(hatchback_top_k(scores, 5, 2, 1, 3, best), HATCHBACK_OK, "positions is NULL");
     EXPECT(best[0] == 1 && best[1] == 3 && best[2] == 4 && best[3] == 7, 1, "positions is NULL");
+    /* Of more than there are, all: the place of a sixth is not written. */
+    uint32_t more[6] = {7, 7, 7, 7, 7, 7};
+    EXPECT(hatchback_top_k(scores, 5, 2, 1, 6, more), HATCHBACK_OK, "positions is NULL");
+    EXPECT(more[0] == 1 && more[1] == 3 && more[2] == 4 && more[5] == 7, 1, "positions is NULL");
     return 0;
 }
 

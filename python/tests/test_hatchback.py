@@ -38,8 +38,8 @@ def answers_of_run(bundle, samples):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def tanh_network():
-    """Returns an ONNX file whose output `score` is the tanh of its input `dense`, `[n, 1]`."""
+def tanh_network(width=1):
+    """Returns an ONNX file whose output `score` is the tanh of its input `dense`, `[n, width]`."""
 
     def field(number, value):
         if isinstance(value, int):
@@ -47,7 +47,7 @@ def tanh_network():
         value = value.encode() if isinstance(value, str) else value
         return bytes([number << 3 | 2, len(value)]) + value
 
-    shape = field(1, field(2, "n")) + field(1, field(1, 1))
+    shape = field(1, field(2, "n")) + field(1, field(1, width))
     float32 = field(2, field(1, field(1, 1) + field(2, shape)))
     node = field(1, "dense") + field(2, "score") + field(4, "Tanh")
     dense, score = field(1, "dense") + float32, field(1, "score") + float32
@@ -467,6 +467,61 @@ hotness_max = 1
         for thread in threads:
             thread.join()
         self.assertEqual((seen, wrong), (set(range(1, updates + 2)), []))
+
+    def test_a_model_keeps_its_shape_while_a_release_changes_the_schema(self):
+        folder, flash = self.folder / "changing", self.folder / "changing.flash"
+        folder.mkdir()
+        (folder / "tanh.onnx").write_bytes(tanh_network(width=2))
+        np.save(folder / "values.npy", np.arange(8, dtype=np.float32).reshape(-1, 1) / 8)
+
+        def release(sequence):
+            """Release 2 retires the feature `old`, and has `new` in its place."""
+            last = "new" if sequence > 1 else "old"
+            text = f"""format = 1
+name = "changing"
+sequence = {sequence}
+dense_features = []
+
+[network]
+onnx = "tanh.onnx"
+output = "score"
+activation = "none"
+
+[[network.input]]
+name = "dense"
+features = ["user", "{last}"]
+
+[[table]]
+name = "rows"
+dim = 1
+keys = "index"
+codec = "f32"
+source = {{ format = "npy", path = "values.npy" }}
+"""
+            names = ["user", "old", "new"][: sequence + 1]
+            for name in names:
+                text += f'\n[[feature]]\nname = "{name}"\ntable = "rows"\n'
+                text += 'pooling = "sum"\nhotness_max = 1\n'
+                text += "retired = true\n" if name != last and name == "old" else ""
+            (folder / "model.toml").write_text(text)
+            bundle = self.folder / f"changing{sequence}.hatch"
+            hatchback.pack(folder / "model.toml", bundle)
+            return bundle
+
+        with hatchback.Model.open(release(1), flash=flash) as model:
+            self.assertEqual(list(model.features), ["user", "old"])
+            arguments = np.zeros((1, 0), np.float32), np.array([3, 5]), np.array([0, 1, 2])
+            first = model.score(*arguments)
+            expected = np.tanh(np.array([[3, 5]], np.float32) / 8)
+            np.testing.assert_allclose(first.scores, expected, rtol=1e-5)
+            with hatchback.Model.open(release(2), flash=flash) as newer:
+                self.assertEqual(list(newer.features), ["user", "old", "new"])
+            while (second := model.score(*arguments)).generation == 1:
+                np.testing.assert_array_equal(second.scores, first.scores)
+            # The shape is that of release 1: `old` is not read, and `new` has no keys.
+            self.assertEqual((list(model.features), second.generation), (["user", "old"], 2))
+            expected = np.tanh(np.array([[3, 0]], np.float32) / 8)
+            np.testing.assert_allclose(second.scores, expected, rtol=1e-5)
 
     def test_the_code_of_the_pages_runs(self):
         samples = self.samples[:3]

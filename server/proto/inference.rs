@@ -267,7 +267,7 @@ pub struct InferStatistics {
     pub compute_output: ::core::option::Option<StatisticDuration>,
 }
 #[derive(serde::Serialize)]
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ModelStatistics {
     #[prost(string, tag = "1")]
     pub name: ::prost::alloc::string::String,
@@ -281,6 +281,15 @@ pub struct ModelStatistics {
     pub execution_count: u64,
     #[prost(message, optional, tag = "6")]
     pub inference_stats: ::core::option::Option<InferStatistics>,
+    /// Empty: the server counts no batches by their size.
+    #[prost(message, repeated, tag = "7")]
+    pub batch_stats: ::prost::alloc::vec::Vec<InferBatchStatistics>,
+}
+#[derive(serde::Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct InferBatchStatistics {
+    #[prost(uint64, tag = "1")]
+    pub batch_size: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ModelStatisticsRequest {
@@ -289,6 +298,7 @@ pub struct ModelStatisticsRequest {
     #[prost(string, tag = "2")]
     pub version: ::prost::alloc::string::String,
 }
+#[derive(serde::Serialize)]
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ModelStatisticsResponse {
     #[prost(message, repeated, tag = "1")]

@@ -1,10 +1,10 @@
 //! The front door's state: models, limits and counters. There is one for each process.
 
 use crate::connections::Connections;
-use crate::connections::alarm::Alarm;
 use crate::connections::gate::Gate;
 use crate::connections::memory::ByteBudget;
 use crate::limits::{CONNECTION_BYTES_MAX, RETRY_MAX, TLS_BYTES_MAX};
+use crate::locks::lock;
 use crate::metrics::Metrics;
 use crate::metrics::facts::{CarFacts, ModelFolder};
 use crate::metrics::history::History;
@@ -15,7 +15,8 @@ use crate::tensors::Layout;
 use hatchback::{Budget, Generation, Schema, ServerRules, Serving};
 use hyper::body::Bytes;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Shortest time after which a refused caller should retry.
@@ -77,88 +78,56 @@ pub(crate) struct Published {
 
 /// The front door.
 pub struct Front {
-    pub(crate) serving: Arc<Serving>,
-    pub(crate) rules: ServerRules,
-    pub(crate) budget: Budget,
-    pub(crate) gate: Arc<Gate>,
-    pub(crate) models: Models,
-    pub(crate) on_answer: OnAnswer,
-    pub(crate) act: Act,
-    pub(crate) token: String,
+    options: FrontOptions,
     pub(crate) bytes: Arc<ByteBudget>,
     pub(crate) connections: Arc<Connections>,
     pub(crate) metrics: Metrics,
     pub(crate) slowest: Slowest,
     pub(crate) history: History,
     pub(crate) started: Instant,
-    /// Wakes requests at the end of their time.
-    pub(crate) alarm: Alarm,
     /// Lets one load or unload at a time pass.
-    pub(crate) changes: Gate,
-    new_facts: Facts,
-    facts: Arc<Mutex<CarFacts>>,
-    shown: Mutex<Published>,
+    pub(crate) changes: Mutex<()>,
+    /// The newest facts of the car.
+    pub(crate) latest_facts: Arc<Mutex<CarFacts>>,
+    pub(crate) shown: Mutex<Published>,
     layouts: Mutex<BTreeMap<String, Arc<Layout>>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+impl Deref for Front {
+    type Target = FrontOptions;
+
+    fn deref(&self) -> &FrontOptions {
+        &self.options
+    }
 }
 
 impl Front {
     /// Returns a front door without callers.
     pub fn new(options: FrontOptions) -> Arc<Self> {
-        let FrontOptions { serving, rules, budget, gate, models, on_answer, facts, act, token } =
-            options;
+        let FrontOptions { serving, rules, .. } = &options;
         let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let bytes = ByteBudget::new(size(rules.bytes_max), size(rules.request_bytes_max));
         let connections = Connections::new(rules.connections_max as usize, &bytes);
-        let changes = Gate::default();
-        changes.limit(true);
         let latest = Arc::new(Mutex::new(CarFacts::default()));
         let metrics = Metrics::new(Scrape {
-            serving: Arc::clone(&serving),
+            serving: Arc::clone(serving),
             bytes: Arc::clone(&bytes),
             connections: Arc::clone(&connections),
             facts: Arc::clone(&latest),
         });
         Arc::new(Self {
-            serving,
-            rules,
-            budget,
-            gate,
-            models,
-            on_answer,
-            act,
-            token,
+            options,
             bytes,
             connections,
             metrics,
             slowest: Slowest::default(),
             history: History::default(),
             started: Instant::now(),
-            alarm: Alarm::default(),
-            changes,
-            new_facts: facts,
-            facts: latest,
+            changes: Mutex::default(),
+            latest_facts: latest,
             shown: Mutex::default(),
             layouts: Mutex::default(),
         })
-    }
-
-    /// Reads the facts of the car anew.
-    pub(crate) fn read_facts(&self) {
-        *lock(&self.facts) = (self.new_facts)();
-    }
-
-    /// Publishes `shown` until the next call.
-    pub(crate) fn show(&self, shown: Published) {
-        *lock(&self.shown) = shown;
-    }
-
-    /// Returns the newest facts of the car.
-    pub(crate) fn facts(&self) -> CarFacts {
-        lock(&self.facts).clone()
     }
 
     /// Returns what was made in the last second.
@@ -184,9 +153,9 @@ impl Front {
     /// waiting requests need at the pace of the requests before them.
     pub(crate) fn retry_after(&self, name: &str) -> Duration {
         let Some(stats) = self.serving.stats(name) else { return RETRY_MAX };
-        let totals = self.metrics.model(name).totals();
-        let workers = self.budget.workers.max(1);
-        let mean_ns = totals.score_ns / totals.answered.max(1);
+        let (model, workers) = (self.metrics.model(name), self.budget.workers.max(1));
+        let [.., score_ns, _] = model.stages_ns();
+        let mean_ns = score_ns / model.answered().max(1);
         let waiting = stats.waiting as u64 + 1;
         let wait = Duration::from_nanos(mean_ns.saturating_mul(waiting) / u64::from(workers));
         wait.clamp(RETRY_MIN, RETRY_MAX)

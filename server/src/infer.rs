@@ -2,13 +2,15 @@
 //! the runtime its thread for a short request; for others it waits without blocking the thread.
 //! Records where the time went.
 
+use crate::connections::alarm::sleep_until;
 use crate::connections::gate::Turn;
 use crate::connections::memory::Reservation;
 use crate::connections::{Connection, Work};
 use crate::front::Front;
-use crate::limits::TIMEOUT_MAX;
+use crate::limits::{REQUEST_BYTES, TIMEOUT_MAX};
 use crate::metrics::ModelMetrics;
-use crate::metrics::trace::{Names, Protocol, Trace};
+use crate::metrics::slowest::SlowRequest;
+use crate::metrics::trace::{Protocol, Trace};
 use crate::models::describe;
 use crate::problem::{Code, Problem, not_served};
 use crate::tensors::outputs::{Asked, Best, Numbers, Output, Want, Wants};
@@ -16,10 +18,11 @@ use crate::tensors::values::Tensor;
 use crate::tensors::{Differences, Layout, fill};
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
-use hatchback::{Queued, RequestError, Ticket};
+use hatchback::{Queued, RequestError, Shortened, Ticket};
+use hyper::body::Bytes;
 use hyper::header::HeaderValue;
+use std::borrow::Cow;
 use std::future::poll_fn;
-use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -36,43 +39,78 @@ pub struct Call<'a> {
     pub model: String,
     /// The caller's trace (`traceparent`), passed through.
     pub trace: Option<HeaderValue>,
+    /// The time that a call of gRPC waits for its answer.
+    pub timeout: Option<Duration>,
     /// Whether the caller may load, unload and act.
     pub may_change: bool,
 }
 
-impl<'a> Call<'a> {
-    /// Counts the request as in progress: its connection is not closed for another one until the
-    /// result is dropped.
-    ///
-    /// # Errors
-    /// The connection is already closing.
-    pub fn begin_work(&self) -> Result<Work<'a>, Problem> {
-        let closing =
-            || Problem::new(Code::Unavailable, "the connection is being closed for another one");
-        self.connection.begin_work().ok_or_else(closing)
+impl Call<'_> {
+    /// Returns the request with the caller's `id` as it is shown among the slow ones.
+    fn slow(&self, id: &str, times: Trace) -> SlowRequest {
+        let trace = self.trace.as_ref().and_then(|value| value.to_str().ok()).unwrap_or("");
+        let [id, trace] = [id, trace].map(|text| Shortened(text).to_string());
+        let total_us = times.total().as_micros() as u64;
+        SlowRequest {
+            model: self.model.clone(),
+            protocol: self.protocol,
+            id,
+            trace,
+            total_us,
+            times,
+        }
     }
 }
 
 /// The content of a request for scores.
+#[derive(Default)]
 pub struct Order<'a> {
     pub model: &'a str,
     /// Empty for the version that is served.
     pub version: &'a str,
+    /// The caller's id of the request.
+    pub id: Cow<'a, str>,
     /// Time from the arrival of the request to its deadline.
     pub timeout: Option<Duration>,
-    pub tensors: &'a [Tensor<'a>],
+    pub tensors: Vec<Tensor<'a>>,
     /// The outputs that the request names; empty if it wants every output.
-    pub asked: &'a [Asked<'a>],
+    pub asked: Vec<Asked<'a>>,
     /// The encoding of the outputs if the request names none.
     pub every: Want,
     /// How many of the best samples the answer has; `None` if all.
     pub top_k: Option<usize>,
 }
 
+impl Order<'_> {
+    /// Takes the parameter `name` of the request, which has the value `text`: `timeout`,
+    /// microseconds, of which 0 is no limit, or `top_k`. Skips every other one.
+    ///
+    /// # Errors
+    /// The value is no integer, or too small.
+    pub fn set(&mut self, name: &str, text: &str) -> Result<(), Problem> {
+        let integer = |least: u64| {
+            let wrong = || {
+                let (text, rule) = (Shortened(text), format!("an integer of {least} or more"));
+                Problem::invalid(format!("parameters.{name} is {text}, must be {rule}"))
+            };
+            text.parse().ok().filter(|number| *number >= least).ok_or_else(wrong)
+        };
+        match name {
+            "timeout" => {
+                let timeout = Duration::from_micros(integer(0)?);
+                self.timeout = Some(timeout).filter(|timeout| !timeout.is_zero());
+            }
+            "top_k" => self.top_k = Some(integer(1)? as usize),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
 /// Returns the shorter of two times: the one in the request's parameter and that of the gRPC call,
 /// less a millisecond. The runtime answers at most a millisecond after the deadline, so the answer
 /// still arrives before the call ends.
-pub fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> Option<Duration> {
+fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> Option<Duration> {
     let grace = Duration::from_micros(DEADLINE_GRACE_US);
     let call = call.map(|time| time.saturating_sub(grace));
     [parameter, call].into_iter().flatten().min().map(|time| time.min(TIMEOUT_MAX))
@@ -80,6 +118,7 @@ pub fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> O
 
 /// The outputs that the answer will contain.
 struct View {
+    id: String,
     layout: Arc<Layout>,
     wants: Wants,
     top_k: Option<usize>,
@@ -88,7 +127,6 @@ struct View {
 
 /// A request that waits to be scored.
 pub struct Submitted<'a> {
-    front: &'a Front,
     queued: Queued,
     view: View,
     deadline: Option<Instant>,
@@ -98,16 +136,6 @@ pub struct Submitted<'a> {
     model: Arc<ModelMetrics>,
     _turn: Turn<'a>,
     _work: Work<'a>,
-}
-
-/// A request that a worker has answered.
-pub struct Scored {
-    ticket: Ticket,
-    view: View,
-    submitted: Instant,
-    submitted_clock: Duration,
-    done: Instant,
-    model: Arc<ModelMetrics>,
 }
 
 /// Submits what `order` asks for.
@@ -127,11 +155,12 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     }
 
     let busy = |message: String| Problem::busy(message, front.retry_after(order.model));
-    let work = call.begin_work()?;
+    let work = call.connection.begin_work()?;
     let turn = front.gate.turn().ok_or_else(|| busy("busy: the car sheds load".to_owned()))?;
 
     let (received, at_clock) = (call.received.elapsed(), front.serving.now());
-    let left = order.timeout.map(|timeout| timeout.saturating_sub(received));
+    let timeout = shorter_timeout(order.timeout, call.timeout);
+    let left = timeout.map(|timeout| timeout.saturating_sub(received));
     if left == Some(Duration::ZERO) {
         return Err(RequestError::DeadlineExceeded.into());
     }
@@ -139,10 +168,11 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     let deadline = left.map(|left| at_clock + left);
     let queued = front.serving.queue_with(order.model, deadline, |model, batch| {
         let layout = front.layout(order.model, model.schema());
-        let wants = Wants::new(&layout.outputs, order.asked, order.every, order.top_k.is_some())?;
+        let wants = Wants::new(&layout.outputs, &order.asked, order.every, order.top_k.is_some())?;
         let batch_max = model.budget().batch_max as usize;
-        let differences = fill(batch, &layout, order.tensors, batch_max, memory)?;
-        view = Some(View { layout, wants, top_k: order.top_k, differences });
+        let differences = fill(batch, &layout, &order.tensors, batch_max, memory)?;
+        let (id, top_k) = (order.id.clone().into_owned(), order.top_k);
+        view = Some(View { id, layout, wants, top_k, differences });
         Ok::<(), Problem>(())
     });
     let queued = queued.map_err(|e| match e {
@@ -154,7 +184,6 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     let at = Instant::now();
     let gone = || not_served(order.model);
     Ok(Submitted {
-        front,
         queued,
         // Never missing: `queue_with` succeeded, so the closure has run.
         view: view.ok_or_else(gone)?,
@@ -170,39 +199,70 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
 impl Submitted<'_> {
     /// Waits until the request is answered, or until `DEADLINE_WAIT_US` after its deadline. A short
     /// request is scored on this thread, in one batch with those that other connections of the
-    /// thread have sent by now. Dropping the future abandons the request.
-    pub async fn wait(self) -> Scored {
+    /// thread have sent by now. Encodes the answer with `encode`, and then records where the time
+    /// went. Dropping the future abandons the request. Its slot has the samples, so `body` is
+    /// dropped before.
+    ///
+    /// # Errors
+    /// The request has no scores, or `encode` fails.
+    pub async fn answer<T>(
+        self,
+        call: &mut Call<'_>,
+        body: Bytes,
+        encode: impl FnOnce(&Shown<'_>, &mut Call<'_>) -> Result<T, Problem>,
+    ) -> Result<T, Problem> {
+        drop(body);
+        call.memory.shrink(REQUEST_BYTES);
         // `_turn` and `_work` stay in `self`, and so until the request is answered.
-        let Self { front, queued, view, deadline, at, at_clock, model, .. } = self;
+        let Self { queued, view, deadline, at: submitted, at_clock, model, .. } = self;
         // The thread reads what its other connections have sent, so that one batch has all of it.
         yield_now().await;
         let ticket = queued.start();
-        match deadline {
-            _ if ticket.is_done() => {}
-            None => done(&ticket).await,
-            Some(deadline) => {
-                let mut done = pin!(done(&ticket));
-                let until = deadline + Duration::from_micros(DEADLINE_WAIT_US);
-                let mut over = pin!(front.alarm.sleep_until(until));
-                poll_fn(|context| match done.as_mut().poll(context) {
-                    Poll::Pending => over.as_mut().poll(context),
-                    Poll::Ready(()) => Poll::Ready(()),
-                })
-                .await;
-            }
-        }
+        wait(&ticket, deadline).await;
         let done = Instant::now();
-        Scored { ticket, view, submitted: at, submitted_clock: at_clock, done, model }
+
+        let answer = ticket.wait()?;
+        let statuses = answer.scores().statuses;
+        let (samples, late) = (statuses.len(), statuses.iter().filter(|s| s.late).count());
+        let ranked = view.top_k.map(|k| k.min(samples));
+        call.memory.grow(ranked.unwrap_or_default() * size_of::<u32>())?;
+        let best = ranked.map(|k| Best::new(&answer, k));
+        let encoded = encode(&Shown { answer: &answer, view: &view, best }, call)?;
+
+        let waited = done - submitted;
+        // The two clocks are read at different moments, and `waited - queue` must not underflow.
+        let queue = answer.taken_at().saturating_sub(at_clock).min(waited);
+        let trace = Trace {
+            decode: submitted - call.received,
+            queue,
+            score: waited - queue,
+            encode: done.elapsed(),
+            samples,
+            status: answer.scores().status(),
+            generation: answer.generation().sequence,
+            at: done,
+        };
+        (call.front.on_answer)(&call.model, answer.generation(), waited);
+        drop(answer);
+        model.answer(call.protocol, &trace, late, &view.differences);
+        call.front.slowest.note(trace.total().as_micros() as u64, || call.slow(&view.id, trace));
+        Ok(encoded)
     }
 }
 
-/// Waits until `ticket` is done.
-async fn done(ticket: &Ticket) {
-    poll_fn(|context| match ticket.poll_done(context.waker()) {
+/// Waits until `ticket` is done, or until `DEADLINE_WAIT_US` after `deadline`.
+async fn wait(ticket: &Ticket, deadline: Option<Instant>) {
+    if ticket.is_done() {
+        return;
+    }
+    let done = poll_fn(|context| match ticket.poll_done(context.waker()) {
         true => Poll::Ready(()),
         false => Poll::Pending,
-    })
-    .await;
+    });
+    match deadline.map(|deadline| deadline + Duration::from_micros(DEADLINE_WAIT_US)) {
+        None => done.await,
+        Some(end) => tokio::select! { biased; () = done => {}, () = sleep_until(end) => {} },
+    }
 }
 
 /// An answer, and the outputs of it that the request wants.
@@ -213,6 +273,11 @@ pub struct Shown<'a> {
 }
 
 impl Shown<'_> {
+    /// Returns the caller's id of the request.
+    pub fn id(&self) -> &str {
+        &self.view.id
+    }
+
     /// Returns the sequence of the generation that scored the request.
     pub fn sequence(&self) -> u64 {
         self.answer.generation().sequence
@@ -222,7 +287,8 @@ impl Shown<'_> {
     pub fn outputs(&self) -> impl Iterator<Item = (&Output, Want, Numbers<'_>)> {
         let View { layout, wants, .. } = self.view;
         let wanted = wants.of(&layout.outputs);
-        let numbers = |output| Numbers::of(output, self.answer, self.best.as_ref());
+        let (scores, sequence, best) = (self.answer.scores(), self.sequence(), self.best.as_ref());
+        let numbers = move |output| Numbers { output, scores, sequence, best };
         wanted.map(move |(output, want)| (output, want, numbers(output)))
     }
 
@@ -235,56 +301,4 @@ impl Shown<'_> {
     pub fn numbers(&self) -> usize {
         self.outputs().map(|(_, _, numbers)| numbers.count()).sum()
     }
-}
-
-impl Scored {
-    /// Encodes the answer with `encode`, and then records where the time went.
-    ///
-    /// # Errors
-    /// The request has no scores, or `encode` fails.
-    pub fn encode<T>(
-        self,
-        call: &mut Call<'_>,
-        id: &str,
-        encode: impl FnOnce(&Shown<'_>, &mut Call<'_>) -> Result<T, Problem>,
-    ) -> Result<T, Problem> {
-        let answer = self.ticket.wait()?;
-        let ranked = self.view.top_k.map(|k| k.min(answer.scores().statuses.len()));
-        call.memory.grow(ranked.unwrap_or_default() * size_of::<u32>())?;
-        let best = ranked.map(|k| Best::new(&answer, k));
-        let encoded = encode(&Shown { answer: &answer, view: &self.view, best }, call)?;
-
-        let status = answer.scores().status();
-        let (samples, late) = (answer.scores().statuses.len(), count_late(&answer));
-        let queued = answer.taken_at().saturating_sub(self.submitted_clock);
-        let waited = self.done - self.submitted;
-        // The two clocks are read at different moments, and `waited - queued` must not underflow.
-        let queued = queued.min(waited);
-        let trace = Trace {
-            total: call.received.elapsed(),
-            decode: self.submitted - call.received,
-            queue: queued,
-            score: waited - queued,
-            encode: self.done.elapsed(),
-            samples,
-            status,
-            generation: answer.generation().sequence,
-            at: self.done,
-        };
-        let front = call.front;
-        (front.on_answer)(&call.model, answer.generation(), waited);
-        drop(answer);
-
-        self.model.answer(call.protocol, &trace, late);
-        self.model.count_inputs(&self.view.differences);
-        let traced = call.trace.as_ref().and_then(|value| value.to_str().ok()).unwrap_or("");
-        let names = Names { model: &call.model, id, protocol: call.protocol, trace: traced };
-        front.slowest.note(&trace, &names);
-        Ok(encoded)
-    }
-}
-
-/// Returns the number of samples that the deadline cut short.
-fn count_late(answer: &Answer<'_>) -> usize {
-    answer.scores().statuses.iter().filter(|status| status.late).count()
 }

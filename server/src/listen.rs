@@ -20,13 +20,13 @@ use std::convert::Infallible;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::net::TcpListener;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::task::{Context, Poll};
-use std::thread::Scope;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
@@ -57,25 +57,17 @@ impl Listener {
     /// # Errors
     /// The system refuses.
     pub fn shut_down(&self) -> io::Result<()> {
-        match self {
-            Self::Unix(listener) => rustix::net::shutdown(listener, Shutdown::Both)?,
-            Self::Tcp(listener) | Self::Tls(listener, _) => {
-                rustix::net::shutdown(listener, Shutdown::Both)?;
-            }
-        }
-        Ok(())
+        let socket = match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) | Self::Tls(listener, _) => listener.as_fd(),
+        };
+        Ok(rustix::net::shutdown(socket, Shutdown::Both)?)
     }
 }
 
 /// A request to stop.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Stopping(watch::Sender<bool>);
-
-impl Default for Stopping {
-    fn default() -> Self {
-        Self(watch::Sender::new(false))
-    }
-}
 
 impl Stopping {
     /// Asks every connection to end after the requests that it has received. Each listener ends
@@ -100,34 +92,55 @@ pub fn serve(
     stopping: &Stopping,
 ) -> io::Result<()> {
     let runtimes: Vec<Runtime> =
-        (0..front.rules.threads).map(|_| runtime()).collect::<io::Result<_>>()?;
-    let ended_early = Arc::new(LogLimit::new("a connection ended early"));
+        (0..front.rules.threads).map(runtime).collect::<io::Result<_>>()?;
     let acceptor = Acceptor {
         front,
         stopping,
         handles: runtimes.iter().map(|runtime| runtime.handle().clone()).collect(),
         next: AtomicUsize::new(0),
-        ended_early: &ended_early,
+        ended_early: Arc::new(LogLimit::new("a connection ended early")),
     };
 
     // Before the first caller, who would find an empty status for a second.
     status::tick(front);
-    let done = watch::Sender::new(false);
     std::thread::scope(|scope| {
-        let served = acceptor.run(scope, &runtimes, listeners, &done);
-        // The serving threads and the alarm's thread wait for these.
-        done.send_replace(true);
-        front.alarm.end();
-        served
+        let (accepting, ended) = channel::<()>();
+        let tick = move || {
+            // Until the last accepting thread has ended.
+            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                status::tick(front);
+            }
+        };
+        std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, tick)?;
+        let accept = |listener| {
+            let (acceptor, accepting) = (&acceptor, accepting.clone());
+            let accept = move || {
+                acceptor.accept_all(listener);
+                drop(accepting);
+            };
+            std::thread::Builder::new().name("accept".to_owned()).spawn_scoped(scope, accept)
+        };
+        listeners.iter().try_for_each(|listener| accept(listener).map(drop)).inspect_err(|_| {
+            // Otherwise the scope would wait for the other listeners for ever.
+            stopping.request();
+            listeners.iter().for_each(|listener| drop(listener.shut_down()));
+        })
     })?;
 
+    let left = front.connections.wait_ended(STOP_TIME_MAX);
+    if left > 0 {
+        log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
+    }
     runtimes.into_iter().for_each(|runtime| runtime.shutdown_timeout(STOP_TIME_MAX));
-    ended_early.end();
+    acceptor.ended_early.end();
     Ok(())
 }
 
-fn runtime() -> io::Result<Runtime> {
-    RuntimeBuilder::new_current_thread().enable_io().enable_time().build()
+/// Returns a runtime with one thread, so that a connection stays on its thread.
+fn runtime(number: u32) -> io::Result<Runtime> {
+    let mut builder = RuntimeBuilder::new_multi_thread();
+    builder.worker_threads(1).thread_name(format!("front {number}"));
+    builder.enable_io().enable_time().build()
 }
 
 /// State that the accepting threads share.
@@ -137,90 +150,42 @@ struct Acceptor<'a> {
     handles: Vec<Handle>,
     /// Counts connections, so that each goes to the next thread.
     next: AtomicUsize,
-    ended_early: &'a Arc<LogLimit>,
+    ended_early: Arc<LogLimit>,
 }
 
-impl<'a> Acceptor<'a> {
-    /// Starts the threads, accepts connections until the front door stops, and waits until they
-    /// have ended.
-    fn run<'scope>(
-        &self,
-        scope: &'scope Scope<'scope, '_>,
-        runtimes: &'scope [Runtime],
-        listeners: &[Arc<Listener>],
-        done: &watch::Sender<bool>,
-    ) -> io::Result<()>
-    where
-        'a: 'scope,
-    {
-        for (number, runtime) in runtimes.iter().enumerate() {
-            let mut done = done.subscribe();
-            let run = move || {
-                // An error means that the sender was dropped, which also ends the thread.
-                let _ = runtime.block_on(done.wait_for(|done| *done));
-            };
-            let name = format!("front {number}");
-            std::thread::Builder::new().name(name).spawn_scoped(scope, run)?;
-        }
-        let ((ending, ended), front) = (channel::<()>(), self.front);
-        let deadlines = move || front.alarm.run();
-        std::thread::Builder::new().name("deadlines".to_owned()).spawn_scoped(scope, deadlines)?;
-        std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, move || {
-            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
-                status::tick(front);
-            }
-        })?;
-
-        std::thread::scope(|scope| {
-            let accept = |listener| {
-                let accept = move || self.accept_all(listener);
-                std::thread::Builder::new().name("accept".to_owned()).spawn_scoped(scope, accept)
-            };
-            listeners.iter().try_for_each(|listener| accept(listener).map(drop)).inspect_err(|_| {
-                // Otherwise the scope would wait for the other listeners for ever.
-                self.stopping.request();
-                listeners.iter().for_each(|listener| drop(listener.shut_down()));
-            })
-        })?;
-        let left = self.front.connections.wait_ended(STOP_TIME_MAX);
-        if left > 0 {
-            log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
-        }
-        // This ends the status thread, for which the scope waits.
-        drop(ending);
-        Ok(())
-    }
-
+impl Acceptor<'_> {
     /// Accepts connections until the front door stops.
     fn accept_all(&self, listener: &Listener) {
         while !self.stopping.is_requested() {
-            let accepted = match listener {
-                Listener::Unix(listener) => listener.accept().and_then(|(stream, _)| {
-                    let user = rustix::net::sockopt::socket_peercred(&stream)?.uid;
-                    stream.set_nonblocking(true)?;
-                    let open = async move || UnixStream::from_std(stream);
-                    self.start(Peer::User(user.as_raw()), open);
-                    Ok(())
-                }),
-                Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
-                    let stream = prepared(stream)?;
-                    self.start(Peer::Loopback, async move || TcpStream::from_std(stream));
-                    Ok(())
-                }),
-                Listener::Tls(listener, tls) => listener.accept().and_then(|(stream, address)| {
-                    let (stream, tls) = (prepared(stream)?, tls.clone());
-                    let open = async move || tls.accept(TcpStream::from_std(stream)?).await;
-                    self.start(Peer::Certified(address), open);
-                    Ok(())
-                }),
-            };
-            if let Err(e) = accepted.as_ref()
+            if let Err(e) = self.accept(listener)
                 && !self.stopping.is_requested()
             {
-                self.ended_early.warn(e);
+                self.ended_early.warn(&e);
                 std::thread::sleep(ACCEPT_PAUSE);
             }
         }
+    }
+
+    fn accept(&self, listener: &Listener) -> io::Result<()> {
+        match listener {
+            Listener::Unix(listener) => {
+                let (stream, _) = listener.accept()?;
+                let user = rustix::net::sockopt::socket_peercred(&stream)?.uid;
+                stream.set_nonblocking(true)?;
+                self.start(Peer::User(user.as_raw()), async move || UnixStream::from_std(stream));
+            }
+            Listener::Tcp(listener) => {
+                let stream = prepared(listener.accept()?.0)?;
+                self.start(Peer::Loopback, async move || TcpStream::from_std(stream));
+            }
+            Listener::Tls(listener, tls) => {
+                let ((stream, address), tls) = (listener.accept()?, tls.clone());
+                let stream = prepared(stream)?;
+                let open = async move || tls.accept(TcpStream::from_std(stream)?).await;
+                self.start(Peer::Certified(address), open);
+            }
+        }
+        Ok(())
     }
 
     /// Gives a connection of `peer` a place and a serving thread. `open` makes the stream on that
@@ -232,16 +197,16 @@ impl<'a> Acceptor<'a> {
     {
         let Some(place) = self.front.connections.admit(peer) else {
             // `open` is dropped with its stream, which closes the connection.
-            self.front.metrics.refuse_connection();
+            self.front.metrics.connections_refused.inc();
             return;
         };
-        self.front.metrics.open_connection();
+        self.front.metrics.connections.inc();
 
         let number = self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len();
-        let (front, ended_early) = (Arc::clone(self.front), Arc::clone(self.ended_early));
+        let (front, ended_early) = (Arc::clone(self.front), Arc::clone(&self.ended_early));
         let stopping = self.stopping.0.subscribe();
         self.handles[number].spawn(async move {
-            let ended = match opened(open(), place.connection()).await {
+            let ended = match opened(open(), &place.connection).await {
                 Ok(stream) => run(front, stream, &place, stopping).await,
                 Err(e) => Err(e.into()),
             };
@@ -265,16 +230,12 @@ async fn opened<S>(
     open: impl Future<Output = io::Result<S>>,
     connection: &Connection,
 ) -> io::Result<S> {
-    let mut open = pin!(tokio::time::timeout(HANDSHAKE_TIME_MAX, open));
-    let mut closed = pin!(connection.closed());
-    poll_fn(|context| {
+    tokio::select! {
+        biased;
         // A connection in its handshake is silent too, and makes room like the others.
-        if closed.as_mut().poll(context).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
-        }
-        open.as_mut().poll(context).map(|open| open?)
-    })
-    .await
+        () = connection.closed() => Err(io::ErrorKind::ConnectionAborted.into()),
+        open = tokio::time::timeout(HANDSHAKE_TIME_MAX, open) => open?,
+    }
 }
 
 type ConnectionError = Box<dyn std::error::Error + Send + Sync>;
@@ -286,7 +247,7 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     place: &Place,
     mut stopping: watch::Receiver<bool>,
 ) -> Result<(), ConnectionError> {
-    let connection = Arc::clone(place.connection());
+    let connection = Arc::clone(&place.connection);
     let service = service_fn(|request| {
         // Before the connection reads on, so that it keeps the headers of one request only.
         let request = Received::new(&front, &connection, request);

@@ -18,10 +18,10 @@ use generated::inference::{
 pub use generated::grpc::health::v1::{HealthCheckRequest, HealthCheckResponse};
 pub use generated::grpc::reflection::v1 as reflection;
 pub use generated::inference::{
-    InferParameter, InferStatistics, InferTensorContents, ModelConfig, ModelConfigResponse,
-    ModelInferRequest, ModelInferResponse, ModelInput, ModelMetadataResponse, ModelOutput,
-    ModelStatistics, ModelStatisticsResponse, RepositoryIndexRequest, RepositoryIndexResponse,
-    ServerMetadataResponse, StatisticDuration,
+    DataType, InferParameter, InferStatistics, InferTensorContents, ModelConfig,
+    ModelConfigResponse, ModelInferRequest, ModelInferResponse, ModelInput, ModelMetadataResponse,
+    ModelOutput, ModelStatistics, ModelStatisticsResponse, RepositoryIndexRequest,
+    RepositoryIndexResponse, ServerMetadataResponse, StatisticDuration,
 };
 pub use infer_parameter::ParameterChoice as ParameterValue;
 pub use model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
@@ -55,16 +55,7 @@ pub const REFLECTION: [&str; 2] = [
 pub const SERVING: i32 = ServingStatus::Serving as i32;
 pub const NOT_SERVING: i32 = ServingStatus::NotServing as i32;
 
-/// The types of tensors: in metadata, as the number of a configuration, and as its name in JSON.
-pub const DATA_TYPES: [(&str, i32, &str); 5] = [
-    ("INT32", 8, "TYPE_INT32"),
-    ("INT64", 9, "TYPE_INT64"),
-    ("FP32", 11, "TYPE_FP32"),
-    ("FP64", 12, "TYPE_FP64"),
-    ("BYTES", 13, "TYPE_STRING"),
-];
-
+/// In JSON a type has its name.
 fn data_type_name<S: Serializer>(number: &i32, to: S) -> Result<S::Ok, S::Error> {
-    let found = DATA_TYPES.iter().find(|(_, of, _)| of == number);
-    to.serialize_str(found.map_or("TYPE_INVALID", |(_, _, name)| *name))
+    to.serialize_str(DataType::try_from(*number).unwrap_or_default().as_str_name())
 }

@@ -313,7 +313,7 @@ fn golden_schema() -> Arc<Schema> {
 
 /// Decodes a request for scores over gRPC.
 pub fn grpc_infer(bytes: &[u8]) {
-    if let Ok(batch) = hatchback_server::decode_grpc(bytes, &golden_schema(), BATCH_MAX) {
+    if let Ok(batch) = hatchback_server::decode_request(bytes, None, &golden_schema(), BATCH_MAX) {
         assert!((1..=BATCH_MAX).contains(&batch.size()));
     }
 }
@@ -322,7 +322,9 @@ pub fn grpc_infer(bytes: &[u8]) {
 pub fn http_infer(bytes: &[u8]) {
     let Some((length, body)) = bytes.split_first_chunk::<2>() else { return };
     let length = usize::from(u16::from_le_bytes(*length));
-    if let Ok(batch) = hatchback_server::decode_http(body, length, &golden_schema(), BATCH_MAX) {
+    if let Ok(batch) =
+        hatchback_server::decode_request(body, Some(length), &golden_schema(), BATCH_MAX)
+    {
         assert!((1..=BATCH_MAX).contains(&batch.size()));
     }
 }

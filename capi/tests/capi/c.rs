@@ -2,6 +2,7 @@
 //! bits as the runtime, and makes every mistake that the header names. A C++ program follows live
 //! updates.
 
+use crate::changing::{DIM, releases, value};
 use crate::programs::{compile, here, library, library_sanitizer, pack_and_install};
 use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
@@ -13,9 +14,9 @@ use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
 use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
 use hatchback_tools::serve::install;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
 /// Returns the demo's probe set in the form that the C program reads, and the runtime's scores and
@@ -153,23 +154,12 @@ fn follow(folder: &Path, program: &Path, versions: &Versions) {
         [0, 1].map(|t| *versions.rows[0][t].keys().max_by_key(|o| changes(t, o)).unwrap());
     std::fs::write(&file, format!("1 {index} 1 {}\n", hatchback::unmix(hashed))).unwrap();
 
-    let mut child = Command::new(program)
-        .args([&here("../targets/cpu.toml"), &flash, &file])
-        .env("TSAN_OPTIONS", format!("suppressions={}", here("tests/tsan.supp").display()))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+    let (mut child, mut said) = start(program, &flash, &file);
     for (g, rows) in versions.rows.iter().enumerate() {
         if g > 0 {
-            // The program may hold the lock of the directory until its swap has ended.
             let is_snapshot = (g as u64).is_multiple_of(SNAPSHOT_EVERY);
             let bundles = if is_snapshot { &versions.snapshots } else { &versions.deltas };
-            while let Err(e) = install(&bundles[g], &flash) {
-                assert!(format!("{e:#}").contains("another process is changing"), "{e:#}");
-                std::thread::yield_now();
-            }
+            install_beside(&bundles[g], &flash);
         }
         let values =
             [&rows[0][&index], &rows[1][&hashed]].into_iter().flat_map(|row| row.chunks(4));
@@ -179,6 +169,54 @@ fn follow(folder: &Path, program: &Path, versions: &Versions) {
     }
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success() && said.next().is_none(), "{}", program.display());
+}
+
+/// Starts the program `follow`. Returns it with the lines that it prints.
+fn start(program: &Path, flash: &Path, sample: &Path) -> (Child, Lines<BufReader<ChildStdout>>) {
+    let mut child = Command::new(program)
+        .args([&here("../targets/cpu.toml"), flash, sample])
+        .env("TSAN_OPTIONS", format!("suppressions={}", here("tests/tsan.supp").display()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let said = BufReader::new(child.stdout.take().unwrap()).lines();
+    (child, said)
+}
+
+/// Installs `bundle` in a directory that a program follows.
+fn install_beside(bundle: &Path, flash: &Path) {
+    // The program may hold the lock of the directory until its swap has ended.
+    while let Err(e) = install(bundle, flash) {
+        assert!(format!("{e:#}").contains("another process is changing"), "{e:#}");
+        std::thread::yield_now();
+    }
+}
+
+/// The program sends the features of release 1 on, whatever release is live.
+#[test]
+fn a_handle_keeps_its_shape_while_releases_change_the_schema() {
+    let folder = tempfile::tempdir().unwrap();
+    let (flash, file) = (folder.path().join("flash"), folder.path().join("sample"));
+    let bundles = releases(folder.path());
+    install(&bundles[0], &flash).unwrap();
+    let [a, b] = [7, 11];
+    std::fs::write(&file, format!("1 {a} 1 {b}\n")).unwrap();
+    // Release 2 retires `b`, and takes 0.5 for the dense feature that is not sent.
+    let changed = value(0, a) + 0.5;
+    let expected = [value(0, a) + value(0, b), changed, changed];
+
+    let program = cpp_program(folder.path(), "follow", None).unwrap();
+    let (mut child, mut said) = start(&program, &flash, &file);
+    for (g, (bundle, expected)) in bundles.iter().zip(expected).enumerate() {
+        if g > 0 {
+            install_beside(bundle, &flash);
+        }
+        let bits = format!(" {}", expected.to_bits()).repeat(DIM);
+        assert_eq!(said.next().unwrap().unwrap(), format!("{}{bits}", g + 1));
+    }
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success() && said.next().is_none());
 }
 
 /// A C++ program names the outputs of a model with two, with the scores of the runtime.

@@ -3,5 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod c;
+#[path = "../../../tests/tests/update/changing.rs"]
+mod changing;
 mod pages;
 mod programs;

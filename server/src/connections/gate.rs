@@ -1,28 +1,19 @@
 //! The gate of the requests. While the machine is too hot or draws too much power, one request at a
-//! time passes, and the others are refused immediately. Loads and unloads have one that is always
-//! limited.
+//! time passes, and the others are refused immediately.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::{Mutex, MutexGuard};
 
 /// Lets every request pass, or one at a time.
 #[derive(Debug, Default)]
 pub struct Gate {
     is_limited: AtomicBool,
-    /// Whether the gate is limited and one request is being served.
-    is_taken: AtomicBool,
+    /// The right of the one request, while the gate is limited.
+    one: Mutex<()>,
 }
 
 /// The right to serve a request; dropping it gives the right back.
-#[derive(Debug)]
-pub struct Turn<'a>(Option<&'a AtomicBool>);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        if let Some(is_taken) = self.0 {
-            is_taken.store(false, Ordering::Release);
-        }
-    }
-}
+pub type Turn<'a> = Option<MutexGuard<'a, ()>>;
 
 impl Gate {
     /// Lets one request at a time pass from now on, or every request.
@@ -36,8 +27,8 @@ impl Gate {
         // Such a request does not count as the one in progress, even if the limit comes while it is
         // served.
         if !self.is_limited.load(Ordering::Relaxed) {
-            return Some(Turn(None));
+            return Some(None);
         }
-        (!self.is_taken.swap(true, Ordering::AcqRel)).then_some(Turn(Some(&self.is_taken)))
+        self.one.try_lock().ok().map(Some)
     }
 }

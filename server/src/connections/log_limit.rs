@@ -1,8 +1,9 @@
 //! A limit for log lines that callers can cause: one line in ten seconds for each kind of event,
 //! with the number of events that had no line. A caller that fails in a loop cannot fill the log.
 
+use crate::locks::lock;
 use std::fmt::Display;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Time from a line to the next one of the same kind.
@@ -31,7 +32,7 @@ impl LogLimit {
 
     /// Logs an event, or counts it if the last line is too recent.
     pub fn warn(&self, detail: &dyn Display) {
-        let withheld = self.lines().count(Instant::now());
+        let withheld = lock(&self.lines).count(Instant::now());
         match withheld {
             None => {}
             Some(0) => log::warn!("{}: {detail}", self.event),
@@ -41,14 +42,10 @@ impl LogLimit {
 
     /// Logs how many events had no line.
     pub fn end(&self) {
-        let withheld = std::mem::take(&mut self.lines().withheld);
+        let withheld = std::mem::take(&mut lock(&self.lines).withheld);
         if withheld > 0 {
             log::warn!("{}: {withheld} more since the last such line", self.event);
         }
-    }
-
-    fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

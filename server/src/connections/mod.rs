@@ -14,12 +14,13 @@ use crate::connections::memory::{ByteBudget, Reservation, Share};
 use crate::limits::{
     FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, TURN_BYTES_MAX,
 };
+use crate::locks::lock;
 use crate::problem::{Code, Problem};
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
@@ -170,12 +171,15 @@ impl Connection {
         self.opened + Duration::from_micros(self.active_us.load(Ordering::Relaxed))
     }
 
-    /// Counts a request as in progress until the result is dropped. Returns `None` if the
-    /// connection is closing.
-    pub fn begin_work(&self) -> Option<Work<'_>> {
+    /// Counts a request as in progress until the result is dropped.
+    ///
+    /// # Errors
+    /// The connection is already closing.
+    pub fn begin_work(&self) -> Result<Work<'_>, Problem> {
         let more = |works: u32| (works & CLOSING == 0).then_some(works + 1);
         let begun = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
-        begun.ok().map(|_| Work(self))
+        let message = "the connection is being closed for another one";
+        begun.map(|_| Work(self)).map_err(|_| Problem::new(Code::Unavailable, message))
     }
 
     /// Counts a request against the rate of `per_s` requests a second; 0 is no limit. The requests
@@ -189,7 +193,7 @@ impl Connection {
             return Ok(());
         }
         let (now, interval_us) = (self.age_us(), 1_000_000 / u64::from(per_s));
-        let mut next = self.next_us.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = lock(&self.next_us);
         let after = (*next).max(now) + interval_us.max(1);
         if after > now + 1_000_000 {
             let wait = Duration::from_micros(after - now - 1_000_000);
@@ -242,19 +246,12 @@ pub struct Connections {
 #[derive(Debug)]
 pub struct Place {
     connections: Arc<Connections>,
-    connection: Arc<Connection>,
-}
-
-impl Place {
-    /// Returns the connection.
-    pub fn connection(&self) -> &Arc<Connection> {
-        &self.connection
-    }
+    pub connection: Arc<Connection>,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.connections.open().retain(|open| !Arc::ptr_eq(open, &self.connection));
+        lock(&self.connections.open).retain(|open| !Arc::ptr_eq(open, &self.connection));
         self.connections.ended.notify_all();
     }
 }
@@ -267,20 +264,16 @@ impl Connections {
         Arc::new(Self { connections_max, bytes, open, ended, closed })
     }
 
-    fn open(&self) -> MutexGuard<'_, Vec<Arc<Connection>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the number of open connections.
     pub fn count(&self) -> usize {
-        self.open().len()
+        lock(&self.open).len()
     }
 
     /// Gives a connection of `peer` a place. If all are taken, closes the connection that was
     /// silent longest and waits until it has ended. Returns `None` if every connection has a
     /// request in progress.
     pub fn admit(self: &Arc<Self>, peer: Peer) -> Option<Place> {
-        let mut open = self.open();
+        let mut open = lock(&self.open);
         while open.len() >= self.connections_max {
             // A connection that closes already makes room. Closing one more would be one too many.
             if !open.iter().any(|connection| connection.is_closing())
@@ -345,7 +338,7 @@ impl Connections {
     /// Makes room for what could not be decoded in `memory`, if bytes that wait for callers leave
     /// none. The caller finds the room when it repeats its request.
     pub fn make_room_to_decode(&self, memory: &Reservation) {
-        let open = self.open();
+        let open = lock(&self.open);
         // Many small connections may hold what one request needs.
         while memory.excess() > closing_bytes(&open)
             && self.close_heaviest(&open, memory.share(), memory.share().waiting())
@@ -355,7 +348,7 @@ impl Connections {
     /// Closes a connection for that of `share`, which needs `needed`. Returns false if none holds
     /// enough.
     fn make_room(&self, share: &Arc<Share>, needed: usize, excess: usize) -> bool {
-        let open = self.open();
+        let open = lock(&self.open);
         // A connection that closes already makes room.
         closing_bytes(&open) >= excess || self.close_heaviest(&open, share, needed)
     }
@@ -377,10 +370,8 @@ impl Connections {
 
     /// Waits until every connection has ended, for at most `time`. Returns how many are left.
     pub fn wait_ended(&self, time: Duration) -> usize {
-        let (open, start) = (self.open(), Instant::now());
-        let left = |open: &mut Vec<_>| !open.is_empty();
-        let waited =
-            self.ended.wait_timeout_while(open, time.saturating_sub(start.elapsed()), left);
+        let is_left = |open: &mut Vec<_>| !open.is_empty();
+        let waited = self.ended.wait_timeout_while(lock(&self.open), time, is_left);
         let open = waited.unwrap_or_else(PoisonError::into_inner).0;
         self.closed.end();
         open.len()
@@ -399,15 +390,19 @@ mod tests {
 
     const PEER: Peer = Peer::User(7);
 
-    fn connections(connections_max: usize) -> Arc<Connections> {
-        Connections::new(connections_max, &ByteBudget::new(6400, 1600))
+    /// Admits `count` connections. Returns their places, and a reservation of each.
+    fn admitted(count: usize) -> (Arc<Connections>, Vec<Place>, Vec<Reservation>) {
+        let connections = Connections::new(count, &ByteBudget::new(6400, 1600));
+        let places: Vec<Place> = (0..count).map(|_| connections.admit(PEER).unwrap()).collect();
+        let memory = places.iter().map(|place| place.connection.share.reservation()).collect();
+        (connections, places, memory)
     }
 
     /// Admits one more connection while a thread ends `place` as soon as it is closing.
     fn admit_beside(connections: &Arc<Connections>, place: Place) -> Option<Place> {
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                while !place.connection().is_closing() {
+                while !place.connection.is_closing() {
                     std::thread::yield_now();
                 }
             });
@@ -417,47 +412,42 @@ mod tests {
 
     #[test]
     fn the_connection_that_was_silent_longest_makes_room() {
-        let connections = connections(8);
-        let mut places: Vec<Place> = (0..8).map(|_| connections.admit(PEER).unwrap()).collect();
+        let (connections, mut places, _) = admitted(8);
         std::thread::sleep(Duration::from_millis(1));
         for (number, place) in places.iter().enumerate().filter(|(number, _)| *number != 5) {
             std::thread::sleep(Duration::from_micros(number as u64));
-            place.connection().note_activity();
+            place.connection.note_activity();
         }
         let last = admit_beside(&connections, places.remove(5)).unwrap();
         assert_eq!(connections.count(), 8);
-        assert!(places.iter().all(|place| !place.connection().is_closing()));
+        assert!(places.iter().all(|place| !place.connection.is_closing()));
         drop(last);
         assert_eq!(connections.count(), 7);
     }
 
     #[test]
     fn a_connection_with_a_request_in_progress_is_not_closed() {
-        let connections = connections(3);
-        let mut places: Vec<Place> = (0..3).map(|_| connections.admit(PEER).unwrap()).collect();
+        let (connections, mut places, _) = admitted(3);
         let held: Vec<Arc<Connection>> =
-            places.iter().map(|place| Arc::clone(place.connection())).collect();
+            places.iter().map(|place| Arc::clone(&place.connection)).collect();
         let mut works: Vec<Work<'_>> = held.iter().map(|c| c.begin_work().unwrap()).collect();
         assert!(connections.admit(PEER).is_none(), "all have a request in progress");
 
         drop(works.remove(1));
         assert!(admit_beside(&connections, places.remove(1)).is_some());
-        assert!(held[1].begin_work().is_none(), "a closing connection begins no request");
+        assert!(held[1].begin_work().is_err(), "a closing connection begins no request");
     }
 
     /// Makes the bytes of `place` move, whatever the time is, or rest since it was opened.
     fn set_moving(place: &Place, is_moving: bool) {
-        place.connection().moved_us.store(u64::from(is_moving) << 62, Ordering::Relaxed);
+        place.connection.moved_us.store(u64::from(is_moving) << 62, Ordering::Relaxed);
     }
 
     /// 3200 of 6400 bytes may wait for large callers, and 4800 for small ones of up to 100 bytes.
     #[test]
     fn the_largest_connection_makes_room_for_a_small_one_and_a_silent_one_for_any() {
-        let connections = connections(4);
-        let places: Vec<Place> = (0..4).map(|_| connections.admit(PEER).unwrap()).collect();
-        let mut memory: Vec<Reservation> =
-            places.iter().map(|place| place.connection().share.reservation()).collect();
-        let closing = || places.iter().filter(|place| place.connection().is_closing()).count();
+        let (connections, places, mut memory) = admitted(4);
+        let closing = || places.iter().filter(|place| place.connection.is_closing()).count();
         places.iter().for_each(|place| set_moving(place, true));
         connections.grow(&mut memory[0], 1700).unwrap();
         connections.grow(&mut memory[1], 1500).unwrap();
@@ -467,8 +457,8 @@ mod tests {
         assert_eq!(closing(), 0, "what is decoded waits for no caller");
         connections.resize(&mut memory[1], 3100).unwrap_err();
         connections.grow(&mut memory[2], 1).unwrap();
-        assert!(places[1].connection().is_closing() && closing() == 1, "the largest");
-        assert!(places[1].connection().begin_work().is_none());
+        assert!(places[1].connection.is_closing() && closing() == 1, "the largest");
+        assert!(places[1].connection.begin_work().is_err());
 
         memory[1].resize(1500).unwrap();
         std::thread::sleep(SILENT_TIME_MIN);
@@ -477,45 +467,39 @@ mod tests {
         assert_eq!(closing(), 1, "a closing one makes room already");
         memory[1].shrink(0);
         connections.resize(&mut memory[2], 1600).unwrap();
-        assert!(places[0].connection().is_closing() && closing() == 2);
+        assert!(places[0].connection.is_closing() && closing() == 2);
     }
 
     #[test]
     fn a_connection_whose_bytes_do_not_move_makes_room_whatever_else_it_sends() {
-        let connections = connections(3);
-        let places: Vec<Place> = (0..3).map(|_| connections.admit(PEER).unwrap()).collect();
-        let mut memory: Vec<Reservation> =
-            places.iter().map(|place| place.connection().share.reservation()).collect();
+        let (connections, places, mut memory) = admitted(3);
         connections.grow(&mut memory[0], 1600).unwrap();
         connections.grow(&mut memory[1], 1600).unwrap();
         std::thread::sleep(SILENT_TIME_MIN);
-        places[0].connection().note_activity();
-        places[0].connection().note_moved(1600 / SHARES - 1);
-        let moved = |place: &Place| place.connection().moved_us.load(Ordering::Relaxed);
-        places[1].connection().note_moved(1600 / SHARES);
+        places[0].connection.note_activity();
+        places[0].connection.note_moved(1600 / SHARES - 1);
+        let moved = |place: &Place| place.connection.moved_us.load(Ordering::Relaxed);
+        places[1].connection.note_moved(1600 / SHARES);
         assert!(moved(&places[1]) > 0 && moved(&places[0]) == 0);
         // The machine may pause here for longer than bytes may rest.
         set_moving(&places[1], true);
         connections.grow(&mut memory[2], 1500).unwrap();
-        assert!(places[0].connection().is_closing(), "a trickle is no progress");
-        assert!(!places[1].connection().is_closing());
+        assert!(places[0].connection.is_closing(), "a trickle is no progress");
+        assert!(!places[1].connection.is_closing());
     }
 
     /// 4800 bytes wait in small connections, and 3200 are needed.
     #[test]
     fn what_cannot_be_decoded_finds_room_when_it_is_asked_for_again() {
-        let connections = connections(49);
-        let mut places: Vec<Place> = (0..49).map(|_| connections.admit(PEER).unwrap()).collect();
-        let mut memory: Vec<Reservation> =
-            places.iter().map(|place| place.connection().share.reservation()).collect();
+        let (connections, mut places, mut memory) = admitted(49);
         let mut own = memory.pop().unwrap();
         memory.iter_mut().for_each(|memory| connections.grow(memory, 99).unwrap());
         connections.grow(&mut own, 48).unwrap();
         connections.make_room_to_decode(&own);
-        assert!(places.iter().all(|place| !place.connection().is_closing()), "none was refused");
+        assert!(places.iter().all(|place| !place.connection.is_closing()), "none was refused");
         assert_eq!(own.grow(3200).unwrap_err().code, Code::Busy);
         connections.make_room_to_decode(&own);
-        places.retain(|place| !place.connection().is_closing());
+        places.retain(|place| !place.connection.is_closing());
         assert_eq!(49 - places.len(), (48usize * 99 + 48 + 3200 - 6400).div_ceil(99));
         memory.truncate(places.len() - 1);
         own.grow(3200).unwrap();

@@ -6,7 +6,6 @@
 
 pub mod infer;
 pub mod reflection;
-pub mod request;
 pub mod wire;
 
 use crate::http::{AnswerBody, Answered, header_text};

@@ -1,35 +1,33 @@
 //! Inference over HTTP: a head of JSON, with the tensors in it or as binary data after it, and an
 //! answer of the same form.
 
-use crate::connections::memory::{ByteBudget, Reservation, Share};
-use crate::http::{Answered, header_text, reply, timeout_of, top_k_of};
-use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
-use crate::limits::REQUEST_BYTES;
+use crate::connections::memory::Reservation;
+use crate::http::{Answered, header_text, reply};
+use crate::infer::{Call, Order, Shown, submit};
 use crate::models::describe;
 use crate::problem::{Problem, checked, not_served};
-use crate::tensors::outputs::{Asked, Numbers, Want, Wants};
+use crate::tensors::outputs::{Asked, Numbers, Want};
 use crate::tensors::values::{Tensor, write_null, write_text};
-use crate::tensors::{Layout, Read, batch_of};
-use hatchback::schema::batch::Batch;
-use hatchback::schema::raw_value::RawValue;
-use hatchback::{Schema, Shortened};
+use crate::tensors::{Read, batch_of};
+use hatchback::Shortened;
 use hyper::body::Bytes;
 use hyper::header::{HeaderName, HeaderValue};
 use hyper::{HeaderMap, StatusCode};
-use serde::de::{SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::value::RawValue;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
-use std::time::Duration;
 
 /// The header with the length of the JSON before the binary data.
 pub const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
-/// Most bytes in memory for a byte of JSON: a number of one digit with its comma is kept as 24
-/// bytes and converted to 8. The vectors have twice the room that they need.
+/// Most bytes in memory for a byte of JSON. The vectors have twice the room that they need.
 const GROWTH: usize = 32;
-const _: () = assert!(2 * (size_of::<RawValue<'_>>() + 8) <= 2 * GROWTH, "a digit and a comma");
+const _: () = assert!(2 * size_of::<u64>() <= GROWTH * "1,".len());
+const _: () = assert!(
+    2 * (size_of::<HeadOutput<'_>>() + size_of::<Asked<'_>>()) <= GROWTH * r#"{"name":""},"#.len()
+);
 /// Bytes of a number in JSON, with its comma.
 const NUMBER_BYTES: usize = 24;
 /// Bytes of an answer beside its numbers and names.
@@ -38,24 +36,25 @@ const ANSWER_BYTES: usize = 1024;
 /// The JSON of a request. Unknown fields are skipped.
 #[derive(Deserialize)]
 struct Head<'a> {
-    #[serde(default)]
-    id: String,
-    #[serde(default)]
-    parameters: Parameters,
+    #[serde(borrow, default)]
+    id: Cow<'a, str>,
+    #[serde(borrow, default)]
+    parameters: Parameters<'a>,
     #[serde(borrow)]
     inputs: Vec<HeadInput<'a>>,
-    #[serde(default)]
-    outputs: Vec<HeadOutput>,
+    #[serde(borrow, default)]
+    outputs: Vec<HeadOutput<'a>>,
 }
 
 /// The parameters of a request, of an input and of an output.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Parameters {
-    /// Of a request: microseconds to the deadline; 0 is no limit.
-    timeout: Option<i64>,
-    /// Of a request: how many of the best samples the answer has.
-    top_k: Option<i64>,
+struct Parameters<'a> {
+    /// Of a request: see [`Order::set`].
+    #[serde(borrow)]
+    timeout: Option<&'a RawValue>,
+    #[serde(borrow)]
+    top_k: Option<&'a RawValue>,
     /// Of a request: whether its outputs are binary data.
     binary_data_output: bool,
     /// Of an input: the bytes of its binary data.
@@ -68,117 +67,92 @@ struct Parameters {
 
 #[derive(Deserialize)]
 struct HeadInput<'a> {
-    name: String,
-    datatype: String,
-    shape: Vec<i64>,
-    #[serde(default)]
-    parameters: Parameters,
     #[serde(borrow)]
-    data: Option<Data<'a>>,
+    name: Cow<'a, str>,
+    #[serde(borrow)]
+    datatype: Cow<'a, str>,
+    shape: Vec<i64>,
+    #[serde(borrow, default)]
+    parameters: Parameters<'a>,
+    /// The text of the values, which are read when their type is known.
+    #[serde(borrow)]
+    data: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
-struct HeadOutput {
-    name: String,
-    #[serde(default)]
-    parameters: Parameters,
+struct HeadOutput<'a> {
+    #[serde(borrow)]
+    name: Cow<'a, str>,
+    #[serde(borrow, default)]
+    parameters: Parameters<'a>,
 }
 
-/// The values of a tensor; nested arrays are flattened.
-struct Data<'a>(Vec<RawValue<'a>>);
+/// A text, which is copied only if it has escapes.
+#[derive(Deserialize)]
+struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
-impl<'de: 'a, 'a> Deserialize<'de> for Data<'a> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let mut values = Vec::new();
-        from.deserialize_any(Flatten(&mut values))?;
-        Ok(Self(values))
-    }
+/// Passes each value of arrays in arrays, `depth` of them, to `take`.
+struct Nested<'v, T> {
+    depth: usize,
+    take: &'v mut dyn FnMut(T),
 }
 
-/// Adds values, and those of arrays in arrays, to a list.
-struct Flatten<'v, 'a>(&'v mut Vec<RawValue<'a>>);
-
-impl<'de: 'a, 'a> Visitor<'de> for Flatten<'_, 'a> {
-    type Value = ();
-
-    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        to.write_str("numbers or texts, or arrays of them")
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<(), E> {
-        self.0.push(value.into());
-        Ok(())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<(), E> {
-        self.0.push(value.into());
-        Ok(())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<(), E> {
-        self.0.push(value.into());
-        Ok(())
-    }
-
-    fn visit_unit<E>(self) -> Result<(), E> {
-        self.0.push(RawValue::Null);
-        Ok(())
-    }
-
-    fn visit_borrowed_str<E>(self, text: &'de str) -> Result<(), E> {
-        self.0.push(text.into());
-        Ok(())
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<(), E> {
-        self.0.push(RawValue::Text(Cow::Owned(text.to_owned())));
-        Ok(())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<(), A::Error> {
-        while items.next_element_seed(Flatten(self.0))?.is_some() {}
-        Ok(())
-    }
-}
-
-impl<'de: 'a, 'a> serde::de::DeserializeSeed<'de> for Flatten<'_, 'a> {
+impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for Nested<'_, T> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
-        from.deserialize_any(self)
+        match self.depth {
+            0 => T::deserialize(from).map(self.take),
+            _ => from.deserialize_seq(self),
+        }
     }
 }
 
-/// Appends `value` as bytes of the type `datatype`. Returns false if it is of another type.
-fn write(value: &RawValue<'_>, datatype: &str, to: &mut Vec<u8>) -> bool {
-    let real = match value {
-        RawValue::Text(text) => {
-            write_text(to, text.as_bytes());
-            return datatype == "BYTES";
-        }
-        RawValue::Null if datatype == "BYTES" => {
-            write_null(to);
-            return true;
-        }
-        // A missing value is NaN in binary data.
-        RawValue::Null => f64::NAN,
-        RawValue::Unsigned(value) => *value as f64,
-        RawValue::Negative(value) => *value as f64,
-        RawValue::Float(value) => *value,
-    };
-    match (datatype, value) {
-        ("BYTES", _) => return false,
-        ("FP32", _) => to.extend((real as f32).to_le_bytes()),
-        ("FP64", _) => to.extend(real.to_le_bytes()),
-        ("UINT64", RawValue::Negative(_))
-        | (_, RawValue::Float(_) | RawValue::Text(_) | RawValue::Null) => return false,
-        (_, RawValue::Negative(value)) => to.extend(value.to_le_bytes()),
-        (_, RawValue::Unsigned(value)) => {
-            to.extend(value.to_le_bytes());
-            return datatype == "UINT64" || i64::try_from(*value).is_ok();
-        }
+impl<'de, T: Deserialize<'de>> Visitor<'de> for Nested<'_, T> {
+    type Value = ();
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("an array")
     }
-    true
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<(), A::Error> {
+        let (depth, take) = (self.depth - 1, self.take);
+        while items.next_element_seed(Nested { depth, take: &mut *take })?.is_some() {}
+        Ok(())
+    }
+}
+
+/// Passes each value in `json`, a value or nested arrays of values, to `take`.
+fn each<'a, T: Deserialize<'a>>(
+    json: &'a RawValue,
+    mut take: impl FnMut(T),
+) -> Result<(), serde_json::Error> {
+    let is_open = |c: &char| *c == '[' || c.is_ascii_whitespace();
+    let depth = json.get().chars().take_while(is_open).filter(|c| *c == '[').count();
+    let mut from = serde_json::Deserializer::from_str(json.get());
+    Nested { depth, take: &mut take }.deserialize(&mut from)
+}
+
+/// Returns the values in `json` as bytes of the type `datatype`.
+fn bytes_of(json: &RawValue, datatype: &str) -> Result<Vec<u8>, serde_json::Error> {
+    let mut to = Vec::with_capacity(json.get().len());
+    // A missing value is NaN in binary data.
+    match datatype {
+        "FP32" => {
+            each(json, |x: Option<f32>| to.extend(x.unwrap_or(f32::NAN).to_le_bytes()))?;
+        }
+        "FP64" => {
+            each(json, |x: Option<f64>| to.extend(x.unwrap_or(f64::NAN).to_le_bytes()))?;
+        }
+        "BYTES" => each(json, |text: Option<Text<'_>>| match text {
+            Some(Text(text)) => write_text(&mut to, text.as_bytes()),
+            None => write_null(&mut to),
+        })?,
+        "UINT64" => each(json, |n: u64| to.extend(n.to_le_bytes()))?,
+        // JSON does not tell INT32 from INT64: both are decoded as INT64.
+        _ => each(json, |n: i64| to.extend(n.to_le_bytes()))?,
+    }
+    Ok(to)
 }
 
 /// The path of a request for scores.
@@ -198,29 +172,15 @@ pub async fn infer(
     json_bytes: Option<usize>,
     body: Bytes,
 ) -> Result<Answered, Problem> {
-    let (submitted, id) = {
-        let (head, binary) = parse(json_bytes, &body, &mut call.memory)?;
-        let order = Order {
-            model: target.model,
-            version: target.version,
-            timeout: shorter_timeout(timeout_parameter(&head)?, None),
-            tensors: &tensors_of(&head, binary)?,
-            asked: &asked(&head),
-            every: encoding(head.parameters.binary_data_output),
-            top_k: head.parameters.top_k.map(top_k_of).transpose()?,
-        };
-        (submit(call, &order)?, head.id)
-    };
-    // The slot has the samples.
-    drop(body);
-    call.memory.shrink(REQUEST_BYTES);
-
-    let scored = submitted.wait().await;
-    scored.encode(call, &id, |shown, call| {
-        let bytes_max = ANSWER_BYTES + id.len() + 2 * NUMBER_BYTES * shown.numbers();
+    let order = order(target, json_bytes, &body, &mut call.memory)?;
+    let submitted = submit(call, &order)?;
+    drop(order);
+    let encode = |shown: &Shown<'_>, call: &mut Call<'_>| {
+        let bytes_max = ANSWER_BYTES + shown.id().len() + 2 * NUMBER_BYTES * shown.numbers();
         call.memory.grow(bytes_max)?;
-        Ok(response(&call.model, &id, shown))
-    })
+        Ok(response(&call.model, shown))
+    };
+    submitted.answer(call, body, encode).await
 }
 
 /// Queues the keys of `body` to prefetch. Returns how many keys fit into the queue.
@@ -236,37 +196,13 @@ pub fn prefetch(
     let Target { model, version } = target;
     let front = call.front;
     describe::version(front, model, version)?;
-    let (head, binary) = parse(json_bytes, body, &mut call.memory)?;
-    let tensors = tensors_of(&head, binary)?;
+    let order = order(target, json_bytes, body, &mut call.memory)?;
     let schema = front.serving.schema(model).ok_or_else(|| not_served(model))?;
     let layout = front.layout(model, &schema);
     let batch_max = front.serving.budget(model).map_or(1, |budget| budget.batch_max as usize);
-    let batch = batch_of(&layout, &tensors, Read::Keys, batch_max, &mut call.memory)?;
+    let batch = batch_of(&layout, &order.tensors, Read::Keys, batch_max, &mut call.memory)?;
     let queue = |f: usize| front.serving.prefetch(model, f, batch.bags(f).keys);
     Ok((0..batch.features()).map(queue).sum())
-}
-
-/// Decodes `body`, a request to a model with `schema` whose JSON has `head_bytes` bytes, into a
-/// batch; for fuzzing. Never keeps more bytes than the front door's budget allows.
-///
-/// # Errors
-/// The request is malformed, does not fit the model, or exceeds the budget.
-pub fn decode(
-    body: &[u8],
-    head_bytes: usize,
-    schema: &Arc<Schema>,
-    batch_max: usize,
-) -> Result<Batch, Problem> {
-    let mut memory = Share::new(&ByteBudget::new(64 << 20, 32 << 20)).reservation();
-    memory.grow(body.len())?;
-    let (head, binary) = parse(Some(head_bytes), body, &mut memory)?;
-    timeout_parameter(&head)?;
-    let top_k = head.parameters.top_k.map(top_k_of).transpose()?;
-    let tensors = tensors_of(&head, binary)?;
-    let layout = Layout::new(Arc::clone(schema));
-    let every = encoding(head.parameters.binary_data_output);
-    Wants::new(&layout.outputs, &asked(&head), every, top_k.is_some())?;
-    batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
 /// Returns the length of the JSON of a request, if its `headers` have one.
@@ -280,79 +216,78 @@ pub fn json_bytes(headers: &HeaderMap) -> Result<Option<usize>, Problem> {
     length.ok_or_else(wrong).map(Some)
 }
 
-/// Returns the JSON of a request, which has `json_bytes` bytes, and the binary data after it.
-fn parse<'a>(
+/// Reads a request, which has `json_bytes` bytes of JSON, and binary data after it. Counts what is
+/// kept of it in `memory`.
+///
+/// # Errors
+/// The bytes are not a request, or the budget has no room for it.
+pub fn order<'a>(
+    target: Target<'a>,
     json_bytes: Option<usize>,
     body: &'a [u8],
     memory: &mut Reservation,
-) -> Result<(Head<'a>, &'a [u8]), Problem> {
+) -> Result<Order<'a>, Problem> {
     let length = json_bytes.unwrap_or(body.len());
-    let Some((json, binary)) = body.split_at_checked(length) else {
+    let Some((json, mut binary)) = body.split_at_checked(length) else {
         let bytes = body.len();
         return Err(Problem::invalid(format!("{HEAD_LENGTH}: {length} of {bytes} bytes")));
     };
     // Before the JSON is parsed, because the parser allocates.
     memory.grow(GROWTH * json.len())?;
-    let head: Head<'_> =
+    let Head { id, parameters, inputs, outputs } =
         serde_json::from_slice(json).map_err(|e| Problem::invalid(e.to_string()))?;
-    let inputs = head.inputs.iter().flat_map(|input| [&input.name, &input.datatype]);
-    let names = inputs.chain(head.outputs.iter().map(|output| &output.name)).chain([&head.id]);
-    names.map(|name| checked(name)).try_for_each(|name| name.map(drop))?;
-    Ok((head, binary))
-}
+    checked(&id)?;
 
-fn timeout_parameter(head: &Head<'_>) -> Result<Option<Duration>, Problem> {
-    let timeout = head.parameters.timeout.map(timeout_of).transpose()?;
-    Ok(timeout.filter(|timeout| !timeout.is_zero()))
-}
-
-fn tensors_of<'a>(head: &'a Head<'a>, mut binary: &'a [u8]) -> Result<Vec<Tensor<'a>>, Problem> {
-    let mut tensors = Vec::with_capacity(head.inputs.len());
-    for HeadInput { name, datatype, shape, parameters, data } in &head.inputs {
-        let fault =
-            |problem: &str| Problem::invalid(format!("input `{}`: {problem}", Shortened(name)));
-        let values = match (data, parameters.binary_data_size) {
-            (None, Some(bytes)) => {
-                let (own, rest) = binary.split_at_checked(bytes).ok_or_else(|| {
-                    fault("binary_data_size is more than the bytes of the request")
-                })?;
-                binary = rest;
-                Cow::Borrowed(own)
-            }
-            (None, None) => return Err(fault("has no data")),
-            (Some(_), Some(_)) => return Err(fault("has data and binary data")),
-            (Some(Data(values)), None) => {
-                let mut bytes = Vec::with_capacity(8 * values.len());
-                if !values.iter().all(|value| write(value, datatype, &mut bytes)) {
-                    let datatype = Shortened(datatype);
-                    return Err(fault(&format!("its data has values that are not {datatype}")));
-                }
-                Cow::Owned(bytes)
-            }
-        };
-        // JSON does not tell INT32 from INT64: both are decoded as INT64.
-        let is_wide = data.is_some() && datatype == "INT32";
-        let datatype = if is_wide { "INT64" } else { datatype };
-        let optional = parameters.optional;
-        tensors.push(Tensor { name, datatype, shape, values, optional });
+    let Parameters { timeout, top_k, binary_data_output: is_binary, .. } = parameters;
+    let Target { model, version } = target;
+    let mut order = Order { model, version, id, every: encoding(is_binary), ..Order::default() };
+    for (name, value) in [("timeout", timeout), ("top_k", top_k)] {
+        value.map_or(Ok(()), |value| order.set(name, value.get()))?;
+    }
+    for input in inputs {
+        order.tensors.push(tensor(input, &mut binary)?);
+    }
+    for HeadOutput { name, parameters } in outputs {
+        checked(&name)?;
+        let want = encoding(parameters.binary_data || is_binary);
+        order.asked.push(Asked { name, want });
     }
     if !binary.is_empty() {
         return Err(Problem::invalid(format!("{} bytes belong to no input", binary.len())));
     }
-    Ok(tensors)
+    Ok(order)
+}
+
+/// Returns the tensor of `input`, which takes its part of the `binary` data.
+fn tensor<'a>(input: HeadInput<'a>, binary: &mut &'a [u8]) -> Result<Tensor<'a>, Problem> {
+    let HeadInput { name, datatype, shape, parameters, data } = input;
+    checked(&name)?;
+    checked(&datatype)?;
+    let optional = parameters.optional;
+    let mut tensor = Tensor { name, datatype, optional, ..Tensor::default() };
+    shape.into_iter().try_for_each(|side| tensor.add_side(side))?;
+    tensor.values = match (data, parameters.binary_data_size) {
+        (None, Some(bytes)) => {
+            let beyond = "binary_data_size is more than the bytes of the request";
+            let own;
+            (own, *binary) = binary.split_at_checked(bytes).ok_or_else(|| tensor.fault(beyond))?;
+            Cow::Borrowed(own)
+        }
+        (None, None) => return Err(tensor.fault("has no data")),
+        (Some(_), Some(_)) => return Err(tensor.fault("has data and binary data")),
+        (Some(data), None) => Cow::Owned(bytes_of(data, &tensor.datatype).map_err(|_| {
+            let datatype = Shortened(&tensor.datatype);
+            tensor.fault(&format!("its data has values that are not {datatype}"))
+        })?),
+    };
+    if data.is_some() && tensor.datatype == "INT32" {
+        tensor.datatype = "INT64".into();
+    }
+    Ok(tensor)
 }
 
 fn encoding(is_binary: bool) -> Want {
     if is_binary { Want::Binary } else { Want::Text }
-}
-
-fn asked<'a>(head: &'a Head<'_>) -> Vec<Asked<'a>> {
-    let is_binary = head.parameters.binary_data_output;
-    let asked = |HeadOutput { name, parameters }: &'a HeadOutput| Asked {
-        name,
-        want: encoding(parameters.binary_data || is_binary),
-    };
-    head.outputs.iter().map(asked).collect()
 }
 
 /// The JSON of an answer.
@@ -371,36 +306,32 @@ struct AnswerHead<'a> {
 struct AnswerOutput<'a> {
     name: &'a str,
     datatype: &'a str,
-    shape: Vec<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    parameters: Option<AnswerParameters>,
+    shape: Vec<i64>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    parameters: BTreeMap<&'static str, usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     data: Option<Numbers<'a>>,
 }
 
-#[derive(Serialize)]
-struct AnswerParameters {
-    binary_data_size: usize,
-}
-
-fn response(model_name: &str, id: &str, shown: &Shown<'_>) -> Answered {
+fn response(model_name: &str, shown: &Shown<'_>) -> Answered {
     let (mut outputs, mut binary) = (Vec::new(), Vec::new());
     for (output, want, numbers) in shown.outputs() {
-        let before = binary.len();
+        let mut parameters = BTreeMap::new();
         if want == Want::Binary {
+            let before = binary.len();
             numbers.write(&mut binary);
+            parameters.insert("binary_data_size", binary.len() - before);
         }
-        let binary_data_size = binary.len() - before;
         outputs.push(AnswerOutput {
             name: &output.name,
             datatype: output.datatype(),
             shape: numbers.shape(),
-            parameters: (want == Want::Binary).then_some(AnswerParameters { binary_data_size }),
+            parameters,
             data: (want == Want::Text).then_some(numbers),
         });
     }
 
-    let model_version = shown.sequence().to_string();
+    let (id, model_version) = (shown.id(), shown.sequence().to_string());
     let parameters = shown.differences().parameters().collect();
     let head = AnswerHead { model_name, model_version, id, parameters, outputs };
     // Numbers and text always serialize.

@@ -16,7 +16,6 @@ use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 /// The time to wait before a retry, in milliseconds; `retry-after` has whole seconds only.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
@@ -116,74 +115,49 @@ pub async fn read_body(
 /// As for [`read_body`].
 pub async fn read_until(
     call: &mut Call<'_>,
-    body: Incoming,
-    bytes_max: usize,
-    is_whole: fn(&[u8]) -> bool,
-) -> Result<Bytes, Problem> {
-    // A body that announces too many bytes is refused before the first is kept.
-    if body.size_hint().lower() > bytes_max as u64 {
-        return Err(too_large(bytes_max));
-    }
-    let read = tokio::time::timeout(BODY_TIME_MAX, read_frames(call, body, bytes_max, is_whole));
-    read.await.unwrap_or_else(|_| {
-        let problem = format!("the body did not arrive within {BODY_TIME_MAX:?}");
-        Err(Problem::new(Code::Late, problem))
-    })
-}
-
-fn too_large(bytes_max: usize) -> Problem {
-    let message = format!("the body has more than {bytes_max} bytes");
-    Problem::new(Code::TooLarge, message)
-}
-
-async fn read_frames(
-    call: &mut Call<'_>,
     mut body: Incoming,
     bytes_max: usize,
     is_whole: fn(&[u8]) -> bool,
 ) -> Result<Bytes, Problem> {
-    let announced = body.size_hint().exact().map_or(bytes_max, |bytes| bytes as usize);
-    let mut read = Vec::new();
-    while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
-        let frame = frame.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
-        let Ok(data) = frame.into_data() else { continue };
-        // With the heads of its frames, unless they are tiny.
-        call.connection.count_used(data.len() + data.len() / 64);
-        call.connection.note_moved(data.len());
-        let bytes = read.len() + data.len();
-        if bytes > bytes_max {
-            return Err(too_large(bytes_max));
-        }
-
-        if bytes > read.capacity() {
-            // Room for what has arrived: a caller may announce a body and never send it.
-            let capacity = (2 * read.capacity()).min(announced).max(bytes);
-            call.front.connections.grow(&mut call.memory, capacity - read.capacity())?;
-            read.reserve_exact(capacity - read.len());
-        }
-        // Copied, because a frame of one byte keeps the whole buffer of its connection.
-        read.extend_from_slice(&data);
-        if is_whole(&read) {
-            break;
-        }
+    let too_large = || {
+        let message = format!("the body has more than {bytes_max} bytes");
+        Problem::new(Code::TooLarge, message)
+    };
+    // A body that announces too many bytes is refused before the first is kept.
+    if body.size_hint().lower() > bytes_max as u64 {
+        return Err(too_large());
     }
-    Ok(read.into())
-}
+    let read = tokio::time::timeout(BODY_TIME_MAX, async {
+        let announced = body.size_hint().exact().map_or(bytes_max, |bytes| bytes as usize);
+        let mut read = Vec::new();
+        while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
+            let frame =
+                frame.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
+            let Ok(data) = frame.into_data() else { continue };
+            // With the heads of its frames, unless they are tiny.
+            call.connection.count_used(data.len() + data.len() / 64);
+            call.connection.note_moved(data.len());
+            let bytes = read.len() + data.len();
+            if bytes > bytes_max {
+                return Err(too_large());
+            }
 
-/// Converts the microseconds that a caller waits for an answer.
-///
-/// # Errors
-/// The number is negative.
-pub fn timeout_of(us: i64) -> Result<Duration, Problem> {
-    let us = u64::try_from(us).map_err(|_| Problem::invalid(format!("timeout: {us} µs")))?;
-    Ok(Duration::from_micros(us))
-}
-
-/// Converts the number of best samples that a caller asks for.
-///
-/// # Errors
-/// The number is below 1.
-pub fn top_k_of(k: i64) -> Result<usize, Problem> {
-    let wrong = || Problem::invalid(format!("parameter `top_k` is {k}, must be 1 or more"));
-    usize::try_from(k).ok().filter(|k| *k > 0).ok_or_else(wrong)
+            if bytes > read.capacity() {
+                // Room for what has arrived: a caller may announce a body and never send it.
+                let capacity = (2 * read.capacity()).min(announced).max(bytes);
+                call.front.connections.grow(&mut call.memory, capacity - read.capacity())?;
+                read.reserve_exact(capacity - read.len());
+            }
+            // Copied, because a frame of one byte keeps the whole buffer of its connection.
+            read.extend_from_slice(&data);
+            if is_whole(&read) {
+                break;
+            }
+        }
+        Ok(read.into())
+    });
+    read.await.unwrap_or_else(|_| {
+        let problem = format!("the body did not arrive within {BODY_TIME_MAX:?}");
+        Err(Problem::new(Code::Late, problem))
+    })
 }

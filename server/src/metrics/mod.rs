@@ -9,8 +9,10 @@ pub mod slowest;
 pub mod trace;
 
 use crate::limits::PERCENTILE_US_MAX;
+use crate::locks::lock;
+use crate::metrics::process::Process;
 use crate::metrics::scrape::Scrape;
-use crate::metrics::trace::{Protocol, Trace};
+use crate::metrics::trace::{Protocol, STAGES, Trace};
 use crate::problem::Problem;
 use crate::tensors::Differences;
 use hdrhistogram::Histogram as Percentiles;
@@ -18,14 +20,19 @@ use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Metric, Registry};
+use serde::Serialize;
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Labels of a metric.
 pub type Labels<const N: usize> = [(&'static str, String); N];
+/// A sum of times.
+pub type Seconds = Counter<f64, AtomicU64>;
+/// The latencies of each model.
+type Latencies = Family<Labels<1>, Histogram, fn() -> Histogram>;
 
 /// The first bucket of the latencies, in seconds; each further one is twice as long.
 const BUCKET_S: f64 = 16e-6;
@@ -37,75 +44,86 @@ pub struct Metrics {
     registry: Registry,
     models: RwLock<BTreeMap<String, Arc<ModelMetrics>>>,
     requests: Family<Labels<3>, Counter>,
-    seconds: Family<Labels<1>, Histogram, fn() -> Histogram>,
-    stages: Family<Labels<2>, Counter<f64, AtomicU64>>,
+    seconds: Latencies,
+    stages: Family<Labels<2>, Seconds>,
     lookups: Family<Labels<2>, Counter>,
     inputs: Family<Labels<2>, Counter>,
-    connections: Counter,
-    connections_refused: Counter,
+    /// Connections that were given a place.
+    pub connections: Counter,
+    /// Connections for which there was no place.
+    pub connections_refused: Counter,
 }
 
 fn latency_histogram() -> Histogram {
     Histogram::new(exponential_buckets(BUCKET_S, 2.0, BUCKETS))
 }
 
+/// Returns a sum of times in nanoseconds.
+pub fn ns(seconds: &Seconds) -> u64 {
+    (1e9 * seconds.get()) as u64
+}
+
+/// Registers `metric` in `registry`.
+fn add<M: Metric + Clone>(registry: &mut Registry, name: &str, help: &str, metric: M) -> M {
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
+    labels.map(|(label, value)| (label, value.to_owned()))
+}
+
 impl Metrics {
     /// Returns metrics at zero. `scrape` adds what other parts count.
     pub fn new(scrape: Scrape) -> Self {
-        let seconds: Family<Labels<1>, Histogram, fn() -> Histogram> =
-            Family::new_with_constructor(latency_histogram);
-        let mut metrics = Self {
-            registry: Registry::with_prefix("hatchback"),
-            models: RwLock::default(),
-            requests: Family::default(),
-            seconds,
-            stages: Family::default(),
-            lookups: Family::default(),
-            inputs: Family::default(),
-            connections: Counter::default(),
-            connections_refused: Counter::default(),
-        };
-        let registry = &mut metrics.registry;
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(Process));
+        let own = registry.sub_registry_with_prefix("hatchback");
+        own.register_collector(Box::new(scrape));
+
         let help = "Requests for scores, by model, protocol and outcome";
-        registry.register("requests", help, metrics.requests.clone());
+        let requests = add(own, "requests", help, Family::default());
         let help = "Time from the headers of a request to the end of its answer";
-        registry.register("request_seconds", help, metrics.seconds.clone());
+        let seconds = Latencies::new_with_constructor(latency_histogram);
+        let seconds = add(own, "request_seconds", help, seconds);
         let help = "Time that answered requests spent in each stage";
-        registry.register("stage_seconds", help, metrics.stages.clone());
+        let stages = add(own, "stage_seconds", help, Family::default());
         let help = "Lookups of scored requests, by model and status; late counts samples";
-        registry.register("lookups", help, metrics.lookups.clone());
+        let lookups = add(own, "lookups", help, Family::default());
         let help = "Inputs of answered requests that were ignored or absent";
-        registry.register("inputs", help, metrics.inputs.clone());
+        let inputs = add(own, "inputs", help, Family::default());
         let help = "Connections that were given a place";
-        registry.register("connections_opened", help, metrics.connections.clone());
+        let connections = add(own, "connections_opened", help, Counter::default());
         let help = "Connections that were closed because every other one had a request in progress";
-        registry.register("connections_refused", help, metrics.connections_refused.clone());
-        registry.register_collector(Box::new(scrape));
-        metrics
-    }
-
-    /// Counts a connection that was given a place.
-    pub fn open_connection(&self) {
-        self.connections.inc();
-    }
-
-    /// Counts a connection for which there was no place.
-    pub fn refuse_connection(&self) {
-        self.connections_refused.inc();
+        let connections_refused = add(own, "connections_refused", help, Counter::default());
+        Self {
+            registry,
+            models: RwLock::default(),
+            requests,
+            seconds,
+            stages,
+            lookups,
+            inputs,
+            connections,
+            connections_refused,
+        }
     }
 
     /// Counts a request without scores. `model` is the name of a served model, or empty if there is
     /// none.
     pub fn refuse(&self, model: &str, protocol: Protocol, problem: &Problem, time: Duration) {
-        let labels = [
-            ("model", model.to_owned()),
-            ("protocol", protocol.name().to_owned()),
-            ("outcome", problem.code.outcome().to_owned()),
-        ];
-        self.requests.get_or_create(&labels).inc();
+        self.requests_with(model, protocol, problem.code.outcome()).inc();
         if !model.is_empty() {
-            self.model(model).fail(time);
+            let model = self.model(model);
+            model.failed.inc();
+            model.failed_recent.fetch_add(1, Ordering::Relaxed);
+            model.failed_seconds.inc_by(time.as_secs_f64());
         }
+    }
+
+    fn requests_with(&self, model: &str, protocol: Protocol, outcome: &str) -> Counter {
+        let of = [("model", model), ("protocol", protocol.name()), ("outcome", outcome)];
+        self.requests.get_or_create_owned(&labels(of))
     }
 
     /// Returns the metrics of the model `name`. It must be the name of a served model: otherwise
@@ -123,34 +141,24 @@ impl Metrics {
     }
 
     fn new_model(&self, name: &str) -> ModelMetrics {
-        let answered = |protocol: Protocol| {
-            let labels = [
-                ("model", name.to_owned()),
-                ("protocol", protocol.name().to_owned()),
-                ("outcome", "answered".to_owned()),
-            ];
-            self.requests.get_or_create_owned(&labels)
-        };
-        let stage = |stage: &str| {
-            let labels = [("model", name.to_owned()), ("stage", stage.to_owned())];
-            self.stages.get_or_create_owned(&labels)
-        };
-        let lookups = |status: &str| {
-            let labels = [("model", name.to_owned()), ("status", status.to_owned())];
-            self.lookups.get_or_create_owned(&labels)
-        };
-        let inputs = |outcome: &str| {
-            let labels = [("model", name.to_owned()), ("outcome", outcome.to_owned())];
-            self.inputs.get_or_create_owned(&labels)
-        };
+        let answered = |protocol| self.requests_with(name, protocol, "answered");
+        let of = |label, value| labels([("model", name), (label, value)]);
+        let lookups = ["fresh", "defaulted", "absent", "damaged", "late"];
+        // The bounds are constants and valid.
+        let recent = Percentiles::new_with_bounds(1, PERCENTILE_US_MAX, 2).ok();
         ModelMetrics {
-            inputs: ["ignored", "absent"].map(inputs),
-            answered: [answered(Protocol::Grpc), answered(Protocol::Http)],
-            seconds: self.seconds.get_or_create_owned(&[("model", name.to_owned())]),
-            stages: ["decode", "queue", "score", "encode"].map(stage),
-            lookups: ["fresh", "defaulted", "absent", "damaged", "late"].map(lookups),
-            totals: Mutex::default(),
-            recent: Mutex::new(Recent::new()),
+            answered: [Protocol::Grpc, Protocol::Http].map(answered),
+            seconds: self.seconds.get_or_create_owned(&labels([("model", name)])),
+            stages: STAGES.map(|stage| self.stages.get_or_create_owned(&of("stage", stage))),
+            lookups: lookups.map(|one| self.lookups.get_or_create_owned(&of("status", one))),
+            inputs: ["ignored", "absent"]
+                .map(|one| self.inputs.get_or_create_owned(&of("outcome", one))),
+            samples: Counter::default(),
+            failed: Counter::default(),
+            failed_seconds: Seconds::default(),
+            last_unix_ms: AtomicU64::default(),
+            failed_recent: AtomicU64::default(),
+            recent: Mutex::new(recent),
         }
     }
 
@@ -159,49 +167,20 @@ impl Metrics {
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
-        let end = text.rfind("# EOF").unwrap_or(text.len());
-        text.insert_str(end, &process::text());
         text
     }
 }
 
-/// Totals of one model since the start, for its statistics.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Totals {
-    pub answered: u64,
-    pub failed: u64,
-    pub samples: u64,
-    pub total_ns: u64,
-    pub failed_ns: u64,
-    pub decode_ns: u64,
-    pub queue_ns: u64,
-    pub score_ns: u64,
-    pub encode_ns: u64,
-    /// When the last request was answered, ms since 1970.
-    pub last_unix_ms: u64,
-}
-
-/// Counts since the last call of `take_recent`.
-#[derive(Debug)]
+/// The requests of a short time.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Recent {
+    /// Requests that were answered.
     pub answered: u64,
+    /// Requests that were refused or failed.
     pub failed: u64,
-    /// Latencies, µs.
-    pub latencies: Option<Percentiles<u64>>,
-}
-
-impl Recent {
-    fn new() -> Self {
-        // The bounds are constants and valid.
-        let latencies = Percentiles::new_with_bounds(1, PERCENTILE_US_MAX, 2).ok();
-        Self { answered: 0, failed: 0, latencies }
-    }
-
-    /// Returns a percentile of the latencies, µs; `None` without requests.
-    pub fn latency_us(&self, quantile: f64) -> Option<u64> {
-        let latencies = self.latencies.as_ref().filter(|latencies| !latencies.is_empty())?;
-        Some(latencies.value_at_quantile(quantile))
-    }
+    /// `None` without an answer.
+    pub p50_us: Option<u64>,
+    pub p99_us: Option<u64>,
 }
 
 /// Counters of one model.
@@ -209,86 +188,68 @@ impl Recent {
 pub struct ModelMetrics {
     answered: [Counter; 2],
     seconds: Histogram,
-    stages: [Counter<f64, AtomicU64>; 4],
+    stages: [Seconds; 4],
     lookups: [Counter; 5],
     /// Ignored and absent ones.
     inputs: [Counter; 2],
-    totals: Mutex<Totals>,
-    recent: Mutex<Recent>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn ns(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+    /// The counts below are for the statistics of the model.
+    pub samples: Counter,
+    pub failed: Counter,
+    pub failed_seconds: Seconds,
+    /// When the last request was answered, ms since 1970.
+    pub last_unix_ms: AtomicU64,
+    /// Requests without scores since the last call of `take_recent`, and latencies, µs.
+    failed_recent: AtomicU64,
+    recent: Mutex<Option<Percentiles<u64>>>,
 }
 
 impl ModelMetrics {
     /// Counts an answered request, of whose samples the deadline cut `late` short.
-    pub fn answer(&self, protocol: Protocol, trace: &Trace, late: usize) {
-        let Trace { total, decode, queue, score, encode, samples, status, .. } = trace;
+    pub fn answer(&self, protocol: Protocol, trace: &Trace, late: usize, inputs: &Differences) {
+        let Trace { samples, status, .. } = trace;
+        let total = trace.total();
         self.answered[usize::from(protocol == Protocol::Http)].inc();
         self.seconds.observe(total.as_secs_f64());
-        let stages = [decode, queue, score, encode];
-        for (counter, time) in self.stages.iter().zip(stages) {
+        for (counter, time) in self.stages.iter().zip(trace.stages()) {
             counter.inc_by(time.as_secs_f64());
         }
         let counts = [status.fresh, status.defaulted, status.absent, status.damaged, late as u32];
         for (counter, count) in self.lookups.iter().zip(counts).filter(|(_, count)| *count > 0) {
             counter.inc_by(count.into());
         }
-
-        {
-            let mut totals = lock(&self.totals);
-            totals.answered += 1;
-            totals.samples += *samples as u64;
-            totals.total_ns += ns(*total);
-            totals.decode_ns += ns(*decode);
-            totals.queue_ns += ns(*queue);
-            totals.score_ns += ns(*score);
-            totals.encode_ns += ns(*encode);
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            totals.last_unix_ms = u64::try_from(now.as_millis()).unwrap_or(0);
-        }
-        let mut recent = lock(&self.recent);
-        recent.answered += 1;
-        if let Some(latencies) = &mut recent.latencies {
-            latencies.saturating_record(u64::try_from(total.as_micros()).unwrap_or(u64::MAX));
-        }
-    }
-
-    /// Counts the inputs of an answered request that were ignored or absent.
-    pub fn count_inputs(&self, differences: &Differences) {
-        let Differences { ignored, absent } = differences;
-        for (counter, names) in self.inputs.iter().zip([ignored, absent]) {
+        for (counter, names) in self.inputs.iter().zip([&inputs.ignored, &inputs.absent]) {
             counter.inc_by(names.len() as u64);
         }
-    }
+        self.samples.inc_by(*samples as u64);
 
-    /// Counts a request without scores.
-    fn fail(&self, time: Duration) {
-        let mut totals = lock(&self.totals);
-        totals.failed += 1;
-        totals.failed_ns += ns(time);
-        drop(totals);
-        lock(&self.recent).failed += 1;
-    }
-
-    /// Returns the totals.
-    pub fn totals(&self) -> Totals {
-        *lock(&self.totals)
-    }
-
-    /// Passes what was counted since the last call to `read`, and resets it.
-    pub fn take_recent<T>(&self, read: impl FnOnce(&Recent) -> T) -> T {
-        let mut recent = lock(&self.recent);
-        let shown = read(&recent);
-        (recent.answered, recent.failed) = (0, 0);
-        if let Some(latencies) = &mut recent.latencies {
-            latencies.reset();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.last_unix_ms.store(now.as_millis() as u64, Ordering::Relaxed);
+        if let Some(latencies) = &mut *lock(&self.recent) {
+            latencies.saturating_record(total.as_micros() as u64);
         }
-        shown
+    }
+
+    /// Returns how many requests were answered.
+    pub fn answered(&self) -> u64 {
+        self.answered.iter().map(Counter::get).sum()
+    }
+
+    /// Returns the time of answered requests in each stage, as [`STAGES`] names them.
+    pub fn stages_ns(&self) -> [u64; 4] {
+        self.stages.each_ref().map(ns)
+    }
+
+    /// Returns what was counted since the last call.
+    pub fn take_recent(&self) -> Recent {
+        let failed = self.failed_recent.swap(0, Ordering::Relaxed);
+        let mut recent = lock(&self.recent);
+        let Some(latencies) = recent.as_mut().filter(|latencies| !latencies.is_empty()) else {
+            return Recent { failed, ..Recent::default() };
+        };
+        let at = |quantile| Some(latencies.value_at_quantile(quantile));
+        let (p50_us, p99_us) = (at(0.5), at(0.99));
+        let taken = Recent { answered: latencies.len(), failed, p50_us, p99_us };
+        latencies.reset();
+        taken
     }
 }

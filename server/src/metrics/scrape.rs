@@ -3,17 +3,21 @@
 
 use crate::connections::Connections;
 use crate::connections::memory::ByteBudget;
+use crate::locks::lock;
 use crate::metrics::facts::{CarFacts, WearFacts};
-use hatchback::{Generation, Serving, TableCounts};
+use hatchback::request::worker::Counters;
+use hatchback::{CacheUse, Generation, Serving, Stats, TableCounts, UpdateStatus};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType::{self, Counter, Gauge};
 use std::fmt::Error;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 type Label = (&'static str, String);
 /// What a family reads a value of, with the labels of the value.
 type Rows<T> = Vec<(Vec<Label>, T)>;
+/// A family: its kind, its name, its help, and how it reads a value.
+type Family<T> = (MetricType, &'static str, &'static str, fn(&T) -> u64);
 
 /// Where the values are read.
 pub struct Scrape {
@@ -30,35 +34,78 @@ impl std::fmt::Debug for Scrape {
     }
 }
 
+/// The families of a pipeline.
+const PIPELINE: [Family<Stats>; 6] = [
+    (Counter, "pipeline_requests", "Requests that a worker took", |s| s.requests),
+    (Counter, "pipeline_batches", "Batches of these requests", |s| s.batches),
+    (Counter, "pipeline_busy", "Requests refused for want of a slot", |s| s.busy),
+    (Counter, "pipeline_failed", "Requests that a worker could not score", |s| s.failed),
+    (Counter, "pipeline_late", "Requests whose deadline passed", |s| s.expired),
+    (Gauge, "pipeline_waiting", "Requests that wait now", |s| s.waiting as u64),
+];
+
+/// The families of its workers' lookups.
+const LOOKUPS: [Family<Counters>; 4] = [
+    (Counter, "cache_lookups", "Lookups of tables that are not resident", |c| c.cached_lookups),
+    (Counter, "cache_misses", "Of these, lookups whose row was not cached", |c| c.missed_lookups),
+    (Counter, "flash_pages_read", "Pages read for requests", |c| c.pages),
+    (Counter, "flash_pages_damaged", "Of these, pages that failed a check", |c| c.pages_damaged),
+];
+
+/// The families of a table. Of the missed rows, each is counted once a request.
+const TABLE: [Family<TableCounts>; 5] = [
+    (Counter, "table_lookups", "Lookups of a table", |t| t.lookups),
+    (Counter, "table_misses", "Rows that requests missed, each once a request", |t| t.misses),
+    (Counter, "table_defaulted", "Missed rows that no request waited for", |t| t.defaulted),
+    (Counter, "table_absent", "Missed rows that the table does not have", |t| t.absent),
+    (Counter, "table_damaged", "Missed rows whose page failed its check", |t| t.damaged),
+];
+
+/// The families of the caches of a model.
+const CACHES: [Family<CacheUse>; 2] = [
+    (Gauge, "cache_rows_max", "Rows that the caches have room for", |c| c.rows_max),
+    (Gauge, "cache_rows", "Rows that are cached, estimated from a sample of the sets", |c| c.rows),
+];
+
+/// The families of a flash directory.
+const WEAR: [Family<WearFacts>; 3] = [
+    (Counter, "flash_bytes_written", "Bytes of installs and maintenance", |w| w.bytes_total),
+    (Gauge, "flash_bytes_written_today", "Bytes that they have written today", |w| w.bytes_today),
+    (Gauge, "flash_pages_listed_damaged", "Damaged pages of the last scrub", |w| w.damaged),
+];
+
 /// Writes families of values.
-struct Families<'a>(DescriptorEncoder<'a>);
+pub struct Families<'a>(pub DescriptorEncoder<'a>);
 
 impl Families<'_> {
-    /// Writes a counter or a gauge: the `value` of each of `rows`.
-    fn family<T>(
-        &mut self,
-        kind: MetricType,
-        name: &str,
-        help: &str,
-        rows: &Rows<T>,
-        value: fn(&T) -> u64,
-    ) -> Result<(), Error> {
-        let mut encoder = self.0.encode_descriptor(name, help, None, kind)?;
-        for (labels, row) in rows {
-            let (mut one, value) = (encoder.encode_family(labels)?, value(row) as f64);
-            match kind {
-                Counter => one.encode_counter::<NoLabelSet, f64, f64>(&value, None)?,
-                _ => one.encode_gauge(&value)?,
+    /// Writes `families`: of each, its value in each of `rows`.
+    pub fn each<T>(&mut self, rows: &Rows<T>, families: &[Family<T>]) -> Result<(), Error> {
+        for (kind, name, help, value) in families {
+            let mut encoder = self.0.encode_descriptor(name, help, None, *kind)?;
+            for (labels, row) in rows {
+                write(encoder.encode_family(labels)?, *kind, value(row) as f64)?;
             }
         }
         Ok(())
     }
 
-    /// Writes the gauge `value`, which has no labels, if there is one.
-    fn gauge(&mut self, name: &str, help: &str, value: Option<f64>) -> Result<(), Error> {
-        let mut encoder = self.0.encode_descriptor(name, help, None, Gauge)?;
-        // A family without labels would print empty braces.
-        value.map_or(Ok(()), |value| encoder.encode_gauge(&value))
+    /// Writes a family without labels: its `value`, if there is one.
+    pub fn one(
+        &mut self,
+        kind: MetricType,
+        name: &str,
+        help: &str,
+        value: Option<f64>,
+    ) -> Result<(), Error> {
+        let encoder = self.0.encode_descriptor(name, help, None, kind)?;
+        value.map_or(Ok(()), |value| write(encoder, kind, value))
+    }
+}
+
+fn write(mut to: MetricEncoder<'_>, kind: MetricType, value: f64) -> Result<(), Error> {
+    match kind {
+        Counter => to.encode_counter::<NoLabelSet, f64, f64>(&value, None),
+        _ => to.encode_gauge(&value),
     }
 }
 
@@ -89,35 +136,16 @@ impl Scrape {
 
     fn pipelines(&self, to: &mut Families<'_>) -> Result<(), Error> {
         let stats = self.models(|name| self.serving.stats(name));
-        let help = "Requests that a worker took";
-        to.family(Counter, "pipeline_requests", help, &stats, |s| s.requests)?;
-        let help = "Batches of these requests";
-        to.family(Counter, "pipeline_batches", help, &stats, |s| s.batches)?;
-        let help = "Requests refused for want of a slot";
-        to.family(Counter, "pipeline_busy", help, &stats, |s| s.busy)?;
-        let help = "Requests that a worker could not score";
-        to.family(Counter, "pipeline_failed", help, &stats, |s| s.failed)?;
-        let help = "Requests whose deadline passed";
-        to.family(Counter, "pipeline_late", help, &stats, |s| s.expired)?;
-        let help = "Requests that wait now";
-        to.family(Gauge, "pipeline_waiting", help, &stats, |s| s.waiting as u64)?;
-        let help = "Lookups of tables that are not resident";
-        to.family(Counter, "cache_lookups", help, &stats, |s| s.counters.cached_lookups)?;
-        let help = "Of these, lookups whose row was not cached";
-        to.family(Counter, "cache_misses", help, &stats, |s| s.counters.missed_lookups)?;
-        let help = "Pages read for requests";
-        to.family(Counter, "flash_pages_read", help, &stats, |s| s.counters.pages)?;
-        let help = "Of these, pages that failed their check";
-        to.family(Counter, "flash_pages_damaged", help, &stats, |s| s.counters.pages_damaged)?;
-
+        to.each(&stats, &PIPELINE)?;
+        to.each(&stats.into_iter().map(|(labels, of)| (labels, of.counters)).collect(), &LOOKUPS)?;
+        to.each(&self.models(|name| self.serving.cache_use(name)), &CACHES)?;
         let generations = self.models(|name| self.serving.generation(name));
         let lineage = |(labels, of): (Vec<Label>, Generation)| {
-            let lineage = ("lineage", of.lineage.clone());
-            (labels.into_iter().chain([lineage]).collect(), of)
+            let lineage = ("lineage", of.lineage);
+            (labels.into_iter().chain([lineage]).collect(), of.sequence)
         };
         let generations = generations.into_iter().map(lineage).collect();
-        let help = "The sequence that a model serves";
-        to.family(Gauge, "generation", help, &generations, |of| of.sequence)
+        to.each(&generations, &[(Gauge, "generation", "The sequence that a model serves", |n| *n)])
     }
 
     fn tables(&self, to: &mut Families<'_>) -> Result<(), Error> {
@@ -125,22 +153,7 @@ impl Scrape {
             let counts = self.serving.table_counts(&name).unwrap_or_default().into_iter();
             counts.map(|of| (with(&name, "table", &of.table), of)).collect()
         };
-        let tables = self.serving.names().into_iter().flat_map(of_model).collect();
-        to.family(Counter, "table_lookups", "Lookups of a table", &tables, |t| t.lookups)?;
-        let help = "Rows that requests missed, each counted once a request";
-        to.family(Counter, "table_misses", help, &tables, |t| t.misses)?;
-        let help = "Missed rows that the miss policy or a deadline did not wait for";
-        to.family(Counter, "table_defaulted", help, &tables, |t| t.defaulted)?;
-        let help = "Missed rows that the table does not have";
-        to.family(Counter, "table_absent", help, &tables, |t| t.absent)?;
-        let help = "Missed rows whose page failed its check";
-        to.family(Counter, "table_damaged", help, &tables, |t| t.damaged)?;
-
-        let caches = self.models(|name| self.serving.cache_use(name));
-        let help = "Rows that the caches have room for";
-        to.family(Gauge, "cache_rows_max", help, &caches, |cache| cache.rows_max)?;
-        let help = "Rows that are cached, estimated from a sample of the sets";
-        to.family(Gauge, "cache_rows", help, &caches, |cache| cache.rows)
+        to.each(&self.serving.names().into_iter().flat_map(of_model).collect(), &TABLE)
     }
 
     fn memory(&self, to: &mut Families<'_>) -> Result<(), Error> {
@@ -150,43 +163,29 @@ impl Scrape {
             lines.iter().map(|(line, bytes)| (with(&name, "line", line), *bytes)).collect()
         };
         let lines = plans.chain([beside]).flat_map(of_plan).collect();
-        to.family(Gauge, "memory_bytes", "The memory plan, by model and line", &lines, |bytes| {
-            *bytes
-        })?;
+        let help = "The memory plan, by model and line";
+        to.each(&lines, &[(Gauge, "memory_bytes", help, |bytes| *bytes)])?;
         let max = self.serving.memory_bytes_max() as f64;
-        to.gauge("memory_bytes_max", "The budget of all models", Some(max))?;
-        let used = self.bytes.used() as f64;
-        to.gauge("server_bytes", "Bytes that requests and answers hold now", Some(used))?;
-        to.gauge("connections", "Open connections", Some(self.connections.count() as f64))
+        to.one(Gauge, "memory_bytes_max", "The budget of all models", Some(max))?;
+        let (help, used) = ("Bytes that requests and answers hold now", self.bytes.used() as f64);
+        to.one(Gauge, "server_bytes", help, Some(used))?;
+        to.one(Gauge, "connections", "Open connections", Some(self.connections.count() as f64))
     }
 
     fn car(&self, to: &mut Families<'_>) -> Result<(), Error> {
-        let facts = self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let updates = facts.updates.iter();
-        let states = updates.clone().map(|(name, of)| (with(name, "state", of.state), 1));
-        to.family(
-            Gauge,
-            "update_state",
-            "The state of a model's update",
-            &states.collect(),
-            |one| *one,
-        )?;
-        let newest = updates.filter_map(|(name, of)| Some((model(name), of.newest?)));
+        let CarFacts { updates, wear, celsius, watts, shed_level } = lock(&self.facts).clone();
+        let state = |(name, of): &(String, UpdateStatus)| (with(name, "state", of.state), 1);
+        let states = updates.iter().map(state).collect();
+        to.each(&states, &[(Gauge, "update_state", "The state of a model's update", |one| *one)])?;
+        let newest = updates.iter().filter_map(|(name, of)| Some((model(name), of.newest?)));
         let help = "The newest sequence that the repository lists for this car";
-        to.family(Gauge, "update_newest", help, &newest.collect(), |newest| *newest)?;
+        to.each(&newest.collect(), &[(Gauge, "update_newest", help, |newest| *newest)])?;
 
         let of_directory = |wear: WearFacts| (vec![("directory", wear.directory.clone())], wear);
-        let wear = facts.wear.into_iter().map(of_directory).collect();
-        let help = "Bytes that installs and maintenance have written to flash";
-        to.family(Counter, "flash_bytes_written", help, &wear, |w| w.bytes_total)?;
-        let help = "Bytes that they have written today";
-        to.family(Gauge, "flash_bytes_written_today", help, &wear, |w| w.bytes_today)?;
-        let help = "Damaged pages of the last scrub";
-        to.family(Gauge, "flash_pages_listed_damaged", help, &wear, |w| w.damaged)?;
-
-        to.gauge("celsius", "The hottest thermal zone", facts.celsius)?;
-        to.gauge("watts", "The sum of the power rails", facts.watts)?;
+        to.each(&wear.into_iter().map(of_directory).collect(), &WEAR)?;
+        to.one(Gauge, "celsius", "The hottest thermal zone", celsius)?;
+        to.one(Gauge, "watts", "The sum of the power rails", watts)?;
         let help = "What is shed: 0 nothing, 1 maintenance, 2 requests too";
-        to.gauge("shed_level", help, Some(facts.shed_level.into()))
+        to.one(Gauge, "shed_level", help, Some(shed_level.into()))
     }
 }

@@ -2,15 +2,18 @@
 //! anything.
 
 use crate::front::Front;
+use crate::metrics::ns;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::{
-    DATA_TYPES, InferStatistics, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput,
-    ModelStatistics, ServerMetadataResponse, StatisticDuration, TensorMetadata,
+    DataType, InferStatistics, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput,
+    ModelStatistics, ModelStatisticsResponse, ServerMetadataResponse, StatisticDuration,
+    TensorMetadata,
 };
 use crate::tensors::Layout;
+use crate::tensors::outputs::Output;
 use hatchback::Shortened;
 use hatchback::schema::key_function::KeyFunction;
-use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
 
 /// The extensions of the protocol that the server has.
 const EXTENSIONS: [&str; 5] =
@@ -20,7 +23,8 @@ const PLATFORM: &str = "hatchback";
 
 /// Returns the number of a configuration for the type of a tensor.
 fn data_type(datatype: &str) -> i32 {
-    DATA_TYPES.iter().find(|(of, _, _)| *of == datatype).map_or(0, |(_, number, _)| *number)
+    let name = format!("TYPE_{}", if datatype == "BYTES" { "STRING" } else { datatype });
+    DataType::from_str_name(&name).unwrap_or_default().into()
 }
 
 /// Returns the metadata of the server.
@@ -83,8 +87,9 @@ fn raw_type(function: &KeyFunction) -> &'static str {
 }
 
 fn outputs(layout: &Layout, width: usize) -> Vec<TensorMetadata> {
-    let outputs = layout.outputs.list().iter();
-    outputs.map(|output| tensor(&output.name, output.datatype(), output.shape(width))).collect()
+    let outputs = layout.outputs.list.iter();
+    let output = |o: &Output| tensor(&o.name, o.datatype(), o.shape(-1, width));
+    outputs.map(output).collect()
 }
 
 /// Returns the metadata of the model `name`.
@@ -141,38 +146,37 @@ pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Pro
 ///
 /// # Errors
 /// There is no such model or version.
-pub fn statistics(front: &Front, name: &str, asked: &str) -> Result<Vec<ModelStatistics>, Problem> {
+pub fn statistics(
+    front: &Front,
+    name: &str,
+    asked: &str,
+) -> Result<ModelStatisticsResponse, Problem> {
     let names = if name.is_empty() { front.serving.names() } else { vec![name.to_owned()] };
-    names.into_iter().map(|name| statistics_of(front, name, asked)).collect()
+    let model_stats = names.into_iter().map(|name| statistics_of(front, name, asked));
+    Ok(ModelStatisticsResponse { model_stats: model_stats.collect::<Result<_, _>>()? })
 }
 
 fn statistics_of(front: &Front, name: String, asked: &str) -> Result<ModelStatistics, Problem> {
     let version = version(front, &name, asked)?;
-    let totals = front.metrics.model(&name).totals();
+    let model = front.metrics.model(&name);
+    let (answered, stages_ns) = (model.answered(), model.stages_ns());
     let of = |count: u64, ns: u64| Some(StatisticDuration { count, ns });
+    let [input, queue, infer, output] = stages_ns.map(|ns| of(answered, ns));
     Ok(ModelStatistics {
         name,
         version,
-        last_inference: totals.last_unix_ms,
-        inference_count: totals.samples,
-        execution_count: totals.answered,
+        last_inference: model.last_unix_ms.load(Ordering::Relaxed),
+        inference_count: model.samples.get(),
+        execution_count: answered,
         inference_stats: Some(InferStatistics {
-            success: of(totals.answered, totals.total_ns),
-            fail: of(totals.failed, totals.failed_ns),
-            queue: of(totals.answered, totals.queue_ns),
-            compute_input: of(totals.answered, totals.decode_ns),
-            compute_infer: of(totals.answered, totals.score_ns),
-            compute_output: of(totals.answered, totals.encode_ns),
+            success: of(answered, stages_ns.iter().sum()),
+            fail: of(model.failed.get(), ns(&model.failed_seconds)),
+            queue,
+            compute_input: input,
+            compute_infer: infer,
+            compute_output: output,
         }),
+        // JSON shows the empty list, and gRPC leaves it out.
+        batch_stats: vec![],
     })
-}
-
-/// Returns statistics as JSON, with a list that gRPC leaves out because it is empty.
-pub fn statistics_json(models: &[ModelStatistics]) -> Value {
-    let one = |model: &ModelStatistics| {
-        let mut json = json!(model);
-        json["batch_stats"] = json!([]);
-        json
-    };
-    json!({"model_stats": models.iter().map(one).collect::<Vec<_>>()})
 }

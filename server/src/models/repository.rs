@@ -15,14 +15,14 @@ pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
         name: name.clone(),
         version: front.serving.generation(name).map_or(String::new(), |g| g.sequence.to_string()),
         state: "READY".to_owned(),
-        reason: String::new(),
+        ..ModelIndex::default()
     });
     let others = folders.iter().filter(|folder| !served.contains(&folder.name));
     let others = others.map(|folder| {
         let is_unloaded = front.serving.is_unloaded(&folder.name);
         let reason = if is_unloaded { "unloaded" } else { "not loaded" };
-        let (state, reason) = ("UNAVAILABLE".to_owned(), reason.to_owned());
-        ModelIndex { name: folder.name.clone(), version: String::new(), state, reason }
+        let (name, state) = (folder.name.clone(), "UNAVAILABLE".to_owned());
+        ModelIndex { name, state, reason: reason.to_owned(), ..ModelIndex::default() }
     });
     ready.chain(others).collect()
 }

@@ -58,12 +58,12 @@ fn is_token(given: &[u8], token: &[u8]) -> bool {
 /// # Errors
 /// Another load or unload is in progress, or this one fails.
 pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), Problem> {
-    let _work = call.begin_work()?;
+    let _work = call.connection.begin_work()?;
     let (front, name) = (Arc::clone(call.front), name.to_owned());
     blocking(move || {
-        let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
+        let busy = |_| Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         // The turn belongs to this closure, which goes on even if its caller hangs up.
-        let _turn = front.changes.turn().ok_or_else(busy)?;
+        let _turn = front.changes.try_lock().map_err(busy)?;
         let changed = match change {
             Change::Load => repository::load(&front, &name),
             Change::Unload => repository::unload(&front, &name),
@@ -84,7 +84,7 @@ pub async fn act(call: &Call<'_>, action: &str, name: &str) -> Result<String, Pr
         change(call, name, Change::Load).await?;
         return Ok(format!("`{name}` is loaded"));
     }
-    let _work = call.begin_work()?;
+    let _work = call.connection.begin_work()?;
     let (front, action, name) = (Arc::clone(call.front), action.to_owned(), name.to_owned());
     blocking(move || (front.act)(&action, &name)).await
 }

@@ -5,16 +5,16 @@ mod control;
 pub mod status;
 
 use self::control::{Change, check_right};
-use crate::connections::memory::Reservation;
+use crate::connections::memory::{ByteBudget, Reservation, Share};
 use crate::connections::{Connection, Peer};
-use crate::front::Front;
+use crate::front::{Front, Published};
 use crate::grpc;
 use crate::grpc::infer as grpc_infer;
 use crate::grpc::reflection::reflect;
 use crate::http::infer::{self as http_infer, Target};
 use crate::http::page::page;
 use crate::http::{Answered, header_text, json_reply, read_body, read_until, refusal, reply};
-use crate::infer::Call;
+use crate::infer::{Call, Order};
 use crate::limits::{
     CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
 };
@@ -24,10 +24,13 @@ use crate::models::repository;
 use crate::problem::{Code, Problem, checked};
 use crate::proto::{
     Empty, HEALTH_CHECK, HealthCheckRequest, HealthCheckResponse, HealthResponse,
-    ModelConfigResponse, ModelRequest, ModelStatisticsResponse, NOT_SERVING, REFLECTION,
-    RepositoryIndexRequest, RepositoryIndexResponse, RepositoryModelRequest, SERVICE, SERVING,
+    ModelConfigResponse, ModelRequest, NOT_SERVING, REFLECTION, RepositoryIndexRequest,
+    RepositoryIndexResponse, RepositoryModelRequest, SERVICE, SERVING,
 };
-use hatchback::Shortened;
+use crate::tensors::outputs::Wants;
+use crate::tensors::{Layout, Read, batch_of};
+use hatchback::schema::batch::Batch;
+use hatchback::{Schema, Shortened};
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ACCEPT, CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
@@ -57,6 +60,7 @@ pub struct Received {
 }
 
 /// What is kept of the headers of a request.
+#[derive(Default)]
 struct Head {
     method: Method,
     path: String,
@@ -106,25 +110,36 @@ impl Head {
         }
         front.connections.grow(memory, REQUEST_BYTES)?;
 
-        let (method, path) = (method.clone(), uri.path().to_owned());
+        let mut head =
+            Self { method: method.clone(), path: uri.path().to_owned(), ..Self::default() };
         if protocol == Protocol::Grpc {
-            let timeout = grpc::timeout(headers)?;
-            return Ok(Self { method, path, timeout, json_bytes: None, reads_openmetrics: false });
+            head.timeout = grpc::timeout(headers)?;
+            return Ok(head);
         }
         if let Some(encoding) = headers.get(CONTENT_ENCODING).filter(|e| *e != "identity") {
             let encoding = header_text(encoding);
             let message = format!("content-encoding `{encoding}`: send the body uncompressed");
             return Err(Problem::new(Code::Unimplemented, message));
         }
-        let json_bytes = http_infer::json_bytes(headers)?;
-        let accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
-        let reads_openmetrics =
-            accepted.into_iter().any(|value| value.contains("application/openmetrics-text"));
-        Ok(Self { method, path, timeout: None, json_bytes, reads_openmetrics })
+        head.json_bytes = http_infer::json_bytes(headers)?;
+        let mut accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+        head.reads_openmetrics =
+            accepted.any(|value| value.contains("application/openmetrics-text"));
+        Ok(head)
+    }
+
+    /// Checks that the request has the only method of its path.
+    fn check(&self, method: &Method) -> Result<(), Problem> {
+        if self.method == *method { Ok(()) } else { Err(self.unknown(Some(method))) }
+    }
+
+    /// Returns what `answer` returns, if the request is a GET.
+    fn get(&self, answer: impl FnOnce() -> Result<Answered, Problem>) -> Result<Answered, Problem> {
+        self.check(&Method::GET).and_then(|()| answer())
     }
 
     /// Returns the problem of a path that does not exist, or has the method `allowed` only.
-    fn unknown(&self, allowed: Option<&str>) -> Problem {
+    fn unknown(&self, allowed: Option<&Method>) -> Problem {
         let (method, path) = (Shortened(self.method.as_str()), Shortened(&self.path));
         match allowed {
             Some(allowed) => {
@@ -146,7 +161,9 @@ impl Head {
 pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Received) -> Answered {
     let Received { at: received, protocol, trace, may_change, memory, head, body } = request;
     let (model, header, has_body) = (String::new(), trace.clone(), !body.is_end_stream());
-    let mut call = Call { front, connection, protocol, received, memory, model, trace, may_change };
+    let timeout = head.as_ref().ok().and_then(|head| head.timeout);
+    let mut call =
+        Call { front, connection, protocol, received, memory, model, trace, timeout, may_change };
     let answered = match (head, protocol) {
         (Err(problem), _) => Err(problem),
         (Ok(head), Protocol::Grpc) => answer_grpc(&mut call, &head, body).await,
@@ -217,7 +234,7 @@ async fn answer_grpc(
     if method == "ModelInfer" {
         let bytes_max = call.front.rules.request_bytes_max as usize;
         let body = read_body(call, body, bytes_max).await?;
-        return grpc_infer::infer(call, body, head.timeout).await;
+        return grpc_infer::infer(call, body).await;
     }
 
     let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
@@ -225,24 +242,10 @@ async fn answer_grpc(
     match method {
         "ServerLive" => Ok(health(true)),
         "ServerReady" => Ok(health(is_ready(call.front))),
-        "ModelReady" => {
-            let ModelRequest { name, version } = model_request(message)?;
-            Ok(health(describe::version(call.front, &name, &version).is_ok()))
-        }
         "ServerMetadata" => Ok(message_reply(&describe::server())),
-        "ModelMetadata" => {
-            let ModelRequest { name, version } = model_request(message)?;
-            Ok(message_reply(&describe::model(call.front, &name, &version)?))
-        }
-        "ModelConfig" => {
-            let ModelRequest { name, version } = model_request(message)?;
-            let config = Some(describe::config(call.front, &name, &version)?);
-            Ok(message_reply(&ModelConfigResponse { config }))
-        }
-        "ModelStatistics" => {
-            let ModelRequest { name, version } = model_request(message)?;
-            let model_stats = describe::statistics(call.front, &name, &version)?;
-            Ok(message_reply(&ModelStatisticsResponse { model_stats }))
+        "ModelReady" | "ModelMetadata" | "ModelConfig" | "ModelStatistics" => {
+            let ModelRequest { name, version } = decode(message)?;
+            about_model(call.front, method, checked(&name)?, checked(&version)?)
         }
         "RepositoryIndex" => match decode(message)? {
             RepositoryIndexRequest { ready: false } => {
@@ -274,10 +277,22 @@ fn decode<M: Message + Default>(message: Bytes) -> Result<M, Problem> {
     M::decode(message).map_err(|e| Problem::invalid(e.to_string()))
 }
 
-fn model_request(message: Bytes) -> Result<ModelRequest, Problem> {
-    let request: ModelRequest = decode(message)?;
-    checked(&request.name).and(checked(&request.version))?;
-    Ok(request)
+/// Answers `method`, which asks for a description of the model `name`.
+fn about_model(
+    front: &Front,
+    method: &str,
+    name: &str,
+    version: &str,
+) -> Result<Answered, Problem> {
+    match method {
+        "ModelReady" => Ok(health(describe::version(front, name, version).is_ok())),
+        "ModelMetadata" => Ok(message_reply(&describe::model(front, name, version)?)),
+        "ModelConfig" => {
+            let config = Some(describe::config(front, name, version)?);
+            Ok(message_reply(&ModelConfigResponse { config }))
+        }
+        _ => Ok(message_reply(&describe::statistics(front, name, version)?)),
+    }
 }
 
 fn message_reply(message: &impl Message) -> Answered {
@@ -316,69 +331,56 @@ async fn answer_http(
     head: &Head,
     body: Incoming,
 ) -> Result<Answered, Problem> {
-    let Head { method, path: whole, .. } = head;
     let part = |part| {
         let part = percent_decode_str(part).decode_utf8();
         part.map_err(|e| Problem::invalid(format!("path: {e}")))
     };
     // Split before the parts are decoded: an encoded slash belongs to a name.
-    let path = whole.trim_matches('/').split('/').map(part).collect::<Result<Vec<_>, _>>()?;
+    let path = head.path.trim_matches('/').split('/').map(part).collect::<Result<Vec<_>, _>>()?;
     let path: Vec<&str> = path.iter().map(|part| checked(part)).collect::<Result<_, _>>()?;
 
-    match (method, path.as_slice()) {
-        (&Method::GET, [""]) => Ok(page()),
-        (&Method::GET, ["metrics"]) if head.reads_openmetrics => {
-            Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.shown().metrics))
-        }
-        (&Method::GET, ["metrics"]) => {
-            Ok(reply(StatusCode::OK, PROMETHEUS_TYPE, call.front.shown().metrics_prometheus))
-        }
-        (&Method::GET, ["status"]) => {
-            Ok(reply(StatusCode::OK, JSON_TYPE, call.front.shown().status))
-        }
-        (&Method::POST, ["actions", action, name]) => {
+    let front = call.front;
+    match path.as_slice() {
+        [""] => head.get(|| Ok(page())),
+        ["metrics"] => head.get(|| {
+            let Published { metrics, metrics_prometheus, .. } = front.shown();
+            Ok(match head.reads_openmetrics {
+                true => reply(StatusCode::OK, METRICS_TYPE, metrics),
+                false => reply(StatusCode::OK, PROMETHEUS_TYPE, metrics_prometheus),
+            })
+        }),
+        ["status"] => head.get(|| Ok(reply(StatusCode::OK, JSON_TYPE, front.shown().status))),
+        ["actions", action, name] => {
+            head.check(&Method::POST)?;
             check_right(call)?;
             let done = control::act(call, action, name).await?;
             Ok(json_reply(&json!({"done": done})))
         }
-        (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server())),
-        (&Method::GET, ["v2", "health", "live"]) => Ok(json_reply(&json!({"live": true}))),
-        (&Method::GET, ["v2", "health", "ready"]) => ready_reply(is_ready(call.front)),
+        ["v2"] => head.get(|| Ok(json_reply(&describe::server()))),
+        ["v2", "health", "live"] => head.get(|| Ok(json_reply(&json!({"live": true})))),
+        ["v2", "health", "ready"] => head.get(|| ready_reply(is_ready(front))),
         // Before the paths of one model, which would take `stats` for a name.
-        (&Method::GET, ["v2", "models", "stats"]) => {
-            let statistics = describe::statistics(call.front, "", "")?;
-            Ok(json_reply(&describe::statistics_json(&statistics)))
+        ["v2", "models", "stats"] => {
+            head.get(|| Ok(json_reply(&describe::statistics(front, "", "")?)))
         }
-        (_, ["v2", "models", model, "versions", version, rest @ ..]) => {
+        ["v2", "models", model, "versions", version, rest @ ..] => {
             let target = Target { model, version };
             answer_model(call, target, head, rest, body).await
         }
-        (_, ["v2", "models", model, rest @ ..]) => {
+        ["v2", "models", model, rest @ ..] => {
             let target = Target { model, version: "" };
             answer_model(call, target, head, rest, body).await
         }
-        (&Method::POST, ["v2", "repository", "index"]) => {
-            Ok(reply(StatusCode::OK, JSON_TYPE, call.front.shown().index))
+        ["v2", "repository", "index"] => {
+            head.check(&Method::POST)?;
+            Ok(reply(StatusCode::OK, JSON_TYPE, front.shown().index))
         }
-        (&Method::POST, ["v2", "repository", "models", name, "load"]) => {
-            change_http(call, body, name, Change::Load).await
+        ["v2", "repository", "models", name, change @ ("load" | "unload")] => {
+            head.check(&Method::POST)?;
+            let change = if *change == "load" { Change::Load } else { Change::Unload };
+            change_http(call, body, name, change).await
         }
-        (&Method::POST, ["v2", "repository", "models", name, "unload"]) => {
-            change_http(call, body, name, Change::Unload).await
-        }
-        (_, path) => Err(head.unknown(method_of(path))),
-    }
-}
-
-/// Returns the method of a path that is none of a model.
-fn method_of(path: &[&str]) -> Option<&'static str> {
-    match path {
-        ["" | "metrics" | "status" | "v2"] | ["v2", "health", "live" | "ready"] => Some("GET"),
-        ["v2", "repository", "index"] | ["v2", "repository", "models", _, "load" | "unload"] => {
-            Some("POST")
-        }
-        ["actions", _, _] => Some("POST"),
-        _ => None,
+        _ => Err(head.unknown(None)),
     }
 }
 
@@ -391,26 +393,20 @@ async fn answer_model(
     body: Incoming,
 ) -> Result<Answered, Problem> {
     let (front, Target { model, version }) = (call.front, target);
-    let bytes_max = front.rules.request_bytes_max as usize;
-    match (&head.method, rest) {
-        (&Method::POST, ["infer"]) => {
-            let body = read_body(call, body, bytes_max).await?;
-            http_infer::infer(call, target, head.json_bytes, body).await
-        }
-        (&Method::POST, ["prefetch"]) => {
-            let body = read_body(call, body, bytes_max).await?;
+    match rest {
+        [what @ ("infer" | "prefetch")] => {
+            head.check(&Method::POST)?;
+            let body = read_body(call, body, front.rules.request_bytes_max as usize).await?;
+            if *what == "infer" {
+                return http_infer::infer(call, target, head.json_bytes, body).await;
+            }
             let queued = http_infer::prefetch(call, target, head.json_bytes, &body)?;
             Ok(json_reply(&json!({"queued": queued})))
         }
-        (&Method::GET, []) => Ok(json_reply(&describe::model(front, model, version)?)),
-        (&Method::GET, ["ready"]) => ready_reply(describe::version(front, model, version).is_ok()),
-        (&Method::GET, ["config"]) => Ok(json_reply(&describe::config(front, model, version)?)),
-        (&Method::GET, ["stats"]) => {
-            let statistics = describe::statistics(front, model, version)?;
-            Ok(json_reply(&describe::statistics_json(&statistics)))
-        }
-        (_, ["infer" | "prefetch"]) => Err(head.unknown(Some("POST"))),
-        (_, [] | ["ready" | "config" | "stats"]) => Err(head.unknown(Some("GET"))),
+        [] => head.get(|| Ok(json_reply(&describe::model(front, model, version)?))),
+        ["ready"] => head.get(|| ready_reply(describe::version(front, model, version).is_ok())),
+        ["config"] => head.get(|| Ok(json_reply(&describe::config(front, model, version)?))),
+        ["stats"] => head.get(|| Ok(json_reply(&describe::statistics(front, model, version)?))),
         _ => Err(head.unknown(None)),
     }
 }
@@ -442,6 +438,30 @@ async fn change_http(
     }
     control::change(call, name, change).await?;
     Ok(json_reply(&json!({})))
+}
+
+/// Decodes `body`, a request to a model with `schema`, into a batch; for fuzzing. Over HTTP it
+/// begins with `json_bytes` of JSON; without these it is a message of gRPC. Never keeps more bytes
+/// than the front door's budget allows.
+///
+/// # Errors
+/// The request is malformed, does not fit the model, or exceeds the budget.
+pub fn decode_request(
+    body: &[u8],
+    json_bytes: Option<usize>,
+    schema: &Arc<Schema>,
+    batch_max: usize,
+) -> Result<Batch, Problem> {
+    let mut memory = Share::new(&ByteBudget::new(64 << 20, 32 << 20)).reservation();
+    memory.grow(body.len())?;
+    let target = Target { model: "", version: "" };
+    let Order { tensors, asked, every, top_k, .. } = match json_bytes {
+        Some(_) => http_infer::order(target, json_bytes, body, &mut memory)?,
+        None => grpc_infer::read(body, &mut memory)?,
+    };
+    let layout = Layout::new(Arc::clone(schema));
+    Wants::new(&layout.outputs, &asked, every, top_k.is_some())?;
+    batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
 /// Refuses a request on the loopback device that names another host, in any of its headers or in

@@ -4,6 +4,7 @@
 
 use crate::front::{Front, Published};
 use crate::grpc;
+use crate::locks::lock;
 use crate::metrics::facts::{CarFacts, ModelFolder};
 use crate::metrics::process::prometheus;
 use crate::models::repository::index;
@@ -14,7 +15,7 @@ use std::collections::BTreeSet;
 /// Runs once a second: reads the facts of the car, adds a second to each model's history, and makes
 /// what is shown.
 pub fn tick(front: &Front) {
-    front.read_facts();
+    *lock(&front.latest_facts) = (front.facts)();
     front.history.add_second(&front.serving, &front.metrics);
     show(front);
 }
@@ -25,21 +26,20 @@ pub fn show(front: &Front) {
     let folders = (front.models)();
     let models = index(front, &folders);
     let metrics = front.metrics.text();
-    front.show(Published {
+    *lock(&front.shown) = Published {
         status: status(front, &folders).to_string().into(),
         metrics_prometheus: prometheus(&metrics).into(),
         metrics: metrics.into(),
         index: json!(models).to_string().into(),
         index_message: grpc::frame(&RepositoryIndexResponse { models }).into(),
-    });
+    };
 }
 
 /// Returns the status of the car.
 fn status(front: &Front, folders: &[ModelFolder]) -> Value {
-    let facts = front.facts();
+    let facts = lock(&front.latest_facts).clone();
     let models = front.serving.names();
     let models: Value = models.iter().map(|name| model(front, &facts, name)).collect();
-    let beside: Value = lines(&front.serving.memory_beside().lines());
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uptime_s": front.started.elapsed().as_secs(),
@@ -49,7 +49,7 @@ fn status(front: &Front, folders: &[ModelFolder]) -> Value {
         "server_bytes_max": front.rules.bytes_max,
         "memory_bytes_max": front.serving.memory_bytes_max(),
         "memory_bytes": front.serving.memory_taken(),
-        "memory_beside": beside,
+        "memory_beside": lines(&front.serving.memory_beside().lines()),
         "models": models,
         "waiting": waiting(front, &facts, folders),
         "wear": facts.wear,
@@ -82,14 +82,15 @@ fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
     let generation = serving.generation(name);
     let update = facts.updates.iter().find(|(of, _)| of == name).map(|(_, status)| status);
     let memory = serving.memory().into_iter().find(|(of, _)| of == name);
-    let totals = front.metrics.model(name).totals();
+    let memory = memory.map(|(_, plan)| plan.lines()).unwrap_or_default();
+    let metrics = front.metrics.model(name);
     let cache = serving.cache_use(name).unwrap_or_default();
     json!({
         "name": name,
         "generation": generation.map(|generation| generation.to_string()),
-        "answered": totals.answered,
-        "failed": totals.failed,
-        "samples": totals.samples,
+        "answered": metrics.answered(),
+        "failed": metrics.failed.get(),
+        "samples": metrics.samples.get(),
         "busy": stats.busy,
         "late": stats.expired,
         "waiting": stats.waiting,
@@ -99,19 +100,9 @@ fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
         "pages_damaged": stats.counters.pages_damaged,
         "cache_rows": cache.rows,
         "cache_rows_max": cache.rows_max,
-        "memory": lines(memory.iter().flat_map(|(_, plan)| plan.lines())
-            .collect::<Vec<_>>().as_slice()),
-        "tables": tables(front, name),
+        "memory": lines(&memory),
+        "tables": serving.table_counts(name).unwrap_or_default(),
         "seconds": front.history.of(name),
         "update": update,
     })
-}
-
-fn tables(front: &Front, name: &str) -> Value {
-    let counts = front.serving.table_counts(name).unwrap_or_default();
-    let one = |t: &hatchback::TableCounts| {
-        json!({"table": t.table, "lookups": t.lookups, "misses": t.misses,
-               "defaulted": t.defaulted, "absent": t.absent, "damaged": t.damaged})
-    };
-    counts.iter().map(one).collect()
 }

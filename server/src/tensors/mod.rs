@@ -9,7 +9,7 @@ pub mod values;
 use crate::connections::memory::Reservation;
 use crate::problem::Problem;
 use crate::tensors::outputs::Outputs;
-use crate::tensors::values::{Floats, Integers, Key, RawValues, Tensor};
+use crate::tensors::values::{Floats, Integers, RawValues, Tensor};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::optional_columns;
@@ -19,6 +19,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// What is wrong with a tensor of which the feature has another one.
+const TWICE: &str = "occurs twice, or beside the feature's other form";
 /// Bytes of a note of a difference beside its name, which is in memory three times.
 const NOTE_BYTES: usize = 64;
 
@@ -27,18 +29,23 @@ const NOTE_BYTES: usize = 64;
 enum Part {
     /// The dense features of each sample, or the shared ones.
     Dense { shared: bool },
-    /// The padded keys of a feature.
-    Padded(usize),
-    /// The jagged keys of a feature.
-    Keys(usize),
+    /// The keys of a feature, or the raw values that become its keys.
+    Keys(usize, Form),
     /// The offsets of jagged keys or values.
     Offsets(usize),
-    /// The raw values of a feature with a key function, jagged or `[batch, n]`.
-    Values(usize),
     /// The weights of the keys of a weighted feature, padded or jagged as the keys are.
     Weights(usize),
     /// A part of a feature that the model no longer uses.
     Retired,
+}
+
+/// The form of a feature's keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Padded,
+    Jagged,
+    /// Raw values for the key function, jagged or `[batch, n]`.
+    Raw,
 }
 
 /// The differences between the inputs of a request and those of the model that are no error.
@@ -80,20 +87,20 @@ impl Layout {
                 parts.extend(forms.map(|form| (feature.name.clone() + form, Part::Retired)));
                 continue;
             }
-            parts.insert(format!("{}.keys", feature.name), Part::Keys(f));
+            parts.insert(format!("{}.keys", feature.name), Part::Keys(f, Form::Jagged));
             parts.insert(format!("{}.offsets", feature.name), Part::Offsets(f));
             if feature.weighted {
                 parts.insert(format!("{}.weights", feature.name), Part::Weights(f));
             }
             if feature.key != KeyFunction::Key {
-                parts.insert(format!("{}.values", feature.name), Part::Values(f));
+                parts.insert(format!("{}.values", feature.name), Part::Keys(f, Form::Raw));
             }
         }
         // A feature's own name takes precedence.
         let named = schema.features.iter().enumerate();
         parts.extend(named.map(|(f, feature)| {
-            let part = if feature.retired { Part::Retired } else { Part::Padded(f) };
-            (feature.name.clone(), part)
+            let part = Part::Keys(f, Form::Padded);
+            (feature.name.clone(), if feature.retired { Part::Retired } else { part })
         }));
 
         let names = [
@@ -121,17 +128,22 @@ enum Keys<'a> {
     Of(RawValues<'a>),
 }
 
+/// The tensors of a feature in a request.
+#[derive(Clone, Copy, Default)]
+struct Sent<'a> {
+    keys: Option<(&'a Tensor<'a>, Form)>,
+    offsets: Option<&'a Tensor<'a>>,
+    weights: Option<&'a Tensor<'a>>,
+}
+
 /// The bags of a feature.
 #[derive(Clone, Debug, Default)]
 struct Bags<'a> {
     keys: Option<Keys<'a>>,
     offsets: Option<Integers<'a>>,
-    /// Weights of the keys, and their number.
-    weights: Option<(Floats<'a>, usize)>,
-    /// Keys of each sample if there are no offsets, padding included; 0 for values.
+    weights: Option<Floats<'a>>,
+    /// Keys of each sample if there are no offsets, padding included.
     width: usize,
-    /// Keys in all bags.
-    count: usize,
     /// Whether the feature is shared and the request has its bag once, for all samples.
     is_once: bool,
 }
@@ -157,28 +169,7 @@ impl DenseColumns<'_> {
     }
 }
 
-/// A feature's keys came in two tensors.
-struct Twice;
-
-impl<'a> Bags<'a> {
-    /// Takes `keys`, `width` of them in each of `rows` samples.
-    fn fill(&mut self, keys: Keys<'a>, rows: usize, width: usize) -> Result<(), Twice> {
-        if self.keys.is_some() || self.offsets.is_some() {
-            return Err(Twice);
-        }
-        (self.keys, self.width, self.count) = (Some(keys), width, rows * width);
-        Ok(())
-    }
-
-    /// Takes `count` keys, which offsets divide among the samples.
-    fn fill_jagged(&mut self, keys: Keys<'a>, count: usize) -> Result<(), Twice> {
-        if self.keys.is_some() {
-            return Err(Twice);
-        }
-        (self.keys, self.count) = (Some(keys), count);
-        Ok(())
-    }
-
+impl Bags<'_> {
     /// Returns the positions of the keys of `sample`.
     fn range(&self, sample: usize) -> Range<usize> {
         let sample = if self.is_once { 0 } else { sample };
@@ -208,103 +199,111 @@ impl<'a> Columns<'a> {
         tensors: &'a [Tensor<'_>],
         memory: &mut Reservation,
     ) -> Result<Self, Problem> {
-        let bags = vec![Bags::default(); layout.schema.features.len()];
-        let differences = Differences::default();
+        let features = &layout.schema.features;
+        let (bags, differences) = (Vec::with_capacity(features.len()), Differences::default());
         let dense = [DenseColumns::default(); 2];
         let mut columns = Self { size: None, dense, bags, differences };
+        let mut sent = vec![Sent::default(); features.len()];
         for tensor in tensors {
-            let part = layout.parts.get(tensor.name).copied();
-            match part {
-                Some(part) => columns.add(layout, tensor, part, memory)?,
-                None if tensor.optional => columns.ignore(tensor.name, memory)?,
-                None => return Err(tensor.fault("the model has no such input")),
+            let is_second = match layout.parts.get(&*tensor.name).copied() {
+                None if !tensor.optional => return Err(tensor.fault("the model has no such input")),
+                None | Some(Part::Retired) => {
+                    columns.ignore(&tensor.name, memory)?;
+                    false
+                }
+                Some(Part::Dense { shared }) => {
+                    columns.add_dense(layout, tensor, memory, shared)?
+                }
+                Some(Part::Keys(f, form)) => sent[f].keys.replace((tensor, form)).is_some(),
+                Some(Part::Offsets(f)) => sent[f].offsets.replace(tensor).is_some(),
+                Some(Part::Weights(f)) => sent[f].weights.replace(tensor).is_some(),
+            };
+            if is_second {
+                return Err(tensor.fault(TWICE));
             }
         }
+        for (feature, sent) in features.iter().zip(sent) {
+            let bags = columns.bags_of(feature, sent, memory)?;
+            columns.bags.push(bags);
+        }
         columns.note_absent(&layout.schema, memory)?;
-        columns.check_offsets(&layout.schema)?;
-        columns.check_weights(&layout.schema)?;
         Ok(columns)
     }
 
-    fn add(
+    /// Takes the dense features. Returns whether they came before.
+    fn add_dense(
         &mut self,
         layout: &Layout,
         tensor: &'a Tensor<'_>,
-        part: Part,
         memory: &mut Reservation,
-    ) -> Result<(), Problem> {
-        let twice = || tensor.fault("occurs twice, or beside the feature's other form");
-        match part {
-            Part::Dense { shared } => {
-                let (floats, [rows, width]) = (Floats::of(tensor)?, tensor.matrix()?);
-                let features = layout.schema.dense_of(shared);
-                let (most, optional) = (features.clone().count(), optional_columns(features));
-                if width + optional < most || width > most && !tensor.optional {
-                    let problem = format!("{width} values a sample, the model takes {most}");
-                    return Err(tensor.fault(&problem));
-                }
-                if width > most {
-                    self.ignore(tensor.name, memory)?;
-                }
-                let (floats, is_once) = (Some(floats), shared && rows == 1);
-                let dense = DenseColumns { floats, width, is_once };
-                let before = std::mem::replace(&mut self.dense[usize::from(shared)], dense);
-                if before.floats.is_some() {
-                    return Err(twice());
-                }
-                if is_once { Ok(()) } else { self.set_size(tensor, rows) }
-            }
-            Part::Retired => self.ignore(tensor.name, memory),
-            Part::Padded(f) => {
-                let (keys, [rows, width]) = (Integers::of(tensor)?, tensor.matrix()?);
-                self.bags[f].fill(Keys::Are(keys), rows, width).map_err(|Twice| twice())?;
-                self.set_bags(layout, tensor, f, rows)
-            }
-            Part::Keys(f) => {
-                let (keys, count) = (Integers::of(tensor)?, tensor.vector()?);
-                self.bags[f].fill_jagged(Keys::Are(keys), count).map_err(|Twice| twice())
-            }
-            Part::Values(f) => {
-                let values = Keys::Of(RawValues::of(tensor, memory)?);
-                if let [_] = tensor.shape {
-                    let count = tensor.vector()?;
-                    return self.bags[f].fill_jagged(values, count).map_err(|Twice| twice());
-                }
-                let [rows, width] = tensor.matrix()?;
-                self.bags[f].fill(values, rows, width).map_err(|Twice| twice())?;
-                self.set_bags(layout, tensor, f, rows)
-            }
-            Part::Weights(f) => {
-                let weights = (Floats::of(tensor)?, tensor.elements()?);
-                match self.bags[f].weights.replace(weights) {
-                    None => Ok(()),
-                    Some(_) => Err(twice()),
-                }
-            }
-            Part::Offsets(f) => {
-                let (offsets, count) = (Integers::of(tensor)?, tensor.vector()?);
-                // Padded keys need no offsets. With both it would be unclear which bags are meant.
-                let is_padded = self.bags[f].width > 0;
-                if is_padded || self.bags[f].offsets.replace(offsets).is_some() {
-                    return Err(twice());
-                }
-                let rows = count.checked_sub(1);
-                let rows = rows.ok_or_else(|| tensor.fault("has no offset; it starts with 0"))?;
-                self.set_bags(layout, tensor, f, rows)
-            }
+        shared: bool,
+    ) -> Result<bool, Problem> {
+        let (floats, [rows, width]) = (Floats::of(tensor)?, tensor.matrix()?);
+        let features = layout.schema.dense_of(shared);
+        let (most, optional) = (features.clone().count(), optional_columns(features));
+        if width + optional < most || width > most && !tensor.optional {
+            let problem = format!("{width} values a sample, the model takes {most}");
+            return Err(tensor.fault(&problem));
         }
+        if width > most {
+            self.ignore(&tensor.name, memory)?;
+        }
+        let (floats, is_once) = (Some(floats), self.take_rows(tensor, rows, shared)?);
+        let dense = DenseColumns { floats, width, is_once };
+        let before = std::mem::replace(&mut self.dense[usize::from(shared)], dense);
+        Ok(before.floats.is_some())
     }
 
-    /// Takes `rows` bags of feature `f`: one for each sample, or one for all if it is shared.
-    fn set_bags(
+    /// Returns the bags of `feature` in the tensors that were `sent`: one for each sample, or one
+    /// for all if it is shared.
+    fn bags_of(
         &mut self,
-        layout: &Layout,
-        tensor: &Tensor<'_>,
-        f: usize,
-        rows: usize,
-    ) -> Result<(), Problem> {
-        self.bags[f].is_once = rows == 1 && layout.schema.features[f].shared;
-        if self.bags[f].is_once { Ok(()) } else { self.set_size(tensor, rows) }
+        feature: &Feature,
+        sent: Sent<'a>,
+        memory: &mut Reservation,
+    ) -> Result<Bags<'a>, Problem> {
+        let (mut bags, mut count) = (Bags::default(), 0);
+        let missing = |part: &str| {
+            let name = feature.name.escape_debug();
+            Problem::invalid(format!("input `{name}.{part}` is missing"))
+        };
+        if let Some((tensor, form)) = sent.keys {
+            bags.keys = Some(match form {
+                Form::Raw => Keys::Of(RawValues::of(tensor, memory)?),
+                Form::Padded | Form::Jagged => Keys::Are(Integers::of(tensor)?),
+            });
+            count = tensor.elements()?;
+            let is_flat = form == Form::Jagged || form == Form::Raw && tensor.shape.len() == 1;
+            let rows = match sent.offsets {
+                Some(offsets) if is_flat => {
+                    tensor.vector()?;
+                    bags.offsets = Some(Integers::of(offsets)?);
+                    Some((offsets, check_offsets(offsets, count)?))
+                }
+                // With both it would be unclear which bags are meant.
+                Some(offsets) => return Err(offsets.fault(TWICE)),
+                None if is_flat && count > 0 => return Err(missing("offsets")),
+                None if is_flat => None,
+                None => {
+                    let [rows, width] = tensor.matrix()?;
+                    bags.width = width;
+                    Some((tensor, rows))
+                }
+            };
+            if let Some((tensor, rows)) = rows {
+                bags.is_once = self.take_rows(tensor, rows, feature.shared)?;
+            }
+        } else if sent.offsets.is_some() {
+            return Err(missing("keys"));
+        }
+        if let Some(weights) = sent.weights {
+            bags.weights = Some(Floats::of(weights)?);
+            let values = weights.elements()?;
+            if values != count {
+                return Err(weights.fault(&format!("{values} values for {count} keys")));
+            }
+        }
+        Ok(bags)
     }
 
     /// Notes that the input `name` is not read. Counts the note in `memory`.
@@ -331,65 +330,48 @@ impl<'a> Columns<'a> {
         Ok(())
     }
 
-    fn set_size(&mut self, tensor: &Tensor<'_>, rows: usize) -> Result<(), Problem> {
+    /// Takes `rows` as the number of samples, unless they are one row of a `shared` input for all
+    /// samples. Returns whether they are.
+    fn take_rows(
+        &mut self,
+        tensor: &Tensor<'_>,
+        rows: usize,
+        shared: bool,
+    ) -> Result<bool, Problem> {
+        if shared && rows == 1 {
+            return Ok(true);
+        }
         match self.size.replace(rows) {
             Some(before) if before != rows => {
                 let problem = format!("has {rows} samples, and the inputs before it {before}");
                 Err(tensor.fault(&problem))
             }
-            _ => Ok(()),
+            _ => Ok(false),
         }
-    }
-
-    /// Checks that each weighted feature has as many weights as keys, padding included.
-    fn check_weights(&self, schema: &Schema) -> Result<(), Problem> {
-        for (feature, bags) in schema.features.iter().zip(&self.bags) {
-            let (keys, weights) = (bags.count, bags.weights.map(|(_, count)| count));
-            if weights.is_some_and(|weights| weights != keys) {
-                let (name, weights) = (feature.name.escape_debug(), weights.unwrap_or_default());
-                let message = format!("input `{name}.weights`: {weights} values for {keys} keys");
-                return Err(Problem::invalid(message));
-            }
-        }
-        Ok(())
-    }
-
-    /// Checks that offsets start at 0, never fall, and end at the number of keys.
-    fn check_offsets(&self, schema: &Schema) -> Result<(), Problem> {
-        let jagged = schema.features.iter().zip(&self.bags).filter(|(_, bags)| bags.width == 0);
-        for (Feature { name, .. }, bags) in jagged {
-            let name = name.escape_debug();
-            match (&bags.keys, bags.offsets) {
-                (None, None) => {}
-                (None, Some(_)) => {
-                    return Err(Problem::invalid(format!("input `{name}.keys` is missing")));
-                }
-                (Some(_), None) if bags.count == 0 => {}
-                (Some(_), None) => {
-                    return Err(Problem::invalid(format!("input `{name}.offsets` is missing")));
-                }
-                (Some(_), Some(offsets)) => {
-                    let mut last = 0;
-                    let rows = if bags.is_once { 1 } else { self.size.unwrap_or(0) };
-                    for at in 0..=rows {
-                        let offset = offsets.offset(at).filter(|offset| {
-                            *offset >= last && *offset <= bags.count && (at > 0 || *offset == 0)
-                        });
-                        last = offset.ok_or_else(|| wrong_offset(&name, at))?;
-                    }
-                    if last != bags.count {
-                        return Err(wrong_offset(&name, rows));
-                    }
-                }
-            }
-        }
-        Ok(())
     }
 }
 
-fn wrong_offset(name: &impl std::fmt::Display, at: usize) -> Problem {
-    let rule = "offsets start at 0, never fall, and end at the number of keys";
-    Problem::invalid(format!("input `{name}.offsets`: offset {at} is wrong: {rule}"))
+/// Returns the number of bags that `offsets` make of `keys` keys.
+///
+/// # Errors
+/// The offsets do not start at 0, fall, or do not end at the number of keys.
+fn check_offsets(offsets: &Tensor<'_>, keys: usize) -> Result<usize, Problem> {
+    let (values, mut last) = (Integers::of(offsets)?, 0);
+    let rows = offsets.vector()?.checked_sub(1);
+    let rows = rows.ok_or_else(|| offsets.fault("has no offset; it starts with 0"))?;
+    for at in 0..=rows {
+        let is_right = |offset: &usize| {
+            *offset >= last
+                && *offset <= keys
+                && (at > 0 || *offset == 0)
+                && (at < rows || *offset == keys)
+        };
+        last = values.offset(at).filter(is_right).ok_or_else(|| {
+            let rule = "offsets start at 0, never fall, and end at the number of keys";
+            offsets.fault(&format!("offset {at} is wrong: {rule}"))
+        })?;
+    }
+    Ok(rows)
 }
 
 /// The part of a request that is read.
@@ -511,8 +493,8 @@ impl Columns<'_> {
             // The keys of a column without a function are its raw values.
             Some(Keys::Are(integers)) if schema.features[c].key == KeyFunction::Key => {
                 match integers.key(range(c).start + i) {
-                    Key::Is(key) => Ok(RawValue::Unsigned(key)),
-                    Key::Padding => Err(fault(c, &"padding; send offsets or one key")),
+                    Some(key) => Ok(RawValue::Unsigned(key)),
+                    None => Err(fault(c, &"padding; send offsets or one key")),
                 }
             }
             _ => Err(fault(c, &"keys, and the cross needs `.values`")),
@@ -537,34 +519,20 @@ fn append_bag(
         if keys.len() > full {
             break;
         }
-        if let Some(key) = key_at(feature, bags, sample, at)? {
-            keys.push(key);
-            weights.extend(bags.weights.map(|(weights, _)| weights.get(at)));
-        }
-    }
-    Ok(())
-}
-
-/// Returns the key of `sample` at the position `at`; `None` for padding.
-fn key_at(
-    feature: &Feature,
-    bags: &Bags<'_>,
-    sample: usize,
-    at: usize,
-) -> Result<Option<u64>, Problem> {
-    match &bags.keys {
-        None => Ok(None),
-        Some(Keys::Of(values)) => {
-            let key = feature.key_of(&values.get(at));
-            key.map(Some).map_err(|e| {
+        let key = match &bags.keys {
+            None => break,
+            Some(Keys::Of(values)) => feature.key_of(&values.get(at)).map_err(|e| {
                 let name = feature.name.escape_debug();
                 Problem::invalid(format!("input `{name}.values`: sample {sample}: {e}"))
-            })
-        }
-        Some(Keys::Are(integers)) => match integers.key(at) {
-            Key::Is(key) => Ok(Some(key)),
-            Key::Padding if bags.offsets.is_none() => Ok(None),
-            Key::Padding => Ok(Some(u64::MAX)),
-        },
+            })?,
+            Some(Keys::Are(integers)) => match integers.key(at) {
+                None if bags.offsets.is_none() => continue,
+                // With offsets no bag is padded, and -1 is a key.
+                key => key.unwrap_or(u64::MAX),
+            },
+        };
+        keys.push(key);
+        weights.extend(bags.weights.map(|weights| weights.get(at)));
     }
+    Ok(())
 }

@@ -7,8 +7,9 @@
 
 use crate::problem::Problem;
 use hatchback::request::pipeline::Answer;
-use hatchback::{LookupStatus, Schema, Shortened};
+use hatchback::{LookupStatus, Schema, Scores, Shortened};
 use serde::{Serialize, Serializer};
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 /// The output with the scores, FP32 `[batch, n]`.
@@ -51,19 +52,22 @@ impl Output {
         }
     }
 
-    /// Returns the bytes of a number.
-    pub fn number_bytes(&self) -> usize {
-        if self.content == Content::Generation { 8 } else { 4 }
+    /// Returns the numbers in a row of its tensor, for a model with `width` scores a sample.
+    fn columns(&self, width: usize) -> usize {
+        match self.content {
+            Content::Scores => width,
+            Content::Statuses => STATUS_FIELDS,
+            Content::Column(_) | Content::Generation | Content::Positions => 1,
+        }
     }
 
-    /// Returns the shape of its tensor for a model with `width` scores a sample; -1 is any size.
-    pub fn shape(&self, width: usize) -> Vec<i64> {
+    /// Returns the shape of its tensor with `rows` rows, of which -1 is any number, for a model
+    /// with `width` scores a sample.
+    pub fn shape(&self, rows: i64, width: usize) -> Vec<i64> {
         match self.content {
-            Content::Scores => vec![-1, width as i64],
-            Content::Column(_) => vec![-1, 1],
-            Content::Statuses => vec![-1, STATUS_FIELDS as i64],
             Content::Generation => vec![1],
-            Content::Positions => vec![-1],
+            Content::Positions => vec![rows],
+            _ => vec![rows, self.columns(width) as i64],
         }
     }
 }
@@ -71,7 +75,7 @@ impl Output {
 /// The outputs of a model, in the order of an answer.
 #[derive(Debug)]
 pub struct Outputs {
-    list: Vec<Output>,
+    pub list: Vec<Output>,
     numbers: HashMap<String, usize>,
 }
 
@@ -93,25 +97,21 @@ impl Outputs {
         let numbers = list.iter().enumerate().map(|(at, output)| (output.name.clone(), at));
         Self { numbers: numbers.collect(), list }
     }
-
-    /// Returns the outputs.
-    pub fn list(&self) -> &[Output] {
-        &self.list
-    }
 }
 
 /// How an answer encodes an output, if the request wants it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Want {
     No,
+    #[default]
     Text,
     Binary,
 }
 
 /// An output that a request asks for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Asked<'a> {
-    pub name: &'a str,
+    pub name: Cow<'a, str>,
     pub want: Want,
 }
 
@@ -138,7 +138,7 @@ impl Wants {
         };
         let mut wants: Vec<Want> = outputs.list.iter().map(unasked).collect();
         for Asked { name, want } in asked {
-            let Some(&at) = outputs.numbers.get(*name) else {
+            let Some(&at) = outputs.numbers.get(&**name) else {
                 let name = Shortened(name);
                 return Err(Problem::invalid(format!("the model has no output `{name}`")));
             };
@@ -158,7 +158,7 @@ impl Wants {
 pub struct Best {
     positions: Vec<u32>,
     /// The sum of the statuses of all samples, of which most are not in the answer.
-    status: [LookupStatus; 1],
+    status: LookupStatus,
 }
 
 impl Best {
@@ -167,112 +167,87 @@ impl Best {
         let scores = answer.scores();
         let mut positions = vec![0; k.min(scores.statuses.len())];
         scores.top_k(0, &mut positions);
-        Self { positions, status: [scores.status()] }
+        Self { positions, status: scores.status() }
     }
 }
 
-/// The samples of an answer, in its order.
+/// A number of an output.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(untagged)]
+enum Number {
+    Score(f32),
+    Count(i32),
+    Sequence(u64),
+}
+
+/// The numbers of an output in an answer: of its best samples, or of all.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
-    samples: usize,
-    best: Option<&'a [u32]>,
+pub struct Numbers<'a> {
+    pub output: &'a Output,
+    pub scores: Scores<'a>,
+    /// The sequence of the generation.
+    pub sequence: u64,
+    pub best: Option<&'a Best>,
 }
 
-impl<'a> Rows<'a> {
-    fn count(self) -> usize {
-        self.best.map_or(self.samples, <[u32]>::len)
+impl Numbers<'_> {
+    /// Returns the scores of a sample.
+    fn width(&self) -> usize {
+        self.scores.values.len() / self.scores.statuses.len().max(1)
     }
 
-    fn positions(self) -> impl Iterator<Item = usize> + 'a {
-        (0..self.count()).map(move |row| self.best.map_or(row, |best| best[row] as usize))
-    }
-}
-
-/// The numbers of an output in an answer.
-#[derive(Clone, Copy, Debug)]
-pub enum Numbers<'a> {
-    /// `[samples, width]`, or the one column of it that is given.
-    Scores {
-        values: &'a [f32],
-        rows: Rows<'a>,
-        column: Option<usize>,
-    },
-    Statuses(&'a [LookupStatus]),
-    Generation(u64),
-    Positions(Rows<'a>),
-}
-
-impl<'a> Numbers<'a> {
-    /// Returns the numbers of `output` in `answer`: of its `best` samples, or of all.
-    pub fn of(output: &Output, answer: &'a Answer<'_>, best: Option<&'a Best>) -> Self {
-        let (scores, positions) = (answer.scores(), best.map(|best| &*best.positions));
-        let rows = Rows { samples: scores.statuses.len(), best: positions };
-        let values = scores.values;
-        match output.content {
-            Content::Scores => Self::Scores { values, rows, column: None },
-            Content::Column(at) => Self::Scores { values, rows, column: Some(at) },
-            Content::Statuses => Self::Statuses(best.map_or(scores.statuses, |best| &best.status)),
-            Content::Generation => Self::Generation(answer.generation().sequence),
-            Content::Positions => Self::Positions(rows),
+    fn rows(&self) -> usize {
+        match (self.output.content, self.best) {
+            (Content::Generation, _) | (Content::Statuses, Some(_)) => 1,
+            (_, None) => self.scores.statuses.len(),
+            (_, Some(best)) => best.positions.len(),
         }
     }
 
     /// Returns the shape.
-    pub fn shape(&self) -> Vec<usize> {
-        match self {
-            Self::Scores { values, rows, column: None } => {
-                vec![rows.count(), values.len() / rows.samples.max(1)]
-            }
-            Self::Scores { rows, .. } => vec![rows.count(), 1],
-            Self::Statuses(statuses) => vec![statuses.len(), STATUS_FIELDS],
-            Self::Generation(_) => vec![1],
-            Self::Positions(rows) => vec![rows.count()],
-        }
+    pub fn shape(&self) -> Vec<i64> {
+        self.output.shape(self.rows() as i64, self.width())
     }
 
     /// Returns how many numbers there are.
     pub fn count(&self) -> usize {
-        self.shape().iter().product()
+        self.rows() * self.output.columns(self.width())
     }
 
-    /// Returns the scores of one column, or all.
-    fn scores(
-        values: &'a [f32],
-        rows: Rows<'a>,
-        column: Option<usize>,
-    ) -> impl Iterator<Item = f32> {
-        let width = values.len() / rows.samples.max(1);
-        let columns = column.map_or(0..width, |column| column..column + 1);
-        rows.positions().flat_map(move |row| &values[row * width..][columns.clone()]).copied()
+    /// Returns the numbers, row by row.
+    fn iter(&self) -> impl Iterator<Item = Number> {
+        let columns = self.output.columns(self.width());
+        (0..self.count()).map(move |at| self.number(at / columns, at % columns))
+    }
+
+    fn number(&self, row: usize, column: usize) -> Number {
+        let sample = || self.best.map_or(row, |best| best.positions[row] as usize);
+        let score = |column| Number::Score(self.scores.values[sample() * self.width() + column]);
+        match self.output.content {
+            Content::Scores => score(column),
+            Content::Column(own) => score(own),
+            Content::Statuses => {
+                let status = self.best.map_or(&self.scores.statuses[row], |best| &best.status);
+                Number::Count(status_numbers(status)[column])
+            }
+            Content::Generation => Number::Sequence(self.sequence),
+            Content::Positions => Number::Count(sample() as i32),
+        }
     }
 
     /// Appends the numbers as little-endian bytes.
     pub fn write(&self, to: &mut Vec<u8>) {
-        match *self {
-            Self::Scores { values, rows, column } => {
-                to.extend(Self::scores(values, rows, column).flat_map(f32::to_le_bytes));
-            }
-            Self::Statuses(statuses) => {
-                to.extend(statuses.iter().flat_map(status_numbers).flat_map(i32::to_le_bytes));
-            }
-            Self::Generation(sequence) => to.extend(sequence.to_le_bytes()),
-            Self::Positions(rows) => {
-                to.extend(rows.positions().flat_map(|row| (row as i32).to_le_bytes()));
-            }
-        }
+        self.iter().for_each(|number| match number {
+            Number::Score(score) => to.extend(score.to_le_bytes()),
+            Number::Count(count) => to.extend(count.to_le_bytes()),
+            Number::Sequence(sequence) => to.extend(sequence.to_le_bytes()),
+        });
     }
 }
 
 impl Serialize for Numbers<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        match *self {
-            Self::Scores { values, rows, column } => {
-                to.collect_seq(Self::scores(values, rows, column))
-            }
-            Self::Statuses(statuses) => to.collect_seq(statuses.iter().flat_map(status_numbers)),
-            Self::Generation(sequence) => to.collect_seq([sequence]),
-            Self::Positions(rows) => to.collect_seq(rows.positions()),
-        }
+        to.collect_seq(self.iter())
     }
 }
 
@@ -302,14 +277,14 @@ mod tests {
     #[test]
     fn several_outputs_have_their_names_beside_score() {
         let names = |outputs: &Outputs| -> Vec<String> {
-            outputs.list().iter().map(|output| output.name.clone()).collect()
+            outputs.list.iter().map(|output| output.name.clone()).collect()
         };
         assert_eq!(names(&outputs(&["ctr"])), ["score", "status", "generation", "position"]);
         let both = outputs(&["ctr", "status", "cvr"]);
         assert_eq!(names(&both), ["score", "ctr", "cvr", "status", "generation", "position"]);
 
         let ask = |names: &[&'static str]| {
-            let asked = |name: &&'static str| Asked { name, want: Want::Binary };
+            let asked = |name: &&'static str| Asked { name: (*name).into(), want: Want::Binary };
             Wants::new(&both, &names.iter().map(asked).collect::<Vec<_>>(), Want::Text, false)
         };
         assert!(ask(&["other"]).unwrap_err().message.contains("no output `other`"));
@@ -322,17 +297,24 @@ mod tests {
 
     #[test]
     fn a_column_has_the_scores_of_its_output() {
-        let values = [0.0, 0.1, 0.2, 1.0, 1.1, 1.2];
-        let rows = |best| Rows { samples: 2, best };
-        let of = |column| Numbers::Scores { values: &values, rows: rows(None), column };
+        let (values, statuses) = ([0.0, 0.1, 0.2, 1.0, 1.1, 1.2], [LookupStatus::default(); 2]);
+        let scores = Scores { values: &values, statuses: &statuses };
+        let [all, one, two, positions] =
+            [Content::Scores, Content::Column(1), Content::Column(2), Content::Positions]
+                .map(|content| Output { name: String::new(), content });
+        let of = |output, best| Numbers { output, scores, sequence: 1, best };
         let json = |numbers| serde_json::to_string(&numbers).unwrap();
-        assert_eq!((json(of(Some(1))), of(Some(1)).shape()), ("[0.1,1.1]".to_owned(), vec![2, 1]));
-        assert_eq!(of(None).shape(), [2, 3]);
-        let best = Numbers::Scores { values: &values, rows: rows(Some(&[1])), column: Some(2) };
+        assert_eq!(
+            (json(of(&one, None)), of(&one, None).shape()),
+            ("[0.1,1.1]".to_owned(), vec![2, 1])
+        );
+        assert_eq!(of(&all, None).shape(), [2, 3]);
+        let best = Best { positions: vec![1], status: statuses[0] };
+        let best = of(&two, Some(&best));
         assert_eq!((json(best), best.shape()), ("[1.2]".to_owned(), vec![1, 1]));
-        assert_eq!(json(Numbers::Positions(rows(None))), "[0,1]");
+        assert_eq!(json(of(&positions, None)), "[0,1]");
         let mut bytes = Vec::new();
-        of(Some(2)).write(&mut bytes);
+        of(&two, None).write(&mut bytes);
         assert_eq!(bytes, [0.2f32.to_le_bytes(), 1.2f32.to_le_bytes()].concat());
     }
 }

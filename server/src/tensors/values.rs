@@ -17,11 +17,11 @@ const TEXT_PREFIX_BYTES: usize = 4;
 const NULL_TEXT: [u8; TEXT_PREFIX_BYTES] = [0xff; TEXT_PREFIX_BYTES];
 
 /// A tensor of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Tensor<'a> {
-    pub name: &'a str,
-    pub datatype: &'a str,
-    pub shape: &'a [i64],
+    pub name: Cow<'a, str>,
+    pub datatype: Cow<'a, str>,
+    pub shape: heapless::Vec<i64, DIMENSIONS_MAX>,
     /// Little-endian bytes of the tensor's type; a text is its length in four bytes and its bytes.
     pub values: Cow<'a, [u8]>,
     /// Whether the caller lets a model that has no such input ignore it.
@@ -31,25 +31,32 @@ pub struct Tensor<'a> {
 impl Tensor<'_> {
     /// Returns a problem that names this tensor.
     pub fn fault(&self, problem: &str) -> Problem {
-        Problem::invalid(format!("input `{}`: {problem}", Shortened(self.name)))
+        Problem::invalid(format!("input `{}`: {problem}", Shortened(&self.name)))
+    }
+
+    /// Appends a dimension to the shape.
+    ///
+    /// # Errors
+    /// There are too many.
+    pub fn add_side(&mut self, side: i64) -> Result<(), Problem> {
+        if self.shape.push(side).is_err() {
+            return Err(self.fault(&format!("more than {DIMENSIONS_MAX} dimensions")));
+        }
+        Ok(())
     }
 
     /// Returns the problem that the tensor's type is none of `taken`.
     fn wrong_type(&self, taken: &str) -> Problem {
-        self.fault(&format!("{}; it takes {taken}", Shortened(self.datatype)))
+        self.fault(&format!("{}; it takes {taken}", Shortened(&self.datatype)))
     }
 
     /// Returns the number of values, as the shape says.
     pub fn elements(&self) -> Result<usize, Problem> {
-        let shape = self.shape;
-        // Before the shape is shown: it may have a million sides.
-        if !(1..=DIMENSIONS_MAX).contains(&shape.len()) {
-            let sides = shape.len();
-            return Err(self.fault(&format!("{sides} dimensions; at most {DIMENSIONS_MAX}")));
-        }
+        let shape = &self.shape;
         let product = |sum: usize, side: &i64| sum.checked_mul(usize::try_from(*side).ok()?);
         // With this limit the bytes of the elements, up to eight each, do not overflow.
-        let elements = shape.iter().try_fold(1, product).filter(|n| *n <= isize::MAX as usize / 8);
+        let elements = shape.iter().try_fold(1, product);
+        let elements = elements.filter(|n| !shape.is_empty() && *n <= isize::MAX as usize / 8);
         elements.ok_or_else(|| self.fault(&format!("{shape:?} is not a shape")))
     }
 
@@ -57,7 +64,7 @@ impl Tensor<'_> {
     pub fn matrix(&self) -> Result<[usize; 2], Problem> {
         // `elements` has refused a negative side before.
         let side = |side: i64| usize::try_from(side).unwrap_or(0);
-        match *self.shape {
+        match *self.shape.as_slice() {
             [rows] => Ok([side(rows), 1]),
             [rows, width] => Ok([side(rows), side(width)]),
             _ => Err(self.fault(&format!("{:?} is not [batch, values]", self.shape))),
@@ -66,7 +73,7 @@ impl Tensor<'_> {
 
     /// Returns the length of a vector.
     pub fn vector(&self) -> Result<usize, Problem> {
-        match *self.shape {
+        match *self.shape.as_slice() {
             [length] => Ok(usize::try_from(length).unwrap_or(0)),
             _ => Err(self.fault(&format!("{:?} is not one dimension", self.shape))),
         }
@@ -105,13 +112,6 @@ pub enum Integers<'a> {
     U64(&'a [u8]),
 }
 
-/// A key of a tensor.
-pub enum Key {
-    /// -1, which is a key where bags have offsets.
-    Padding,
-    Is(u64),
-}
-
 fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut value = [0; N];
     value.copy_from_slice(&bytes[N * at..N * at + N]);
@@ -124,7 +124,7 @@ impl<'a> Integers<'a> {
     /// # Errors
     /// The tensor has another type or another length.
     pub fn of(tensor: &'a Tensor<'_>) -> Result<Self, Problem> {
-        match tensor.datatype {
+        match &*tensor.datatype {
             "INT64" => tensor.values_of(8).map(Self::I64),
             "UINT64" => tensor.values_of(8).map(Self::U64),
             "INT32" => tensor.values_of(4).map(Self::I32),
@@ -132,13 +132,13 @@ impl<'a> Integers<'a> {
         }
     }
 
-    /// Returns the key at `at`.
-    pub fn key(self, at: usize) -> Key {
+    /// Returns the key at `at`; `None` for -1, which is a key only where bags have offsets.
+    pub fn key(self, at: usize) -> Option<u64> {
         match self.value(at) {
-            Ok(key) => Key::Is(key),
-            Err(PADDING) => Key::Padding,
+            Ok(key) => Some(key),
+            Err(PADDING) => None,
             // As in `pack`, a negative key is the u64 of the same bits.
-            Err(key) => Key::Is(key as u64),
+            Err(key) => Some(key as u64),
         }
     }
 
@@ -204,7 +204,7 @@ impl<'a> RawValues<'a> {
     /// The tensor has another type or another length, a text is not UTF-8, or the budget has no
     /// room.
     pub fn of(tensor: &'a Tensor<'_>, memory: &mut Reservation) -> Result<Self, Problem> {
-        match tensor.datatype {
+        match &*tensor.datatype {
             "INT64" | "UINT64" | "INT32" => Integers::of(tensor).map(Self::Integers),
             "FP32" => Floats::of(tensor).map(Self::F32),
             "FP64" => tensor.values_of(8).map(Self::F64),
@@ -253,7 +253,7 @@ fn texts<'a>(
         bytes = rest;
     }
 
-    let (found, shape) = (texts.len(), tensor.shape);
+    let (found, shape) = (texts.len(), &tensor.shape);
     if !bytes.is_empty() || found < elements {
         let over = if bytes.is_empty() { "" } else { "more than " };
         return Err(tensor.fault(&format!("{over}{found} texts, and {shape:?} has {elements}")));

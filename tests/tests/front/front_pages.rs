@@ -1,5 +1,6 @@
 //! What every caller may read: the status page, and the metrics that dashboard and alerts use.
 
+use hatchback::Program;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
@@ -7,6 +8,8 @@ use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, serving};
 use hatchback_tests::models::install_spec;
 use std::collections::BTreeSet;
+use std::io::Write;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 const ALERTS: &str = include_str!("../../../server/monitoring/alerts.yml");
 const DASHBOARD: &str = include_str!("../../../server/monitoring/dashboard.json");
@@ -90,6 +93,49 @@ fn every_rule_and_panel_compares_the_series_of_one_instance() {
         Ok(tested) => assert!(tested.status.success(), "{tested:?}"),
         Err(_) => println!("SKIPPED: the alert rules with two cars: promtool is not installed"),
     }
+}
+
+/// Asks for OpenMetrics, as Prometheus does.
+fn open_metrics(door: &FrontDoor) -> String {
+    let mut client = Client::connect(&door.socket()).unwrap();
+    let accept = "accept: application/openmetrics-text; version=1.0.0";
+    let head = format!("GET /metrics HTTP/1.1\r\nhost: localhost\r\n{accept}\r\n\r\n");
+    client.stream().write_all(head.as_bytes()).unwrap();
+    String::from_utf8(client.receive().unwrap().body).unwrap()
+}
+
+#[test]
+fn the_process_describes_itself_in_both_formats() {
+    let door = open();
+    let version = &Program::this().version;
+    let (text, openmetrics) = (get(&door, "/metrics"), open_metrics(&door));
+    assert!(text.contains(&format!("hatchback_build_info{{version=\"{version}\"}} 1")), "{text}");
+    for name in ["process_cpu_seconds_total", "process_max_fds", "process_open_fds"] {
+        assert!(text.lines().any(|line| line.starts_with(&format!("{name} "))), "{name}: {text}");
+    }
+    let value = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        line.trim().parse::<f64>().unwrap()
+    };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
+    assert!((0.0..86_400.0).contains(&(now - value("process_start_time_seconds"))));
+    assert!(value("process_resident_memory_bytes") > 1e5);
+
+    // In the older format a counter has the name of its sample, and nothing marks the end.
+    assert!(openmetrics.ends_with("# EOF\n") && !text.contains("# EOF"), "{text}");
+    let kinds = openmetrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+    let mut counters = 0;
+    for kind in kinds {
+        let older = match kind.strip_suffix(" counter") {
+            Some(name) => format!("# TYPE {name}_total counter"),
+            None => format!("# TYPE {kind}"),
+        };
+        counters += usize::from(kind.ends_with(" counter"));
+        assert!(text.lines().any(|line| line == older), "{older}: {text}");
+    }
+    assert!(counters > 10, "{counters}");
+    let samples = |text: &str| text.lines().filter(|line| !line.starts_with('#')).count();
+    assert_eq!(samples(&openmetrics), samples(&text));
 }
 
 #[test]

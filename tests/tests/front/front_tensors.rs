@@ -5,7 +5,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{DenseFeature, Feature, Network, Schema};
 use hatchback_server::proto::{InferInputTensor, InferTensorContents, ModelInferRequest};
-use hatchback_server::{Code, decode_grpc, decode_http};
+use hatchback_server::{Code, decode_request};
 use hatchback_tests::random::Random;
 use prost::Message;
 use serde_json::{Value, json};
@@ -84,7 +84,7 @@ fn over_http(tensors: &[Tensor], schema: &Arc<Schema>) -> Result<Batch, String> 
         })
         .collect();
     let body = json!({ "inputs": inputs }).to_string();
-    decode_http(body.as_bytes(), body.len(), schema, 8).map_err(|e| e.to_string())
+    decode_request(body.as_bytes(), Some(body.len()), schema, 8).map_err(|e| e.to_string())
 }
 
 fn over_grpc(tensors: &[Tensor], schema: &Arc<Schema>) -> Result<Batch, String> {
@@ -111,7 +111,7 @@ fn over_grpc(tensors: &[Tensor], schema: &Arc<Schema>) -> Result<Batch, String> 
         inputs: tensors.iter().map(input).collect(),
         ..ModelInferRequest::default()
     };
-    decode_grpc(&request.encode_to_vec(), schema, 8).map_err(|e| e.to_string())
+    decode_request(&request.encode_to_vec(), None, schema, 8).map_err(|e| e.to_string())
 }
 
 #[test]
@@ -321,7 +321,7 @@ fn tensors_that_contradict_their_shape_are_refused_by_name() {
 #[test]
 fn a_message_of_nothing_but_empty_tensors_is_refused() {
     let schema = schema();
-    let refused = |message: &[u8]| decode_grpc(message, &schema, 8).unwrap_err();
+    let refused = |message: &[u8]| decode_request(message, None, &schema, 8).unwrap_err();
     // Fields 5, 6 and 7: inputs, outputs and raw values, each without a byte.
     for field in [5, 6, 7] {
         assert_eq!(refused(&[field * 8 + 2, 0].repeat(100_000)).code, Code::TooLarge);
@@ -354,7 +354,7 @@ fn typed_values_that_are_malformed_or_beside_raw_ones_are_refused() {
         let mut message = vec![5 * 8 + 2, input.len() as u8];
         message.extend(input);
         message.extend_from_slice(raw);
-        decode_grpc(&message, &schema, 8).unwrap_err()
+        decode_request(&message, None, &schema, 8).unwrap_err()
     };
     // A packed list of three bytes, a varint for a float, and a number that does not end.
     for (contents, datatype) in [
@@ -366,7 +366,7 @@ fn typed_values_that_are_malformed_or_beside_raw_ones_are_refused() {
         assert_eq!((problem.code, &*problem.message), (Code::Invalid, "the message is malformed"));
     }
     let both = ask(vec![6 * 8 + 2, 4, 0, 0, 0, 0], "FP32", &[7 * 8 + 2, 4, 0, 0, 0, 0]).message;
-    assert!(both.contains("input `dense` has raw values and typed values"), "{both}");
+    assert!(both.contains("input `dense`: has raw values and typed values"), "{both}");
     let other = ask(vec![6 * 8 + 2, 4, 0, 0, 0, 0], "FP64", &[]).message;
     assert!(other.contains("input `dense`"), "{other}");
 }

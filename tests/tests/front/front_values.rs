@@ -6,8 +6,8 @@ use hatchback::schema::key_function::{KeyFunction, KeyHash, Side, Unknown};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::vocabulary::Vocabulary;
 use hatchback::schema::{Feature, Network, Schema};
+use hatchback_server::decode_request;
 use hatchback_server::proto::{InferInputTensor, InferTensorContents, ModelInferRequest};
-use hatchback_server::{decode_grpc, decode_http};
 use hatchback_tests::random::Random;
 use hyper::body::Bytes;
 use prost::Message;
@@ -151,7 +151,7 @@ fn decoded(tensors: &[Tensor], schema: &Arc<Schema>) -> [Result<Batch, String>; 
         }
         let head = json!({ "inputs": inputs }).to_string().into_bytes();
         let body = [&head[..], &behind].concat();
-        decode_http(&body, head.len(), schema, 8).map_err(|e| e.to_string())
+        decode_request(&body, Some(head.len()), schema, 8).map_err(|e| e.to_string())
     };
     let grpc = |is_raw: bool| {
         let input = |tensor: &Tensor| InferInputTensor {
@@ -167,7 +167,7 @@ fn decoded(tensors: &[Tensor], schema: &Arc<Schema>) -> [Result<Batch, String>; 
             raw_input_contents: raw,
             ..ModelInferRequest::default()
         };
-        decode_grpc(&request.encode_to_vec(), schema, 8).map_err(|e| e.to_string())
+        decode_request(&request.encode_to_vec(), None, schema, 8).map_err(|e| e.to_string())
     };
     [http(false), http(true), grpc(false), grpc(true)]
 }
@@ -291,7 +291,7 @@ fn refused(datatype: &str, shape: &[i64], values: &[u8]) -> String {
         raw_input_contents: vec![Bytes::copy_from_slice(values)],
         ..ModelInferRequest::default()
     };
-    decode_grpc(&request.encode_to_vec(), &schema(), 8).unwrap_err().to_string()
+    decode_request(&request.encode_to_vec(), None, &schema(), 8).unwrap_err().to_string()
 }
 
 #[test]
@@ -321,7 +321,7 @@ fn json_of_another_type_than_its_tensor_is_refused_by_name() {
         let input = json!({"name": "word.values", "datatype": datatype, "shape": [1],
             "data": [value]});
         let body = json!({ "inputs": [input] }).to_string();
-        decode_http(body.as_bytes(), body.len(), &schema, 8).unwrap_err().to_string()
+        decode_request(body.as_bytes(), Some(body.len()), &schema, 8).unwrap_err().to_string()
     };
     let cases = [
         ("BYTES", json!(1)),

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod front_best;
+mod front_differences;
 mod front_pages;
 mod front_stalls;
 mod front_tensors;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod changes;
+mod changing;
 mod lockout;
 mod needs;
 mod prune;

@@ -5,7 +5,7 @@ use hatchback_kernels::lookup::miss_list::RowState;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Counts of the lookups of one table.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct TableCounts {
     /// The table's name.
     pub table: String,

@@ -1,0 +1,96 @@
+//! An answer names the inputs that were not read, and the features that were not sent, over HTTP
+//! and gRPC. The metrics count both.
+
+use crate::front_pages::open;
+use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
+use hatchback_server::proto::{
+    InferInputTensor, InferParameter, ModelInferRequest, ModelInferResponse, ParameterValue,
+};
+use hatchback_tests::client::Client;
+use hatchback_tests::front_door::FrontDoor;
+use hyper::body::Bytes;
+use prost::Message;
+use serde_json::{Value, json};
+
+const WIDTH: usize = 7;
+
+/// Sends dense features and the optional input `other`, which the model does not have.
+fn over_http(door: &FrontDoor, is_optional: bool) -> (u16, Value) {
+    let dense = json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH],
+        "data": [[0.5, 1, 2, 3, 4, 5, 6]]});
+    let other = json!({"name": "other", "datatype": "INT64", "shape": [1, 1], "data": [[1]],
+        "parameters": {"optional": is_optional}});
+    let body = json!({"inputs": [dense, other]}).to_string();
+    let mut client = Client::connect(&door.socket()).unwrap();
+    client.send("/v2/models/coupon/infer", Some(body.as_bytes())).unwrap();
+    let answer = client.receive().unwrap();
+    (answer.code, serde_json::from_slice(&answer.body).unwrap())
+}
+
+fn over_grpc(door: &FrontDoor, optional: ParameterValue) -> Result<ModelInferResponse, String> {
+    let input = |name: &str, datatype: &str, shape: Vec<i64>| InferInputTensor {
+        name: name.to_owned(),
+        datatype: datatype.to_owned(),
+        shape,
+        ..Default::default()
+    };
+    let mut other = input("other", "INT64", vec![1, 1]);
+    let optional = InferParameter { parameter_choice: Some(optional) };
+    other.parameters.insert("optional".to_owned(), optional);
+    let message = ModelInferRequest {
+        model_name: "coupon".to_owned(),
+        inputs: vec![input("dense", "FP32", vec![1, WIDTH as i64]), other],
+        raw_input_contents: vec![vec![0; 4 * WIDTH].into(), vec![0; 8].into()],
+        ..Default::default()
+    }
+    .encode_to_vec();
+    let framed = [&[0][..], &(message.len() as u32).to_be_bytes(), &message].concat();
+    let outcome = on_event_loop(async {
+        Caller::connect(&door.socket()).await?.call("ModelInfer", Bytes::from(framed), None).await
+    });
+    match outcome.unwrap() {
+        Outcome::Answered(bytes) => Ok(ModelInferResponse::decode(bytes.slice(5..)).unwrap()),
+        Outcome::Refused(refusal) => Err(refusal.message),
+    }
+}
+
+#[test]
+fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
+    let door = open();
+    let schema = door.serving.schema("coupon").unwrap();
+    let features: Vec<&str> = schema.features.iter().map(|f| f.name.as_str()).collect();
+    let absent = features.join(",");
+
+    let (code, answer) = over_http(&door, true);
+    assert_eq!(code, 200, "{answer}");
+    assert_eq!(answer["parameters"], json!({"absent_inputs": absent, "ignored_inputs": "other"}));
+    let answer = over_grpc(&door, ParameterValue::BoolParam(true)).unwrap();
+    let text = |name: &str| match &answer.parameters[name].parameter_choice {
+        Some(ParameterValue::StringParam(text)) => text.clone(),
+        other => panic!("{name}: {other:?}"),
+    };
+    assert_eq!((text("ignored_inputs").as_str(), text("absent_inputs")), ("other", absent));
+    assert_eq!(answer.parameters.len(), 2);
+
+    // An input that the caller needs is no difference but an error.
+    let (code, refused) = over_http(&door, false);
+    assert_eq!(code, 400);
+    assert!(refused["error"].as_str().unwrap().contains("input `other`: the model has no such"));
+    assert!(over_grpc(&door, ParameterValue::BoolParam(false)).unwrap_err().contains("no such"));
+    let wrong = over_grpc(&door, ParameterValue::StringParam("yes".to_owned())).unwrap_err();
+    assert!(wrong.contains("input `other`: `optional` is no truth value"), "{wrong}");
+
+    let line = |outcome: &str, count: usize| {
+        format!("hatchback_inputs_total{{model=\"coupon\",outcome=\"{outcome}\"}} {count}\n")
+    };
+    // The metrics are made once a second.
+    let lines = [line("ignored", 2), line("absent", 2 * features.len())];
+    loop {
+        let mut client = Client::connect(&door.socket()).unwrap();
+        let text = String::from_utf8(client.get("/metrics").unwrap().body).unwrap();
+        if lines.iter().all(|line| text.contains(line)) {
+            break;
+        }
+        std::thread::yield_now();
+    }
+}
