@@ -267,10 +267,12 @@ impl Model {
     /// `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`, from 0 to the number of keys.
     /// A shared feature may have one bag for all samples. It must if `dense` has no row a sample.
     /// `weights` is float32, one for each key; those of features without weights are not read. A
-    /// model whose features all have no weights takes none. `shared_dense` is float32 `[shared dense
-    /// features]`, or such a row for each sample. With `top_k` the answer has the best
+    /// model whose features all have no weights takes none. `shared_dense` is float32 `[shared
+    /// dense features]`, or such a row for each sample. With `top_k` the answer has the best
     /// samples by the first output, best first, and the sum of all statuses.
-    #[pyo3(signature = (dense, keys, offsets, *, shared_dense=None, weights=None, timeout=None, top_k=None))]
+    #[pyo3(signature = (
+        dense, keys, offsets, *, shared_dense=None, weights=None, timeout=None, top_k=None
+    ))]
     #[allow(clippy::too_many_arguments)] // The arguments are those of the Python call.
     fn score<'py>(
         &self,

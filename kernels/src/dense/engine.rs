@@ -49,9 +49,9 @@ impl DenseEngine {
         Self::load_for(Isa::detect(), onnx, inputs, &parts, output, activation)
     }
 
-    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set. A run takes
-    /// `parts`, one or more for each of `inputs`, in their order and with their widths. What only
-    /// shared parts reach is computed once by [`DenseEngine::run_requests`].
+    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set. A run
+    /// takes `parts`, one or more for each of `inputs`, in their order and with their widths. What
+    /// only shared parts reach is computed once by [`DenseEngine::run_requests`].
     ///
     /// # Errors
     /// Those of [`DenseEngine::load`].

@@ -482,9 +482,9 @@ impl Batch {
         Ok(())
     }
 
-    /// Brings the dense features of one sample, `dense[before..]`, into place: fills missing values,
-    /// drops retired ones and moves shared ones to those of the request. A `further` sample of a
-    /// request must have the same.
+    /// Brings the dense features of one sample, `dense[before..]`, into place: fills missing
+    /// values, drops retired ones and moves shared ones to those of the request. A `further` sample
+    /// of a request must have the same.
     fn settle_dense(
         &mut self,
         schema: &Schema,

@@ -1,6 +1,6 @@
-//! The parts of the dense network's inputs. All samples of a request share the columns of a part, or
-//! each has its own: so the network computes once a request what only shared columns reach. Never
-//! reads rows.
+//! The parts of the dense network's inputs. All samples of a request share the columns of a part,
+//! or each has its own: so the network computes once a request what only shared columns reach.
+//! Never reads rows.
 
 use crate::schema::{Feature, InputSource, NetworkInput, Schema};
 use hatchback_kernels::dense::InputPart;
@@ -28,8 +28,8 @@ pub(crate) enum Item {
 }
 
 impl Schema {
-    /// Returns the parts of all network inputs: columns that follow each other and are all shared or
-    /// all not.
+    /// Returns the parts of all network inputs: columns that follow each other and are all shared
+    /// or all not.
     pub fn input_parts(&self) -> Vec<InputPart> {
         self.placed_inputs().0
     }

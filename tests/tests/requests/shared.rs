@@ -202,8 +202,8 @@ proptest! {
         let model = open_with_least_cache(&packed.install(), budget);
         let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
         for batch in &batches {
-            let requests: Vec<Vec<Sample>> =
-                batch.iter().map(|(driver, ids)| request(&plan, &dense_shared, *driver, ids)).collect();
+            let each = |(driver, ids): &(u8, Vec<u8>)| request(&plan, &dense_shared, *driver, ids);
+            let requests: Vec<Vec<Sample>> = batch.iter().map(each).collect();
             check(&mut worker, &reference, &requests)?;
         }
     }

@@ -46,8 +46,8 @@ impl InputPart {
     }
 }
 
-/// Makes each of `parts` an input of `graph`. An input of several parts becomes their `Concat`. Each
-/// input has parts, which are in the order of the inputs and have their widths.
+/// Makes each of `parts` an input of `graph`. An input of several parts becomes their `Concat`.
+/// Each input has parts, which are in the order of the inputs and have their widths.
 pub(in crate::dense) fn divide_inputs(graph: &mut Graph, parts: &[InputPart]) {
     let inputs = parts.last().map_or(0, |part| part.input + 1);
     let mut widths: Vec<usize> = parts.iter().map(|part| part.width).collect();
@@ -213,8 +213,8 @@ impl Split {
         }
     }
 
-    /// Records the parts of a function of each column of a value, or of some of its columns: that of
-    /// the shared ones and that of the others. A product takes these; `node` stays for other
+    /// Records the parts of a function of each column of a value, or of some of its columns: that
+    /// of the shared ones and that of the others. A product takes these; `node` stays for other
     /// readers.
     fn record_columns(&mut self, node: &Node) {
         let (Op::Map(_) | Op::Zip { .. } | Op::Pick(_)) = &node.op else { return };

@@ -77,9 +77,9 @@ impl CpuDense {
                     fill_dense(batch, shared, first, width, data);
                 }
                 Item::Dense { .. } | Item::Vector(_) => {}
-                Item::Length(f) => fill_lengths(batch, f, data, (to.column, width)),
+                Item::Length(f) => fill_lengths(batch, f, &mut data[to.column..], width),
                 Item::Mask(f) => {
-                    fill_masks(batch, f, &schema.features[f], data, (to.column, width));
+                    fill_masks(batch, f, &schema.features[f], &mut data[to.column..], width);
                 }
             }
         }
@@ -242,8 +242,8 @@ fn count_once(batch: &Batch, shared: &mut [LookupStatus], statuses: &mut [Lookup
     }
 }
 
-/// Writes the dense features of a part, `[rows, width]`. `first` is the number of its first one among
-/// those of its kind.
+/// Writes the dense features of a part, `[rows, width]`. `first` is the number of its first one
+/// among those of its kind.
 fn fill_dense(batch: &Batch, shared: bool, first: usize, width: usize, data: &mut [f32]) {
     let (values, stride) = batch.dense_rows(shared);
     if width == stride {
@@ -254,26 +254,20 @@ fn fill_dense(batch: &Batch, shared: bool, first: usize, width: usize, data: &mu
     }
 }
 
-/// Writes the number of keys of each bag of feature `f` into a column of rows of `stride` values.
-fn fill_lengths(batch: &Batch, f: usize, data: &mut [f32], (column, stride): (usize, usize)) {
+/// Writes the number of keys of each bag of feature `f` to the front of rows of `stride` values.
+fn fill_lengths(batch: &Batch, f: usize, data: &mut [f32], stride: usize) {
     for (row, ends) in batch.bags(f).offsets.windows(2).enumerate() {
-        data[row * stride + column] = (ends[1] - ends[0]) as f32;
+        data[row * stride] = (ends[1] - ends[0]) as f32;
     }
 }
 
-/// Writes 1 for each key of a bag of feature `f`, and 0 for its padding and the rest, into columns of
-/// rows of `stride` values.
-fn fill_masks(
-    batch: &Batch,
-    f: usize,
-    declared: &Feature,
-    data: &mut [f32],
-    (column, stride): (usize, usize),
-) {
+/// Writes 1 for each key of a bag of feature `f`, and 0 for its padding and the rest, to the front
+/// of rows of `stride` values.
+fn fill_masks(batch: &Batch, f: usize, declared: &Feature, data: &mut [f32], stride: usize) {
     let bags = batch.bags(f);
     for (row, ends) in bags.offsets.windows(2).enumerate() {
         let bag = &bags.keys[ends[0] as usize..ends[1] as usize];
-        let mask = &mut data[row * stride + column..][..declared.hotness_max as usize];
+        let mask = &mut data[row * stride..][..declared.hotness_max as usize];
         let (keys, rest) = mask.split_at_mut(bag.len());
         for (one, key) in keys.iter_mut().zip(bag) {
             *one = if Some(*key) == declared.padding { 0.0 } else { 1.0 };

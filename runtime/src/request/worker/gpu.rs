@@ -60,9 +60,9 @@ impl GpuBackend {
         let step = Step::new(
             tables,
             engine,
-            &widths,
+            widths,
             inputs.iter().position(|input| input.source == InputSource::Dense),
-            |addresses| features_on_device(model, addresses, &widths, engine.input_types()),
+            |addresses| features_on_device(model, addresses, widths, engine.input_types()),
             lookup_limits(model, tables.gpu()),
         );
         let step = step.map_err(|e| e.into_cuda(tables.gpu()))?;
