@@ -8,8 +8,9 @@ use anyhow::{Context, Result};
 use hatchback::{Activation, Codec, Pooling, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::dense::InputPart;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, TensorRtOptions,
 };
@@ -88,6 +89,7 @@ impl MeasuredNetwork {
         let network = DenseNetwork {
             onnx: &self.onnx,
             inputs: &inputs,
+            parts: &[],
             output: "logit",
             activation: Activation::Sigmoid,
         };
@@ -121,6 +123,7 @@ pub fn features(
         default_row,
         pooling: Pooling::Sum,
         weighted: false,
+        shared: false,
         hotness_max: hotness,
         input: input.address,
         input_type: input.input_type,
@@ -165,6 +168,7 @@ impl GpuModel {
             misses_max: TABLES * missing_max,
             row_bytes_max: self.format.row_bytes(),
             keys: Keys::on(&self.gpu),
+            is_shared: false,
         }
     }
 
@@ -184,7 +188,9 @@ impl GpuModel {
             )
         };
         let (tables, engine) = (&self.tables.on_gpu, &self.engine);
-        Ok(Step::new(tables, engine, &self.widths, Some(0), features_of, limits)?)
+        let part = |input| InputPart { input, width: self.widths[input], shared: false };
+        let inputs = StepInputs { parts: &[part(0), part(1)], fed: &[0], copies: &[] };
+        Ok(Step::new(tables, engine, inputs, features_of, limits)?)
     }
 
     /// Allocates the miss list of one worker.

@@ -187,8 +187,13 @@ impl<'a> Bench<'a> {
         let input = DeviceInput { address: out.address(), input_type: InputType::F32 };
         let features = features(format, hotness, &default_row, input);
         let row_bytes_max = format.row_bytes();
-        let limits =
-            LookupLimits { batch_max: batch, misses_max: 1, row_bytes_max, keys: Keys::Copied };
+        let limits = LookupLimits {
+            batch_max: batch,
+            misses_max: 1,
+            row_bytes_max,
+            keys: Keys::Copied,
+            is_shared: false,
+        };
         let mut lookup = GpuLookup::new(&self.tables.on_gpu, &features, limits)?;
         let offsets: Vec<u32> = (0..=batch).map(|i| (i * hotness) as u32).collect();
         load_sets(&mut lookup, sets, &offsets)?;

@@ -12,14 +12,16 @@ use crate::cuda::memory::{Buffer, View};
 use crate::dense::graph::onnx;
 use crate::dense::graph::onnx_graph::{Graph, Stop};
 use crate::dense::run::layout::Layout;
+use crate::dense::run::sharing::{InputPart, divide_inputs};
 use crate::dense::{Activation, DenseEngine, DenseError, match_interface, widen};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape};
-use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
+use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape, RowColumns};
+use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, RunShape};
 use crate::gpu::input_type::InputType;
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::tensorrt::{self, BatchClass, Build, BuildInput, Plans, TensorRt};
+use crate::simd::isa::Isa;
 use serde::Deserialize;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -35,6 +37,8 @@ pub struct DenseNetwork<'a> {
     pub onnx: &'a [u8],
     /// Names and widths of the inputs, in the order that a run takes them.
     pub inputs: &'a [(&'a str, usize)],
+    /// The parts of the inputs that a run takes; empty if each input is one that is not shared.
+    pub parts: &'a [InputPart],
     /// The output's name.
     pub output: &'a str,
     /// The function that turns the output into scores.
@@ -83,7 +87,8 @@ pub struct DeviceEngine {
     gpu: Arc<Gpu>,
     kernels: Arc<DenseKernels>,
     backend: Backend,
-    widths: Vec<usize>,
+    parts: Vec<InputPart>,
+    /// The type of each part.
     types: Vec<InputType>,
     outputs: usize,
     activation: Activation,
@@ -103,7 +108,11 @@ pub struct DeviceScratch {
 }
 
 enum BackendScratch {
-    TensorRt(tensorrt::Context),
+    /// TensorRT knows neither requests nor parts: it takes copies of such inputs for each sample.
+    TensorRt {
+        context: tensorrt::Context,
+        joined: Vec<Option<Buffer<f32>>>,
+    },
     Plan(DevicePlanScratch),
 }
 
@@ -129,11 +138,16 @@ impl DeviceEngine {
             .zip(&shapes)
             .map(|((name, _), shape)| (*name, shape.clone()))
             .collect();
-        let DenseNetwork { onnx, inputs: fed, output, activation } = *network;
-        let reference = DenseEngine::load(onnx.to_vec(), fed, output, activation)?;
+        let DenseNetwork { onnx, inputs: fed, parts, output, activation } = *network;
+        let whole = InputPart::whole(fed, &vec![false; fed.len()]);
+        let parts = if parts.is_empty() { &whole } else { parts };
+        let isa = Isa::detect();
+        let onnx = onnx.to_vec();
+        let reference = DenseEngine::load_for(isa, onnx, fed, parts, output, activation)?;
         let loader = Loader {
             gpu,
             network,
+            parts,
             kernels: Arc::new(DenseKernels::load(gpu)?),
             reference: &reference,
             batch_max: options.batch_max,
@@ -151,7 +165,11 @@ impl DeviceEngine {
         }
 
         let layout = match Graph::build(&model, &inputs, network.output) {
-            Ok(graph) => Layout::new(graph),
+            Ok(mut graph) => {
+                divide_inputs(&mut graph, parts);
+                let shared: Vec<bool> = parts.iter().map(|part| part.shared).collect();
+                Layout::for_gpu(graph, &shared)
+            }
             Err(Stop::Refused(e)) => return Err(e.into()),
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
         };
@@ -202,14 +220,14 @@ impl DeviceEngine {
         self.outputs
     }
 
-    /// Returns the type of each input.
+    /// Returns the type of each part of an input.
     pub fn input_types(&self) -> &[InputType] {
         &self.types
     }
 
-    /// Returns the words of one sample of input `number`.
+    /// Returns the words of one row of part `number`.
     pub(crate) fn input_words(&self, number: usize) -> usize {
-        self.types[number].words(self.widths[number])
+        self.types[number].words(self.parts[number].width)
     }
 
     /// Returns the bytes of the weights in device memory. For TensorRT, which does not report them,
@@ -224,7 +242,10 @@ impl DeviceEngine {
     /// Returns the bytes of device memory of a scratch for up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> u64 {
         match &self.backend {
-            Backend::TensorRt { engine, .. } => engine.context_bytes(),
+            Backend::TensorRt { engine, .. } => {
+                let joined: usize = self.joined_words().iter().flatten().sum();
+                engine.context_bytes() + 4 * (joined * batch_max) as u64
+            }
             Backend::Plan { plan, .. } => plan.scratch_bytes(batch_max) as u64,
         }
     }
@@ -239,7 +260,13 @@ impl DeviceEngine {
             return Err(DenseError::Batch { batch: batch_max, max: self.batch_max }.into());
         }
         let backend = match &self.backend {
-            Backend::TensorRt { engine, .. } => BackendScratch::TensorRt(engine.context()?),
+            Backend::TensorRt { engine, .. } => {
+                let buffer = |words: usize| self.gpu.buffer(batch_max * words);
+                let joined = self.joined_words().into_iter();
+                let joined = joined.map(|words| words.map(buffer).transpose());
+                let joined = joined.collect::<Result<_, _>>()?;
+                BackendScratch::TensorRt { context: engine.context()?, joined }
+            }
             Backend::Plan { plan, precision } => {
                 let mut scratch = plan.scratch(&self.gpu, batch_max)?;
                 let cublas = precision.factors().map(|factors| Cublas::open(&self.gpu, factors));
@@ -250,26 +277,29 @@ impl DeviceEngine {
         Ok(DeviceScratch { batch_max, backend })
     }
 
-    /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input
-    /// i]` values of the input's type, `scores` has room for `[batch, outputs]`, and `scratch` is
-    /// of this engine. All of them must stay alive until the stream has run the work.
+    /// Puts a run of `shape` onto `stream`. `inputs[i]` has room for `[samples, width of part i]`
+    /// values of the part's type. A shared part begins with `[requests, width]`, the others are
+    /// full. `scores` has room for `[samples, outputs]`, and `scratch` is of this engine. All of
+    /// them must stay alive until the stream has run the work.
     ///
     /// # Errors
     /// [`GpuDenseError::Dense`] if the batch is larger than the scratch,
     /// [`GpuDenseError::Buffers`], or the backend's error.
-    pub fn enqueue(
+    pub fn enqueue<'s>(
         &self,
         stream: &Stream,
-        batch: usize,
+        shape: impl Into<RunShape<'s>>,
         inputs: &[Buffer<f32>],
         scores: View<f32>,
         scratch: &mut DeviceScratch,
     ) -> Result<(), GpuDenseError> {
+        let shape = shape.into();
+        let batch = shape.size.samples;
         if batch > scratch.batch_max {
             return Err(DenseError::Batch { batch, max: scratch.batch_max }.into());
         }
         let short = |(i, words): (usize, &Buffer<f32>)| words.len() < batch * self.input_words(i);
-        if inputs.len() != self.widths.len() || inputs.iter().enumerate().any(short) {
+        if inputs.len() != self.parts.len() || inputs.iter().enumerate().any(short) {
             return Err(GpuDenseError::Buffers(format!("inputs do not hold {batch} samples")));
         }
         let values = batch * self.outputs;
@@ -280,14 +310,15 @@ impl DeviceEngine {
 
         let scores = scores.first(values);
         match (&self.backend, &mut scratch.backend) {
-            (Backend::TensorRt { .. }, BackendScratch::TensorRt(context)) => {
-                context.enqueue(stream, batch, inputs, scores)?;
+            (Backend::TensorRt { .. }, BackendScratch::TensorRt { context, joined }) => {
+                let inputs = self.join_inputs(stream, shape, inputs, joined)?;
+                context.enqueue(stream, batch, &inputs, scores)?;
                 if self.activation == Activation::Sigmoid {
                     self.kernels.map(stream, MapNumber::Sigmoid, scores, scores)?;
                 }
             }
             (Backend::Plan { plan, .. }, BackendScratch::Plan(scratch)) => {
-                let result = plan.enqueue(&self.kernels, stream, batch, inputs, scratch)?;
+                let result = plan.enqueue(&self.kernels, stream, shape, inputs, scratch)?;
                 match self.activation {
                     Activation::Sigmoid => {
                         self.kernels.map(stream, MapNumber::Sigmoid, result, scores)?;
@@ -319,18 +350,63 @@ impl DeviceEngine {
         self.kernels.concat(stream, from, Columns { rows: 1, part: n, stride: n, first: 0 }, to)
     }
 
-    /// Puts a copy of the samples `numbers` of `from` to the start of `to` onto `stream`. `shape`
-    /// has the number of samples, and of the columns of both.
+    /// Returns of each input the words of a sample of its copy, if it is shared or has several
+    /// parts.
+    fn joined_words(&self) -> Vec<Option<usize>> {
+        let inputs = self.parts.last().map_or(0, |part| part.input + 1);
+        let words = |input: usize| {
+            let parts: Vec<usize> = self.parts_of(input).collect();
+            let is_copied = parts.len() > 1 || self.parts[parts[0]].shared;
+            is_copied.then(|| parts.into_iter().map(|part| self.input_words(part)).sum())
+        };
+        (0..inputs).map(words).collect()
+    }
+
+    fn parts_of(&self, input: usize) -> impl Iterator<Item = usize> {
+        (0..self.parts.len()).filter(move |part| self.parts[*part].input == input)
+    }
+
+    /// Returns the inputs for each sample: the parts of one are copied to `joined`.
+    fn join_inputs<'a>(
+        &self,
+        stream: &Stream,
+        shape: RunShape<'_>,
+        parts: &'a [Buffer<f32>],
+        joined: &'a [Option<Buffer<f32>>],
+    ) -> Result<Vec<View<'a, f32>>, CudaError> {
+        let input = |(input, copy): (usize, &'a Option<Buffer<f32>>)| {
+            let Some(copy) = copy else {
+                let whole = self.parts_of(input).map(|part| parts[part].view()).next();
+                return Ok(whole.unwrap_or_else(View::none));
+            };
+            let stride = self.parts_of(input).map(|part| self.input_words(part)).sum();
+            let mut first = 0;
+            for part in self.parts_of(input) {
+                let width = self.input_words(part);
+                let from = RowColumns { values: parts[part].view(), first: 0, stride: width };
+                let to = RowColumns { values: copy.view(), first, stride };
+                let is_shared = self.parts[part].shared;
+                let numbers = if is_shared { shape.request_of } else { View::none() };
+                let copied = ResultShape { samples: shape.size.samples, width };
+                self.gather(stream, from, numbers, copied, to)?;
+                first += width;
+            }
+            Ok(copy.view())
+        };
+        joined.iter().enumerate().map(input).collect()
+    }
+
+    /// Puts a copy of `shape` words onto `stream`, as `DenseKernels::gather` makes it.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
     pub(crate) fn gather(
         &self,
         stream: &Stream,
-        from: View<f32>,
+        from: RowColumns,
         numbers: View<u32>,
         shape: ResultShape,
-        to: View<f32>,
+        to: RowColumns,
     ) -> Result<(), CudaError> {
         self.kernels.gather(stream, from, numbers, shape, to)
     }
@@ -368,13 +444,14 @@ impl DeviceEngine {
         inputs: &[Vec<f32>],
         samples: Range<usize>,
     ) -> Result<Vec<Buffer<f32>>, CudaError> {
-        let upload = |(values, (width, of)): (&Vec<f32>, (&usize, &InputType))| {
+        let upload = |(values, (part, of)): (&Vec<f32>, (&InputPart, &InputType))| {
+            let width = part.width;
             let words = of.encode(&values[samples.start * width..samples.end * width]);
             let buffer = self.gpu.buffer(words.len())?;
             stream.upload(&words, &buffer, 0)?;
             Ok(buffer)
         };
-        inputs.iter().zip(self.widths.iter().zip(&self.types)).map(upload).collect()
+        inputs.iter().zip(self.parts.iter().zip(&self.types)).map(upload).collect()
     }
 
     /// Returns the engine if it gives the CPU's scores on generated samples, in a batch of one and
@@ -384,8 +461,9 @@ impl DeviceEngine {
         let stream = self.gpu.stream()?;
         let (mut on_gpu, mut on_cpu) = (self.scratch(samples)?, reference.scratch(samples));
 
+        let parts = self.parts.iter().enumerate();
         let inputs: Vec<Vec<f32>> =
-            self.widths.iter().enumerate().map(|(i, w)| generate(i as u64, samples * w)).collect();
+            parts.map(|(i, part)| generate(i as u64, samples * part.width)).collect();
         let uploaded = self.upload_inputs(&stream, &inputs, 0..samples)?;
 
         let scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
@@ -413,6 +491,7 @@ impl DeviceEngine {
 struct Loader<'a> {
     gpu: &'a Arc<Gpu>,
     network: &'a DenseNetwork<'a>,
+    parts: &'a [InputPart],
     kernels: Arc<DenseKernels>,
     /// The network on the CPU, whose scores each backend must give.
     reference: &'a DenseEngine,
@@ -423,11 +502,11 @@ struct Loader<'a> {
 impl Loader<'_> {
     fn engine(&self, backend: Backend) -> DeviceEngine {
         DeviceEngine {
-            types: vec![InputType::F32; self.network.inputs.len()],
+            types: vec![InputType::F32; self.parts.len()],
             gpu: Arc::clone(self.gpu),
             kernels: Arc::clone(&self.kernels),
             backend,
-            widths: self.network.inputs.iter().map(|(_, width)| *width).collect(),
+            parts: self.parts.to_vec(),
             outputs: self.reference.outputs(),
             activation: self.network.activation,
             batch_max: self.batch_max,
@@ -491,7 +570,8 @@ impl Loader<'_> {
         precision: Precision,
         inputs: Vec<BuildInput<'_>>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        let input_types: Vec<InputType> = inputs.iter().map(|input| input.of).collect();
+        let part_types: Vec<InputType> =
+            self.parts.iter().map(|part| inputs[part.input].of).collect();
         let build = Build {
             onnx: self.network.onnx,
             inputs,
@@ -506,7 +586,7 @@ impl Loader<'_> {
             let name = format!("TensorRT {}, {types}, plan {origin}", tensorrt.version());
             let engine = tensorrt.load(self.gpu, plan, &build)?;
             let engine = self.engine(Backend::TensorRt { engine, name });
-            DeviceEngine { types: input_types.clone(), ..engine }.check(self.reference, bound)
+            DeviceEngine { types: part_types.clone(), ..engine }.check(self.reference, bound)
         };
 
         let plans = Plans::new(&options.plans);

@@ -36,5 +36,6 @@ pub use dense_engine::{
     DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, TensorRtOptions,
 };
 pub use dense_error::GpuDenseError;
+pub use dense_plan::RunShape;
 pub use input_type::InputType;
 pub use precision::Precision;

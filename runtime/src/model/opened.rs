@@ -11,12 +11,14 @@ use crate::model::budget::Budget;
 use crate::model::memory_plan::MemoryPlan;
 use crate::model::served_tables::{ServedTable, Storage};
 use crate::schema::batch::Batch;
-use crate::schema::input_parts::{InputColumn, Item};
-use crate::schema::{InputSource, MissPolicy, NetworkInput, Schema};
+use crate::schema::input_parts::Item;
+use crate::schema::{InputSource, MissPolicy, Schema};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::Device;
+use hatchback_kernels::dense::InputPart;
 use hatchback_kernels::gpu::lookup::PIECE_COLUMNS;
+use hatchback_kernels::lookup::{ColumnCopy, InputColumn};
 use std::sync::Arc;
 
 /// A model ready to serve.
@@ -52,8 +54,8 @@ pub struct Model {
     outputs: usize,
     columns: Vec<InputColumn>,
     copies: Vec<ColumnCopy>,
-    /// Values of each part of an input: per sample, or per request of a shared part.
-    widths: Vec<usize>,
+    /// The parts of the inputs of the dense network.
+    parts: Vec<InputPart>,
     fills: Vec<(Item, InputColumn)>,
     memory: MemoryPlan,
 }
@@ -83,17 +85,6 @@ pub(crate) struct ModelParts {
     pub outputs: usize,
 }
 
-/// A copy of a lookup's vectors from one input of the dense network to another. The vectors of a
-/// lookup that feeds several inputs are pooled into the first and copied to the others.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ColumnCopy {
-    pub from: InputColumn,
-    pub to: InputColumn,
-    pub width: usize,
-    /// Whether the rows are those of requests, and not of samples.
-    pub shared: bool,
-}
-
 impl Model {
     /// Makes a model of its parts, with an empty memory plan.
     pub(crate) fn new(parts: ModelParts) -> Self {
@@ -112,7 +103,6 @@ impl Model {
         let (columns, copies) = columns_of(&schema, &placed);
         let is_vector = |(item, _): &(Item, InputColumn)| matches!(item, Item::Vector(_));
         let fills = placed.into_iter().filter(|placed| !is_vector(placed)).collect();
-        let widths = parts.into_iter().map(|part| part.width).collect();
         let memory = MemoryPlan::default();
         Self {
             generation: Arc::new(generation),
@@ -126,7 +116,7 @@ impl Model {
             outputs,
             columns,
             copies,
-            widths,
+            parts,
             fills,
             memory,
         }
@@ -259,27 +249,36 @@ impl Model {
         &self.fills
     }
 
-    /// Returns the values of each part of an input of the dense network: per sample, or per request
-    /// of a shared part. An input has one part if the model shares nothing.
-    pub(crate) fn input_widths(&self) -> &[usize] {
-        &self.widths
+    /// Returns the parts of the inputs of the dense network. An input has one part if the model
+    /// shares nothing.
+    pub(crate) fn input_parts(&self) -> &[InputPart] {
+        &self.parts
+    }
+
+    /// Returns the values of each part: per sample, or per request of a shared part.
+    pub(crate) fn input_widths(&self) -> Vec<usize> {
+        self.parts.iter().map(|part| part.width).collect()
     }
 
     /// Returns the inputs of the dense network that a GPU may fill with f16. Only lookups may fill
     /// such an input, and each vector in it must start and end at a multiple of [`PIECE_COLUMNS`].
+    /// No vector may be copied from or to it.
     pub(crate) fn f16_inputs(&self) -> Vec<usize> {
         let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
-        let of_lookup = |l: usize, input: usize| {
-            let (at, dim) = (self.columns[l], self.schema.table_of(l).dim as usize);
-            at.part != input || (in_pieces(at.column) && in_pieces(dim))
-        };
-        let fits = |(number, input): (usize, &NetworkInput)| {
+        let fits = |(number, part): (usize, &InputPart)| {
+            let of_lookup = |l: usize| {
+                let (at, dim) = (self.columns[l], self.schema.table_of(l).dim as usize);
+                at.part != number || (in_pieces(at.column) && in_pieces(dim))
+            };
+            let input = &self.schema.network.inputs[part.input];
             let filled = matches!(input.source, InputSource::Vectors(_))
-                && in_pieces(self.schema.input_width(input))
-                && (0..self.columns.len()).all(|l| of_lookup(l, number));
-            filled.then_some(number)
+                && in_pieces(part.width)
+                && part.width == self.schema.input_width(input)
+                && self.copies.iter().all(|c| c.from.part != number && c.to.part != number)
+                && (0..self.columns.len()).all(of_lookup);
+            filled.then_some(part.input)
         };
-        self.schema.network.inputs.iter().enumerate().filter_map(fits).collect()
+        self.parts.iter().enumerate().filter_map(fits).collect()
     }
 
     /// Returns the bytes of the widest row of any table, which one row of a miss list takes.

@@ -161,21 +161,18 @@ impl Model {
     /// `device` is the CPU or the tables are on a GPU already.
     ///
     /// # Errors
-    /// [`OpenError::GpuLacks`] if the GPU's lookup cannot serve the schema. [`OpenError::Cuda`] if
-    /// the GPU has too little memory. [`OpenError::Budget`] if the budget has none for the workers'
-    /// memory beside the tables.
+    /// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget has
+    /// none for the workers' memory beside the tables.
     pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
         let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
             return Ok(self);
         };
         let schema = self.schema();
-        if let Some(lacks) = schema.gpu_lacks() {
-            return Err(OpenError::GpuLacks(lacks));
-        }
         let room = RequestRoom {
             features: schema.lookups.len(),
             lookups: schema.lookups_max(),
             weights: schema.weights_max(),
+            is_shared: schema.has_shared(),
         };
         let bytes = GpuLookup::bytes(room, lookup_limits(&self, gpu));
         let bytes = u64::from(self.budget().workers) * bytes as u64;
@@ -295,7 +292,8 @@ fn load_dense_on(
     let inputs: Vec<(&str, usize)> =
         network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
     let SingleOutput { onnx, name: output, activation } = schema.single_output(onnx.to_vec())?;
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output, activation };
+    let parts = &schema.input_parts();
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts, output, activation };
     DeviceEngine::load(gpu, &network, options)
 }
 

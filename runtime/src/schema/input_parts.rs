@@ -4,15 +4,7 @@
 
 use crate::schema::{Feature, InputSource, NetworkInput, Schema};
 use hatchback_kernels::dense::InputPart;
-
-/// A column of an input of the dense network.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct InputColumn {
-    /// Number of the part, of those of all inputs.
-    pub part: usize,
-    /// Column in the part.
-    pub column: usize,
-}
+use hatchback_kernels::lookup::InputColumn;
 
 /// What fills columns of an input: the source of an input is a list of these.
 #[derive(Clone, Copy, Debug)]

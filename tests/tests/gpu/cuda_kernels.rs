@@ -178,7 +178,7 @@ impl World {
             Pooling::Sqrtn,
             Pooling::Max,
         ]);
-        let weighted = pooling == Pooling::Sum && random.one_in(2);
+        let weighted = !matches!(pooling, Pooling::None | Pooling::Max) && random.one_in(2);
         let dim = self.tables[table].format.dim();
         let width = if pooling == Pooling::None { hotness_max * dim } else { dim };
         let input = random.below(2) as usize;
@@ -260,6 +260,7 @@ impl World {
             default_row: &plan.default_row,
             pooling: plan.pooling,
             weighted: plan.weighted,
+            shared: false,
             hotness_max: plan.hotness_max,
             input: inputs[plan.input].address(),
             input_type: self.types[plan.input],
@@ -363,7 +364,8 @@ impl OnGpu {
         let features: Vec<FeatureOnDevice> =
             world.features.iter().map(|plan| world.on_device(plan, &inputs)).collect();
         let (misses_max, row_bytes_max) = (world.misses_max, world.row_bytes_max());
-        let limits = LookupLimits { batch_max, misses_max, row_bytes_max, keys };
+        let is_shared = false;
+        let limits = LookupLimits { batch_max, misses_max, row_bytes_max, keys, is_shared };
         let lookup = GpuLookup::new(&tables, &features, limits).unwrap();
         let misses =
             MissList::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max())
@@ -546,6 +548,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
             default_row: &default_row,
             pooling: Pooling::Sum,
             weighted: false,
+            shared: false,
             hotness_max: 3,
             input: input.address(),
             input_type: InputType::F32,
@@ -555,7 +558,13 @@ fn no_query_sees_a_torn_or_foreign_row() {
         };
 
         let keys = Keys::on(&gpu);
-        let limits = LookupLimits { batch_max: 64, misses_max: 192, row_bytes_max: 4 * dim, keys };
+        let limits = LookupLimits {
+            batch_max: 64,
+            misses_max: 192,
+            row_bytes_max: 4 * dim,
+            keys,
+            is_shared: false,
+        };
         let mut lookup = GpuLookup::new(&tables, &[feature], limits).unwrap();
         let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 192, 4 * dim).unwrap();
         let (mut changes, mut staged) =

@@ -48,7 +48,7 @@ impl InputPart {
 
 /// Makes each of `parts` an input of `graph`. An input of several parts becomes their `Concat`.
 /// Each input has parts, which are in the order of the inputs and have their widths.
-pub(in crate::dense) fn divide_inputs(graph: &mut Graph, parts: &[InputPart]) {
+pub(crate) fn divide_inputs(graph: &mut Graph, parts: &[InputPart]) {
     let inputs = parts.last().map_or(0, |part| part.input + 1);
     let mut widths: Vec<usize> = parts.iter().map(|part| part.width).collect();
     widths.extend_from_slice(&graph.widths[inputs..]);

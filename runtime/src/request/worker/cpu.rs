@@ -3,7 +3,6 @@
 
 use crate::model::Model;
 use crate::model::backend::CpuTables;
-use crate::model::opened::ColumnCopy;
 use crate::model::served_tables::Storage;
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
@@ -14,7 +13,7 @@ use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseEngine, DenseError, DenseScratch};
 use hatchback_kernels::lookup::feature_prefetch::FeaturePrefetch;
 use hatchback_kernels::lookup::miss_list::MissList;
-use hatchback_kernels::lookup::{FeatureView, Input, LookupStatus, RowStore};
+use hatchback_kernels::lookup::{ColumnCopy, FeatureView, Input, LookupStatus, RowStore};
 use hatchback_kernels::simd::isa::Isa;
 use std::sync::Arc;
 
@@ -39,8 +38,7 @@ impl CpuDense {
         engine: &Arc<DenseEngine>,
         device: &Device,
     ) -> Result<Self, CudaError> {
-        let (batch_max, widths) =
-            (model.budget().batch_max as usize, model.input_widths().to_vec());
+        let (batch_max, widths) = (model.budget().batch_max as usize, model.input_widths());
         let is_shared = model.schema().has_shared();
         let inputs = widths.iter().map(|width| device.host_memory(batch_max * width));
         Ok(Self {
@@ -58,30 +56,13 @@ impl CpuDense {
         &self.inputs
     }
 
-    /// Returns the values per sample of each part.
-    pub fn widths(&self) -> &[usize] {
-        &self.widths
-    }
-
     /// Fills the inputs that need no row: the dense features of `batch`, and the lengths and masks
     /// of its bags.
     pub fn fill_inputs(&mut self, model: &Model, batch: &Batch) {
-        let schema = model.schema();
         self.ends.clear();
         self.ends.extend_from_slice(batch.ends());
-        for &(item, to) in model.fills() {
-            let (data, width) = (&mut self.inputs[to.part], self.widths[to.part]);
-            match item {
-                // The first feature of a part brings the others.
-                Item::Dense { first, shared } if to.column == 0 => {
-                    fill_dense(batch, shared, first, width, data);
-                }
-                Item::Dense { .. } | Item::Vector(_) => {}
-                Item::Length(f) => fill_lengths(batch, f, &mut data[to.column..], width),
-                Item::Mask(f) => {
-                    fill_masks(batch, f, &schema.features[f], &mut data[to.column..], width);
-                }
-            }
+        for part in 0..self.inputs.len() {
+            fill_part(model, batch, part, &mut self.inputs[part]);
         }
     }
 
@@ -239,6 +220,24 @@ fn count_once(batch: &Batch, shared: &mut [LookupStatus], statuses: &mut [Lookup
         samples.iter_mut().for_each(|status| status.late |= counts.late);
         samples.iter_mut().take(1).for_each(|first| first.add(&counts));
         start = end;
+    }
+}
+
+/// Fills the columns of part `number` of the inputs that need no row.
+pub(super) fn fill_part(model: &Model, batch: &Batch, number: usize, data: &mut [f32]) {
+    let (features, width) = (&model.schema().features, model.input_parts()[number].width);
+    for (item, to) in model.fills().iter().filter(|(_, to)| to.part == number) {
+        match *item {
+            // The first feature of a part brings the others.
+            Item::Dense { first, shared } if to.column == 0 => {
+                fill_dense(batch, shared, first, width, data);
+            }
+            Item::Dense { .. } | Item::Vector(_) => {}
+            Item::Length(f) => fill_lengths(batch, f, &mut data[to.column..], width),
+            Item::Mask(f) => {
+                fill_masks(batch, f, &features[f], &mut data[to.column..], width);
+            }
+        }
     }
 }
 

@@ -9,7 +9,7 @@
 //! paths too. If synchronising fails, the worker fails every later request.
 
 use crate::model::Model;
-use crate::request::worker::cpu::CpuDense;
+use crate::request::worker::cpu::{CpuDense, fill_part};
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
 use crate::schema::lookup::Lookup;
@@ -17,8 +17,8 @@ use crate::schema::{InputSource, KeySpace};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits, Samples};
+use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::tables::DeviceTables;
 use hatchback_kernels::gpu::{DeviceEngine, InputType};
 use hatchback_kernels::lookup::LookupStatus;
@@ -44,7 +44,7 @@ impl GpuBackend {
         let addresses: Vec<u64> =
             dense.inputs().iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
         let types = vec![InputType::F32; addresses.len()];
-        let features = features_on_device(model, &addresses, dense.widths(), &types);
+        let features = features_on_device(model, &addresses, &types);
         let lookup = GpuLookup::new(tables, &features, lookup_limits(model, tables.gpu()))?;
         Ok(Self::Lookup { lookup: Box::new(lookup), dense })
     }
@@ -55,14 +55,15 @@ impl GpuBackend {
         tables: &Arc<DeviceTables>,
         engine: &Arc<DeviceEngine>,
     ) -> Result<Self, CudaError> {
-        let inputs = &model.schema().network.inputs;
-        let widths = model.input_widths();
+        let (parts, inputs) = (model.input_parts(), &model.schema().network.inputs);
+        let is_fed =
+            |part: &usize| !matches!(inputs[parts[*part].input].source, InputSource::Vectors(_));
+        let fed: Vec<usize> = (0..parts.len()).filter(is_fed).collect();
         let step = Step::new(
             tables,
             engine,
-            widths,
-            inputs.iter().position(|input| input.source == InputSource::Dense),
-            |addresses| features_on_device(model, addresses, widths, engine.input_types()),
+            StepInputs { parts, fed: &fed, copies: model.copies() },
+            |addresses| features_on_device(model, addresses, engine.input_types()),
             lookup_limits(model, tables.gpu()),
         );
         let step = step.map_err(|e| e.into_cuda(tables.gpu()))?;
@@ -84,14 +85,17 @@ impl GpuBackend {
         misses: &mut MissList,
         statuses: &mut [LookupStatus],
     ) -> Result<Progress, CudaError> {
-        let lookups = &model.schema().lookups;
-        let bags = |l: usize| batch.bags(lookups[l].feature.into());
+        let schema = model.schema();
+        let bags = |l: usize| batch.bags(schema.lookups[l].feature.into());
+        let samples = Samples { count: batch.size(), ends: batch.ends() };
         match self {
             Self::Lookup { lookup, dense } => {
                 dense.fill_inputs(model, batch);
-                lookup.begin(batch.size(), bags)?;
+                lookup.begin(samples, bags)?;
             }
-            Self::Step(step) => step.begin(batch.size(), bags, batch.dense())?,
+            Self::Step(step) => {
+                step.begin(samples, bags, |part, values| fill_part(model, batch, part, values))?;
+            }
         }
         let is_partial = self.gpu_lookup().collect(misses, statuses)?;
         Ok(progress(is_partial))
@@ -167,6 +171,7 @@ pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
         misses_max: model.budget().misses_max as usize,
         row_bytes_max: model.staging_row_bytes(),
         keys: Keys::on(gpu),
+        is_shared: model.schema().has_shared(),
     }
 }
 
@@ -175,7 +180,6 @@ pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
 fn features_on_device<'a>(
     model: &'a Model,
     addresses: &[u64],
-    widths: &[usize],
     types: &[InputType],
 ) -> Vec<FeatureOnDevice<'a>> {
     let schema = model.schema();
@@ -188,10 +192,11 @@ fn features_on_device<'a>(
             default_row: &declared.default_row,
             pooling: lookup.pooling,
             weighted: feature.weighted,
+            shared: feature.shared,
             hotness_max: feature.hotness_max as usize,
             input: addresses[at.part],
             input_type: types[at.part],
-            stride: widths[at.part],
+            stride: model.input_parts()[at.part].width,
             column: at.column,
             width: schema.vector_width(l),
         }
