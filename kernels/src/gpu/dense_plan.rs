@@ -20,7 +20,7 @@ use crate::gpu::dense_kernels::{
     Columns, DenseKernels, ProductShape, ResultShape, RowColumns, Side, SumShape,
 };
 use crate::gpu::numbers::{MapNumber, ZipNumber};
-use crate::gpu::request::RequestSize;
+use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
 /// A node of the layout, with its constants on the device.

@@ -8,7 +8,7 @@
 use crate::cache::eviction::WAYS;
 use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
-use crate::gpu::request::RequestSize;
+use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
 pub(crate) const CHANGES: Images = images!("changes");

@@ -24,7 +24,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::gpu::feature::{FeatureOnDevice, PIECE_COLUMNS};
-pub use crate::gpu::request::{Keys, RequestRoom, RequestSize, Samples};
+pub use crate::gpu::request::{Keys, RequestRoom};
+pub use crate::gpu::samples::{RequestSize, Samples};
 
 /// Sizes of a worker's requests.
 #[derive(Clone, Copy, Debug)]
@@ -164,9 +165,9 @@ impl GpuLookup {
         &self.tables
     }
 
-    /// Begins the query of `batch`, with `bags(f)` for feature `f`, which has a bag for each request
-    /// if it is shared. This is one launch without a wait, after one copy of the keys with
-    /// [`Keys::Copied`]. If no row is missing, the network inputs are complete after the launch.
+    /// Begins the query of `batch`, with `bags(f)` for feature `f`: one for each request if it is
+    /// shared. This is one launch without a wait, after one copy of the keys with [`Keys::Copied`].
+    /// If no row is missing, the network inputs are complete after the launch.
     ///
     /// # Errors
     /// `CudaError::Driver`.

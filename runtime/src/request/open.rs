@@ -161,8 +161,8 @@ impl Model {
     /// `device` is the CPU or the tables are on a GPU already.
     ///
     /// # Errors
-    /// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget has
-    /// none for the workers' memory beside the tables.
+    /// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget
+    /// has none for the workers beside the tables.
     pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
         let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
             return Ok(self);
