@@ -1,6 +1,6 @@
 // The kernels that change a cache (`insert_rows`, `update_rows`, `invalidate_rows`) and those that
 // read its state (`probe_rows`, `dump_rows`). The result equals that of kernels/src/cache/mod.rs to
-// the byte, for the same rows in the same order.
+// the byte, for the same rows in the same order. `write_rows` replaces rows of resident tables.
 //
 // The host sorts a list of changes by set, and keeps their order within one set. One warp makes all
 // changes of a set, so a set has one writer in a launch. All launches of this file are on one
@@ -55,6 +55,22 @@ struct DumpRows {
     u32* rows;
 };
 
+// A row of a resident table to replace.
+struct RowWrite {
+    u32* to;
+    // The first word of the new row in `rows`.
+    u32 from;
+    u32 words;
+};
+
+struct RowWrites {
+    const RowWrite* list;
+    const u32* rows;
+    u32 count;
+};
+
+static_assert(sizeof(RowWrite) == 16 && sizeof(RowWrites) == 24,
+              "kernels/src/gpu/launch.rs has the same structures");
 static_assert(sizeof(Cache) == 48 && sizeof(Change) == 24 && sizeof(ProbeResult) == 8,
               "kernels/src/gpu/launch.rs has the same structures");
 static_assert(sizeof(Changes) == 88 && sizeof(ProbeRows) == 72 && sizeof(DumpRows) == 80,
@@ -213,5 +229,19 @@ extern "C" __global__ void __launch_bounds__(128) dump_rows(DumpRows d) {
     }
     if (lane == 0) {
         d.tags[warp] = load_tag(d.cache, set, way);
+    }
+}
+
+// Replaces rows of resident tables. One warp a row.
+extern "C" __global__ void __launch_bounds__(128) write_rows(RowWrites w) {
+    u32 lane = threadIdx.x % 32;
+    u32 warp = warp_in_grid();
+    if (warp >= w.count) {
+        return;
+    }
+
+    const RowWrite row = w.list[warp];
+    for (u32 i = lane; i < row.words; i += 32) {
+        row.to[i] = w.rows[row.from + i];
     }
 }

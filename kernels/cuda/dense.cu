@@ -18,6 +18,7 @@ struct MatrixProduct {
     int k;
     int n;
     int relu;
+    int continues;       // whether `out` has sums, to which the product adds
 };
 
 struct MatrixFinish {
@@ -40,7 +41,7 @@ struct SmallProducts {
     int transposed;  // whether `b` is `[n, k]`
 };
 
-static_assert(sizeof(MatrixProduct) == 56 && sizeof(MatrixFinish) == 40,
+static_assert(sizeof(MatrixProduct) == 64 && sizeof(MatrixFinish) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 static_assert(sizeof(SmallProducts) == 48,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
@@ -149,6 +150,17 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
 
     float sum[EACH_ROWS][EACH_COLUMNS] = {};
     load(0, 0);
+    if (p.continues) {
+        for (int r = 0; r < EACH_ROWS; r++) {
+            for (int c = 0; c < EACH_COLUMNS; c++) {
+                const int row = first_row + y + r;
+                const int column = first_column + x + c;
+                if (row < m && column < n) {
+                    sum[r][c] = out[(size_t)row * n + column];
+                }
+            }
+        }
+    }
     for (int depth = 0; depth < k; depth += DEPTH) {
         const int side = depth / DEPTH % 2;
         wait_for_copies();
@@ -404,14 +416,16 @@ struct PickValues {
 };
 
 struct GatherRows {
-    const float* from;   // `[.., width]`
-    const u32* numbers;  // `[rows]`
-    float* to;           // `[rows, width]`
+    const float* from;   // `[.., from_stride]`
+    const u32* numbers;  // `[rows]`; null for all rows in order
+    float* to;           // `[rows, to_stride]`
     int rows;
-    int width;
+    int width;           // columns that are copied
+    int from_stride;
+    int to_stride;
 };
 
-static_assert(sizeof(GatherRows) == 32, "kernels/src/gpu/dense_kernels.rs has the same structure");
+static_assert(sizeof(GatherRows) == 40, "kernels/src/gpu/dense_kernels.rs has the same structure");
 static_assert(sizeof(SumValues) == 40 && sizeof(ConcatPart) == 40 && sizeof(PickValues) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 
@@ -440,11 +454,12 @@ extern "C" __global__ void __launch_bounds__(256) dense_pick(PickValues p) {
     }
 }
 
-// Row numbers[i] becomes row i of the result.
+// The first columns of row numbers[i] become those of row i of the result.
 extern "C" __global__ void __launch_bounds__(256) dense_gather(GatherRows p) {
     for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-        const float* from = p.from + (i64)p.numbers[row] * p.width;
-        float* to = p.to + (i64)row * p.width;
+        const i64 number = p.numbers ? p.numbers[row] : row;
+        const float* from = p.from + number * p.from_stride;
+        float* to = p.to + (i64)row * p.to_stride;
         for (int at = threadIdx.x; at < p.width; at += 256) {
             to[at] = from[at];
         }

@@ -113,13 +113,33 @@ __device__ __forceinline__ void pool_any_slots(
     FOR_CODEC(f, { pool_slots<CODEC, ROWS>(f, rows, slot, count, position, bag, columns); })
 }
 
-// Writes a pooled piece of a bag of `keys` rows. All lanes of the warp call it together.
+// Returns the divisor of a weighted sum of `keys` rows: the sum of the weights or, with SQRTN, the
+// root of the sum of their squares. It adds in key order, as the CPU does.
+__device__ __forceinline__ float weights_divisor(const Feature& f, const AnyBag& bag, u32 keys) {
+    const bool squares = f.pooling == SQRTN;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (u32 i = 0; i < keys; i++) {
+        const float weight = bag.weights[i];
+        sum = __fadd_rn(sum, squares ? __fmul_rn(weight, weight) : weight);
+    }
+    return squares ? __fsqrt_rn(sum) : sum;
+}
+
+// Writes a pooled piece of a bag of `keys` rows. A bag without keys, or with a divisor of zero,
+// gives zeros. All lanes of the warp call it together.
 __device__ __forceinline__ void close_bag(
-    const Feature& f, float (&columns)[1][PIECE_COLUMNS], u32 keys, u8* out, u32 columns_end) {
-    finish_sums(f, columns[0], keys);
+    const Feature& f, float (&columns)[1][PIECE_COLUMNS], u32 keys, const AnyBag& bag, u8* out,
+    u32 columns_end) {
+    const bool divides = f.pooling == MEAN || f.pooling == SQRTN;
+    const float divisor = !divides ? 1.0f
+        : bag.weights              ? weights_divisor(f, bag, keys)
+                                   : divisor_of(f, keys);
 #pragma unroll
     for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-        columns[0][v] = keys ? columns[0][v] : 0.0f;
+        // x / 1 is x.
+        const float value = __fdiv_rn(columns[0][v], divisor);
+        columns[0][v] = keys && divisor != 0.0f ? value : 0.0f;
     }
     store_columns(out, columns[0], columns_end, f.out_bytes);
 }

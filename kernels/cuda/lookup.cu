@@ -139,6 +139,7 @@ __device__ __forceinline__ void set_word(volatile u32& word, u32 value) {
 __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWork& work) {
     const volatile FinishBags& c = work.bags;
     const volatile OpenBag& bag = work.bag;
+    const AnyBag any = {bag.sample, f.weighted ? c.weights + bag.weights : nullptr};
     const float start = before_first(f);
     float columns[1][PIECE_COLUMNS] = {{start, start, start, start}};
     // Only sums of f32 are left open in the middle of a bag.
@@ -155,7 +156,6 @@ __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWor
         const u32 lane = lane_number();
         const u32 some = min(bag.entries - at, 32u);
         const u32 slot = lane < some ? c.slots[bag.first + at + lane] : NO_SLOT;
-        const AnyBag any = {bag.sample, f.weighted ? c.weights + bag.weights : nullptr};
         const u32 column = work.first + PIECE_COLUMNS * lane;
         const Rows rows = {(const u8*)c.rows, 4 * c.stride, f.cache.row_bytes, column};
         pool_any_slots<FINISH_ROWS>(f, rows, slot, uniform(some), bag.pooled + at, any, columns);
@@ -164,7 +164,7 @@ __device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWor
         const u32 column = work.first + PIECE_COLUMNS * lane_number();
         const u32 columns_end = f.dim > column ? f.dim - column : 0;
         u8* const out = output_at(f, bag.sample, column);
-        close_bag(f, columns, bag.pooled + bag.entries, out, columns_end);
+        close_bag(f, columns, bag.pooled + bag.entries, any, out, columns_end);
     }
 }
 

@@ -66,6 +66,7 @@ struct Entry {
 
 // The number of lookups of one whole bag whose keys the table does not have.
 struct AbsentCount {
+    u32 feature;
     u32 sample;
     u32 count;
 };
@@ -95,8 +96,9 @@ struct MissRing {
     u32 hit_stride;
 };
 
+// A sample's number is that of a request in the bags of shared features, which a request has once.
 struct Query {
-    const Feature* features;
+    const Feature* features;  // the shared ones last
     const u64* keys;       // by feature, with room for the longest bags of `samples`
     const u32* offsets;    // `[features, samples + 1]`
     const float* weights;  // by feature with weights, in the order of the keys
@@ -106,8 +108,12 @@ struct Query {
     const BagNumber* only; // the bags to query, each a tile; null for all
     u32 samples;
     u32 tile;              // samples of one feature that one warp takes, 32 at most
-    u32 tiles_each;        // tiles of one feature
+    u32 tiles_each;        // tiles of one feature that is not shared
     u32 tiles;
+    u32 own_features;      // features that are not shared
+    u32 own_tiles;         // their tiles
+    u32 requests;          // bags of a shared feature
+    u32 request_tiles;     // tiles of one shared feature
 };
 
 // The open bags, after the host has read their rows. The structure is in host memory, so that a
@@ -122,7 +128,7 @@ struct FinishBags {
     u32 stride;
 };
 
-static_assert(sizeof(Feature) == 200 && sizeof(Query) == 128 && sizeof(FinishBags) == 48,
+static_assert(sizeof(Feature) == 200 && sizeof(Query) == 144 && sizeof(FinishBags) == 48,
               "kernels/src/gpu/launch.rs has the same structures");
 static_assert(sizeof(OpenBag) == 24 && sizeof(Entry) == 16 && sizeof(RingCounts) == 16,
               "kernels/src/gpu/launch.rs has the same structures");

@@ -116,9 +116,13 @@ struct Tile {
     __device__ __forceinline__ void start(const Query& q) volatile {
         const u32 lane = lane_number();
         if (lane == 0) {
-            feature = q.only ? q.only[number].feature : number / q.tiles_each;
-            first = q.only ? q.only[number].sample : number % q.tiles_each * q.tile;
-            const u32 rest = q.samples - first;
+            const bool is_shared = number >= q.own_tiles;
+            const u32 each = is_shared ? q.request_tiles : q.tiles_each;
+            const u32 within = number - (is_shared ? q.own_tiles : 0);
+            const u32 before = is_shared ? q.own_features : 0;
+            feature = q.only ? q.only[number].feature : before + within / each;
+            first = q.only ? q.only[number].sample : within % each * q.tile;
+            const u32 rest = (is_shared ? q.requests : q.samples) - first;
             samples = q.only ? 1 : min(q.tile, rest);
         }
         __syncwarp();

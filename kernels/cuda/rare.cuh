@@ -112,12 +112,17 @@ struct RarePath {
             copy_rows(hits, lookup.row.slot, first_entry);
         }
         if (absents && lane_number() == 0) {
-            q.ring.absents[atomicAdd(&q.counts->absents, 1u)] = {bag.sample, absents};
+            q.ring.absents[atomicAdd(&q.counts->absents, 1u)] = {
+                tile.feature, bag.sample, absents};
         }
     }
 
     __device__ __forceinline__ u32 first_weight() const {
         return (u32)f.weights_before * q.samples + bag.begin;
+    }
+
+    __device__ __forceinline__ AnyBag any_bag() const {
+        return {bag.sample, f.weighted ? q.weights + first_weight() : nullptr};
     }
 
     // Pools the rows before the first missing one.
@@ -131,7 +136,7 @@ struct RarePath {
                 bool absent;
                 const u32 slot = find(at + lane_number(), absent).row.slot;
                 const u32 some = min(bag.opened_at - at, 32u);
-                const AnyBag any = {bag.sample, f.weighted ? q.weights + first_weight() : nullptr};
+                const AnyBag any = any_bag();
                 Rows rows = rows_of(f);
                 rows.column = first + PIECE_COLUMNS * lane_number();
                 pool_any_slots<1>(f, rows, slot, uniform(some), at, any, columns);
@@ -143,7 +148,7 @@ struct RarePath {
             }
             if (bag.opened_at == bag.count) {
                 u8* const out = output_at(f, bag.sample, column);
-                close_bag(f, columns, bag.count, out, columns_end);
+                close_bag(f, columns, bag.count, any_bag(), out, columns_end);
             } else if (bag.opened_at) {
                 u8* const out = output_at(f, bag.sample, column);
                 store_columns(out, columns[0], columns_end, f.out_bytes);

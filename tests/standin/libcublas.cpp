@@ -35,13 +35,14 @@ struct Product {
     float* c;
     const float* bias = nullptr; // `[m]`; null: none
     bool relu = false;
+    bool adds = false; // to what c has
     // Column-major: c[m, n] = a[m, k] x b[k, n], then bias and Relu.
     static void run(void* p) {
         // Not freed: a graph runs the product again.
         auto g = (const Product*)p;
         for (int i = 0; i < g->m; i++)
             for (int j = 0; j < g->n; j++) {
-                float sum = 0;
+                float sum = g->adds ? g->c[i + (size_t)j * g->ldc] : 0;
                 for (int at = g->k; at-- > 0;) sum += rounded(g->a[i + (size_t)at * g->lda], g->compute) * rounded(g->b[at + (size_t)j * g->ldb], g->compute);
                 if (g->bias) sum += g->bias[i];
                 g->c[i + (size_t)j * g->ldc] = g->relu && sum < 0 ? 0 : sum;
@@ -69,7 +70,7 @@ API int cublasSetStream_v2(Handle* h, void* stream) { *h = {stream, nullptr, 0};
 API int cublasSetWorkspace_v2(Handle* h, void* workspace, size_t bytes) { h->workspace = workspace, h->bytes = bytes; return SUCCESS; }
 API int cublasGemmEx(Handle* h, int turn_a, int turn_b, int m, int n, int k, const float* alpha, const float* a, int a_type, int lda, const float* b, int b_type, int ldb,
                      const float* beta, float* c, int c_type, int ldc, int compute, int algorithm) {
-    if (turn_a || turn_b || *alpha != 1 || *beta != 0 || m < 0 || n < 0 || k < 0 || lda < m || ldb < k || ldc < m) return INVALID_VALUE;
+    if (turn_a || turn_b || *alpha != 1 || (*beta != 0 && *beta != 1) || m < 0 || n < 0 || k < 0 || lda < m || ldb < k || ldc < m) return INVALID_VALUE;
     if (a_type || b_type || c_type || algorithm != -1 || (compute != F32 && compute != F16 && compute != TF32)) return INVALID_VALUE;
     if (!h->workspace || h->bytes < 1 << 20 || (size_t)h->workspace % 256) {
         fprintf(stderr, "stand-in cuBLAS: a product without a workspace from the caller\n");
@@ -77,7 +78,7 @@ API int cublasGemmEx(Handle* h, int turn_a, int turn_b, int m, int n, int k, con
     }
     auto launch = (int (*)(void*, void (*)(void*), void*))of_driver("cuLaunchHostFunc");
     if (!launch || !bound()) return NOT_INITIALIZED;
-    return launch(h->stream, Product::run, new Product{m, n, k, lda, ldb, ldc, compute, a, b, c}) ? EXECUTION_FAILED : SUCCESS;
+    return launch(h->stream, Product::run, new Product{m, n, k, lda, ldb, ldc, compute, a, b, c, nullptr, false, *beta == 1}) ? EXECUTION_FAILED : SUCCESS;
 }
 
 // cuBLASLt. `standin_lt_refuse(1)` makes it know no algorithm.

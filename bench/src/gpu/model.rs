@@ -9,7 +9,7 @@ use hatchback::{Activation, Codec, Pooling, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, TensorRtOptions,
 };
@@ -88,6 +88,7 @@ impl MeasuredNetwork {
         let network = DenseNetwork {
             onnx: &self.onnx,
             inputs: &inputs,
+            shared: &[],
             output: "logit",
             activation: Activation::Sigmoid,
         };
@@ -121,6 +122,7 @@ pub fn features(
         default_row,
         pooling: Pooling::Sum,
         weighted: false,
+        shared: false,
         hotness_max: hotness,
         input: input.address,
         input_type: input.input_type,
@@ -184,7 +186,9 @@ impl GpuModel {
             )
         };
         let (tables, engine) = (&self.tables.on_gpu, &self.engine);
-        Ok(Step::new(tables, engine, &self.widths, Some(0), features_of, limits)?)
+        let inputs =
+            StepInputs { widths: &self.widths, shared: &[false; 2], fed: &[0], copies: &[] };
+        Ok(Step::new(tables, engine, inputs, features_of, limits)?)
     }
 
     /// Allocates the miss list of one worker.

@@ -191,9 +191,10 @@ impl<'a> RequestLoop<'a> {
         let (samples, statuses) = (&model.tables.samples, &mut statuses[..batch]);
         statuses.fill(LookupStatus::default());
         let bags = |f: usize| Bags::new(&keys[f], &offsets[..=batch]);
+        let fill = |_: usize, values: &mut [f32]| values.copy_from_slice(dense);
         match mode {
-            LaunchMode::Graph => step.begin(batch, bags, dense)?,
-            LaunchMode::Kernels => step.begin_unrecorded(batch, bags, dense)?,
+            LaunchMode::Graph => step.begin(batch, bags, fill)?,
+            LaunchMode::Kernels => step.begin_unrecorded(batch, bags, fill)?,
         }
 
         misses.clear();

@@ -139,7 +139,8 @@ impl Worker {
         let (keys, statuses) = (&sets[number % sets.len()], &mut statuses[..batch]);
         statuses.fill(LookupStatus::default());
         misses.clear();
-        step.begin(batch, |f| Bags::new(&keys[f], &offsets[..=batch]), dense)?;
+        let bags = |f: usize| Bags::new(&keys[f], &offsets[..=batch]);
+        step.begin(batch, bags, |_, values| values.copy_from_slice(dense))?;
         let more = step.lookup().collect(misses, statuses)?;
         ensure!(!more && misses.is_empty(), "a cached row is missing");
         ensure!(step.scores(batch).iter().all(|s| s.is_finite()), "a score is not finite");

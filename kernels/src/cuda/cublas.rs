@@ -10,7 +10,7 @@
 use crate::cuda::cublas_library::{CublasError, Factors, check, load_any};
 use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::driver::{Gpu, Stream};
-use crate::cuda::matrix::DeviceMatrix;
+use crate::cuda::matrix::{DeviceMatrix, Start};
 use crate::cuda::memory::{Buffer, View};
 use libloading::Library;
 use std::ffi::c_void;
@@ -134,8 +134,8 @@ impl Cublas {
         self.lt.as_ref().err()
     }
 
-    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`. Returns whether it includes scale, bias
-    /// and Relu.
+    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`. With `start` it adds to what `out` has.
+    /// Returns whether it includes scale, bias and Relu.
     ///
     /// # Errors
     /// [`CublasError::Refused`] or [`CublasError::Cuda`].
@@ -146,8 +146,10 @@ impl Cublas {
         a: View<f32>,
         by: &DeviceMatrix,
         out: View<f32>,
+        start: Start,
     ) -> Result<Product, CublasError> {
-        if let (Ok(lt), false) = (&mut self.lt, by.is_scaled) {
+        let is_plain = !by.is_scaled && start == Start::Zero;
+        if let (Ok(lt), true) = (&mut self.lt, is_plain) {
             match lt.multiply(stream, m, a, by, out, &self.workspace) {
                 Ok(()) => return Ok(Product::Finished),
                 Err(e @ CublasError::Cuda(_)) => return Err(e),
@@ -157,7 +159,7 @@ impl Cublas {
                 }
             }
         }
-        self.multiply_alone(stream, m, a, by, out)?;
+        self.multiply_alone(stream, m, a, by, out, start)?;
         Ok(Product::Unfinished)
     }
 
@@ -169,6 +171,7 @@ impl Cublas {
         a: View<f32>,
         by: &DeviceMatrix,
         out: View<f32>,
+        start: Start,
     ) -> Result<(), CublasError> {
         let (k, n) = (by.k, by.n);
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
@@ -178,7 +181,7 @@ impl Cublas {
         const F32: i32 = 0;
         /// `CUBLAS_GEMM_DEFAULT`
         const DEFAULT: i32 = -1;
-        let (one, zero) = (1.0f32, 0.0f32);
+        let (one, before) = (1.0f32, if start == Start::Sums { 1.0f32 } else { 0.0f32 });
         let (m, k, n) = (m as i32, k as i32, n as i32);
         let Self { calls, handle, gpu, workspace, factors, .. } = self;
         gpu.bind()?;
@@ -206,7 +209,7 @@ impl Cublas {
                 a,
                 F32,
                 k,
-                &zero,
+                &before,
                 out,
                 F32,
                 n,

@@ -20,3 +20,12 @@ pub struct DeviceMatrix {
     /// Whether negative results become zero.
     pub relu: bool,
 }
+
+/// What the sums of a product start with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// Zero.
+    Zero,
+    /// The values of the result.
+    Sums,
+}

@@ -50,6 +50,16 @@ impl<T> View<'_, T> {
         Self { len, ..self }
     }
 
+    /// Returns the values after the first `count`.
+    pub fn skip(self, count: usize) -> Self {
+        assert!(count <= self.len, "{count} of {} values", self.len);
+        Self {
+            address: self.address + (count * size_of::<T>()) as u64,
+            len: self.len - count,
+            ..self
+        }
+    }
+
     /// Returns the device address.
     pub fn address(&self) -> u64 {
         self.address

@@ -14,12 +14,13 @@ use crate::dense::graph::onnx_graph::{Graph, Stop};
 use crate::dense::run::layout::Layout;
 use crate::dense::{Activation, DenseEngine, DenseError, match_interface, widen};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape};
-use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
+use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape, RowColumns};
+use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, RunShape};
 use crate::gpu::input_type::InputType;
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::tensorrt::{self, BatchClass, Build, BuildInput, Plans, TensorRt};
+use crate::simd::isa::Isa;
 use serde::Deserialize;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -35,6 +36,8 @@ pub struct DenseNetwork<'a> {
     pub onnx: &'a [u8],
     /// Names and widths of the inputs, in the order that a run takes them.
     pub inputs: &'a [(&'a str, usize)],
+    /// Of each input, whether a request has one value; empty if no input is shared.
+    pub shared: &'a [bool],
     /// The output's name.
     pub output: &'a str,
     /// The function that turns the output into scores.
@@ -85,6 +88,8 @@ pub struct DeviceEngine {
     backend: Backend,
     widths: Vec<usize>,
     types: Vec<InputType>,
+    /// Of each input, whether a request has one value.
+    shared: Vec<bool>,
     outputs: usize,
     activation: Activation,
     batch_max: usize,
@@ -103,7 +108,11 @@ pub struct DeviceScratch {
 }
 
 enum BackendScratch {
-    TensorRt(tensorrt::Context),
+    /// TensorRT knows no requests: it takes the shared inputs as copies for each sample.
+    TensorRt {
+        context: tensorrt::Context,
+        spread: Vec<Option<Buffer<f32>>>,
+    },
     Plan(DevicePlanScratch),
 }
 
@@ -129,11 +138,16 @@ impl DeviceEngine {
             .zip(&shapes)
             .map(|((name, _), shape)| (*name, shape.clone()))
             .collect();
-        let DenseNetwork { onnx, inputs: fed, output, activation } = *network;
-        let reference = DenseEngine::load(onnx.to_vec(), fed, output, activation)?;
+        let DenseNetwork { onnx, inputs: fed, shared, output, activation } = *network;
+        let mut shared = shared.to_vec();
+        shared.resize(fed.len(), false);
+        let isa = Isa::detect();
+        let onnx = onnx.to_vec();
+        let reference = DenseEngine::load_for(isa, onnx, fed, &shared, output, activation)?;
         let loader = Loader {
             gpu,
             network,
+            shared: &shared,
             kernels: Arc::new(DenseKernels::load(gpu)?),
             reference: &reference,
             batch_max: options.batch_max,
@@ -151,7 +165,7 @@ impl DeviceEngine {
         }
 
         let layout = match Graph::build(&model, &inputs, network.output) {
-            Ok(graph) => Layout::new(graph),
+            Ok(graph) => Layout::for_gpu(graph, &shared),
             Err(Stop::Refused(e)) => return Err(e.into()),
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
         };
@@ -224,7 +238,11 @@ impl DeviceEngine {
     /// Returns the bytes of device memory of a scratch for up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> u64 {
         match &self.backend {
-            Backend::TensorRt { engine, .. } => engine.context_bytes(),
+            Backend::TensorRt { engine, .. } => {
+                let words = (0..self.shared.len()).filter(|i| self.shared[*i]);
+                let spread: usize = words.map(|i| self.input_words(i)).sum();
+                engine.context_bytes() + 4 * (spread * batch_max) as u64
+            }
             Backend::Plan { plan, .. } => plan.scratch_bytes(batch_max) as u64,
         }
     }
@@ -239,7 +257,13 @@ impl DeviceEngine {
             return Err(DenseError::Batch { batch: batch_max, max: self.batch_max }.into());
         }
         let backend = match &self.backend {
-            Backend::TensorRt { engine, .. } => BackendScratch::TensorRt(engine.context()?),
+            Backend::TensorRt { engine, .. } => {
+                let copy = |i: usize| self.gpu.buffer(batch_max * self.input_words(i));
+                let shared = self.shared.iter().enumerate();
+                let spread = shared.map(|(i, shared)| shared.then(|| copy(i)).transpose());
+                let spread = spread.collect::<Result<_, _>>()?;
+                BackendScratch::TensorRt { context: engine.context()?, spread }
+            }
             Backend::Plan { plan, precision } => {
                 let mut scratch = plan.scratch(&self.gpu, batch_max)?;
                 let cublas = precision.factors().map(|factors| Cublas::open(&self.gpu, factors));
@@ -250,21 +274,24 @@ impl DeviceEngine {
         Ok(DeviceScratch { batch_max, backend })
     }
 
-    /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input
-    /// i]` values of the input's type, `scores` has room for `[batch, outputs]`, and `scratch` is
-    /// of this engine. All of them must stay alive until the stream has run the work.
+    /// Puts a run of `shape` onto `stream`. `inputs[i]` has room for `[samples, width of input i]`
+    /// values of the input's type. A shared input begins with `[requests, width]`, the others are
+    /// full. `scores` has room for `[samples, outputs]`, and `scratch` is of this engine. All of
+    /// them must stay alive until the stream has run the work.
     ///
     /// # Errors
     /// [`GpuDenseError::Dense`] if the batch is larger than the scratch,
     /// [`GpuDenseError::Buffers`], or the backend's error.
-    pub fn enqueue(
+    pub fn enqueue<'s>(
         &self,
         stream: &Stream,
-        batch: usize,
+        shape: impl Into<RunShape<'s>>,
         inputs: &[Buffer<f32>],
         scores: View<f32>,
         scratch: &mut DeviceScratch,
     ) -> Result<(), GpuDenseError> {
+        let shape = shape.into();
+        let batch = shape.size.samples;
         if batch > scratch.batch_max {
             return Err(DenseError::Batch { batch, max: scratch.batch_max }.into());
         }
@@ -280,14 +307,15 @@ impl DeviceEngine {
 
         let scores = scores.first(values);
         match (&self.backend, &mut scratch.backend) {
-            (Backend::TensorRt { .. }, BackendScratch::TensorRt(context)) => {
-                context.enqueue(stream, batch, inputs, scores)?;
+            (Backend::TensorRt { .. }, BackendScratch::TensorRt { context, spread }) => {
+                let inputs = self.spread_inputs(stream, shape, inputs, spread)?;
+                context.enqueue(stream, batch, &inputs, scores)?;
                 if self.activation == Activation::Sigmoid {
                     self.kernels.map(stream, MapNumber::Sigmoid, scores, scores)?;
                 }
             }
             (Backend::Plan { plan, .. }, BackendScratch::Plan(scratch)) => {
-                let result = plan.enqueue(&self.kernels, stream, batch, inputs, scratch)?;
+                let result = plan.enqueue(&self.kernels, stream, shape, inputs, scratch)?;
                 match self.activation {
                     Activation::Sigmoid => {
                         self.kernels.map(stream, MapNumber::Sigmoid, result, scores)?;
@@ -319,18 +347,40 @@ impl DeviceEngine {
         self.kernels.concat(stream, from, Columns { rows: 1, part: n, stride: n, first: 0 }, to)
     }
 
-    /// Puts a copy of the samples `numbers` of `from` to the start of `to` onto `stream`. `shape`
-    /// has the number of samples, and of the columns of both.
+    /// Returns the inputs for each sample: those of requests are copied to `spread`.
+    fn spread_inputs<'a>(
+        &self,
+        stream: &Stream,
+        shape: RunShape<'_>,
+        inputs: &'a [Buffer<f32>],
+        spread: &'a [Option<Buffer<f32>>],
+    ) -> Result<Vec<View<'a, f32>>, CudaError> {
+        type Pair<'a> = (&'a Buffer<f32>, &'a Option<Buffer<f32>>);
+        let input = |(i, (from, copy)): (usize, Pair<'a>)| -> Result<View<'a, f32>, CudaError> {
+            let Some(copy) = copy.as_ref().filter(|_| !shape.request_of.is_empty()) else {
+                return Ok(from.view());
+            };
+            let width = self.input_words(i);
+            let copied = ResultShape { samples: shape.size.samples, width };
+            let [from, to] =
+                [from, copy].map(|b| RowColumns { values: b.view(), first: 0, stride: width });
+            self.gather(stream, from, shape.request_of, copied, to)?;
+            Ok(copy.view())
+        };
+        inputs.iter().zip(spread).enumerate().map(input).collect()
+    }
+
+    /// Puts a copy of `shape` words onto `stream`, as `DenseKernels::gather` makes it.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
     pub(crate) fn gather(
         &self,
         stream: &Stream,
-        from: View<f32>,
+        from: RowColumns,
         numbers: View<u32>,
         shape: ResultShape,
-        to: View<f32>,
+        to: RowColumns,
     ) -> Result<(), CudaError> {
         self.kernels.gather(stream, from, numbers, shape, to)
     }
@@ -413,6 +463,8 @@ impl DeviceEngine {
 struct Loader<'a> {
     gpu: &'a Arc<Gpu>,
     network: &'a DenseNetwork<'a>,
+    /// Of each input, whether a request has one value.
+    shared: &'a [bool],
     kernels: Arc<DenseKernels>,
     /// The network on the CPU, whose scores each backend must give.
     reference: &'a DenseEngine,
@@ -428,6 +480,7 @@ impl Loader<'_> {
             kernels: Arc::clone(&self.kernels),
             backend,
             widths: self.network.inputs.iter().map(|(_, width)| *width).collect(),
+            shared: self.shared.to_vec(),
             outputs: self.reference.outputs(),
             activation: self.network.activation,
             batch_max: self.batch_max,

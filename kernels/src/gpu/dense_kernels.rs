@@ -4,7 +4,7 @@
 #![allow(unsafe_code)]
 
 use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
-use crate::cuda::matrix::DeviceMatrix;
+use crate::cuda::matrix::{DeviceMatrix, Start};
 use crate::cuda::memory::View;
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use std::sync::Arc;
@@ -35,6 +35,8 @@ struct MatrixProduct {
     k: i32,
     n: i32,
     relu: i32,
+    continues: i32,
+    unused: i32,
 }
 
 #[repr(C)]
@@ -130,10 +132,12 @@ struct GatherRows {
     to: u64,
     rows: i32,
     width: i32,
+    from_stride: i32,
+    to_stride: i32,
 }
 
-const _: () = assert!(size_of::<GatherRows>() == 32);
-const _: () = assert!(size_of::<MatrixProduct>() == 56 && size_of::<MatrixFinish>() == 40);
+const _: () = assert!(size_of::<GatherRows>() == 40);
+const _: () = assert!(size_of::<MatrixProduct>() == 64 && size_of::<MatrixFinish>() == 40);
 const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<MapValues>() == 32);
 const _: () = assert!(size_of::<ZipSide>() == 24 && size_of::<ZipValues>() == 72);
 const _: () = assert!(size_of::<SumValues>() == 40 && size_of::<ConcatPart>() == 40);
@@ -161,6 +165,14 @@ pub(crate) struct SumShape {
     pub outer: usize,
     pub n: usize,
     pub inner: usize,
+}
+
+/// Rows to copy: some columns of rows that are `stride` apart, from a first column on.
+#[derive(Clone, Copy)]
+pub(crate) struct RowColumns<'a> {
+    pub values: View<'a, f32>,
+    pub first: usize,
+    pub stride: usize,
 }
 
 /// The columns `first..first + part` of a result `[rows, stride]`.
@@ -219,7 +231,8 @@ impl DenseKernels {
         })
     }
 
-    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
+    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu. With `start` the sums
+    /// start with those that `out` has.
     pub fn matrix(
         &self,
         stream: &Stream,
@@ -227,6 +240,7 @@ impl DenseKernels {
         a: View<f32>,
         by: &DeviceMatrix,
         out: View<f32>,
+        start: Start,
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
@@ -246,6 +260,8 @@ impl DenseKernels {
             k: k as i32,
             n: n as i32,
             relu: i32::from(by.relu),
+            continues: i32::from(start == Start::Sums),
+            unused: 0,
         };
         // SAFETY: the parameter of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
         unsafe { stream.launch(kernel, blocks as u32, THREADS, argument) }
@@ -406,25 +422,33 @@ impl DenseKernels {
         unsafe { stream.launch(&self.concat, strided(values), THREADS, argument) }
     }
 
-    /// Copies the rows `numbers[..samples]` of `from` to `to[samples, width]`. Both have rows of
-    /// `width` values. Every number must be that of a row of `from`.
+    /// Copies `shape` values: row `numbers[i]` of `from` to row `i` of `to`, or the rows in order
+    /// without numbers. Every number must be that of a row of `from`.
     pub fn gather(
         &self,
         stream: &Stream,
-        from: View<f32>,
+        from: RowColumns,
         numbers: View<u32>,
         shape: ResultShape,
-        to: View<f32>,
+        to: RowColumns,
     ) -> Result<()> {
         let ResultShape { samples, width } = shape;
-        assert!(to.len() >= samples * width && numbers.len() >= samples);
-        assert!(from.len() >= samples * width && samples < INT_END && width < INT_END);
+        if samples * width == 0 {
+            return Ok(());
+        }
+        let end = |side: RowColumns| (samples - 1) * side.stride + side.first + width;
+        let fits = |side: RowColumns| side.first + width <= side.stride && side.stride < INT_END;
+        assert!(fits(from) && fits(to) && samples < INT_END && to.values.len() >= end(to));
+        assert!(numbers.len() >= samples || (numbers.is_empty() && from.values.len() >= end(from)));
+        let first = |side: RowColumns| side.values.skip(side.first).address();
         let argument = GatherRows {
-            from: from.address(),
+            from: first(from),
             numbers: numbers.address(),
-            to: to.address(),
+            to: first(to),
             rows: samples as i32,
             width: width as i32,
+            from_stride: from.stride as i32,
+            to_stride: to.stride as i32,
         };
         let blocks = samples.min(STRIDED_GRID_BLOCKS) as u32;
         // SAFETY: the parameter of `dense_gather`; the sizes were checked, the caller vouches for

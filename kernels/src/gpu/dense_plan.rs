@@ -2,18 +2,25 @@
 //! launches on a stream. Unless cuBLAS computes the products, the results equal the CPU's to the
 //! bit. Weights are in device memory as f32, rounded like the CPU's packed weights. The results
 //! between nodes are in buffers that each worker allocates at its start. Never waits for a run.
+//!
+//! What only shared inputs reach is computed once a request. One launch then copies such a value to
+//! each sample of its request, if other nodes read it.
 
 use crate::cuda::cublas::{Cublas, Product};
 use crate::cuda::cublas_library::CublasError;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
-use crate::cuda::matrix::DeviceMatrix;
+use crate::cuda::matrix::{DeviceMatrix, Start};
 use crate::cuda::memory::{Buffer, View};
+use crate::dense::graph::functions::Map;
 use crate::dense::graph::onnx_graph::{Op, Operand};
 use crate::dense::graph::tensor::Id;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{Columns, DenseKernels, ProductShape, ResultShape, Side, SumShape};
+use crate::gpu::dense_kernels::{
+    Columns, DenseKernels, ProductShape, ResultShape, RowColumns, Side, SumShape,
+};
 use crate::gpu::numbers::{MapNumber, ZipNumber};
+use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
 /// A node of the layout, with its constants on the device.
@@ -46,6 +53,10 @@ pub(crate) struct DevicePlan {
     widths: Vec<usize>,
     places: Vec<Place>,
     buffers: Vec<usize>,
+    /// Of each value, whether a request has it once.
+    shared: Vec<bool>,
+    /// The shared values that are copied to the samples of their requests.
+    spread: Vec<Id>,
     output: Id,
     bytes: usize,
 }
@@ -53,8 +64,25 @@ pub(crate) struct DevicePlan {
 /// One worker's memory for runs of a plan.
 pub(crate) struct DevicePlanScratch {
     buffers: Vec<Buffer<f32>>,
+    /// The copies of the plan's `spread`.
+    spread: Vec<Buffer<f32>>,
     /// Computes the products by weights; `None` if this crate's kernels do.
     pub cublas: Option<Cublas>,
+}
+
+/// What a run computes.
+#[derive(Clone, Copy)]
+pub struct RunShape<'a> {
+    /// Samples and requests.
+    pub size: RequestSize,
+    /// The request of each sample, `[samples]`; empty if each sample is a request of its own.
+    pub request_of: View<'a, u32>,
+}
+
+impl From<usize> for RunShape<'_> {
+    fn from(samples: usize) -> Self {
+        Self { size: samples.into(), request_of: View::none() }
+    }
 }
 
 impl DevicePlan {
@@ -66,7 +94,7 @@ impl DevicePlan {
         let mut upload = Upload { gpu, stream: gpu.stream()?, bytes: 0 };
         let mut nodes = Vec::with_capacity(layout.nodes.len());
         for node in &layout.nodes {
-            let op = upload.op(&node.op)?;
+            let op = upload.op(&node.op, layout.widths[node.output])?;
             nodes.push(Node { inputs: node.inputs.clone(), op, output: node.output });
         }
         Ok(Self {
@@ -74,6 +102,8 @@ impl DevicePlan {
             widths: layout.widths.clone(),
             places: layout.places.clone(),
             buffers: layout.buffers.clone(),
+            shared: layout.shared.clone(),
+            spread: spread_of(layout),
             output: layout.output,
             bytes: upload.bytes,
         })
@@ -90,32 +120,56 @@ impl DevicePlan {
         gpu: &Arc<Gpu>,
         batch_max: usize,
     ) -> Result<DevicePlanScratch, CudaError> {
-        let buffers =
-            self.buffers.iter().map(|w| gpu.buffer(w * batch_max)).collect::<Result<_, _>>()?;
-        Ok(DevicePlanScratch { buffers, cublas: None })
+        let make = |width: usize| gpu.buffer(width * batch_max);
+        let buffers = self.buffers.iter().map(|width| make(*width)).collect::<Result<_, _>>()?;
+        let spread = self.spread.iter().map(|&id| make(self.widths[id]));
+        Ok(DevicePlanScratch { buffers, spread: spread.collect::<Result<_, _>>()?, cublas: None })
     }
 
     /// Returns the bytes of a scratch for up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
-        4 * self.buffers.iter().sum::<usize>() * batch_max
+        let spread: usize = self.spread.iter().map(|&id| self.widths[id]).sum();
+        4 * (self.buffers.iter().sum::<usize>() + spread) * batch_max
     }
 
-    /// Puts a run of `samples` samples onto `stream`; returns the view of its result.
+    /// Puts a run of `shape` onto `stream`; returns the view of its result.
     pub fn enqueue<'a>(
         &self,
         kernels: &DenseKernels,
         stream: &Stream,
-        samples: usize,
+        shape: RunShape<'_>,
         inputs: &'a [Buffer<f32>],
         scratch: &'a mut DevicePlanScratch,
     ) -> Result<View<'a, f32>, CublasError> {
-        let DevicePlanScratch { buffers, cublas } = scratch;
-        let run = Run { plan: self, kernels, stream, samples, inputs, buffers };
-        for node in &self.nodes {
+        let DevicePlanScratch { buffers, spread, cublas } = scratch;
+        let run = Run { plan: self, kernels, stream, shape, inputs, buffers, spread };
+        // Shared nodes come first.
+        let of_requests = self.nodes.iter().take_while(|node| self.shared[node.output]).count();
+        let (of_requests, of_samples) = self.nodes.split_at(of_requests);
+        for node in of_requests {
             run.enqueue_node(node, cublas.as_mut())?;
         }
-        Ok(run.value(self.output))
+        run.spread()?;
+        for node in of_samples {
+            run.enqueue_node(node, cublas.as_mut())?;
+        }
+        Ok(run.of_samples(self.output))
     }
+}
+
+/// Returns the shared values that a node of each sample reads, or that are the result. The sums
+/// that a product continues are copied by that product.
+fn spread_of(layout: &Layout) -> Vec<Id> {
+    let own = layout.nodes.iter().filter(|node| !layout.shared[node.output]);
+    let operands = own.flat_map(|node| match &node.op {
+        Op::Matrix { .. } => &node.inputs[..1],
+        _ => &node.inputs[..],
+    });
+    let mut spread: Vec<Id> = operands.copied().chain([layout.output]).collect();
+    spread.retain(|&id| layout.shared[id]);
+    spread.sort_unstable();
+    spread.dedup();
+    spread
 }
 
 /// One run of a plan while it is put onto a stream.
@@ -123,36 +177,82 @@ struct Run<'a, 'r> {
     plan: &'r DevicePlan,
     kernels: &'r DenseKernels,
     stream: &'r Stream,
-    samples: usize,
+    shape: RunShape<'r>,
     inputs: &'a [Buffer<f32>],
     buffers: &'a [Buffer<f32>],
+    spread: &'a [Buffer<f32>],
 }
 
 impl<'a> Run<'a, '_> {
+    /// Returns the number of samples, or of requests, that have value `id`.
+    fn rows(&self, id: Id) -> usize {
+        let RequestSize { samples, requests } = self.shape.size;
+        if self.plan.shared[id] { requests } else { samples }
+    }
+
     fn value(&self, id: Id) -> View<'a, f32> {
         let all = match self.plan.places[id] {
             Place::Input(i) => self.inputs[i].view(),
             Place::Buffer(b) => self.buffers[b].view(),
         };
-        all.first(self.samples * self.plan.widths[id])
+        all.first(self.rows(id) * self.plan.widths[id])
+    }
+
+    /// Returns value `id` of each sample.
+    fn of_samples(&self, id: Id) -> View<'a, f32> {
+        match self.plan.spread.binary_search(&id) {
+            Ok(number) if !self.shape.request_of.is_empty() => {
+                self.spread[number].view().first(self.shape.size.samples * self.plan.widths[id])
+            }
+            _ => self.value(id),
+        }
+    }
+
+    /// Copies the shared values that nodes of each sample read.
+    fn spread(&self) -> Result<(), CudaError> {
+        let copies: &[Id] =
+            if self.shape.request_of.is_empty() { &[] } else { &self.plan.spread[..] };
+        copies.iter().try_for_each(|&id| self.copy(id, self.of_samples(id)))
+    }
+
+    /// Copies value `id` to each sample, in `to`.
+    fn copy(&self, id: Id, to: View<f32>) -> Result<(), CudaError> {
+        let width = self.plan.widths[id];
+        let shared = self.plan.shared[id];
+        let numbers = if shared { self.shape.request_of } else { View::none() };
+        let shape = ResultShape { samples: self.shape.size.samples, width };
+        let columns = |values| RowColumns { values, first: 0, stride: width };
+        self.kernels.gather(self.stream, columns(self.value(id)), numbers, shape, columns(to))
     }
 
     fn enqueue_node(&self, node: &Node, cublas: Option<&mut Cublas>) -> Result<(), CublasError> {
-        let Self { plan, kernels, stream, samples, .. } = *self;
-        let read = |i: usize| self.value(node.inputs[i]);
+        let Self { plan, kernels, stream, .. } = *self;
+        let (is_shared, samples) = (plan.shared[node.output], self.rows(node.output));
+        let read = |i: usize| {
+            let id = node.inputs[i];
+            if is_shared { self.value(id) } else { self.of_samples(id) }
+        };
         let shape_of = |id: Id| ResultShape { samples, width: plan.widths[id] };
         let out = self.value(node.output);
 
         match &node.op {
-            DeviceOp::Matrix { rows, matrix } => match cublas {
-                Some(cublas) => {
-                    let product = cublas.multiply(stream, samples * rows, read(0), matrix, out)?;
-                    if product == Product::Unfinished {
-                        kernels.finish(stream, samples * rows, matrix, out)?;
+            DeviceOp::Matrix { rows, matrix } => {
+                let m = samples * rows;
+                let start = match node.inputs.get(1) {
+                    None => Start::Zero,
+                    Some(&sums) => {
+                        self.copy(sums, out)?;
+                        Start::Sums
                     }
+                };
+                let Some(cublas) = cublas else {
+                    return Ok(kernels.matrix(stream, m, read(0), matrix, out, start)?);
+                };
+                let product = cublas.multiply(stream, m, read(0), matrix, out, start)?;
+                if product == Product::Unfinished {
+                    kernels.finish(stream, m, matrix, out)?;
                 }
-                None => kernels.matrix(stream, samples * rows, read(0), matrix, out)?,
-            },
+            }
             DeviceOp::Products { count, shape } => {
                 kernels.products(stream, samples * count, *shape, [read(0), read(1)], out)?;
             }
@@ -186,8 +286,10 @@ impl<'a> Run<'a, '_> {
         match operand {
             DeviceOperand::Value { input, picks } => {
                 let id = node.inputs[*input];
+                let is_shared = self.plan.shared[node.output];
+                let values = if is_shared { self.value(id) } else { self.of_samples(id) };
                 let picks = picks.as_ref().map_or(View::none(), Buffer::view);
-                Side { values: self.value(id), picks, width: self.plan.widths[id] }
+                Side { values, picks, width: self.plan.widths[id] }
             }
             DeviceOperand::Constant(values) => {
                 Side { values: values.view(), picks: View::none(), width: 0 }
@@ -228,7 +330,8 @@ impl Upload<'_> {
         })
     }
 
-    fn op(&mut self, op: &Op) -> Result<DeviceOp, GpuDenseError> {
+    /// Uploads `op`, whose result has `width` values.
+    fn op(&mut self, op: &Op, width: usize) -> Result<DeviceOp, GpuDenseError> {
         let missing = |what: String| GpuDenseError::Unsupported(what);
         Ok(match op {
             Op::Matrix { rows, matrix } => {
@@ -249,6 +352,11 @@ impl Upload<'_> {
             }
 
             Op::Pairs { .. } => unreachable!("only the CPU's layout has pairs"),
+            Op::Map(Map::Neg) => DeviceOp::Zip {
+                function: ZipNumber::Multiply,
+                left: DeviceOperand::Value { input: 0, picks: None },
+                right: DeviceOperand::Constant(self.floats(&vec![-1.0; width])?),
+            },
             Op::Map(map) => {
                 DeviceOp::Map(MapNumber::of(*map).ok_or_else(|| missing(format!("{map:?}")))?)
             }

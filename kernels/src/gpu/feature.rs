@@ -22,11 +22,14 @@ pub struct FeatureOnDevice<'a> {
     pub default_row: &'a [f32],
     /// The function that makes a vector of a bag.
     pub pooling: Pooling,
-    /// Whether each row is multiplied by its key's weight. Only sums have weights.
+    /// Whether each row is multiplied by its key's weight. Only sums, divided or not, have weights.
     pub weighted: bool,
+    /// Whether a request has one bag, and not each of its samples.
+    pub shared: bool,
     /// The largest number of keys in a bag.
     pub hotness_max: usize,
-    /// Device address of the network input that the feature fills, `[batch_max, stride]`.
+    /// Device address of the network input that the feature fills, `[batch_max, stride]`. A shared
+    /// feature fills a row for each request.
     pub input: u64,
     /// The type of that input. With F16, `stride`, `column` and the row's columns must be multiples
     /// of four.
@@ -46,7 +49,7 @@ pub(crate) fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> D
     assert!(feature.column + feature.width <= feature.stride);
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
-    assert!(!feature.weighted || feature.pooling == Pooling::Sum);
+    assert!(!feature.weighted || !matches!(feature.pooling, Pooling::None | Pooling::Max));
     let in_pieces = [format.dim(), feature.column, feature.stride]
         .iter()
         .all(|columns| columns.is_multiple_of(PIECE_COLUMNS));

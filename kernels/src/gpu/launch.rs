@@ -8,6 +8,7 @@
 use crate::cache::eviction::WAYS;
 use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
+use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
 pub(crate) const CHANGES: Images = images!("changes");
@@ -68,6 +69,15 @@ pub(crate) struct Change {
 pub(crate) struct ProbeResult {
     pub cached: u32,
     pub epoch: u32,
+}
+
+/// `RowWrite` of `changes.cu`: a row of a resident table to replace.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RowWrite {
+    pub to: u64,
+    pub from: u32,
+    pub words: u32,
 }
 
 /// `Feature` of `lookup.cuh`: one sparse feature.
@@ -134,10 +144,11 @@ pub(crate) struct RingCounts {
     pub requeries: u32,
 }
 
-/// `AbsentCount` of `lookup.cuh`: lookups of one sample whose keys a table does not have.
+/// `AbsentCount` of `lookup.cuh`: lookups of one bag whose keys a table does not have.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AbsentCount {
+    pub feature: u32,
     pub sample: u32,
     pub count: u32,
 }
@@ -174,12 +185,12 @@ macro_rules! device_values {
 }
 
 device_values!(DeviceCacheView Change ProbeResult DeviceFeature DeviceBag Entry RingCounts);
-device_values!(AbsentCount BagNumber FinishArgument);
+device_values!(AbsentCount BagNumber FinishArgument RowWrite);
 
 const _: () = assert!(size_of::<DeviceCacheView>() == 48 && size_of::<DeviceFeature>() == 200);
 const _: () = assert!(size_of::<Change>() == 24 && size_of::<ProbeResult>() == 8);
 const _: () = assert!(size_of::<DeviceBag>() == 24 && size_of::<Entry>() == 16);
-const _: () = assert!(size_of::<RingCounts>() == 16 && size_of::<AbsentCount>() == 8);
+const _: () = assert!(size_of::<RingCounts>() == 16 && size_of::<AbsentCount>() == 12);
 const _: () = assert!(size_of::<BagNumber>() == 8 && size_of::<FinishArgument>() == 48);
 
 /// `Changes` of `changes.cu`: the argument of `insert_rows`, `update_rows` and `invalidate_rows`.
@@ -193,6 +204,15 @@ struct ChangesArgument {
     stride: u32,
     rows: u64,
     done: u64,
+}
+
+/// `RowWrites` of `changes.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct WritesArgument {
+    list: u64,
+    rows: u64,
+    count: u32,
 }
 
 /// `ProbeRows` of `changes.cu`.
@@ -246,10 +266,15 @@ struct QueryArgument {
     tile: u32,
     tiles_each: u32,
     tiles: u32,
+    own_features: u32,
+    own_tiles: u32,
+    requests: u32,
+    request_tiles: u32,
 }
 
 const _: () = assert!(size_of::<ChangesArgument>() == 88 && size_of::<ProbeArgument>() == 72);
-const _: () = assert!(size_of::<DumpArgument>() == 80 && size_of::<QueryArgument>() == 128);
+const _: () = assert!(size_of::<RowWrite>() == 16 && size_of::<WritesArgument>() == 24);
+const _: () = assert!(size_of::<DumpArgument>() == 80 && size_of::<QueryArgument>() == 144);
 
 /// The kind of change to a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -362,9 +387,11 @@ pub(crate) struct RequestAddresses {
 /// A request, and the counters that stay in device memory between launches.
 pub(crate) struct QueryMemory<'a> {
     pub features: &'a Buffer<DeviceFeature>,
-    /// The addresses of a request of `samples` samples.
+    /// Features that are not shared; the others come last.
+    pub own_features: usize,
+    /// The addresses of a request of `size`.
     pub request: RequestAddresses,
-    pub samples: usize,
+    pub size: RequestSize,
     pub ring: &'a MissRing,
     /// `RingCounts`, then the count of finished blocks.
     pub counters: &'a Buffer<u32>,
@@ -373,7 +400,7 @@ pub(crate) struct QueryMemory<'a> {
 /// The bags that one query pools.
 #[derive(Clone, Copy)]
 pub(crate) enum QueryBags<'a> {
-    /// All samples of every feature, in tiles of `tile` samples of one feature.
+    /// All bags of every feature, in tiles of `tile` bags of one feature.
     All { tile: usize },
     /// The first `count` of these bags, each a tile.
     Only { bags: &'a Mapped<BagNumber>, count: usize },
@@ -433,6 +460,7 @@ pub(crate) struct Kernels {
     invalidate: Kernel,
     probe: Kernel,
     dump: Kernel,
+    write: Kernel,
     query: Kernel,
     finish: Kernel,
 }
@@ -446,6 +474,7 @@ impl Kernels {
             invalidate: changes.kernel("invalidate_rows")?,
             probe: changes.kernel("probe_rows")?,
             dump: changes.kernel("dump_rows")?,
+            write: changes.kernel("write_rows")?,
             query: lookup.kernel("query_tables")?,
             finish: lookup.kernel("finish_bags")?,
         })
@@ -470,6 +499,10 @@ impl Kernels {
         let dump = DumpArgument { cache, first: 0, count: 0, tags: 0, rows: 0 };
         // SAFETY: the kernel's parameter; with no slots the kernel accesses no memory.
         unsafe { stream.launch(&self.dump, 1, THREADS, dump) }?;
+
+        let none = WritesArgument { list: 0, rows: 0, count: 0 };
+        // SAFETY: the kernel's parameter; with no rows the kernel accesses no memory.
+        unsafe { stream.launch(&self.write, 1, THREADS, none) }?;
         stream.wait()
     }
 
@@ -551,23 +584,45 @@ impl Kernels {
         unsafe { stream.launch(&self.dump, blocks(count), THREADS, argument) }
     }
 
+    /// Replaces rows of resident tables. The caller has checked that every row of `list` is inside
+    /// its table and inside `rows`.
+    pub fn write_rows(
+        &self,
+        stream: &Stream,
+        list: &Buffer<RowWrite>,
+        rows: &Buffer<u32>,
+    ) -> Result<()> {
+        let count = list.len();
+        let argument =
+            WritesArgument { list: list.address(), rows: rows.address(), count: count as u32 };
+        // SAFETY: the kernel's parameter; the caller checked the rows.
+        unsafe { stream.launch(&self.write, blocks(count), THREADS, argument) }
+    }
+
     /// Pools bags. The caller has checked the keys and offsets, and the outputs that the features
     /// point to.
     pub fn query(&self, stream: &Stream, memory: &QueryMemory, bags: QueryBags) -> Result<()> {
-        let QueryMemory { features, request, samples, ring, counters } = memory;
+        let QueryMemory { features, own_features, request, size, ring, counters } = memory;
+        let RequestSize { samples, requests } = *size;
         assert!(ring.hit_rows.len() >= 4 * ring.entries.len() * ring.hit_stride);
         assert!(ring.bags.len() >= ring.entries.len() && counters.len() >= 5);
-        let (only, tile, tiles_each, tiles) = match bags {
+        let shared = features.len() - own_features;
+        let (only, tile, each, request_tiles) = match bags {
             QueryBags::All { tile } => {
                 let room = ring.requeries.len().min(ring.absents.len());
-                assert!(room >= samples * features.len() && (1..=32).contains(&tile));
-                let each = samples.div_ceil(tile);
-                (0, tile, each, each * features.len())
+                assert!(room >= samples * own_features + requests * shared);
+                assert!((1..=32).contains(&tile));
+                (0, tile, samples.div_ceil(tile), requests.div_ceil(tile))
             }
             QueryBags::Only { bags, count } => {
                 assert!(count <= bags.len());
-                (bags.address(), 1, 1, count)
+                (bags.address(), 1, 1, 1)
             }
+        };
+        let (own_tiles, shared_tiles) = (each * own_features, request_tiles * shared);
+        let tiles = match bags {
+            QueryBags::All { .. } => own_tiles + shared_tiles,
+            QueryBags::Only { count, .. } => count,
         };
 
         let argument = QueryArgument {
@@ -579,10 +634,14 @@ impl Kernels {
             counts: counters.address(),
             blocks_done: counters.address() + size_of::<RingCounts>() as u64,
             only,
-            samples: *samples as u32,
+            samples: samples as u32,
             tile: tile as u32,
-            tiles_each: tiles_each as u32,
+            tiles_each: each as u32,
             tiles: tiles as u32,
+            own_features: *own_features as u32,
+            own_tiles: own_tiles as u32,
+            requests: requests as u32,
+            request_tiles: request_tiles as u32,
         };
         // If there are more tiles than warps, a warp takes several tiles.
         let blocks = blocks(tiles).min(stream.gpu().processors() * QUERY_BLOCKS);

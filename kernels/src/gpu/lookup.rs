@@ -7,7 +7,7 @@
 use crate::cache::Epoch;
 use crate::cache::address::RowKey;
 use crate::cuda::driver::{Gpu, Result, Stream};
-use crate::cuda::memory::{Buffer, Mapped};
+use crate::cuda::memory::{Buffer, Mapped, View};
 use crate::gpu::feature::view_of;
 use crate::gpu::launch::{
     AbsentCount, BagNumber, DeviceBag, DeviceFeature, Entry, MissRing, NO_SLOT, OpenBags,
@@ -20,10 +20,12 @@ use crate::gpu::turns::Reader;
 use crate::lookup::miss_list::{Miss, MissList, RowState};
 use crate::lookup::{Bags, LookupStatus};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::gpu::feature::{FeatureOnDevice, PIECE_COLUMNS};
 pub use crate::gpu::request::{Keys, RequestRoom};
+pub use crate::gpu::samples::{RequestSize, Samples};
 
 /// Sizes of a worker's requests.
 #[derive(Clone, Copy, Debug)]
@@ -42,8 +44,15 @@ pub struct LookupLimits {
 pub struct GpuLookup {
     tables: Arc<DeviceTables>,
     stream: Stream,
+    /// The features on the device: those of each sample, then those that a request shares.
     features: Buffer<DeviceFeature>,
     views: Box<[DeviceFeature]>,
+    /// The caller's number of each feature on the device.
+    numbers: Box<[u16]>,
+    /// The device's number of each feature of the caller.
+    places: Box<[u16]>,
+    /// Features that are not shared.
+    own_features: usize,
     /// The keys of each feature's longest bag.
     hotness_max: Box<[usize]>,
     /// The default rows, to which the features point.
@@ -51,6 +60,10 @@ pub struct GpuLookup {
     limits: LookupLimits,
     /// Samples of the current batch.
     batch: usize,
+    /// The size that its launches are made for.
+    size: RequestSize,
+    /// The end of the samples of each request; empty if no feature is shared.
+    ends: Vec<usize>,
     request: RequestMemory,
     /// Further requests, for [`GpuLookup::next_request`].
     later_requests: VecDeque<RequestMemory>,
@@ -78,26 +91,16 @@ impl GpuLookup {
         let limits = LookupLimits { misses_max, ..limits };
         let stream = gpu.stream()?;
 
+        let mut numbers: Vec<u16> = (0..features.len() as u16).collect();
+        numbers.sort_by_key(|&f| features[usize::from(f)].shared);
+        let features: Vec<_> = numbers.iter().map(|&f| &features[usize::from(f)]).collect();
+        let own_features = features.iter().filter(|feature| !feature.shared).count();
+        let mut places = vec![0; numbers.len()];
+        numbers.iter().zip(0..).for_each(|(&f, place)| places[usize::from(f)] = place);
         let defaults: Vec<f32> = features.iter().flat_map(|f| f.default_row).copied().collect();
         let default_rows = gpu.buffer(defaults.len())?;
         stream.upload(&defaults, &default_rows, 0)?;
-        let mut room = RequestRoom { features: features.len(), lookups: 0, weights: 0 };
-        let mut default_row = default_rows.address();
-        let mut views = Vec::with_capacity(features.len());
-        for feature in features {
-            let mut view = view_of(tables, feature);
-            view.default_row = default_row;
-            view.keys_before = room.lookups as u64;
-            view.weights_before = room.weights as u64;
-            // A kernel counts the weights of a request with 32 bits.
-            assert!((room.lookups * limits.batch_max) < u32::MAX as usize);
-            // A kernel counts the columns of an input with 32 bits.
-            assert!((limits.batch_max as u64).saturating_mul(view.stride) < u64::from(u32::MAX));
-            room.lookups += feature.hotness_max;
-            room.weights += if feature.weighted { feature.hotness_max } else { 0 };
-            default_row += size_of_val(feature.default_row) as u64;
-            views.push(view);
-        }
+        let (views, room) = views_of(tables, &features, default_rows.address(), limits.batch_max);
         let on_device = gpu.buffer(views.len())?;
         stream.upload(&views, &on_device, 0)?;
 
@@ -105,10 +108,15 @@ impl GpuLookup {
         let lookup = Self {
             features: on_device,
             views: views.into(),
+            numbers: numbers.into(),
+            places: places.into(),
+            own_features,
             hotness_max: features.iter().map(|f| f.hotness_max).collect(),
             _default_rows: default_rows,
             limits,
             batch: 0,
+            size: RequestSize::from(0),
+            ends: Vec::with_capacity(if room.is_shared { limits.batch_max } else { 0 }),
             request: RequestMemory::new(gpu, room, limits.batch_max, limits.keys)?,
             later_requests: VecDeque::new(),
             ring: ring(gpu, bags, limits)?,
@@ -153,17 +161,24 @@ impl GpuLookup {
         &self.tables
     }
 
-    /// Begins the query of `batch` samples, with `bags(f)` for feature `f`. This is one launch
-    /// without a wait, after one copy of the keys with [`Keys::Copied`]. If no row is missing, the
-    /// network inputs are complete after the launch.
+    /// Begins the query of `batch`, with `bags(f)` for feature `f`: one for each request if it is
+    /// shared. This is one launch without a wait, after one copy of the keys with [`Keys::Copied`].
+    /// If no row is missing, the network inputs are complete after the launch.
     ///
     /// # Errors
     /// `CudaError::Driver`.
-    pub fn begin<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>) -> Result<()> {
-        self.write_request(batch, batch, bags);
+    pub fn begin<'a, 's>(
+        &mut self,
+        batch: impl Into<Samples<'s>>,
+        bags: impl Fn(usize) -> Bags<'a>,
+    ) -> Result<()> {
+        let batch = batch.into();
+        let requests = if batch.ends.is_empty() { batch.count } else { batch.ends.len() };
+        let size = RequestSize { samples: batch.count, requests };
+        self.write_request(batch, size, bags);
         self.in_turn(|| {
-            self.copy_keys(batch)?;
-            self.launch(batch)
+            self.copy_keys(size.samples)?;
+            self.launch(size)
         })
     }
 
@@ -176,23 +191,40 @@ impl GpuLookup {
         self.tables.turns().query(&self.reader, &self.stream, launch)
     }
 
-    /// Writes the keys and offsets of `batch` samples to the memory that the device reads, laid out
-    /// for `samples` samples. The samples after the batch have no keys.
-    pub fn write_request<'a>(
+    /// Writes the keys and offsets of `batch` to the memory that the device reads, laid out for
+    /// `size`. The samples and requests after those of the batch have no keys.
+    pub fn write_request<'a, 's>(
         &mut self,
-        batch: usize,
-        samples: usize,
+        batch: impl Into<Samples<'s>>,
+        size: impl Into<RequestSize>,
         bags: impl Fn(usize) -> Bags<'a>,
     ) {
-        assert!((batch..=self.limits.batch_max).contains(&samples));
-        (self.batch, self.request.samples) = (batch, samples);
+        let (Samples { count, ends }, size) = (batch.into(), size.into());
+        assert!((count..=self.limits.batch_max).contains(&size.samples));
+        self.ends.clear();
+        if self.request.room.is_shared {
+            match ends {
+                [] => self.ends.extend(1..=count),
+                ends => self.ends.extend_from_slice(ends),
+            }
+            // The kernels rely on it: each sample has a request, and each request a row.
+            let ascend = |pair: &[usize]| pair[0] < pair[1];
+            assert!(self.ends.windows(2).all(ascend) && self.ends.first() != Some(&0));
+            assert!(self.ends.last().copied().unwrap_or(0) == count);
+            assert!((self.ends.len()..=size.samples).contains(&size.requests));
+        }
+        (self.batch, self.size, self.request.samples) = (count, size, size.samples);
         // An empty batch launches nothing.
         self.ring.counts[0] = RingCounts::default();
-        self.is_open[..batch].fill(false);
+        self.is_open[..count].fill(false);
         for (f, view) in self.views.iter().enumerate() {
-            let (Bags { keys, offsets, weights }, hotness_max) = (bags(f), self.hotness_max[f]);
-            let offsets = &offsets[..=batch];
-            let keys = &keys[..offsets[batch] as usize];
+            let (rows, rows_max) = match f < self.own_features {
+                true => (count, size.samples),
+                false => (self.ends.len(), size.requests),
+            };
+            let Bags { keys, offsets, weights } = bags(self.numbers[f].into());
+            let (offsets, hotness_max) = (&offsets[..=rows], self.hotness_max[f]);
+            let keys = &keys[..offsets[rows] as usize];
             // The kernel relies on these checks: all keys are in the feature's part of the request,
             // and no bag is longer than the feature's longest.
             let fits = |o: &[u32]| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness_max;
@@ -203,8 +235,22 @@ impl GpuLookup {
                 self.request.put_weights(view.weights_before as usize, &weights[..keys.len()]);
             }
             let to = self.request.offsets_mut(f);
-            to[..=batch].copy_from_slice(offsets);
-            to[batch..].fill(offsets[batch]);
+            to[..=rows].copy_from_slice(offsets);
+            to[rows..=rows_max].fill(offsets[rows]);
+        }
+        if self.request.room.is_shared {
+            self.request.put_requests(&self.ends);
+        }
+    }
+
+    /// Returns the samples that have a bag: one, or those of its request.
+    fn samples_of(&self, feature: usize, bag: u32) -> Range<usize> {
+        let bag = bag as usize;
+        match self.ends.get(bag) {
+            Some(&end) if feature >= self.own_features => {
+                (if bag == 0 { 0 } else { self.ends[bag - 1] })..end
+            }
+            _ => bag..bag + 1,
         }
     }
 
@@ -219,17 +265,24 @@ impl GpuLookup {
         self.stream.upload_async(words, copy, room.words(samples))
     }
 
-    /// Launches the query of a request that is laid out for `samples`. A graph can record it.
+    /// Launches the query of a request that is laid out for `size`. A graph can record it.
     ///
     /// # Errors
     /// `CudaError::Driver`.
-    pub fn launch(&self, samples: usize) -> Result<()> {
-        self.launch_in_tiles(samples, self.tile(samples))
+    pub fn launch(&self, size: impl Into<RequestSize>) -> Result<()> {
+        let size = size.into();
+        self.launch_in_tiles(size, self.tile(size))
     }
 
-    /// Returns the samples of one feature that a warp takes together in a query of `samples`.
-    pub fn tile(&self, samples: usize) -> usize {
-        let (features, lookups) = (self.views.len(), self.request.room.lookups);
+    /// Returns the bags of one feature that a warp takes together in a query of `size`.
+    pub fn tile(&self, size: impl Into<RequestSize>) -> usize {
+        let RequestSize { samples, requests } = size.into();
+        // The bags of a request are few beside those of its samples.
+        let (samples, features) = match self.own_features {
+            0 => (requests, self.views.len()),
+            features => (samples, features),
+        };
+        let lookups = self.hotness_max[..features].iter().sum();
         let warps = query_warps(self.tables.gpu());
         tile_of(TileShape { samples, features, lookups, warps })
     }
@@ -239,9 +292,10 @@ impl GpuLookup {
     ///
     /// # Errors
     /// `CudaError::Driver`.
-    pub fn launch_in_tiles(&self, samples: usize, tile: usize) -> Result<()> {
-        assert!(samples <= self.limits.batch_max);
-        let memory = self.memory(samples);
+    pub fn launch_in_tiles(&self, size: impl Into<RequestSize>, tile: usize) -> Result<()> {
+        let size = size.into();
+        assert!(size.samples <= self.limits.batch_max);
+        let memory = self.memory(size);
         self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })?;
         self.reader.end_query(&self.stream)
     }
@@ -267,9 +321,21 @@ impl GpuLookup {
         }
     }
 
-    fn memory(&self, samples: usize) -> QueryMemory<'_> {
-        let Self { features, request, ring, counters, .. } = self;
-        QueryMemory { features, request: request.addresses(samples), samples, ring, counters }
+    fn memory(&self, size: RequestSize) -> QueryMemory<'_> {
+        let Self { features, own_features, request, ring, counters, .. } = self;
+        let request = request.addresses(size.samples);
+        QueryMemory { features, own_features: *own_features, request, size, ring, counters }
+    }
+
+    /// Returns the request of each sample of a request that is laid out for `samples`, on the
+    /// device; empty if no feature is shared.
+    pub(crate) fn request_of(&self, samples: usize) -> View<'_, u32> {
+        self.request.request_of(samples)
+    }
+
+    /// Returns the end of the samples of each request; empty if no feature is shared.
+    pub(crate) fn ends(&self) -> &[usize] {
+        &self.ends
     }
 
     /// Returns the number of a bag's first weight.
@@ -285,7 +351,8 @@ impl GpuLookup {
     }
 
     /// Waits for the query and adds the bags that it left open to `misses`, which is empty. Counts
-    /// the cached rows in `statuses`, which has a zero status for each sample of the batch. Returns
+    /// the cached rows in `statuses`, which has a zero status for each sample of the batch. The
+    /// first sample of a request counts its shared bags. Returns
     /// whether bags are left for [`GpuLookup::requery`], because the ring had no room for them.
     ///
     /// # Errors
@@ -296,9 +363,15 @@ impl GpuLookup {
         statuses: &mut [LookupStatus],
     ) -> Result<bool> {
         self.stream.wait()?;
-        for f in 0..self.views.len() {
+        for f in 0..self.own_features {
             let offsets = &self.request.offsets(f)[..=self.batch];
             statuses.iter_mut().zip(offsets.windows(2)).for_each(|(s, o)| s.fresh += o[1] - o[0]);
+        }
+        for f in self.own_features..self.views.len() {
+            let offsets = &self.request.offsets(f)[..=self.ends.len()];
+            for (bag, o) in offsets.windows(2).enumerate() {
+                statuses[self.samples_of(f, bag as u32).start].fresh += o[1] - o[0];
+            }
         }
         Ok(self.read_ring(misses, statuses))
     }
@@ -307,20 +380,22 @@ impl GpuLookup {
     /// fresh.
     fn read_ring(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> bool {
         let RingCounts { bags, absents, requeries, .. } = self.ring.counts[0];
-        for AbsentCount { sample, count } in &self.ring.absents[..absents as usize] {
-            let status = &mut statuses[*sample as usize];
+        for AbsentCount { feature, sample, count } in &self.ring.absents[..absents as usize] {
+            let status = &mut statuses[self.samples_of(*feature as usize, *sample).start];
             status.fresh -= count;
             status.absent += count;
         }
         for number in 0..requeries as usize {
             let bag = self.ring.requeries[number];
-            self.is_open[bag.sample as usize] = true;
-            statuses[bag.sample as usize].fresh -= self.bag_len(bag) as u32;
+            let samples = self.samples_of(bag.feature as usize, bag.sample);
+            statuses[samples.start].fresh -= self.bag_len(bag) as u32;
+            self.is_open[samples].fill(true);
             self.requeries[number] = bag;
         }
         for bag in &self.ring.bags[..bags as usize] {
-            statuses[bag.sample as usize].fresh -= bag.entries;
-            self.is_open[bag.sample as usize] = true;
+            let samples = self.samples_of(bag.feature as usize, bag.sample);
+            statuses[samples.start].fresh -= bag.entries;
+            self.is_open[samples].fill(true);
             self.add_open_bag(bag, misses);
         }
         requeries > 0
@@ -328,7 +403,8 @@ impl GpuLookup {
 
     fn add_open_bag(&self, bag: &DeviceBag, misses: &mut MissList) {
         let view = &self.views[bag.feature as usize];
-        misses.open_bag(bag.feature as u16, bag.sample as usize, bag.pooled as usize);
+        let number = self.numbers[bag.feature as usize];
+        misses.open_bag(number, bag.sample as usize, bag.pooled as usize);
         for at in bag.first as usize..(bag.first + bag.entries) as usize {
             let Entry { key, epoch, kind } = self.ring.entries[at];
             match EntryKind::of(kind) {
@@ -381,18 +457,24 @@ impl GpuLookup {
 
         for (number, bag) in misses.bags().iter().enumerate() {
             let first = bag.first_entry as usize;
+            let feature = usize::from(self.places[usize::from(bag.feature)]);
+            let samples = self.samples_of(feature, bag.sample);
             let slots = self.open.slots[first..].iter_mut();
+            let mut counts = LookupStatus::default();
             for (slot, (state, fresh)) in slots.zip(misses.slots_of(bag)) {
                 *slot = fresh.unwrap_or(NO_SLOT);
-                statuses[bag.sample as usize].count(state);
+                counts.count(state);
             }
+            // A late shared row makes all samples of its request late.
+            statuses[samples.clone()].iter_mut().for_each(|status| status.late |= counts.late);
+            statuses[samples.start].add(&counts);
             self.open.bags[number] = DeviceBag {
-                feature: u32::from(bag.feature),
+                feature: feature as u32,
                 sample: bag.sample,
                 pooled: bag.done,
                 first: first as u32,
                 entries: bag.entries,
-                weights: self.first_weight(bag.feature.into(), bag.sample as usize),
+                weights: self.first_weight(feature, bag.sample as usize),
             };
         }
         let weights = self.request.addresses(self.request.samples).weights;
@@ -426,9 +508,10 @@ impl GpuLookup {
         let count = self.ring.counts[0].requeries as usize;
         for number in 0..count {
             let bag = self.requeries[number];
-            statuses[bag.sample as usize].fresh += self.bag_len(bag) as u32;
+            let counted_by = self.samples_of(bag.feature as usize, bag.sample).start;
+            statuses[counted_by].fresh += self.bag_len(bag) as u32;
         }
-        let memory = self.memory(self.request.samples);
+        let memory = self.memory(self.size);
         let bags = QueryBags::Only { bags: &self.requeries, count };
         self.in_turn(|| {
             self.tables.kernels().query(&self.stream, &memory, bags)?;
@@ -479,6 +562,34 @@ impl GpuLookup {
         self.changes.recover()?;
         self.stream.wait()
     }
+}
+
+/// Returns the kernels' views of `features`, and the size of their requests. `default_row` is the
+/// device address of their default rows.
+fn views_of(
+    tables: &DeviceTables,
+    features: &[&FeatureOnDevice<'_>],
+    mut default_row: u64,
+    batch_max: usize,
+) -> (Vec<DeviceFeature>, RequestRoom) {
+    let is_shared = features.iter().any(|feature| feature.shared);
+    let mut room = RequestRoom { features: features.len(), lookups: 0, weights: 0, is_shared };
+    let mut views = Vec::with_capacity(features.len());
+    for feature in features {
+        let mut view = view_of(tables, feature);
+        view.default_row = default_row;
+        view.keys_before = room.lookups as u64;
+        view.weights_before = room.weights as u64;
+        // A kernel counts the weights of a request with 32 bits.
+        assert!((room.lookups * batch_max) < u32::MAX as usize);
+        // A kernel counts the columns of an input with 32 bits.
+        assert!((batch_max as u64).saturating_mul(view.stride) < u64::from(u32::MAX));
+        room.lookups += feature.hotness_max;
+        room.weights += if feature.weighted { feature.hotness_max } else { 0 };
+        default_row += size_of_val(feature.default_row) as u64;
+        views.push(view);
+    }
+    (views, room)
 }
 
 /// What the size of a query's tiles depends on.

@@ -6,8 +6,8 @@
 //!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and
 //!   embedded here.
 //! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch;
-//!   `feature`, `request`: its features and the memory of its keys; `turns`: the order of queries
-//!   and changes.
+//!   `feature`, `request`, `samples`: its features, the memory of its keys, and its sizes; `turns`:
+//!   the order of queries and changes.
 //! * `dense_plan`, `dense_engine`, `precision`, `input_type`: the dense network; [`tensorrt`]: the
 //!   network by TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
@@ -27,6 +27,7 @@ pub mod lookup;
 mod numbers;
 mod precision;
 mod request;
+mod samples;
 pub mod step;
 pub mod tables;
 pub mod tensorrt;
@@ -36,5 +37,6 @@ pub use dense_engine::{
     DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, TensorRtOptions,
 };
 pub use dense_error::GpuDenseError;
+pub use dense_plan::RunShape;
 pub use input_type::InputType;
 pub use precision::Precision;

@@ -2,7 +2,7 @@
 //! them there or in a copy on the device. Never launches.
 
 use crate::cuda::driver::{Gpu, Result};
-use crate::cuda::memory::{Buffer, Mapped};
+use crate::cuda::memory::{Buffer, Mapped, View};
 use crate::gpu::launch::RequestAddresses;
 use std::sync::Arc;
 
@@ -32,18 +32,22 @@ pub struct RequestRoom {
     pub lookups: usize,
     /// The same sum for the features with weights only.
     pub weights: usize,
+    /// Whether any feature is shared.
+    pub is_shared: bool,
 }
 
 impl RequestRoom {
     /// Returns the words of a request of `samples` samples.
     pub(crate) fn words(&self, samples: usize) -> usize {
-        (2 * self.lookups + self.weights) * samples + self.features * (samples + 1)
+        let of_sample = 2 * self.lookups + self.weights + usize::from(self.is_shared);
+        of_sample * samples + self.features * (samples + 1)
     }
 }
 
 /// A request's keys, offsets and weights in one piece of words. First come the keys of each
-/// feature, with room for the longest bags. Then come the offsets of each feature, and the weights
-/// of those that have some. The layout depends on the number of samples.
+/// feature, with room for the longest bags. Then come the offsets of each feature, the weights of
+/// those that have some and, if a feature is shared, the request of each sample. The layout depends
+/// on the number of samples.
 pub(crate) struct RequestMemory {
     pub words: Mapped<u32>,
     /// The copy in device memory, with [`Keys::Copied`].
@@ -89,6 +93,26 @@ impl RequestMemory {
         let first = 2 * room.lookups * samples + room.features * (samples + 1);
         let words = &mut self.words[first + weights_before * samples..][..weights.len()];
         words.iter_mut().zip(weights).for_each(|(word, weight)| *word = weight.to_bits());
+    }
+
+    /// Returns the request of each sample, `[samples]`; empty if no feature is shared.
+    pub fn request_of(&self, samples: usize) -> View<'_, u32> {
+        let of_samples = if self.room.is_shared { samples } else { 0 };
+        let words = self.copy.as_ref().map_or(self.words.view(), Buffer::view);
+        words.skip(self.room.words(samples) - of_samples).first(of_samples)
+    }
+
+    /// Writes the request of each sample. The samples after the batch are of the last request.
+    pub fn put_requests(&mut self, ends: &[usize]) {
+        let (end, samples) = (self.room.words(self.samples), self.samples);
+        let words = &mut self.words[end - samples..end];
+        let last = ends.len().saturating_sub(1) as u32;
+        let mut start = 0;
+        for (request, &end) in ends.iter().enumerate() {
+            words[start..end].fill(request as u32);
+            start = end;
+        }
+        words[start..].fill(last);
     }
 
     /// Returns the offsets of a feature, `[samples + 1]`.

@@ -1,21 +1,23 @@
 //! A whole request as one launch: query, pooling and dense network in one CUDA graph, without the
 //! host in between. If rows are missing, the caller reads them, and a second graph finishes the
 //! bags. It gathers the inputs of the samples with missing rows and runs the network again for
-//! these samples only. Both graphs are recorded for every power of two up to the largest batch. A
-//! batch between two powers runs the next larger graph, padded with samples without keys. If the
-//! driver or a library refuses to record, every kernel is a separate launch. Never reads flash.
+//! these samples only. Both graphs are recorded for every power of two up to the largest batch and,
+//! if requests share features, for powers of eight of requests in it. A batch between two sizes
+//! runs the next larger graph, padded with samples without keys. If the driver or a library refuses
+//! to record, every kernel is a separate launch. Never reads flash.
 
 use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
-use crate::cuda::memory::{Buffer, Mapped};
+use crate::cuda::memory::{Buffer, Mapped, View};
 use crate::gpu::dense_engine::{DeviceEngine, DeviceScratch};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::ResultShape;
+use crate::gpu::dense_kernels::{ResultShape, RowColumns};
+use crate::gpu::dense_plan::RunShape;
 use crate::gpu::input_type::InputType;
-use crate::gpu::lookup::{FeatureOnDevice, GpuLookup, LookupLimits};
+use crate::gpu::lookup::{FeatureOnDevice, GpuLookup, LookupLimits, RequestSize, Samples};
 use crate::gpu::tables::DeviceTables;
 use crate::lookup::miss_list::MissList;
-use crate::lookup::{Bags, LookupStatus};
+use crate::lookup::{Bags, ColumnCopy, CopiedRows, LookupStatus};
 use std::sync::Arc;
 
 /// Returns the batch sizes that are recorded, ascending.
@@ -29,31 +31,72 @@ fn scratch_batches(engine: &DeviceEngine, batch_max: usize) -> impl Iterator<Ite
     recorded_batches(batch_max).filter(move |&batch| batch == batch_max || each)
 }
 
+/// Returns the sizes that are recorded: those of each batch size together, ascending.
+fn recorded_sizes(batch_max: usize, has_requests: bool) -> Vec<RequestSize> {
+    let sizes = recorded_batches(batch_max).flat_map(|samples| {
+        let powers = (0..).map(|n| 1usize << (3 * n));
+        let requests = powers.take_while(move |&requests| has_requests && requests < samples);
+        requests.chain([samples]).map(move |requests| RequestSize { samples, requests })
+    });
+    sizes.collect()
+}
+
+/// Returns the number of the smallest of `sizes` that holds as much as `size`.
+fn number_of(sizes: &[RequestSize], size: RequestSize) -> usize {
+    let holds = |s: &RequestSize| s.samples >= size.samples && s.requests >= size.requests;
+    sizes.iter().position(holds).unwrap_or(sizes.len() - 1)
+}
+
+/// The inputs of a network as a step fills them. Lookups fill the other columns.
+#[derive(Clone, Copy)]
+pub struct StepInputs<'a> {
+    /// The columns of each input of the network. Further ones are those of buffers from which
+    /// vectors are copied.
+    pub widths: &'a [usize],
+    /// Of each of these, whether it has a row for each request, and not for each sample.
+    pub shared: &'a [bool],
+    /// The inputs that the host fills.
+    pub fed: &'a [usize],
+    /// The copies after the lookups.
+    pub copies: &'a [ColumnCopy],
+}
+
 /// One worker's requests on the device. All memory is allocated at the start.
 pub struct Step {
-    /// Two for each recorded batch size: a request, and the completion of its misses.
+    /// Two for each recorded size: a request, and the completion of its misses.
     graphs: Graphs<Resources>,
     /// The reason why there are no graphs; `None` if there are.
     refused: Option<GpuDenseError>,
-    /// The recorded batch sizes, ascending.
-    batches: Vec<usize>,
+    /// The recorded sizes, ascending.
+    sizes: Vec<RequestSize>,
 }
 
 /// The memory and handles that the graphs use.
 struct Resources {
     lookup: GpuLookup,
-    engine: Arc<DeviceEngine>,
-    /// One scratch for all batch sizes, or one for each size if every graph needs its own.
-    scratches: Vec<DeviceScratch>,
-    /// One for each network input, `[batch_max, words of a sample]`.
+    network: Network,
+    /// One for each network input, and for each buffer of copied vectors, `[batch_max, words of a
+    /// sample]`.
     inputs: Vec<Buffer<f32>>,
-    /// Words of a sample of each input.
-    words: Vec<usize>,
-    dense: Option<DenseFeatures>,
+    fed: Vec<FedInput>,
     /// `[batch_max, outputs]`; the host reads them.
     scores: Mapped<f32>,
     misses_max: usize,
     late: LateSamples,
+}
+
+/// The dense network, and the copies to its inputs.
+struct Network {
+    engine: Arc<DeviceEngine>,
+    /// One scratch for all sizes, or one for each if every graph needs its own.
+    scratches: Vec<DeviceScratch>,
+    /// Words of a sample of each input.
+    words: Vec<usize>,
+    /// Of each input, whether it has a row for each request.
+    shared: Vec<bool>,
+    copies: Vec<ColumnCopy>,
+    /// Inputs of the network.
+    count: usize,
 }
 
 /// The samples of a request that had missing rows.
@@ -61,141 +104,218 @@ struct LateSamples {
     /// Their numbers, ascending, `[batch_max]`; the host writes them.
     numbers: Mapped<u32>,
     count: usize,
-    /// Their inputs, one for each network input, `[batch_max, words of a sample]`.
+    /// The numbers of their requests, `[batch_max]`.
+    requests: Mapped<u32>,
+    /// For each late sample the position of its request in `requests`, `[batch_max]`.
+    request_of: Mapped<u32>,
+    /// Their inputs, as those of [`Resources`].
     inputs: Vec<Buffer<f32>>,
     /// Their scores, `[batch_max, outputs]`; the host reads them.
     scores: Mapped<f32>,
 }
 
-/// The dense features of a request.
-struct DenseFeatures {
-    /// The network input that takes the features.
+/// An input that the host fills.
+struct FedInput {
     input: usize,
     /// `[batch_max, width]`; the host writes them.
     values: Mapped<f32>,
 }
 
+impl Network {
+    /// Returns the rows of input `i` in a run of `size`.
+    fn rows(&self, i: usize, size: RequestSize) -> usize {
+        if self.shared[i] { size.requests } else { size.samples }
+    }
+
+    /// Copies vectors to the inputs that they feed too, and puts the run of the network onto
+    /// `stream`.
+    fn run(
+        &mut self,
+        stream: &Stream,
+        number: usize,
+        shape: RunShape<'_>,
+        inputs: &[Buffer<f32>],
+        scores: View<f32>,
+    ) -> Result<(), GpuDenseError> {
+        let Self { engine, scratches, words, copies, count, .. } = self;
+        for &ColumnCopy { from, to, width, rows } in copies.iter() {
+            let (samples, numbers) = match rows {
+                CopiedRows::Samples => (shape.size.samples, View::none()),
+                CopiedRows::Requests => (shape.size.requests, View::none()),
+                CopiedRows::Spread => (shape.size.samples, shape.request_of),
+            };
+            let [from, to] = [from, to].map(|at| RowColumns {
+                values: inputs[at.input].view(),
+                first: at.column,
+                stride: words[at.input],
+            });
+            engine.gather(stream, from, numbers, ResultShape { samples, width }, to)?;
+        }
+        let number = number.min(scratches.len() - 1);
+        engine.enqueue(stream, shape, &inputs[..*count], scores, &mut scratches[number])
+    }
+}
+
 impl Resources {
-    /// Puts the query of a request of `samples` samples onto the stream.
-    fn query(&self, samples: usize) -> Result<(), CudaError> {
-        self.lookup.copy_keys(samples)?;
-        self.lookup.launch(samples)
+    /// Puts the query of a request of `size` onto the stream.
+    fn query(&self, size: RequestSize) -> Result<(), CudaError> {
+        self.lookup.copy_keys(size.samples)?;
+        self.lookup.launch(size)
     }
 
-    /// Puts the network of batch size `number`, which is `samples`, onto the stream.
-    fn score(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
-        let Self { lookup, engine, scratches, inputs, words, dense, scores, .. } = self;
-        if let Some(DenseFeatures { input, values }) = dense {
-            let all = samples * words[*input];
-            engine.copy(lookup.stream(), values.view().first(all), inputs[*input].view())?;
+    /// Puts the network of size `number`, which is `size`, onto the stream.
+    fn score(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
+        let Self { lookup, network, inputs, fed, scores, .. } = self;
+        for FedInput { input, values } in fed {
+            let count = network.rows(*input, size) * network.words[*input];
+            let (from, to) = (values.view().first(count), inputs[*input].view());
+            network.engine.copy(lookup.stream(), from, to)?;
         }
-        let number = number.min(scratches.len() - 1);
-        engine.enqueue(lookup.stream(), samples, inputs, scores.view(), &mut scratches[number])
+        let shape = RunShape { size, request_of: lookup.request_of(size.samples) };
+        network.run(lookup.stream(), number, shape, inputs, scores.view())
     }
 
-    /// Puts the completion of a request with `samples` late samples onto the stream. Their rows
-    /// must have been read when the stream runs it.
-    fn complete(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
-        let Self { lookup, engine, scratches, inputs, words, misses_max, late, .. } = self;
-        let LateSamples { numbers, inputs: late_inputs, scores, .. } = late;
+    /// Puts the completion of a request with late samples and requests of `size` onto the stream.
+    /// Their rows must have been read when the stream runs it.
+    fn complete(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
+        let Self { lookup, network, inputs, misses_max, late, .. } = self;
+        let stream = lookup.stream();
         lookup.finish(*misses_max)?;
-        for ((from, to), &width) in inputs.iter().zip(&*late_inputs).zip(&*words) {
-            let shape = ResultShape { samples, width };
-            engine.gather(lookup.stream(), from.view(), numbers.view(), shape, to.view())?;
+        for (i, (from, to)) in inputs.iter().zip(&late.inputs).enumerate() {
+            let shape = ResultShape { samples: network.rows(i, size), width: network.words[i] };
+            let [from, to] =
+                [from, to].map(|b| RowColumns { values: b.view(), first: 0, stride: shape.width });
+            let numbers = if network.shared[i] { &late.requests } else { &late.numbers };
+            network.engine.gather(stream, from, numbers.view(), shape, to)?;
         }
-        let number = number.min(scratches.len() - 1);
-        engine.enqueue(lookup.stream(), samples, late_inputs, scores.view(), &mut scratches[number])
+        let is_shared = !lookup.request_of(size.samples).is_empty();
+        let request_of = late.request_of.view().first(if is_shared { size.samples } else { 0 });
+        let shape = RunShape { size, request_of };
+        network.run(stream, number, shape, &late.inputs, late.scores.view())
     }
 }
 
 impl LateSamples {
-    /// Lists the samples that `is_late` marks. Fills the rest of the first `size_of(count)` numbers
-    /// with the last one.
-    fn list(&mut self, is_late: &[bool], size_of: impl Fn(usize) -> usize) {
-        self.count = 0;
+    /// Lists the samples that `is_late` marks, and their requests, which end at `ends`. Pads the
+    /// lists to one of `sizes` with their last numbers. Returns that size's number.
+    fn list(&mut self, is_late: &[bool], ends: &[usize], sizes: &[RequestSize]) -> usize {
+        let Self { numbers, count, requests, request_of, .. } = self;
+        let (mut request, mut listed) = (0, 0);
+        *count = 0;
         for (sample, _) in is_late.iter().enumerate().filter(|(_, is_late)| **is_late) {
-            self.numbers[self.count] = sample as u32;
-            self.count += 1;
+            numbers[*count] = sample as u32;
+            if !ends.is_empty() {
+                while ends[request] <= sample {
+                    request += 1;
+                }
+                if listed == 0 || requests[listed - 1] != request as u32 {
+                    requests[listed] = request as u32;
+                    listed += 1;
+                }
+                request_of[*count] = listed as u32 - 1;
+            }
+            *count += 1;
         }
-        let last = self.count.checked_sub(1).map_or(0, |last| self.numbers[last]);
-        self.numbers[self.count..size_of(self.count)].fill(last);
+        let number = number_of(sizes, RequestSize { samples: *count, requests: listed });
+        let size = sizes[number];
+        for (list, count, end) in [
+            (&mut *numbers, *count, size.samples),
+            (&mut *requests, listed, size.requests),
+            (&mut *request_of, *count, size.samples),
+        ] {
+            let last = count.checked_sub(1).map_or(0, |last| list[last]);
+            list[count..end].fill(last);
+        }
+        number
     }
 }
 
 impl Step {
-    /// Allocates and records a worker's requests on `tables` and `engine`. The network's inputs are
-    /// `widths` wide; input number `dense`, if any, takes the dense features. `features(addresses)`
-    /// returns the sparse features, given the device address of each input.
+    /// Allocates and records a worker's requests on `tables` and `engine`, whose inputs are
+    /// `inputs`. `features(addresses)` returns the sparse features, given the device address of
+    /// each input.
     ///
     /// # Errors
     /// [`GpuDenseError`]: the device has not enough memory, or work cannot be recorded.
     pub fn new<'a>(
         tables: &Arc<DeviceTables>,
         engine: &Arc<DeviceEngine>,
-        widths: &[usize],
-        dense: Option<usize>,
+        inputs: StepInputs<'_>,
         features: impl FnOnce(&[u64]) -> Vec<FeatureOnDevice<'a>>,
         limits: LookupLimits,
     ) -> Result<Self, GpuDenseError> {
         let (batch_max, misses_max) = (limits.batch_max, limits.misses_max.max(1));
-        let gpu = tables.gpu();
+        let (gpu, count) = (tables.gpu(), engine.input_types().len());
+        let StepInputs { widths, shared, fed, copies } = inputs;
 
-        let words: Vec<usize> = (0..widths.len()).map(|i| engine.input_words(i)).collect();
-        let buffers = || words.iter().map(|words| gpu.buffer(batch_max * words));
-        let inputs = buffers().collect::<Result<Vec<Buffer<f32>>, _>>()?;
-        let addresses: Vec<u64> = inputs.iter().map(Buffer::address).collect();
-        let dense = match dense {
-            None => None,
-            Some(input) => {
-                // The host writes them as f32.
-                assert_eq!(engine.input_types()[input], InputType::F32);
-                let values = gpu.mapped(batch_max * widths[input])?;
-                Some(DenseFeatures { input, values })
-            }
+        let words = |(i, width): (usize, &usize)| match i < count {
+            true => engine.input_words(i),
+            false => *width,
         };
+        let words: Vec<usize> = widths.iter().enumerate().map(words).collect();
+        let buffers = || -> Result<Vec<Buffer<f32>>, CudaError> {
+            words.iter().map(|words| gpu.buffer(batch_max * words)).collect()
+        };
+        let inputs = buffers()?;
+        let addresses: Vec<u64> = inputs.iter().map(Buffer::address).collect();
+        let fed = fed.iter().map(|&input| -> Result<_, CudaError> {
+            // The host writes them as f32.
+            assert_eq!(engine.input_types()[input], InputType::F32);
+            Ok(FedInput { input, values: gpu.mapped(batch_max * widths[input])? })
+        });
+        let fed = fed.collect::<Result<_, _>>()?;
         let late = LateSamples {
             numbers: gpu.mapped(batch_max)?,
             count: 0,
-            inputs: buffers().collect::<Result<_, _>>()?,
+            requests: gpu.mapped(batch_max)?,
+            request_of: gpu.mapped(batch_max)?,
+            inputs: buffers()?,
             scores: gpu.mapped(batch_max * engine.outputs())?,
         };
+        let scratches = scratch_batches(engine, batch_max).map(|batch| engine.scratch(batch));
+        let features = features(&addresses);
+        // TensorRT computes each sample, however many requests there are.
+        let has_requests = features.iter().any(|f| f.shared) && !engine.graphs_own_scratch();
         let resources = Resources {
-            lookup: GpuLookup::new(tables, &features(&addresses), limits)?,
-            scratches: scratch_batches(engine, batch_max)
-                .map(|batch| engine.scratch(batch))
-                .collect::<Result<_, _>>()?,
-            scores: gpu.mapped(batch_max * engine.outputs())?,
-            engine: Arc::clone(engine),
-            words,
+            lookup: GpuLookup::new(tables, &features, limits)?,
+            network: Network {
+                engine: Arc::clone(engine),
+                scratches: scratches.collect::<Result<_, _>>()?,
+                words,
+                shared: shared.to_vec(),
+                copies: copies.to_vec(),
+                count,
+            },
             inputs,
-            dense,
+            fed,
+            scores: gpu.mapped(batch_max * engine.outputs())?,
             misses_max,
             late,
         };
 
-        let batches: Vec<usize> = recorded_batches(batch_max).collect();
-        let mut step = Self { graphs: Graphs::new(resources), refused: None, batches };
+        let sizes = recorded_sizes(batch_max, has_requests);
+        let mut step = Self { graphs: Graphs::new(resources), refused: None, sizes };
         step.record()?;
         Ok(step)
     }
 
-    /// Records the graphs of all batch sizes.
+    /// Records the graphs of all sizes.
     fn record(&mut self) -> Result<(), GpuDenseError> {
-        let Self { graphs, refused, batches } = self;
-        for (number, &batch) in batches.iter().enumerate() {
+        let Self { graphs, refused, sizes } = self;
+        for (number, &size) in sizes.iter().enumerate() {
             // The first run, for samples without keys, is not recorded, because driver and
             // libraries allocate memory in it.
             let resources = graphs.resources_mut();
-            resources.query(batch)?;
-            resources.score(number, batch)?;
-            resources.complete(number, batch)?;
+            resources.query(size)?;
+            resources.score(number, size)?;
+            resources.complete(number, size)?;
             Self::stream_of(resources).wait()?;
 
             let request = |r: &mut Resources| {
-                r.query(batch)?;
-                r.score(number, batch)
+                r.query(size)?;
+                r.score(number, size)
             };
-            let complete = |r: &mut Resources| r.complete(number, batch);
+            let complete = |r: &mut Resources| r.complete(number, size);
             let recorded = graphs
                 .record(Self::stream_of, request)
                 .and_then(|_| graphs.record(Self::stream_of, complete));
@@ -235,48 +355,48 @@ impl Step {
         &mut self.graphs.resources_mut().lookup
     }
 
-    /// Begins a request of `batch` samples, with `bags(f)` for feature `f` and the dense features
-    /// `[batch, width]`. It is one launch, including the copy of the keys if there is one, and does
-    /// not wait. The caller has waited for the previous request.
+    /// Begins a request of `batch`, with `bags(f)` for feature `f`. `fill(i, values)` writes the
+    /// values of input `i` that the host fills, `[rows, width]`. It is one launch, including the
+    /// copy of the keys if there is one, and does not wait. The caller has waited for the previous
+    /// request.
     ///
     /// # Errors
     /// [`CudaError`].
-    pub fn begin<'a>(
+    pub fn begin<'a, 's>(
         &mut self,
-        batch: usize,
+        batch: impl Into<Samples<'s>>,
         bags: impl Fn(usize) -> Bags<'a>,
-        dense: &[f32],
+        fill: impl FnMut(usize, &mut [f32]),
     ) -> Result<(), CudaError> {
         if self.refused.is_some() {
-            let begun = self.begin_unrecorded(batch, bags, dense);
+            let begun = self.begin_unrecorded(batch, bags, fill);
             return begun.map_err(|e| e.into_cuda(self.stream().gpu()));
         }
-        let number = self.write_request(batch, bags, dense);
+        let number = self.write_request(batch.into(), bags, fill);
         self.graphs.launch(2 * number, Self::stream_of, |r, launch| r.lookup.in_turn(launch))
     }
 
-    /// Writes a request to the memory that the device reads; returns the number of its batch size.
+    /// Writes a request to the memory that the device reads; returns the number of its size.
     fn write_request<'a>(
         &mut self,
-        batch: usize,
+        batch: Samples<'_>,
         bags: impl Fn(usize) -> Bags<'a>,
-        dense: &[f32],
+        mut fill: impl FnMut(usize, &mut [f32]),
     ) -> usize {
-        let number = self.number(batch);
-        let resources = self.graphs.resources_mut();
-        resources.lookup.write_request(batch, self.batches[number], bags);
-        if let Some(DenseFeatures { input, values }) = &mut resources.dense {
-            let all = self.batches[number] * resources.words[*input];
-            values[..dense.len()].copy_from_slice(dense);
-            // These samples pad the batch.
-            values[dense.len()..all].fill(0.0);
+        // Without ends each sample is a request.
+        let requests = if batch.ends.is_empty() { batch.count } else { batch.ends.len() };
+        let own = RequestSize { samples: batch.count, requests };
+        let number = number_of(&self.sizes, own);
+        let (resources, size) = (self.graphs.resources_mut(), self.sizes[number]);
+        resources.lookup.write_request(batch, size, bags);
+        for FedInput { input, values } in &mut resources.fed {
+            let width = resources.network.words[*input];
+            let rows = [own, size].map(|size| width * resources.network.rows(*input, size));
+            fill(*input, &mut values[..rows[0]]);
+            // These rows pad the batch.
+            values[rows[0]..rows[1]].fill(0.0);
         }
         number
-    }
-
-    /// Returns the number of the smallest recorded batch size that holds `batch` samples.
-    fn number(&self, batch: usize) -> usize {
-        self.batches.partition_point(|&recorded| recorded < batch)
     }
 
     /// Begins a request without a graph: every kernel is a separate launch. For the arguments see
@@ -284,16 +404,16 @@ impl Step {
     ///
     /// # Errors
     /// [`GpuDenseError`].
-    pub fn begin_unrecorded<'a>(
+    pub fn begin_unrecorded<'a, 's>(
         &mut self,
-        batch: usize,
+        batch: impl Into<Samples<'s>>,
         bags: impl Fn(usize) -> Bags<'a>,
-        dense: &[f32],
+        fill: impl FnMut(usize, &mut [f32]),
     ) -> Result<(), GpuDenseError> {
-        let number = self.write_request(batch, bags, dense);
-        let (resources, samples) = (self.graphs.resources_mut(), self.batches[number]);
-        resources.lookup.in_turn(|| resources.query(samples))?;
-        resources.score(number, samples)
+        let number = self.write_request(batch.into(), bags, fill);
+        let (resources, size) = (self.graphs.resources_mut(), self.sizes[number]);
+        resources.lookup.in_turn(|| resources.query(size))?;
+        resources.score(number, size)
     }
 
     /// Finishes the bags of the last misses of a request, as [`GpuLookup::finish_bags`] does, and
@@ -309,21 +429,20 @@ impl Step {
     ) -> Result<(), CudaError> {
         self.lookup().begin_finish(misses, statuses)?;
 
-        let Self { graphs, batches, .. } = self;
-        let number_of = |count| batches.partition_point(|&recorded| recorded < count);
+        let Self { graphs, sizes, .. } = self;
         let Resources { lookup, late, .. } = graphs.resources_mut();
-        late.list(lookup.open_samples(), |count| batches[number_of(count)]);
-        let number = number_of(late.count);
+        let number = late.list(lookup.open_samples(), lookup.ends(), sizes);
         match &self.refused {
             None => graphs.launch(2 * number + 1, Self::stream_of, |_, launch| launch())?,
             Some(_) => {
                 let resources = graphs.resources_mut();
-                let completed = resources.complete(number, batches[number]);
+                let completed = resources.complete(number, sizes[number]);
                 completed.map_err(|e| e.into_cuda(resources.lookup.stream().gpu()))?;
             }
         }
 
-        let Resources { lookup, late, scores, engine, .. } = graphs.resources_mut();
+        let Resources { lookup, late, scores, network, .. } = graphs.resources_mut();
+        let engine = &network.engine;
         lookup.wait_finished()?;
         for (late_scores, &sample) in
             late.scores.chunks(engine.outputs()).zip(&late.numbers[..late.count])
@@ -338,6 +457,6 @@ impl Step {
     /// request.
     pub fn scores(&self, batch: usize) -> &[f32] {
         let resources = self.graphs.resources();
-        &resources.scores[..batch * resources.engine.outputs()]
+        &resources.scores[..batch * resources.network.engine.outputs()]
     }
 }

@@ -10,7 +10,8 @@ use crate::cache::{Cache, Epoch};
 use crate::cuda::driver::{Event, Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::gpu::launch::{
-    CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, SlotRange, StagedRows, Verb,
+    CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, RowWrite, SlotRange, StagedRows,
+    Verb,
 };
 use crate::gpu::turns::Turns;
 use crate::simd::OVERREAD_BYTES;
@@ -72,6 +73,14 @@ struct Shared {
     /// The stream of all changes to the caches and the resident tables.
     changes: Mutex<Stream>,
     turns: Turns,
+}
+
+/// New rows of resident tables, on the device.
+pub struct ResidentWrites {
+    list: Buffer<RowWrite>,
+    rows: Buffer<u32>,
+    /// The tables that the list points to.
+    _tables: Vec<Arc<DeviceResident>>,
 }
 
 /// Uploads `len` values in pieces.
@@ -181,11 +190,11 @@ impl DeviceTables {
     /// `CudaError`: the GPU has no memory for them.
     pub fn with_residents(&self, replaced: &[(usize, Resident)]) -> Result<Self> {
         let mut residents = self.residents.clone();
-        let stream = self.changes();
+        // Not the stream of the changes, for which requests with missing rows would wait.
+        let stream = self.gpu().stream()?;
         for (number, table) in replaced {
             residents[*number] = Arc::new(DeviceResident::new(&stream, table)?);
         }
-        drop(stream);
         Ok(Self { shared: Arc::clone(&self.shared), residents })
     }
 
@@ -208,29 +217,54 @@ impl DeviceTables {
             return Ok(keys.iter().map(slot).collect());
         };
         let mut hashes = vec![0; index.hashes.len()];
-        self.changes().download(&index.hashes, 0, &mut hashes)?;
+        // No change touches an index, so the download needs no turn.
+        self.gpu().stream()?.download(&index.hashes, 0, &mut hashes)?;
         let slot = |&key: &u64| hashes.binary_search(&mix(key)).ok().map(|slot| slot as u32);
         Ok(keys.iter().map(slot).collect())
     }
 
-    /// Replaces rows of resident table `number`. `rows` has slots in ascending order, each with the
-    /// new bytes of its row. Each run of consecutive slots is one copy. The caller makes sure that
-    /// no lookup runs during the call.
+    /// Copies new rows of resident tables to the device, for [`DeviceTables::write_residents`].
+    /// `patches` has the numbers of tables, each with slots and the new bytes of their rows.
     ///
     /// # Errors
     /// `CudaError::Driver`.
-    pub fn write_resident(&self, number: usize, rows: &[(u32, Vec<u8>)]) -> Result<()> {
-        let (table, stream) = (&self.residents[number], self.changes());
-        let mut words = Vec::new();
-        for run in rows.chunk_by(|a, b| a.0 + 1 == b.0) {
-            words.clear();
-            for (_, row) in run {
-                assert_eq!(row.len(), table.row_bytes);
+    pub fn stage_residents<'a>(
+        &self,
+        patches: impl Iterator<Item = (usize, &'a [(u32, Vec<u8>)])>,
+    ) -> Result<ResidentWrites> {
+        let (mut list, mut words, mut tables) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, rows) in patches {
+            let table = &self.residents[number];
+            for (slot, row) in rows {
+                assert!(row.len() == table.row_bytes && (*slot as usize) < table.count);
+                let to = table.rows.address() + 4 * (*slot as usize * table.row_words) as u64;
+                let (from, count) = (words.len() as u32, table.row_words as u32);
+                assert!(u64::from(from) == words.len() as u64, "fewer than 2^32 words change");
+                list.push(RowWrite { to, from, words: count });
                 words.extend(row.chunks(4).map(word_of));
             }
-            stream.upload(&words, &table.rows, run[0].0 as usize * table.row_words)?;
+            tables.push(Arc::clone(table));
         }
-        Ok(())
+        let stream = self.gpu().stream()?;
+        let (count, words_len) = (list.len(), words.len());
+        Ok(ResidentWrites {
+            list: upload(&stream, count, list.into_iter())?,
+            rows: upload(&stream, words_len, words.into_iter())?,
+            _tables: tables,
+        })
+    }
+
+    /// Replaces the rows of `writes` with one launch, and does not wait: later queries start after
+    /// it. The caller makes sure that no lookup runs during the call.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`.
+    pub fn write_residents(&self, writes: &ResidentWrites) -> Result<()> {
+        if writes.list.len() == 0 {
+            return Ok(());
+        }
+        let (stream, Shared { turns, kernels, .. }) = (self.changes(), &*self.shared);
+        turns.change(&stream, || kernels.write_rows(&stream, &writes.list, &writes.rows))
     }
 
     /// Returns the GPU.
@@ -488,19 +522,23 @@ impl RowChanges {
     /// # Errors
     /// `CudaError::Driver`.
     pub fn probe(&mut self, mut each: impl FnMut(usize, bool, Epoch)) -> Result<()> {
-        let Self { tables, collected, list, .. } = self;
+        let Self { tables, collected, list, made } = self;
         collected.sort_unstable_by_key(|c| (c.cache, c.change.number));
         let collected = collected.drain(..);
         let collected = collected.as_slice();
-        let stream = tables.changes();
 
         for of_cache in collected.chunk_by(|a, b| a.cache == b.cache) {
             for (to, from) in list.list.iter_mut().zip(of_cache) {
                 *to = from.change;
             }
             let cache = tables.shared.caches[of_cache[0].cache].view;
-            tables.shared.kernels.probe(&stream, cache, list, of_cache.len())?;
-            stream.wait()?;
+            {
+                // The lock is released before the host waits, so that other threads can change.
+                let stream = tables.changes();
+                tables.shared.kernels.probe(&stream, cache, list, of_cache.len())?;
+                stream.record(made)?;
+            }
+            made.wait()?;
 
             for (CollectedChange { change, .. }, found) in of_cache.iter().zip(&*list.probed) {
                 each(change.number as usize, found.cached != 0, Epoch::of(found.epoch));

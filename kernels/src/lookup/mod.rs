@@ -8,6 +8,7 @@
 //! A bag's rows are always added in key order, so caching never changes a score. A lookup reads no
 //! flash and allocates nothing.
 
+mod copies;
 mod feature;
 pub mod feature_prefetch;
 pub mod miss_list;
@@ -19,5 +20,6 @@ pub(crate) mod row_source;
 mod status;
 pub(crate) mod whole_rows;
 
+pub use copies::{ColumnCopy, CopiedRows, InputColumn};
 pub use feature::{Bags, FeatureView, Input, Pooling, RowStore};
 pub use status::LookupStatus;

@@ -25,9 +25,6 @@ pub enum OpenError {
     /// The GPU cannot hold or run the model.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// The lookup on a GPU lacks a feature that the model needs.
-    #[error("the GPU's lookup lacks {0}; serve this model with device = \"cpu\"")]
-    GpuLacks(String),
     /// A sample of the probe set cannot be scored.
     #[error("probe sample {sample}: {problem}")]
     Probe { sample: usize, problem: String },

@@ -16,6 +16,7 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::gpu::lookup::PIECE_COLUMNS;
+use hatchback_kernels::lookup::{ColumnCopy, CopiedRows, InputColumn};
 use std::sync::Arc;
 
 /// A model ready to serve.
@@ -79,36 +80,6 @@ pub(crate) struct ModelParts {
     pub backend: ModelBackend,
     /// Scores per sample.
     pub outputs: usize,
-}
-
-/// The first column of a lookup's vectors in the inputs of the dense network.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct InputColumn {
-    /// Number of the network input.
-    pub input: usize,
-    /// First column in the input.
-    pub column: usize,
-}
-
-/// A copy of a lookup's vectors from one input of the dense network to another. The vectors of a
-/// lookup that feeds several inputs are pooled into the first and copied to the others.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ColumnCopy {
-    pub from: InputColumn,
-    pub to: InputColumn,
-    pub width: usize,
-    pub rows: CopiedRows,
-}
-
-/// The rows that a copy reads and writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CopiedRows {
-    /// That of each sample.
-    Samples,
-    /// That of each request.
-    Requests,
-    /// Reads that of each request, and writes it for each of the request's samples.
-    Spread,
 }
 
 impl Model {
@@ -279,6 +250,7 @@ impl Model {
 
     /// Returns the inputs of the dense network that a GPU may fill with f16. Only lookups may fill
     /// such an input, and each vector in it must start and end at a multiple of [`PIECE_COLUMNS`].
+    /// No vector may be copied from or to it.
     pub(crate) fn f16_inputs(&self) -> Vec<usize> {
         let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
         let of_lookup = |l: usize, input: usize| {
@@ -288,6 +260,7 @@ impl Model {
         let fits = |(number, input): (usize, &NetworkInput)| {
             let filled = matches!(input.source, InputSource::Vectors(_))
                 && in_pieces(self.schema.input_width(input))
+                && self.copies.iter().all(|c| c.from.input != number && c.to.input != number)
                 && (0..self.columns.len()).all(|l| of_lookup(l, number));
             filled.then_some(number)
         };

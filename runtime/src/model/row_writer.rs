@@ -2,13 +2,13 @@
 //! Changes on a GPU are collected, and one launch makes many of them. Never decides which rows
 //! change.
 
-use crate::model::backend::ModelBackend;
+use crate::model::backend::{CpuTables, ModelBackend};
 use crate::model::opened::Model;
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::memory::Mapped;
-use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges};
+use hatchback_kernels::gpu::tables::{DeviceTables, ResidentWrites, RowChanges};
 use std::sync::Arc;
 
 /// Rows that one launch changes on a GPU.
@@ -163,32 +163,56 @@ pub(crate) struct ResidentPatch {
 }
 
 impl ResidentPatch {
-    /// Returns the bytes of memory.
-    pub fn bytes(&self) -> u64 {
-        let bytes = |row: &(u32, Vec<u8>)| size_of_val(row) + row.1.len();
+    /// Returns the bytes of memory, with the copy that a GPU of `backend` gets.
+    pub fn bytes(&self, backend: &ModelBackend) -> u64 {
+        let copies = if backend.device_tables().is_some() { 2 } else { 1 };
+        let bytes = |row: &(u32, Vec<u8>)| size_of_val(row) + copies * row.1.len();
         self.rows.iter().map(bytes).sum::<usize>() as u64
     }
 
-    /// Prefetches the rows that [`ResidentPatch::apply`] replaces in host memory.
+    /// Prefetches the rows that [`ResidentWriter::write`] replaces in host memory.
     pub fn prefetch(&self, backend: &ModelBackend) {
         let Some(tables) = backend.cpu_tables() else { return };
         self.rows.iter().for_each(|(slot, _)| tables.residents[self.number].prefetch_row(*slot));
     }
+}
 
-    /// Replaces the rows in the tables of `backend`, which no lookup may read until it returns.
+/// The changed rows of all resident tables, ready to be written.
+pub(crate) enum ResidentWriter<'a> {
+    Cpu(&'a CpuTables, &'a [ResidentPatch]),
+    Gpu(&'a DeviceTables, ResidentWrites),
+}
+
+impl<'a> ResidentWriter<'a> {
+    /// Prepares the rows of `patches` for the tables of `backend`.
+    ///
+    /// # Errors
+    /// `CudaError` if the GPU has no memory for them.
+    pub fn new(patches: &'a [ResidentPatch], backend: &'a ModelBackend) -> Result<Self, CudaError> {
+        match backend {
+            ModelBackend::Cpu { tables, .. } => Ok(Self::Cpu(tables, patches)),
+            ModelBackend::GpuTables { tables, .. } | ModelBackend::Gpu { tables, .. } => {
+                let rows = patches.iter().map(|patch| (patch.number, patch.rows.as_slice()));
+                Ok(Self::Gpu(tables, tables.stage_residents(rows)?))
+            }
+        }
+    }
+
+    /// Replaces the rows, which no lookup may read until it returns. On a GPU it is one launch,
+    /// however many rows there are.
     ///
     /// # Errors
     /// `CudaError::Driver`. Some rows may be replaced.
-    pub fn apply(&self, backend: &ModelBackend) -> Result<(), CudaError> {
-        match backend.cpu_tables() {
-            Some(tables) => {
-                let table = &tables.residents[self.number];
-                self.rows.iter().for_each(|(slot, bytes)| table.write(*slot, bytes));
+    pub fn write(&self) -> Result<(), CudaError> {
+        match self {
+            Self::Cpu(tables, patches) => {
+                for ResidentPatch { number, rows } in *patches {
+                    let table = &tables.residents[*number];
+                    rows.iter().for_each(|(slot, bytes)| table.write(*slot, bytes));
+                }
                 Ok(())
             }
-            None => backend
-                .device_tables()
-                .map_or(Ok(()), |tables| tables.write_resident(self.number, &self.rows)),
+            Self::Gpu(tables, writes) => tables.write_residents(writes),
         }
     }
 }

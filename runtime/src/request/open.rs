@@ -161,21 +161,18 @@ impl Model {
     /// `device` is the CPU or the tables are on a GPU already.
     ///
     /// # Errors
-    /// [`OpenError::GpuLacks`] if the GPU's lookup cannot serve the schema. [`OpenError::Cuda`] if
-    /// the GPU has too little memory. [`OpenError::Budget`] if the budget has none for the workers'
-    /// memory beside the tables.
+    /// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget
+    /// has none for the workers beside the tables.
     pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
         let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
             return Ok(self);
         };
         let schema = self.schema();
-        if let Some(lacks) = schema.gpu_lacks() {
-            return Err(OpenError::GpuLacks(lacks));
-        }
         let room = RequestRoom {
             features: schema.lookups.len(),
             lookups: schema.lookups_max(),
             weights: schema.weights_max(),
+            is_shared: schema.features.iter().any(|feature| feature.shared),
         };
         let bytes = GpuLookup::bytes(room, lookup_limits(&self, gpu));
         let bytes = u64::from(self.budget().workers) * bytes as u64;
@@ -266,7 +263,8 @@ impl Model {
         let Budget { batch_max, workers, .. } = *self.budget();
         let batch_max = batch_max as usize;
 
-        let per_worker = Step::bytes(&engine, self.input_widths().iter().sum(), batch_max);
+        let width = self.input_widths().iter().sum::<usize>() + self.spread_width();
+        let per_worker = Step::bytes(&engine, width, batch_max);
         self.record_peak(freed_bytes);
         let memory = self.memory_mut();
         memory.remove(Part::DenseWeights);
@@ -295,7 +293,8 @@ fn load_dense_on(
     let inputs: Vec<(&str, usize)> =
         network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
     let SingleOutput { onnx, name: output, activation } = schema.single_output(onnx.to_vec())?;
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output, activation };
+    let shared = &schema.shared_inputs();
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, shared, output, activation };
     DeviceEngine::load(gpu, &network, options)
 }
 

@@ -70,7 +70,6 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
     same_budget
         && is_next(old, flash)
         && before.has_lookups_of(after)
-        && (old.backend().device_tables().is_none() || after.gpu_lacks().is_none())
         && before.dense_columns().eq(after.dense_columns())
         && capacity::fit_caches(before, after, old.backend())
 }
@@ -91,7 +90,7 @@ pub(crate) fn open(
     let change = GenerationChange::between(old, &model)?;
     let ResidentChanges { patches, replaced } =
         change_residents(old, &model, &change, options.yield_now)?;
-    let taken: u64 = patches.iter().map(ResidentPatch::bytes).sum::<u64>()
+    let taken: u64 = patches.iter().map(|patch| patch.bytes(old.backend())).sum::<u64>()
         + replaced.iter().map(|(_, table)| table.bytes() as u64).sum::<u64>()
         + change.bytes()
         + list_bytes(old, &change)

@@ -5,7 +5,7 @@
 use crate::clock::Clock;
 use crate::maintenance::background::outside_idle_class;
 use crate::maintenance::share::Urgency;
-use crate::model::row_writer::RowWriter;
+use crate::model::row_writer::{ResidentWriter, RowWriter};
 use crate::request::changed_rows::{read_again, remove_changed};
 use crate::request::pipeline::Pipeline;
 use crate::request::successor::Opened;
@@ -64,8 +64,11 @@ pub(crate) fn run(
     let backends: Vec<_> =
         (0..workers).map(|_| WorkerBackend::new(&model)).collect::<Result<_, _>>()?;
     let mut writer = RowWriter::on(&model)?;
+    let residents = ResidentWriter::new(&patches, model.backend())?;
 
     let live = pipeline.live();
+    // Nobody else frees the old model, and no worker its own memory: a request would wait.
+    let old = live.model();
     live.bar(Arc::clone(&change));
     // A thread of the idle class could lose its CPU while it has the lock, and every lookup would
     // wait.
@@ -73,11 +76,11 @@ pub(crate) fn run(
     pipeline.wait_until_left(&users, yield_awaited);
     let removed = remove_changed(&mut writer, &model, &change, yield_awaited);
     let switched = removed.and_then(|removed| {
-        let patch = || patches.iter().try_for_each(|patch| patch.apply(model.backend()));
-        // Lookups wait for the patch.
+        // Lookups wait for the rows.
         patches.iter().for_each(|patch| patch.prefetch(model.backend()));
         let successor = Successor { model: Arc::clone(&model), backends };
-        let (users, pause) = outside_idle_class(|| live.switch(successor, clock, patch))?;
+        let write = || residents.write();
+        let (users, pause) = outside_idle_class(|| live.switch(successor, clock, write))?;
         Ok((removed, users, pause))
     });
     let (mut removed, users, pause) = switched.inspect_err(|_| live.lift())?;
@@ -85,6 +88,7 @@ pub(crate) fn run(
     pipeline.reset_stats();
     pipeline.wait_until_left(&users, yield_awaited);
     live.lift();
+    drop((live.take_retired(), old, residents));
     // The new model is served whether or not its changed rows return to the caches.
     let yield_unawaited = &|| yield_now(Urgency::Unawaited);
     let read = read_again(&mut writer, &model, &mut removed, yield_unawaited);

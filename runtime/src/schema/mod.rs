@@ -27,7 +27,6 @@ use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::dense::{
     Activation, DenseEngine, DenseError, JOINED_OUTPUT, check_joined, join_outputs,
 };
-use hatchback_kernels::lookup::Pooling;
 use hatchback_kernels::simd::isa::Isa;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -512,38 +511,6 @@ impl Schema {
     /// [`KeyError`] if the feature's key function does not take such a value.
     pub fn key(&self, f: usize, value: &RawValue<'_>) -> Result<u64, KeyError> {
         self.features[f].key_of(value)
-    }
-
-    /// Returns a property of the schema that the lookup on a GPU does not support; `None` if a GPU
-    /// can look up all rows.
-    pub fn gpu_lacks(&self) -> Option<String> {
-        let mut is_fed = vec![false; self.lookups.len()];
-        let mut input = |input: &NetworkInput| match &input.source {
-            InputSource::Dense => None,
-            InputSource::Lengths(_) => Some(format!("lengths, which input `{}` takes", input.name)),
-            InputSource::Masks(_) => Some(format!("masks, which input `{}` takes", input.name)),
-            InputSource::Vectors(lookups) => lookups.iter().find_map(|&l| {
-                let l = usize::from(l);
-                std::mem::replace(&mut is_fed[l], true).then(|| {
-                    let name = self.vector_name(l);
-                    format!("a second input for feature `{name}`, which is `{}`", input.name)
-                })
-            }),
-        };
-        let weighted = |lookup: &Lookup| {
-            let feature = &self.features[usize::from(lookup.feature)];
-            let divides = matches!(lookup.pooling, Pooling::Mean | Pooling::Sqrtn);
-            (feature.weighted && divides).then(|| {
-                let (name, pooling) = (&feature.name, format!("{:?}", lookup.pooling));
-                let pooling = pooling.to_lowercase();
-                format!("weights with pooling `{pooling}`, which feature `{name}` has")
-            })
-        };
-        let shared = self.features.iter().find(|feature| feature.shared);
-        shared
-            .map(|feature| format!("`shared`, which feature `{}` has", feature.name))
-            .or_else(|| self.lookups.iter().find_map(weighted))
-            .or_else(|| self.network.inputs.iter().find_map(&mut input))
     }
 }
 

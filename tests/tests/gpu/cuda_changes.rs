@@ -10,7 +10,7 @@ use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::cuda::memory::Mapped;
 use hatchback_kernels::dense::Activation;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision,
@@ -218,6 +218,7 @@ impl Litmus {
             default_row: &default_row,
             pooling: Pooling::Sum,
             weighted: false,
+            shared: false,
             hotness_max: 1,
             input,
             input_type: InputType::F32,
@@ -235,9 +236,10 @@ impl Litmus {
             keys: Keys::Copied,
         };
         let engine = Arc::new(sum_of_columns(gpu, width, sizes.batch));
+        let inputs = StepInputs { widths: &[width], shared: &[false], fed: &[], copies: &[] };
         let device = Device::Cuda(Arc::clone(gpu));
         Self {
-            step: Step::new(&tables, &engine, &[width], None, features, limits).unwrap(),
+            step: Step::new(&tables, &engine, inputs, features, limits).unwrap(),
             changes: RowChanges::new(&tables, LITMUS_ROWS).unwrap(),
             misses: MissList::on(&device, LITMUS_ROWS, format.row_bytes()).unwrap(),
             staged: gpu.mapped(LITMUS_ROWS * format.row_bytes()).unwrap(),
@@ -274,8 +276,8 @@ impl Litmus {
         let offsets: Vec<u32> = (0..=batch as u32).collect();
         let bags = |_| Bags::new(&keys, &offsets);
         match is_recorded {
-            true => self.step.begin(batch, bags, &[]).unwrap(),
-            false => self.step.begin_unrecorded(batch, bags, &[]).unwrap(),
+            true => self.step.begin(batch, bags, |_, _| {}).unwrap(),
+            false => self.step.begin_unrecorded(batch, bags, |_, _| {}).unwrap(),
         }
         meanwhile(self);
 
@@ -295,7 +297,7 @@ fn sum_of_columns(gpu: &Arc<Gpu>, width: usize, batch_max: usize) -> DeviceEngin
     graph.output("sum", &[1]);
     let inputs = [("x", width)];
     let (onnx, activation) = (&graph.file(), Activation::None);
-    let network = DenseNetwork { onnx, inputs: &inputs, output: "sum", activation };
+    let network = DenseNetwork { onnx, inputs: &inputs, shared: &[], output: "sum", activation };
     let dense = GpuDense { tensorrt: None, precision: Precision::Exact };
     let options = DeviceOptions { dense, batch_max, f16_inputs: Vec::new() };
     DeviceEngine::load(gpu, &network, &options).unwrap()

@@ -178,7 +178,7 @@ impl World {
             Pooling::Sqrtn,
             Pooling::Max,
         ]);
-        let weighted = pooling == Pooling::Sum && random.one_in(2);
+        let weighted = !matches!(pooling, Pooling::None | Pooling::Max) && random.one_in(2);
         let dim = self.tables[table].format.dim();
         let width = if pooling == Pooling::None { hotness_max * dim } else { dim };
         let input = random.below(2) as usize;
@@ -260,6 +260,7 @@ impl World {
             default_row: &plan.default_row,
             pooling: plan.pooling,
             weighted: plan.weighted,
+            shared: false,
             hotness_max: plan.hotness_max,
             input: inputs[plan.input].address(),
             input_type: self.types[plan.input],
@@ -546,6 +547,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
             default_row: &default_row,
             pooling: Pooling::Sum,
             weighted: false,
+            shared: false,
             hotness_max: 3,
             input: input.address(),
             input_type: InputType::F32,

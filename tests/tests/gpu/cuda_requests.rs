@@ -13,7 +13,10 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{LookupStatus, Pooling};
 use hatchback_kernels::cuda::Device;
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, tiny_budget};
+use hatchback_tests::models::{
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
+};
+use hatchback_tests::onnx;
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
@@ -29,50 +32,6 @@ static COUNTING: RwLock<()> = RwLock::new(());
 
 fn not_counting() -> RwLockReadGuard<'static, ()> {
     COUNTING.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A model that the GPU's lookup cannot serve is refused by what the GPU lacks, and by feature or
-/// input.
-#[test]
-fn a_model_that_the_lookup_on_a_gpu_cannot_serve_is_refused() {
-    let _turn = standin::alone();
-    let _shared = not_counting();
-    let table = TablePlan::cached(KeySpace::Index, 300, 8, CodecChoice::F32);
-    let plan = |feature: FeaturePlan| ModelPlan {
-        name: "lacking".to_owned(),
-        sequence: 1,
-        seed: 3,
-        dense: 1,
-        tables: vec![table.clone()],
-        features: vec![feature],
-    };
-    let device = Device::Cuda(standin::gpu(3));
-    let refused = |packed: &Packed, problem: &str| {
-        let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
-        let model = Model::from_flash(&flash, Budget::default()).unwrap();
-        match model.move_to_device(&device) {
-            Err(OpenError::GpuLacks(lacks)) => assert_eq!(lacks, problem),
-            other => panic!("{:?}", other.map(|_| ()).map_err(|e| e.to_string())),
-        }
-    };
-
-    let plain = plan(FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(0) });
-    let pack_without = |names: &[&str]| {
-        let mut spec = plain.spec_with_bag_inputs();
-        spec.network.inputs.retain(|input| !names.contains(&input.name.as_str()));
-        plain.pack_spec(&spec, hatchback_tests::onnx::concat)
-    };
-    refused(&pack_without(&[]), "lengths, which input `lengths` takes");
-    refused(&pack_without(&["lengths"]), "masks, which input `masks` takes");
-    let twice = "a second input for feature `f0`, which is `again`";
-    refused(&pack_without(&["lengths", "masks"]), twice);
-    let weighted = |pooling| {
-        plan(FeaturePlan { hotness_max: 3, weighted: true, pooling, ..FeaturePlan::one_hot(0) })
-    };
-    let lacks = "weights with pooling `mean`, which feature `f0` has";
-    refused(&weighted(Pooling::Mean).pack(), lacks);
-    let lacks = "weights with pooling `sqrtn`, which feature `f0` has";
-    refused(&weighted(Pooling::Sqrtn).pack(), lacks);
 }
 
 fn plan(seed: u64) -> ModelPlan {
@@ -110,7 +69,7 @@ fn plan(seed: u64) -> ModelPlan {
     };
     let feature = |random: &mut Random| {
         let feature = feature(random);
-        let weighted = feature.pooling == Pooling::Sum && random.one_in(3);
+        let weighted = !matches!(feature.pooling, Pooling::None | Pooling::Max) && random.one_in(3);
         let mut others = (0..tables.len()).filter(|t| *t != feature.table);
         let more_tables = others.by_ref().filter(|_| random.one_in(4)).collect();
         FeaturePlan { weighted, more_tables, ..feature }
@@ -200,6 +159,69 @@ fn scores_are_the_references() {
             check(&mut worker, &reference, &samples);
         }
     }
+}
+
+/// Opens the model on the CPU, and on the GPU with or without its network.
+fn on_both(flash: &Path, budget: Budget, with_dense: bool, seed: u64) -> [Worker; 2] {
+    let mut model = open(flash, budget, seed);
+    if with_dense {
+        let (alone, flash) = (Arc::into_inner(model).unwrap(), Flash::open(&disk::system(), flash));
+        let alone = alone.move_dense_to_gpu(&flash.unwrap(), &Default::default()).unwrap();
+        assert!(alone.dense_runs_on().starts_with("Hatchback's kernels"));
+        model = Arc::new(alone);
+    }
+    [worker(&open_with_least_cache(flash, *model.budget())), worker(&model)]
+}
+
+/// Requests share bags, and the network takes lengths, masks and vectors twice. However the rows
+/// are cached, scores, statuses and counts are the CPU's.
+#[test]
+fn requests_that_share_bags_are_the_cpus() {
+    let _turn = standin::shared();
+    let _shared = not_counting();
+    for seed in 0..32 {
+        let (mut plan, mut random) = (plan(3000 + seed), Random::new(seed));
+        plan.features.iter_mut().for_each(|feature| feature.shared = random.one_in(2));
+        let spec = if seed % 4 == 0 { plan.spec() } else { plan.spec_with_bag_inputs() };
+        let packed = plan.pack_spec(&spec, onnx::concat);
+        let tiny = Budget { resident_bytes_max: 0, ..tiny_budget(&packed.schema, BATCH_MAX) };
+        let roomy = Budget { misses_max: 500, cache_bytes_max: 64 << 10, ..tiny };
+        let budget = if seed % 3 == 0 { tiny } else { roomy };
+        let [mut cpu, mut gpu] = on_both(&packed.install(), budget, seed % 2 == 0, seed);
+        for round in 0..6 {
+            let mut batch = gpu.model().batch();
+            for _ in 0..1 + random.below(3) {
+                let driver = plan.sample(random.below(6));
+                let candidates: Vec<Sample> = (0..random.below(u64::from(BATCH_MAX) / 3 + 1))
+                    .map(|_| candidate(&plan, &driver, random.below(30)))
+                    .collect();
+                batch.push_request(&packed.schema, &candidates).unwrap();
+            }
+            let said = format!("seed {seed}, round {round}, ends {:?}", batch.ends());
+            let before = [cpu.counters(), gpu.counters()];
+            let expected = cpu.score(&batch, None).unwrap();
+            let got = gpu.score(&batch, None).unwrap();
+            assert!(same_bits(got.values, expected.values), "{said}");
+            assert_eq!(got.statuses, expected.statuses, "{said}");
+            let [expected, got] =
+                [&cpu, &gpu].map(|w| w.counters()).map(|c| [c.lookups, c.cached_lookups]);
+            let before = before.map(|c| [c.lookups, c.cached_lookups]);
+            let since = |now: [u64; 2], then: [u64; 2]| [now[0] - then[0], now[1] - then[1]];
+            assert_eq!(since(got, before[1]), since(expected, before[0]), "{said}");
+        }
+    }
+}
+
+/// Returns sample `id` with the shared bags of `driver`.
+fn candidate(plan: &ModelPlan, driver: &Sample, id: u64) -> Sample {
+    let mut sample = plan.sample(id);
+    for (f, _) in plan.features.iter().enumerate().filter(|(_, feature)| feature.shared) {
+        sample.sparse[f].clone_from(&driver.sparse[f]);
+        if let Some(weights) = driver.weights.get(f) {
+            sample.weights[f].clone_from(weights);
+        }
+    }
+    sample
 }
 
 /// The workers run on threads, each with its own stream, on a cache that always evicts.

@@ -6,9 +6,12 @@ use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+use hatchback_kernels::gpu::lookup::RequestSize;
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, GpuDenseError, Precision,
+    RunShape,
 };
+use hatchback_kernels::simd::isa::Isa;
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
@@ -93,8 +96,10 @@ impl Maker {
         let (x, shape) = self.values[at].clone();
         let last = *shape.last().unwrap();
 
-        match self.random.below(11) {
+        match self.random.below(13) {
             0 | 1 => self.product(&x, shape, last),
+            11 => self.product_of_both(),
+            12 => self.product_of_pairs(),
             2 => {
                 let op = *self.random.pick(&["Relu", "Sigmoid", "Tanh"]);
                 self.node(op, &[&x], &[], Some(shape));
@@ -162,6 +167,28 @@ impl Maker {
         self.node(op, &[&sum], &[], Some(shape));
     }
 
+    /// Adds a product of the columns of both inputs.
+    fn product_of_both(&mut self) {
+        let flat = self.node("Flatten", &["y"], &[], None);
+        let sides = if self.random.one_in(2) { ["x", &flat] } else { [&*flat, "x"] };
+        let both = self.node("Concat", &sides, &[int("axis", 1)], None);
+        self.product(&both, vec![16], 16);
+    }
+
+    /// Adds a product of the products of every two rows of both inputs, as a DLRM has it.
+    fn product_of_pairs(&mut self) {
+        let axes = self.integers(&[1]);
+        let row = self.node("Unsqueeze", &["x", &axes], &[], None);
+        let rows = self.node("Concat", &["y", &row, "y"], &[int("axis", 1)], None);
+        let turned = self.node("Transpose", &[&rows], &[ints("perm", &[0, 2, 1])], None);
+        let square = self.node("MatMul", &[&rows, &turned], &[], None);
+        let flat = self.node("Flatten", &[&square], &[], None);
+        let below: Vec<i64> = (0..7).flat_map(|i| (0..i).map(move |j| 7 * i + j)).collect();
+        let picks = self.integers(&below);
+        let pairs = self.node("Gather", &[&flat, &picks], &[int("axis", 1)], None);
+        self.product(&pairs, vec![below.len()], below.len());
+    }
+
     fn zip(&mut self, x: &str, shape: Vec<usize>) {
         let op = *self.random.pick(&["Add", "Sub", "Mul"]);
         let other = match self.random.below(4) {
@@ -201,6 +228,18 @@ fn on_device(
     inputs: &[Vec<f32>],
     recorded: bool,
 ) -> Vec<f32> {
+    shape_on_device(gpu, engine, RunShape::from(n), inputs, recorded)
+}
+
+/// Runs the samples of `shape` on the device, directly or as a graph.
+fn shape_on_device(
+    gpu: &Arc<Gpu>,
+    engine: &DeviceEngine,
+    shape: RunShape<'_>,
+    inputs: &[Vec<f32>],
+    recorded: bool,
+) -> Vec<f32> {
+    let n = shape.size.samples;
     let stream = gpu.stream().unwrap();
     let mut fed = Vec::new();
     for values in inputs {
@@ -217,7 +256,7 @@ fn on_device(
         let mut graphs = Graphs::new((stream, fed, scores, scratch));
         let work =
             |(stream, fed, scores, scratch): &mut (Stream, Vec<_>, Buffer<f32>, DeviceScratch)| {
-                engine.enqueue(stream, n, fed, scores.view(), scratch)
+                engine.enqueue(stream, shape, fed, scores.view(), scratch)
             };
         graphs.record(|named| &named.0, work).unwrap();
 
@@ -237,7 +276,7 @@ fn on_device(
         let (stream, _, scores, _) = graphs.resources();
         stream.download(scores, 0, &mut out).unwrap();
     } else {
-        engine.enqueue(&stream, n, &fed, scores.view(), &mut scratch).unwrap();
+        engine.enqueue(&stream, shape, &fed, scores.view(), &mut scratch).unwrap();
         stream.download(&scores, 0, &mut out).unwrap();
     }
 
@@ -249,7 +288,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
-    let DenseNetwork { onnx, inputs, output, activation } = *network;
+    let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
     let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation).unwrap();
     let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
@@ -282,8 +321,57 @@ fn random_networks_give_the_cpus_bits() {
         let onnx = Maker::network(seed);
         let inputs = [("x", 4), ("y", 12)];
         let activation = activations[seed as usize % 2];
-        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation };
+        let network =
+            DenseNetwork { onnx: &onnx, inputs: &inputs, shared: &[], output: "out", activation };
         compare(&gpu, &format!("seed {seed}"), &network, &[1, 2, 40]);
+    }
+}
+
+/// What only shared inputs reach is computed once a request, and the scores are the CPU's.
+#[test]
+fn random_networks_with_shared_inputs_give_the_cpus_bits() {
+    let _turn = standin::alone();
+    let _alone = alone();
+    let has_cublas = standin::load_cublas();
+    for seed in 0..40 {
+        let (gpu, onnx) = (standin::gpu(seed), Maker::network(seed));
+        let (inputs, activation) = ([("x", 4), ("y", 12)], Activation::None);
+        let shared = [[true, false], [false, true], [true, true]][seed as usize % 3];
+        let isa = Isa::detect();
+        let cpu = DenseEngine::load_for(isa, onnx.clone(), &inputs, &shared, "out", activation);
+        let cpu = cpu.unwrap();
+        let (inputs, output) = (&inputs, "out");
+        let network = DenseNetwork { onnx: &onnx, inputs, shared: &shared, output, activation };
+        let engine = DeviceEngine::load(&gpu, &network, &OWN).unwrap();
+        assert!(engine.is_exact());
+        let by_cublas = DeviceEngine::load(&gpu, &network, &with(Precision::F32)).unwrap();
+        let by_cublas = (has_cublas && !by_cublas.is_exact()).then_some(by_cublas);
+        let mut random = Random::new(seed);
+        for ends in [&[1][..], &[70], &[1, 2, 9], &[30, 31, 45]] {
+            let (n, requests) = (ends[ends.len() - 1], ends.len());
+            // A device's buffer has room for all samples.
+            let fed = inputs.map(|(_, width)| {
+                let value = |random: &mut Random| 3.0 * random.signed();
+                (0..n * width).map(|_| value(&mut random)).collect::<Vec<f32>>()
+            });
+            let mut expected = vec![0.0; n * cpu.outputs()];
+            cpu.run_requests(ends, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
+            let mut request_of = gpu.mapped(n).unwrap();
+            let request = |sample: usize| ends.partition_point(|&end| end <= sample) as u32;
+            (0..n).for_each(|sample| request_of[sample] = request(sample));
+            let size = RequestSize { samples: n, requests };
+            let shape = RunShape { size, request_of: request_of.view() };
+            for recorded in [false, true] {
+                let got = shape_on_device(&gpu, &engine, shape, &fed, recorded);
+                assert_eq!(bits(&got), bits(&expected), "seed {seed}, {shared:?}, {ends:?}");
+            }
+            if let Some(by_cublas) = &by_cublas {
+                let got = shape_on_device(&gpu, by_cublas, shape, &fed, false);
+                let far = |(a, b): (&f32, &f32)| (a - b).abs() / b.abs().max(1.0);
+                let most = got.iter().zip(&expected).map(far).fold(0.0, f32::max);
+                assert!(most < 1e-2, "seed {seed}, {shared:?}, {ends:?}: {most}");
+            }
+        }
     }
 }
 
@@ -301,7 +389,8 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
     for (path, inputs) in networks {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
         let activation = Activation::Sigmoid;
-        let network = DenseNetwork { onnx: &onnx, inputs, output: "logit", activation };
+        let network =
+            DenseNetwork { onnx: &onnx, inputs, shared: &[], output: "logit", activation };
         compare(&gpu, path, &network, &[1, 7, 65]);
     }
 }
@@ -319,7 +408,8 @@ fn products_by_cublas_are_close_to_the_cpus() {
     let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, shared: &[], output: "logit", activation };
     let options = with(Precision::F32);
     let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
     let without = load();
@@ -384,7 +474,8 @@ fn a_product_that_ends_with_bias_and_relu_is_one_launch() {
     let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, shared: &[], output: "logit", activation };
     let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
     let mut random = Random::new(5);
     let fed = inputs.map(|(_, width)| (0..9 * width).map(|_| random.signed()).collect::<Vec<_>>());
@@ -422,7 +513,8 @@ fn each_precision_keeps_its_own_bound() {
     let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, shared: &[], output: "logit", activation };
     let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation).unwrap();
     let mut random = Random::new(9);
     let fed =
@@ -463,6 +555,7 @@ fn a_network_that_needs_more_bits_than_the_precision_has_runs_exactly() {
     let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 1)],
+        shared: &[],
         output: "out",
         activation: Activation::None,
     };
@@ -501,17 +594,18 @@ fn an_operator_without_a_kernel_is_refused_by_name() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
     let mut graph = Graph::default();
     graph.input("x", Type::Float, &[4]);
-    graph.node("Neg", &["x"], "out", &[]);
+    graph.node("Abs", &["x"], "out", &[]);
     graph.output("out", &[4]);
     let onnx = graph.file();
     let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 4)],
+        shared: &[],
         output: "out",
         activation: Activation::None,
     };
     let said = DeviceEngine::load(&gpu, &network, &OWN).err().unwrap().to_string();
-    assert!(said.contains("Neg"), "{said}");
+    assert!(said.contains("Abs"), "{said}");
 }
 
 /// Pinned memory is freed even if the wait for the device fails.

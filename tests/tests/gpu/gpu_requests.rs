@@ -20,6 +20,8 @@ use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::Arc;
 
 const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
+/// The families with operators that only the CPU's engine and TensorRT have.
+const CPU_FAMILIES: [&str; 5] = ["bst", "dien", "din", "hstu", "mmoe"];
 
 /// Creates a worker with room for every row, on the CPU or, with the dense network, on `device`.
 fn worker(flash: &Flash, budget: Budget, device: &Device) -> Worker {
@@ -95,6 +97,35 @@ fn scores_are_the_cpus_and_a_request_of_cached_rows_is_one_launch_and_one_wait()
     misses_cost_one_launch_more_and_one_for_each_cache();
     only_samples_with_misses_are_scored_again();
     without_graphs_the_scores_are_the_same();
+}
+
+/// Attention, gates and recurrent layers run on the CPU, behind lookups on the GPU.
+#[test]
+fn families_beyond_the_kernels_are_served_with_lookups_on_the_gpu() {
+    let _turn = standin::shared();
+    for (seed, family) in CPU_FAMILIES.into_iter().enumerate() {
+        let installed = install_unprobed(family, CodecChoice::F16, Some(Placement::Cached));
+        let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
+        let path = repository(&format!("tests/data/families/{family}/probe.jsonl"));
+        let samples = read_samples(&path, &installed.schema).unwrap();
+        let budget = Budget {
+            cache_bytes_max: 1 << 22,
+            memory_bytes_max: 1 << 28,
+            ..tiny_budget(&installed.schema, 32)
+        };
+        let mut workers = [Device::Cpu, Device::Cuda(standin::gpu(seed as u64))].map(|device| {
+            let model = Model::from_flash(&flash, budget).unwrap().move_to_device(&device).unwrap();
+            let model = model.move_dense_to_gpu(&flash, &Default::default()).unwrap();
+            assert!(model.dense_runs_on().starts_with("the CPU"), "{}", model.dense_runs_on());
+            Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
+        });
+        // The first round misses, the second does not.
+        for size in [32, 5] {
+            let [expected, got] = workers.each_mut().map(|w| score_all(w, &samples, size));
+            assert!(same_bits(&got.0, &expected.0), "{family}, batch {size}");
+            assert_eq!(got.1, expected.1, "{family}, batch {size}");
+        }
+    }
 }
 
 /// Returns the copies of a request: one of its keys, on a GPU with memory of its own.

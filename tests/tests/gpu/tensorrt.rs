@@ -10,14 +10,15 @@ use hatchback_kernels::cache::codec::{Codec, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::memory::View;
 use hatchback_kernels::dense::{Activation, DenseEngine};
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits, RequestSize};
+use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::tensorrt::{
     BatchClass, Build, BuildInput, Plans, TensorRt, TensorRtError, Types,
 };
 use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, TensorRtOptions,
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, RunShape,
+    TensorRtOptions,
 };
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
 use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
@@ -315,6 +316,7 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
     let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 5)],
+        shared: &[],
         output: "sum",
         activation: Activation::Sigmoid,
     };
@@ -368,6 +370,7 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
     let network = DenseNetwork {
         onnx: &onnx,
         inputs: &inputs,
+        shared: &[],
         output: "logit",
         activation: Activation::Sigmoid,
     };
@@ -394,7 +397,13 @@ fn several_contexts_run_batches_of_every_class() {
     for (major, minor) in [(8, 5), (8, 6), (9, 3), (10, 3), (11, 4)] {
         let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
         let activation = Activation::None;
-        let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation };
+        let network = DenseNetwork {
+            onnx: &onnx,
+            inputs: &[("x", 5)],
+            shared: &[],
+            output: "sum",
+            activation,
+        };
         let twin = compile(major, minor, &[]);
         let engine = DeviceEngine::load(&gpu, &network, &options_of(twin, false, folder.path()));
         let engine = engine.unwrap();
@@ -421,6 +430,35 @@ fn several_contexts_run_batches_of_every_class() {
     }
 }
 
+/// TensorRT takes the values of a request as copies for each of its samples.
+#[test]
+fn an_engine_takes_shared_inputs_once_for_each_sample() {
+    let _turn = standin::shared();
+    let gpu = standin::gpu(5);
+    let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &[("x", 5)],
+        shared: &[true],
+        output: "sum",
+        activation: Activation::None,
+    };
+    let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
+    assert!(engine.runs_on().contains("TensorRT"), "{:?}", engine.rejected());
+    let (mut scratch, stream) = (engine.scratch(40).unwrap(), gpu.stream().unwrap());
+    let values: Vec<f32> = (0..5 * 9).map(|i| if i < 10 { i as f32 } else { f32::NAN }).collect();
+    let (fed, scores) = ([gpu.buffer(values.len()).unwrap()], gpu.buffer(9).unwrap());
+    stream.upload(&values, &fed[0], 0).unwrap();
+    let mut request_of = gpu.mapped(9).unwrap();
+    request_of[7..].fill(1);
+    let size = RequestSize { samples: 9, requests: 2 };
+    let shape = RunShape { size, request_of: request_of.view() };
+    engine.enqueue(&stream, shape, &fed, scores.view(), &mut scratch).unwrap();
+    let mut found = [0.0; 9];
+    stream.download(&scores, 0, &mut found).unwrap();
+    assert_eq!(found, [10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 35.0, 35.0]);
+}
+
 /// An engine that takes no inputs of f16 gets f32, and says why.
 #[test]
 fn refused_inputs_of_f16_stay_f32() {
@@ -428,7 +466,8 @@ fn refused_inputs_of_f16_stay_f32() {
     let gpu = standin::gpu(3);
     let (onnx, folder) = (sum_network_of(8), tempfile::tempdir().unwrap());
     let activation = Activation::None;
-    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 8)], output: "sum", activation };
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &[("x", 8)], shared: &[], output: "sum", activation };
     let (shim, refusing) = (twin().shim, compile(8, 6, &["-DTWIN_REFUSES_HALF"]).library);
     for (library, types) in [(twin().library, InputType::F16), (refusing, InputType::F32)] {
         let plans = folder.path().join(format!("{types:?}"));
@@ -471,7 +510,8 @@ fn run_recorded_requests(types: InputType) {
     let gpu = standin::gpu(5);
     let (onnx, folder) = (sum_network_of(DIM), tempfile::tempdir().unwrap());
     let activation = Activation::None;
-    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", DIM)], output: "sum", activation };
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &[("x", DIM)], shared: &[], output: "sum", activation };
     let is_f16 = types == InputType::F16;
     let f16_inputs = if is_f16 { vec![0] } else { Vec::new() };
     let options = DeviceOptions { f16_inputs, ..options(is_f16, folder.path()) };
@@ -495,6 +535,7 @@ fn run_recorded_requests(types: InputType) {
             default_row: &[0.0; DIM],
             pooling: Pooling::Sum,
             weighted: false,
+            shared: false,
             hotness_max: 1,
             input: inputs[0],
             input_type: types,
@@ -507,7 +548,8 @@ fn run_recorded_requests(types: InputType) {
     for keys in [Keys::InPlace, Keys::Copied] {
         let row_bytes_max = 4 * DIM;
         let limits = LookupLimits { batch_max: 40, misses_max: 64, row_bytes_max, keys };
-        let mut step = Step::new(&tables, &engine, &[DIM], None, features, limits).unwrap();
+        let inputs = StepInputs { widths: &[DIM], shared: &[false], fed: &[], copies: &[] };
+        let mut step = Step::new(&tables, &engine, inputs, features, limits).unwrap();
         assert!(step.refused().is_none());
         let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 64, row_bytes_max).unwrap();
         let missed = score_requests(&mut step, &mut misses, is_f16);
@@ -524,7 +566,7 @@ fn score_requests(step: &mut Step, misses: &mut MissList, is_f16: bool) -> usize
         let keys: Vec<u64> = (first..first + batch as u64).collect();
         let (offsets, mut statuses) =
             ((0..=batch as u32).collect::<Vec<_>>(), vec![LookupStatus::default(); batch]);
-        step.begin(batch, |_| Bags::new(&keys, &offsets), &[]).unwrap();
+        step.begin(batch, |_| Bags::new(&keys, &offsets), |_, _| {}).unwrap();
 
         assert!(!step.lookup().collect(misses, &mut statuses).unwrap());
         if !misses.is_empty() {

@@ -15,7 +15,7 @@ pub(crate) struct Node {
 /// The operation of a node on each sample.
 pub(crate) enum Op {
     /// A product `[rows, k] x [k, n]` with weights. It continues the sums in the second operand, if
-    /// there is one; only the CPU's layout has that.
+    /// there is one.
     Matrix { rows: usize, matrix: Box<Matrix> },
     /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },

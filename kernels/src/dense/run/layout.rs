@@ -48,11 +48,21 @@ impl Layout {
         Self::with_buffers(graph, shared)
     }
 
-    /// Fuses the nodes of `graph` and assigns buffers.
-    pub fn new(mut graph: Graph) -> Self {
+    /// Fuses the nodes of `graph` and assigns buffers, for a GPU. The products are those of
+    /// [`Layout::for_cpu`], so the bits are too.
+    pub fn for_gpu(mut graph: Graph, shared: &[bool]) -> Self {
+        if !shared.contains(&true) {
+            fuse(&mut graph);
+            drop_unused(&mut graph);
+            let shared = vec![false; graph.widths.len()];
+            return Self::with_buffers(graph, shared);
+        }
+        fuse_pairs(&mut graph);
         fuse(&mut graph);
         drop_unused(&mut graph);
-        let shared = vec![false; graph.widths.len()];
+        let mut shared = sharing::split(&mut graph, shared);
+        drop_unused(&mut graph);
+        part_pairs(&mut graph, &mut shared);
         Self::with_buffers(graph, shared)
     }
 
@@ -171,6 +181,43 @@ fn fuse_pairs(graph: &mut Graph) {
 /// Returns where `Op::Pairs` finds the products at the positions `square` of `[n, n]`.
 fn picked_pairs(n: usize, square: impl Iterator<Item = usize>) -> Vec<u32> {
     square.map(|at| pair(n, at / n, at % n) as u32).collect()
+}
+
+/// Replaces the products of every two rows by a concatenation, a product and a selection.
+fn part_pairs(graph: &mut Graph, shared: &mut Vec<bool>) {
+    for Node { inputs, op, output } in std::mem::take(&mut graph.nodes) {
+        let (rows, k, picks) = match op {
+            Op::Pairs { rows, k, picks } => (rows, k, picks),
+            op => {
+                graph.nodes.push(Node { inputs, op, output });
+                continue;
+            }
+        };
+        let is_shared = shared[output];
+        let mut add = |inputs: Vec<Id>, op: Op, width: usize| -> Id {
+            let output = graph.widths.len();
+            graph.widths.push(width);
+            shared.push(is_shared);
+            graph.nodes.push(Node { inputs, op, output });
+            output
+        };
+        let n: usize = rows.iter().sum();
+        let joined = match inputs.as_slice() {
+            &[one] => one,
+            _ => {
+                let parts = rows.iter().map(|rows| rows * k).collect();
+                add(inputs, Op::Concat { outer: 1, parts }, n * k)
+            }
+        };
+        let products = Op::Products { count: 1, m: n, k, n, transposed: true };
+        let square = add(vec![joined, joined], products, n * n);
+        let mut places = vec![0; pair(n, n - 1, n - 1) + 1];
+        for (i, j) in (0..n).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            places[pair(n, i, j)] = (i * n + j) as u32;
+        }
+        let picks = picks.iter().map(|&pick| places[pick as usize]).collect();
+        graph.nodes.push(Node { inputs: vec![square], op: Op::Pick(picks), output });
+    }
 }
 
 /// Replaces the product of a value and its sigmoid by one function, which works in place. The

@@ -5,7 +5,7 @@
 
 use crate::cuda::driver::Stream;
 use crate::cuda::error::load_problem;
-use crate::cuda::memory::{Buffer, View};
+use crate::cuda::memory::View;
 use crate::gpu::input_type::InputType;
 use crate::gpu::tensorrt::build::{BatchClass, Build, BuildInput};
 use crate::gpu::tensorrt::error::{TensorRtError, Version};
@@ -429,11 +429,11 @@ impl Context {
         &mut self,
         stream: &Stream,
         batch: usize,
-        inputs: &[Buffer<f32>],
+        inputs: &[View<f32>],
         output: View<f32>,
     ) -> Result<(), TensorRtError> {
         let calls = &self.engine.shim.calls;
-        let short = |(words, input): (&Buffer<f32>, &Input)| words.len() < batch * input.words();
+        let short = |(words, input): (&View<f32>, &Input)| words.len() < batch * input.words();
         if inputs.len() != self.engine.inputs.len()
             || inputs.iter().zip(&self.engine.inputs).any(short)
         {

@@ -3,17 +3,18 @@
 
 use crate::model::Model;
 use crate::model::backend::CpuTables;
-use crate::model::opened::{ColumnCopy, CopiedRows};
 use crate::model::served_tables::Storage;
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
-use crate::schema::{Feature, InputSource, KeySpace};
+use crate::schema::{Feature, InputSource, KeySpace, Schema};
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseEngine, DenseError, DenseScratch};
 use hatchback_kernels::lookup::feature_prefetch::FeaturePrefetch;
 use hatchback_kernels::lookup::miss_list::MissList;
-use hatchback_kernels::lookup::{FeatureView, Input, LookupStatus, RowStore};
+use hatchback_kernels::lookup::{
+    ColumnCopy, CopiedRows, FeatureView, Input, LookupStatus, RowStore,
+};
 use hatchback_kernels::simd::isa::Isa;
 use std::sync::Arc;
 
@@ -70,16 +71,7 @@ impl CpuDense {
         self.ends.clear();
         self.ends.extend_from_slice(batch.ends());
         for (input, data) in schema.network.inputs.iter().zip(&mut self.inputs) {
-            match &input.source {
-                InputSource::Dense => data[..batch.dense().len()].copy_from_slice(batch.dense()),
-                InputSource::Lengths(features) => {
-                    fill_lengths(batch, features, &schema.features, data);
-                }
-                InputSource::Masks(features) => {
-                    fill_masks(batch, features, &schema.features, data);
-                }
-                InputSource::Vectors(_) => {}
-            }
+            fill_input(schema, batch, &input.source, data);
         }
     }
 
@@ -266,6 +258,16 @@ fn bag_of_rows(batch: &Batch, rows: CopiedRows) -> impl Iterator<Item = usize> {
         request += usize::from(row == ends[request]);
         request
     })
+}
+
+/// Fills an input that needs no row.
+pub(super) fn fill_input(schema: &Schema, batch: &Batch, source: &InputSource, data: &mut [f32]) {
+    match source {
+        InputSource::Dense => data[..batch.dense().len()].copy_from_slice(batch.dense()),
+        InputSource::Lengths(features) => fill_lengths(batch, features, &schema.features, data),
+        InputSource::Masks(features) => fill_masks(batch, features, &schema.features, data),
+        InputSource::Vectors(_) => {}
+    }
 }
 
 /// Writes the number of keys of each bag, `[batch, features]`.

@@ -9,16 +9,16 @@
 //! paths too. If synchronising fails, the worker fails every later request.
 
 use crate::model::Model;
-use crate::request::worker::cpu::CpuDense;
+use crate::request::worker::cpu::{CpuDense, fill_input};
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
 use crate::schema::lookup::Lookup;
-use crate::schema::{InputSource, KeySpace};
+use crate::schema::{InputSource, KeySpace, NetworkInput};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits, Samples};
+use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::tables::DeviceTables;
 use hatchback_kernels::gpu::{DeviceEngine, InputType};
 use hatchback_kernels::lookup::LookupStatus;
@@ -55,14 +55,23 @@ impl GpuBackend {
         tables: &Arc<DeviceTables>,
         engine: &Arc<DeviceEngine>,
     ) -> Result<Self, CudaError> {
-        let inputs = &model.schema().network.inputs;
-        let widths = model.input_widths();
+        let inputs = model.schema().network.inputs.iter();
+        let is_fed = |input: &NetworkInput| !matches!(input.source, InputSource::Vectors(_));
+        let fed: Vec<usize> =
+            inputs.enumerate().filter(|(_, i)| is_fed(i)).map(|(i, _)| i).collect();
+        let (mut widths, mut shared) = (model.input_widths(), model.schema().shared_inputs());
+        let mut types = engine.input_types().to_vec();
+        if model.spread_width() > 0 {
+            widths.push(model.spread_width());
+            shared.push(true);
+            types.push(InputType::F32);
+        }
+        let copies = model.copies();
         let step = Step::new(
             tables,
             engine,
-            &widths,
-            inputs.iter().position(|input| input.source == InputSource::Dense),
-            |addresses| features_on_device(model, addresses, &widths, engine.input_types()),
+            StepInputs { widths: &widths, shared: &shared, fed: &fed, copies },
+            |addresses| features_on_device(model, addresses, &widths, &types),
             lookup_limits(model, tables.gpu()),
         );
         let step = step.map_err(|e| e.into_cuda(tables.gpu()))?;
@@ -84,14 +93,17 @@ impl GpuBackend {
         misses: &mut MissList,
         statuses: &mut [LookupStatus],
     ) -> Result<Progress, CudaError> {
-        let lookups = &model.schema().lookups;
-        let bags = |l: usize| batch.bags(lookups[l].feature.into());
+        let schema = model.schema();
+        let bags = |l: usize| batch.bags(schema.lookups[l].feature.into());
+        let samples = Samples { count: batch.size(), ends: batch.ends() };
         match self {
             Self::Lookup { lookup, dense } => {
                 dense.fill_inputs(model, batch);
-                lookup.begin(batch.size(), bags)?;
+                lookup.begin(samples, bags)?;
             }
-            Self::Step(step) => step.begin(batch.size(), bags, batch.dense())?,
+            Self::Step(step) => step.begin(samples, bags, |input, values| {
+                fill_input(schema, batch, &schema.network.inputs[input].source, values);
+            })?,
         }
         let is_partial = self.gpu_lookup().collect(misses, statuses)?;
         Ok(progress(is_partial))
@@ -188,6 +200,7 @@ fn features_on_device<'a>(
             default_row: &declared.default_row,
             pooling: lookup.pooling,
             weighted: feature.weighted,
+            shared: feature.shared,
             hotness_max: feature.hotness_max as usize,
             input: addresses[at.input],
             input_type: types[at.input],

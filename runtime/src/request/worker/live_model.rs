@@ -40,6 +40,8 @@ pub(crate) struct LiveModel {
     version: AtomicU64,
     is_changing: AtomicBool,
     change: Mutex<Option<Arc<GenerationChange>>>,
+    /// The backends that workers have left, for the thread of the swap to free.
+    retired: Mutex<Vec<WorkerBackend>>,
     /// The counters of each worker.
     table_counters: Mutex<Vec<Arc<TableCounters>>>,
 }
@@ -69,12 +71,15 @@ impl LiveModel {
     pub fn new(model: Arc<Model>) -> Arc<Self> {
         let of_callers = Mutex::new(Arc::clone(&model));
         let (users, backends) = (Arc::default(), Mutex::default());
+        // A worker that leaves the model allocates nothing.
+        let retired = Mutex::new(Vec::with_capacity(model.budget().workers as usize));
         Arc::new(Self {
             current: RwLock::new(Current { model, version: 0, users, backends }),
             model: of_callers,
             version: AtomicU64::new(0),
             is_changing: AtomicBool::new(false),
             change: Mutex::default(),
+            retired,
             table_counters: Mutex::default(),
         })
     }
@@ -184,12 +189,23 @@ impl LiveModel {
         patch()?;
         *lock(&self.model) = Arc::clone(&to.model);
         current.model = to.model;
-        current.backends = Mutex::new(to.backends);
+        // Freed after the pause.
+        let _unused = std::mem::replace(&mut current.backends, Mutex::new(to.backends));
         current.version += 1;
         self.version.store(current.version, Ordering::Release);
         let users = std::mem::take(&mut current.users);
         drop(current);
         Ok((users, clock.now().saturating_sub(start)))
+    }
+
+    /// Keeps `backend`, which a worker has left, until [`LiveModel::take_retired`].
+    pub fn retire(&self, backend: WorkerBackend) {
+        lock(&self.retired).push(backend);
+    }
+
+    /// Returns the backends that workers have left. Dropping them frees their memory.
+    pub fn take_retired(&self) -> Vec<WorkerBackend> {
+        lock(&self.retired).drain(..).collect()
     }
 
     /// Allows all inserts again.

@@ -169,7 +169,7 @@ impl Worker {
     /// Moves the worker to the current model.
     pub(crate) fn follow(&mut self) {
         if !self.is_current() {
-            self.state.follow(&self.live.read());
+            self.state.follow(&self.live, &self.live.read());
         }
     }
 
@@ -206,7 +206,7 @@ impl Worker {
     ) -> Result<BatchScores<'_>, ScoreError> {
         let Self { live, state } = self;
         let current = live.read();
-        state.follow(&current);
+        state.follow(live, &current);
         // Not redundant: `Worker::score` takes batches that nobody has checked, and the model may
         // be newer than the batch.
         check_batch(&state.model, batch)?;
@@ -315,26 +315,27 @@ impl ModelState {
         Ok((current.backend()?, misses))
     }
 
-    /// Moves to `current`. Both models have the same tables and outputs, so the state keeps all
-    /// memory except the backend.
-    fn follow(&mut self, current: &Current) {
+    /// Moves to `current` of `live`. Both models have the same tables and outputs, so the state
+    /// keeps all memory except the backend.
+    fn follow(&mut self, live: &LiveModel, current: &Current) {
         if self.version == current.version {
             return;
         }
-        (self.version, self.users) = (current.version, Arc::clone(&current.users));
         // `LiveModel::renew` starts a new version of the same model.
-        if Arc::ptr_eq(&self.model, &current.model) {
-            return;
+        if !Arc::ptr_eq(&self.model, &current.model) {
+            // A failed backend stays: its GPU no longer works.
+            if self.backend.failure().is_none() {
+                let backend = current.backend().unwrap_or_else(|e| {
+                    log::error!("a worker cannot use the GPU, its requests will fail: {e}");
+                    WorkerBackend::Failed(Arc::new(e))
+                });
+                live.retire(std::mem::replace(&mut self.backend, backend));
+            }
+            self.fetcher.forget_generation();
+            self.model = Arc::clone(&current.model);
         }
-        // A failed backend stays: its GPU no longer works.
-        if self.backend.failure().is_none() {
-            self.backend = current.backend().unwrap_or_else(|e| {
-                log::error!("a worker cannot use the GPU, its requests will fail: {e}");
-                WorkerBackend::Failed(Arc::new(e))
-            });
-        }
-        self.fetcher.forget_generation();
-        self.model = Arc::clone(&current.model);
+        // Last: the swap then frees what was retired.
+        (self.version, self.users) = (current.version, Arc::clone(&current.users));
     }
 
     /// Runs the dense network for the first `samples` samples of its inputs.
