@@ -237,8 +237,8 @@ impl Flash {
         Ok((path, kind))
     }
 
-    /// Returns the path of the segment of table `number` that the release `sequence` brought, if the
-    /// live or the previous generation uses it.
+    /// Returns the path of the segment of table `number` that the release `sequence` brought, if
+    /// the live or the previous generation uses it.
     pub(crate) fn segment_of(&self, number: usize, sequence: u64) -> Option<PathBuf> {
         let wanted = SegmentRef { sequence, serial: 0 };
         let states = std::iter::once(&self.record.live).chain(&self.record.previous);

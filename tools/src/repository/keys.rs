@@ -62,8 +62,8 @@ enum Action {
         /// A key that a token holds, in place of the keys that would be made for the role
         #[arg(long, value_name = "ROLE=pkcs11:URI", value_parser = role_key)]
         key: Vec<RoleKey>,
-        /// Writes the keys as they are. Without this option they are encrypted under the pass phrase
-        /// in HATCHBACK_KEY_PASSPHRASE, in the first line of the file
+        /// Writes the keys as they are. Without this option they are encrypted under the pass
+        /// phrase in HATCHBACK_KEY_PASSPHRASE, in the first line of the file
         /// HATCHBACK_KEY_PASSPHRASE_FILE, or that the terminal asks for
         #[arg(long)]
         plain: bool,
