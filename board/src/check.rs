@@ -9,35 +9,80 @@ use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
 use hatchback::targets::Target;
 use hatchback_link::program::explain;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The models, and the memory of all.
+#[derive(Serialize)]
+pub struct Checked {
+    models: Vec<CheckedModel>,
+    memory_bytes: u64,
+    memory_bytes_max: u64,
+}
+
+/// A model and the check of its probe set.
+#[derive(Serialize)]
+struct CheckedModel {
+    name: String,
+    generation: String,
+    /// The bytes of each part.
+    memory: BTreeMap<&'static str, u64>,
+    #[serde(flatten)]
+    probe: Option<Probe>,
+    /// Why the model failed.
+    error: Option<String>,
+}
+
+/// A probe set whose scores are those of the trainer.
+#[derive(Serialize)]
+struct Probe {
+    /// Scores that were compared.
+    probe_scores: u32,
+    /// The largest difference from the recorded score.
+    probe_difference: f32,
+}
 
 /// Loads `models` into `serving` and checks the probe set of each. A score may differ from its
-/// recorded score by `tolerance`.
+/// recorded score by `tolerance`. Returns every model, and the error of one that failed: it has no
+/// recorded scores, has damaged rows, differs by more than `tolerance`, or has a score that is not
+/// a number.
 ///
 /// # Errors
-/// A model cannot be loaded, has no recorded scores, has damaged rows, differs by more than
-/// `tolerance`, or has a score that is not a number.
+/// A model cannot be loaded.
 pub fn run(
     serving: &Serving,
     target: &Target,
     models: &[NamedDirectory],
     tolerance: f32,
-) -> Result<()> {
+) -> Result<(Checked, Result<()>)> {
     models.iter().try_for_each(|model| models::load(serving, target, model))?;
     models::log_memory(serving);
 
+    let plans = serving.memory();
+    let (mut checked, mut faults) = (Vec::new(), Vec::new());
     // Every model is checked: the first fault must not hide those of the others.
-    let check = |model| {
+    for model in models {
         let (name, flash) = models::open(model)?;
-        check(serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
-    };
-    let mut faults: Vec<_> = models.iter().filter_map(|model| check(model).err()).collect();
+        let probe = check(serving, &name, &flash, tolerance);
+        let probe = probe.with_context(|| format!("model `{name}`")).map_err(|e| faults.push(e));
+        let plan = plans.iter().find(|(planned, _)| *planned == name);
+        checked.push(CheckedModel {
+            generation: flash.manifest().generation.to_string(),
+            memory: plan.map(|(_, plan)| plan.lines().into_iter().collect()).unwrap_or_default(),
+            error: probe.is_err().then(|| faults.last().map(explain)).flatten(),
+            probe: probe.ok(),
+            name,
+        });
+    }
+
     let last = faults.pop();
     faults.iter().for_each(|fault| log::error!("{}", explain(fault)));
-    last.map_or(Ok(()), Err)
+    let (memory_bytes, memory_bytes_max) = (serving.memory_taken(), serving.memory_bytes_max());
+    Ok((Checked { models: checked, memory_bytes, memory_bytes_max }, last.map_or(Ok(()), Err)))
 }
 
 /// Scores the probe set, one sample a request.
-fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result<()> {
+fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result<Probe> {
     let schema = &flash.manifest().schema;
     let (mut batch, mut difference, mut compared) = (Batch::new(schema, 1), 0f32, 0);
     for (number, sample) in flash.probe()?.iter().enumerate() {
@@ -66,5 +111,5 @@ fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result
         "a probe score differs from the recorded one by {difference}; {tolerance} is allowed"
     );
     log::info!("`{name}`: {compared} probe scores equal the trainer's within {difference:.1e}");
-    Ok(())
+    Ok(Probe { probe_scores: compared, probe_difference: difference })
 }

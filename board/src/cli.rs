@@ -70,6 +70,9 @@ pub enum Command {
         /// Largest difference allowed [default: the target's update.probe_difference_max]
         #[arg(long)]
         tolerance: Option<f32>,
+        /// Prints the memory and the result of each model as JSON
+        #[arg(long)]
+        json: bool,
     },
     /// Serves scores over gRPC and HTTP on a Unix socket
     Serve(ServeArgs),

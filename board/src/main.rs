@@ -62,11 +62,15 @@ fn run() -> Result<()> {
             let missing = "pass --report or a command; --help lists the commands";
             Cli::command().error(ErrorKind::MissingSubcommand, missing).exit()
         }
-        Some(Command::Check { tolerance }) => {
+        Some(Command::Check { tolerance, json }) => {
             car.require_models()?;
             let serving = models::new_serving(&target, &cli.target, device, &[])?;
             let tolerance = tolerance.unwrap_or(target.update.probe_difference_max);
-            check::run(&serving, &target, &car.models, tolerance)
+            let (checked, result) = check::run(&serving, &target, &car.models, tolerance)?;
+            if json {
+                print(&(serde_json::to_string_pretty(&checked)? + "\n"))?;
+            }
+            result
         }
         Some(Command::Serve(args)) => {
             let sync = car.sync_directories(&args);
@@ -92,5 +96,9 @@ fn report(car: &Car<'_>, json: bool) -> Result<()> {
     let text =
         if json { serde_json::to_string_pretty(&report)? + "\n" } else { report.to_string() };
 
+    print(&text)
+}
+
+fn print(text: &str) -> Result<()> {
     io::stdout().lock().write_all(text.as_bytes()).map_err(program::output_error)
 }

@@ -21,7 +21,7 @@ use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
-use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::publish::{Change, Published, publish};
 use hatchback_tools::repository::store::Objects;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -138,10 +138,23 @@ impl Fleet {
         self.change(now, Change { revoke: vec![sequence.to_string()], ..Change::default() });
     }
 
-    fn change(&self, now: u64, change: Change) {
+    /// Restores a release.
+    pub fn restore(&self, now: u64, release: &str) -> Published {
+        self.change(now, Change { restore: Some(release.to_owned()), ..Change::default() })
+    }
+
+    fn change(&self, now: u64, change: Change) -> Published {
+        self.try_change(now, change).unwrap()
+    }
+
+    /// Publishes `change`.
+    ///
+    /// # Errors
+    /// The refusal, as a publisher reads it.
+    pub fn try_change(&self, now: u64, change: Change) -> Result<Published, String> {
         let change = Change { expires_s: FRESH_S, ..change };
-        publish(&Objects::directory(&self.repository()).unwrap(), &self.keys(), &change, now)
-            .unwrap();
+        let store = Objects::directory(&self.repository()).unwrap();
+        publish(&store, &self.keys(), &change, now).map_err(|e| format!("{e:#}"))
     }
 
     /// Publishes the delta that leads to `generation`.

@@ -3,7 +3,7 @@
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
 use hatchback::Weights;
-use hatchback::bundle::manifest::{Generation, Manifest, sha256};
+use hatchback::bundle::manifest::{Generation, Layer, Manifest, Restored, sha256};
 use hatchback::flash::live::{self, HotList, LiveRecord, SegmentRef, TableState};
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
@@ -262,7 +262,8 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
 }
 
 /// Returns a manifest whose schema has every kind of key function, input and output.
-fn whole_manifest(mut manifest: Manifest) -> Manifest {
+fn whole_manifest(manifest: &Manifest) -> Vec<u8> {
+    let mut manifest = manifest.clone();
     let words = ["Rome", "Köln"].into_iter().zip(2..).map(|(word, key)| (word.to_owned(), key));
     let words = Arc::new(Vocabulary::new(words.collect()).unwrap());
     let schema = &mut manifest.schema;
@@ -289,7 +290,19 @@ fn whole_manifest(mut manifest: Manifest) -> Manifest {
         [lookup(2, 1, Pooling::Max), lookup(2, 0, Pooling::None), lookup(3, 0, Pooling::Sum)];
     schema.lookups.extend(pooled);
     schema.network.inputs.push(extra("age", InputSource::Vectors(vec![2, 3, 4])));
-    manifest
+    manifest.encode().unwrap()
+}
+
+/// Returns the manifest of a release that restores `manifest` and a delta after it.
+fn restored_manifest(mut manifest: Manifest) -> Vec<u8> {
+    let tables = (0..manifest.tables.len()).map(|table| {
+        let base = manifest.layers(table)[0];
+        vec![base, Layer { sequence: base.sequence + 1, ..base }]
+    });
+    let sequence = manifest.generation.sequence + 1;
+    manifest.restored = Some(Restored { sequence, tables: tables.collect() });
+    manifest.generation.sequence += 2;
+    manifest.encode().unwrap()
 }
 
 /// Returns valid inputs for the parser of that name.
@@ -302,7 +315,7 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let manifest = crate::rewrite::Parts::read(&packed.bundle).manifest;
             let encoded = manifest.encode().unwrap();
             match parser {
-                "manifest" => vec![encoded, whole_manifest(manifest).encode().unwrap()],
+                "manifest" => vec![encoded, whole_manifest(&manifest), restored_manifest(manifest)],
                 "bundle" => vec![bundle],
                 _ => vec![live_record(manifest.generation, &encoded).encode(4)],
             }

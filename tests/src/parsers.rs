@@ -118,14 +118,17 @@ fn read_bundle(bytes: &[u8]) {
     for blob in 0..manifest.blobs.len() as u32 {
         let _ = bundle.read_blob(blob, |_| Ok::<(), BundleError>(()));
     }
-    for (number, table) in manifest.tables.iter().enumerate() {
+    let layers = |number| manifest.layers(number).into_iter().enumerate();
+    let layers = (0..manifest.tables.len()).flat_map(|t| layers(t).map(move |(n, l)| (t, n, l)));
+    for (number, serial, layer) in layers {
         let declared = &manifest.schema.tables[number];
-        let part = if manifest.is_delta(number) { Part::Delta } else { Part::Base };
-        let kind = SegmentKind::new(&manifest.generation, 0, number, declared, part)
-            .expect("a checked schema");
+        let is_delta = serial > 0 || manifest.is_delta(number);
+        let part = if is_delta { Part::Delta } else { Part::Base };
+        let origin = Generation { sequence: layer.sequence, ..manifest.generation.clone() };
+        let kind = SegmentKind::new(&origin, 0, number, declared, part).expect("a checked schema");
         let rows = rows_over(part, declared);
         let mut check = SegmentVerifier::new(Path::new("segment"), kind, rows);
-        let _ = bundle.read_blob(table.segment, |chunk| {
+        let _ = bundle.read_blob(layer.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
         });

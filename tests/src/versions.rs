@@ -139,6 +139,14 @@ impl Versions {
         out
     }
 
+    /// Packs the delta from the live generation of `parent` to the rows of `generation`, as release
+    /// `sequence`. Returns its path.
+    pub fn over(&self, parent: &Flash, sequence: u64, generation: usize) -> PathBuf {
+        let out = self.folder.path().join(format!("over{sequence}-{generation}"));
+        self.pack(sequence, &self.plain[generation - 1], Some(parent), &out);
+        out
+    }
+
     fn pack(&self, generation: u64, tables: &[Plain; 2], parent: Option<&Flash>, out: &Path) {
         let source = |table: &Plain| Box::new(table.clone()) as Box<dyn RowSource>;
         let sources: Vec<_> = tables.iter().map(source).collect();

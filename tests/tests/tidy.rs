@@ -19,20 +19,20 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 19_200),
-    ("runtime", 18_690),
+    ("runtime", 18_870),
     ("link", 620),
     ("server", 4_695),
-    ("board", 1_860),
+    ("board", 1_900),
     ("capi", 840),
     ("python", 460),
-    ("tools", 14_860),
+    ("tools", 15_935),
     ("bench", 11_330),
-    ("tests", 6_105),
+    ("tests", 6_235),
 ];
-const WORDS_MAX: usize = 48_035;
+const WORDS_MAX: usize = 48_760;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
-const CRATES_MAX: usize = 435;
+const CRATES_MAX: usize = 437;
 
 /// A crate of the product and the order of its parts: an import goes to the same group or to a
 /// later one.

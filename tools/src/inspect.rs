@@ -37,6 +37,8 @@ struct Report {
     kind: &'static str,
     generation: String,
     parent: Option<u64>,
+    /// The release whose content a restored one has.
+    restored: Option<u64>,
     /// The changes that a delta of `select` left for later.
     #[serde(skip_serializing_if = "Option::is_none")]
     deferral: Option<Deferral>,
@@ -184,6 +186,7 @@ impl Report {
             kind,
             generation: manifest.generation.to_string(),
             parent: manifest.parent,
+            restored: manifest.restored.as_ref().map(|restored| restored.sequence),
             deferral: manifest.deferral,
             bytes,
             dense_features: schema.dense_features.len(),
@@ -200,7 +203,9 @@ impl Report {
     }
 
     fn print(&self) -> Result<()> {
-        let parent = self.parent.map_or(String::new(), |p| format!(", delta from {p}"));
+        let delta = self.parent.map(|parent| format!(", delta from {parent}"));
+        let restored = || self.restored.map(|earlier| format!(", restores {earlier}"));
+        let parent = delta.or_else(restored).unwrap_or_default();
         say!("{} {}{parent}, {}", self.kind, self.generation, report::bytes(self.bytes))?;
         if let Some(left) = &self.deferral {
             let (window, step, rows) = (left.window, left.step, report::count(left.rows));
@@ -279,7 +284,8 @@ impl Report {
 impl TableReport {
     fn new(manifest: &Manifest, i: usize) -> Self {
         let (table, blobs) = (&manifest.schema.tables[i], &manifest.tables[i]);
-        let segment = &manifest.blobs[blobs.segment as usize];
+        let segments = manifest.layers(i).into_iter();
+        let stored = segments.map(|layer| manifest.blobs[layer.segment as usize].stored_bytes());
         Self {
             name: table.name.clone(),
             keys: lower(table.keys),
@@ -290,8 +296,8 @@ impl TableReport {
             placement: lower(table.placement),
             miss: lower(table.miss),
             hot_keys: blobs.hot.map_or(0, |h| manifest.blobs[h as usize].raw_bytes() / 8),
-            segment_bytes: segment.raw_bytes(),
-            stored_bytes: segment.stored_bytes(),
+            segment_bytes: manifest.segment_bytes(i),
+            stored_bytes: stored.sum(),
         }
     }
 }

@@ -13,6 +13,9 @@ pub(crate) const COLUMNS_MAX: u16 = 100;
 /// Days before the root expires from which on `publish` asks for a rotation.
 pub(crate) const ROOT_DAYS_MIN: u64 = 60;
 
+/// Rounds of PBKDF2 of an encrypted key: each takes a quarter of a microsecond.
+pub(crate) const PBKDF2_ROUNDS_MAX: u32 = 10_000_000;
+
 /// Largest header of a trainer's file, in bytes. A length above it is damage.
 pub(crate) const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Largest text header of an `.npy` file, in bytes: NumPy's own limit (`max_header_size`). The

@@ -7,7 +7,6 @@ use crate::report::temporary::Claim;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::TableBlobs;
 use hatchback::clock::SystemClock;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk;
@@ -195,9 +194,8 @@ pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
     let is_taken = directory.exists() && !directory.is_dir();
     ensure!(!is_taken, "{}: exists and is not a flash directory", directory.display());
     let mut bundle = BundleReader::open(path)?;
-    let segment_bytes =
-        |table: &TableBlobs| bundle.manifest().blobs[table.segment as usize].raw_bytes();
-    let total = bundle.manifest().tables.iter().map(segment_bytes).sum();
+    let manifest = bundle.manifest();
+    let total = (0..manifest.tables.len()).map(|number| manifest.segment_bytes(number)).sum();
 
     let bar = progress_bar(total, "installing on flash", "{bytes}/{total_bytes}");
     // An interrupted install into a directory that holds a model is continued or repeated.

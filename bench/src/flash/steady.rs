@@ -134,6 +134,7 @@ fn install(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Ins
         dense,
         probe: None,
         deferral: None,
+        restored: None,
     })?;
 
     let mut bundle = BundleReader::open(path)?;

@@ -511,6 +511,22 @@ fn a_check_names_every_model_that_fails() {
     {
         assert!(said.contains(line), "{line}: {said}");
     }
+
+    let arguments = ["check", "--json"];
+    let checked = car.daemon_on(&repository("targets/cpu.toml"), &flash, &arguments).output();
+    let checked = checked.unwrap();
+    assert_eq!(checked.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&checked.stdout).unwrap();
+    let of = |model: usize, field: &str| report["models"][model][field].clone();
+    assert_eq!([0, 1, 2].map(|model| of(model, "name")), ["a", "b", "c"]);
+    assert!(of(0, "error").as_str().unwrap().contains("no probe set"), "{report}");
+    assert_eq!((of(1, "error"), of(1, "probe_scores")), (Value::Null, 64.into()));
+    assert!(of(1, "probe_difference").as_f64().unwrap() < 0.01, "{report}");
+    let sum = |model| {
+        let memory = of(model, "memory");
+        memory.as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum::<u64>()
+    };
+    assert_eq!((0..3).map(sum).sum::<u64>(), report["memory_bytes"].as_u64().unwrap());
 }
 
 #[test]

@@ -1,17 +1,20 @@
 //! The manifest of a bundle: the generation, the schema, and the chunks of every blob with their
 //! hashes. The encoding is a format number, then postcard. `decode` returns no manifest that fails
-//! `check`.
+//! `check`. Only the manifest of a restored release is written in format 3, so that programs which
+//! read format 2 follow all other releases.
 
 use crate::bundle::schema_1::Schema1;
 use crate::limits::{
-    CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
+    CHUNK_BYTES, DELTA_PAGES_MAX, DELTAS_MAX, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES,
+    PROBE_BYTES_MAX,
 };
-use crate::schema::{Schema, SchemaError};
+use crate::schema::{KeySpace, Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The format of the manifests that this version writes. It also reads format 1.
-pub const MANIFEST_FORMAT: u32 = 2;
+/// The newest format of manifests, that of restored releases. This version writes format 2 for all
+/// others, and reads every format from 1 on.
+pub const MANIFEST_FORMAT: u32 = 3;
 
 /// A SHA-256 hash.
 pub type Hash = [u8; 32];
@@ -111,6 +114,26 @@ pub struct Deferral {
     pub distance_max: f32,
 }
 
+/// A segment of a table, as a bundle brings it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layer {
+    /// The sequence of the release that first brought the segment: the one in its pages' headers.
+    pub sequence: u64,
+    /// The number of its blob.
+    pub segment: u32,
+    /// Rows of the table with this segment and those before it.
+    pub rows: u64,
+}
+
+/// The origin of a snapshot that restores an earlier release.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restored {
+    /// The sequence of the earlier release.
+    pub sequence: u64,
+    /// The segments of each table: its base, then its deltas from the oldest.
+    pub tables: Vec<Vec<Layer>>,
+}
+
 /// The content of a bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -130,6 +153,10 @@ pub struct Manifest {
     pub probe: Option<u32>,
     /// The changes left for a later delta; `None` unless `select` made this one.
     pub deferral: Option<Deferral>,
+    /// Where the content comes from; `None` unless `publish --restore` made this release. Follows
+    /// the other fields in format 3 only.
+    #[serde(skip)]
+    pub restored: Option<Restored>,
 }
 
 /// Why a manifest is not valid.
@@ -184,7 +211,8 @@ impl From<Manifest1> for Manifest {
     fn from(old: Manifest1) -> Self {
         let Manifest1 { generation, parent, schema, blobs, tables, dense, probe, deferral } = old;
         let tables = tables.into_iter().map(TableBlobs::from).collect();
-        Self { generation, parent, schema: schema.into(), blobs, tables, dense, probe, deferral }
+        let (schema, restored) = (schema.into(), None);
+        Self { generation, parent, schema, blobs, tables, dense, probe, deferral, restored }
     }
 }
 
@@ -194,9 +222,17 @@ impl Manifest {
     /// # Errors
     /// [`ManifestError::Decode`] if postcard refuses the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
-        let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
+        let mut bytes = self.format().to_le_bytes().to_vec();
         bytes.extend(postcard::to_allocvec(self).map_err(refused)?);
+        if let Some(restored) = &self.restored {
+            bytes.extend(postcard::to_allocvec(restored).map_err(refused)?);
+        }
         Ok(bytes)
+    }
+
+    /// Returns the format in which this manifest is written.
+    pub fn format(&self) -> u32 {
+        if self.restored.is_some() { MANIFEST_FORMAT } else { 2 }
     }
 
     /// Decodes and checks a manifest.
@@ -216,11 +252,15 @@ impl Manifest {
             return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
         }
 
-        let (manifest, rest): (Self, &[u8]) = match format {
+        let (mut manifest, mut rest): (Self, &[u8]) = match format {
             1 => postcard::take_from_bytes::<Manifest1>(body).map(|(old, rest)| (old.into(), rest)),
             _ => postcard::take_from_bytes(body),
         }
         .map_err(refused)?;
+        if format > 2 {
+            let (restored, end) = postcard::take_from_bytes(rest).map_err(refused)?;
+            (manifest.restored, rest) = (Some(restored), end);
+        }
         if !rest.is_empty() {
             return fault("length", format!("{} bytes follow the manifest", rest.len()));
         }
@@ -228,9 +268,18 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Returns the bytes of the base or delta of table `number`.
+    /// Returns the segments that the bundle brings of table `number`, oldest first: one, but for a
+    /// restored release.
+    pub fn layers(&self, number: usize) -> Vec<Layer> {
+        let (segment, rows) = (self.tables[number].segment, self.schema.tables[number].rows);
+        let own = || vec![Layer { sequence: self.generation.sequence, segment, rows }];
+        self.restored.as_ref().map_or_else(own, |restored| restored.tables[number].clone())
+    }
+
+    /// Returns the bytes of the segments of table `number`.
     pub fn segment_bytes(&self, number: usize) -> u64 {
-        self.blobs[self.tables[number].segment as usize].raw_bytes()
+        let bytes = |layer: Layer| self.blobs[layer.segment as usize].raw_bytes();
+        self.layers(number).into_iter().map(bytes).sum()
     }
 
     /// Returns whether the segment of table `number` is a delta.
@@ -275,8 +324,50 @@ impl Manifest {
         if self.deferral.is_some_and(|d| self.parent.is_none() || !d.distance_max.is_finite()) {
             return fault("deferral", "belongs to a delta and has a finite distance");
         }
+        self.restored.as_ref().map_or(Ok(()), |restored| self.check_restored(restored))?;
         self.check_blob("dense", self.dense, DENSE_BYTES_MAX)?;
         self.probe.map_or(Ok(()), |probe| self.check_blob("probe", probe, PROBE_BYTES_MAX))
+    }
+
+    fn check_restored(&self, restored: &Restored) -> Result<(), ManifestError> {
+        if self.parent.is_some() || restored.sequence >= self.generation.sequence {
+            return fault("restored", "belongs to a snapshot and names an earlier release");
+        }
+        if restored.tables.len() != self.tables.len() {
+            let n = self.tables.len();
+            return fault("restored", format!("{} entries for {n} tables", restored.tables.len()));
+        }
+        restored.tables.iter().enumerate().try_for_each(|(t, layers)| self.check_layers(t, layers))
+    }
+
+    /// Checks the segments of a restored table.
+    fn check_layers(&self, t: usize, layers: &[Layer]) -> Result<(), ManifestError> {
+        let field = format!("restored.tables[{t}]");
+        let table = &self.schema.tables[t];
+        let (Some(base), Some(last)) = (layers.first(), layers.last()) else {
+            return fault(field, "has no base");
+        };
+        let is_index = table.keys == KeySpace::Index;
+        if base.segment != self.tables[t].segment || is_index && last.rows != table.rows {
+            return fault(
+                field,
+                "does not begin with the table's segment, or ends with other rows",
+            );
+        }
+        if layers.len() > 1 + DELTAS_MAX {
+            return fault(field, format!("{} deltas, over {DELTAS_MAX}", layers.len() - 1));
+        }
+        for pair in layers.windows(2) {
+            // A table of indexes never shrinks: its base has a row for every key below its last.
+            let shrinks = is_index && pair[0].rows > pair[1].rows;
+            if shrinks || pair[0].sequence >= pair[1].sequence {
+                return fault(field, format!("sequence {} is out of order", pair[1].sequence));
+            }
+        }
+        let delta_bytes_max = u64::from(DELTA_PAGES_MAX) * PAGE_BYTES as u64;
+        let bytes_max = |n: usize| if n == 0 { u64::MAX } else { delta_bytes_max };
+        let mut numbered = layers.iter().enumerate();
+        numbered.try_for_each(|(n, layer)| self.check_blob(&field, layer.segment, bytes_max(n)))
     }
 
     fn check_blob(&self, field: &str, index: u32, bytes_max: u64) -> Result<(), ManifestError> {

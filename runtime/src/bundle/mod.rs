@@ -87,17 +87,23 @@ pub struct BundleWriter {
     content: Sha256,
     chunk: Vec<u8>,
     /// The chunks of the current blob that are not written yet.
-    compressed: InOrder<io::Result<CompressedChunk>>,
+    compressed: InOrder<io::Result<StoredChunk>>,
 }
 
-/// A chunk that is ready to be written.
-struct CompressedChunk {
-    chunk: Chunk,
-    stored: Vec<u8>,
+/// A chunk and its bytes, as a bundle or a repository stores them.
+pub struct StoredChunk {
+    /// Its entry in a manifest.
+    pub chunk: Chunk,
+    /// Its bytes, compressed if that shortens them.
+    pub stored: Vec<u8>,
 }
 
-impl CompressedChunk {
-    fn new(raw: Vec<u8>) -> io::Result<Self> {
+impl StoredChunk {
+    /// Returns the chunk with the content `raw`. Equal content gives equal bytes.
+    ///
+    /// # Errors
+    /// The compressor has no memory.
+    pub fn new(raw: Vec<u8>) -> io::Result<Self> {
         let compressed = zstd::bulk::compress(&raw, ZSTD_LEVEL)?;
         // A chunk that compression shortens by less than a sixteenth is stored uncompressed. The
         // car then reads it without decompression.
@@ -159,13 +165,13 @@ impl BundleWriter {
         }
         let raw = std::mem::replace(&mut self.chunk, Vec::with_capacity(CHUNK_BYTES));
         self.content.update(&raw);
-        match self.compressed.start(move || CompressedChunk::new(raw)) {
+        match self.compressed.start(move || StoredChunk::new(raw)) {
             Some(compressed) => self.put_chunk(compressed?),
             None => Ok(()),
         }
     }
 
-    fn put_chunk(&mut self, compressed: CompressedChunk) -> io::Result<()> {
+    fn put_chunk(&mut self, compressed: StoredChunk) -> io::Result<()> {
         self.put(&compressed.stored)?;
         if let Some(blob) = self.blobs.last_mut() {
             blob.chunks.push(compressed.chunk);

@@ -237,6 +237,16 @@ impl Flash {
         Ok((path, kind))
     }
 
+    /// Returns the path of the segment of table `number` that the release `sequence` brought, if
+    /// the live or the previous generation uses it.
+    pub(crate) fn segment_of(&self, number: usize, sequence: u64) -> Option<PathBuf> {
+        let wanted = SegmentRef { sequence, serial: 0 };
+        let states = std::iter::once(&self.record.live).chain(&self.record.previous);
+        let mut tables = states.filter_map(|state| state.tables.get(number));
+        let is_used = tables.any(|table| table.segments().any(|(of, _)| of == wanted));
+        is_used.then(|| folder_of(&self.directory, sequence).join(segment_name(number, 0)))
+    }
+
     /// Opens a segment for lookups.
     pub(crate) fn segment(
         &self,

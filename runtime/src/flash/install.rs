@@ -1,9 +1,13 @@
 //! Installs a bundle: checks that it may follow the live generation, and writes it to a folder of
 //! its own. Every part is checked during the write. The live record is replaced after all files are
 //! durable, and only then is the new generation live.
+//!
+//! The pages of a restored release name the releases that first brought them. They are written as
+//! pages of the new generation: segments in its folder have no row that is older, so a swap from a
+//! later generation finds every row that differs (`model/generation_change.rs`).
 
 use crate::bundle::BundleReader;
-use crate::bundle::manifest::{Hash, Manifest, sha256};
+use crate::bundle::manifest::{Generation, Hash, Layer, Manifest, sha256};
 use crate::flash::directory::{
     Flash, Found, check_space, lock, reclaim, stored_record, write_live,
 };
@@ -14,13 +18,14 @@ use crate::flash::segment::verifier::SegmentVerifier;
 use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock, Output};
+use crate::io::page::move_to;
 use crate::limits::{
     DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, SYNCED_FILES_MAX,
     UNSYNCED_FILES_MAX,
 };
 use crate::schema::Schema;
 use crate::schema::sample::Sample;
-use std::ops::Range;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -346,9 +351,10 @@ fn next_state(
 
 fn snapshot_state(manifest: &Manifest, number: usize) -> TableState {
     let sequence = manifest.generation.sequence;
+    let segment = |serial| SegmentRef { sequence, serial };
     TableState {
-        base: SegmentRef { sequence, serial: 0 },
-        deltas: Vec::new(),
+        base: segment(0),
+        deltas: (1..manifest.layers(number).len() as u32).map(segment).collect(),
         hot: hot_list(manifest, number),
     }
 }
@@ -398,6 +404,24 @@ fn check_deltas(bundle: &BundleReader, live: Option<&Flash>) -> Result<(), Flash
     Ok(())
 }
 
+/// A segment of a bundle.
+#[derive(Clone, Copy)]
+struct IncomingSegment {
+    /// The number of its table.
+    number: usize,
+    serial: u32,
+    layer: Layer,
+    /// The number of rows of the table without it.
+    before: u64,
+}
+
+/// Returns checked `pages` as pages of the segment `id`.
+fn moved(pages: &[u8], id: u32) -> Vec<u8> {
+    let mut pages = pages.to_vec();
+    pages.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().for_each(|page| move_to(page, id));
+    pages
+}
+
 /// A bundle that is being written to the folder of its generation.
 struct Incoming<'a, P> {
     disk: &'a dyn Disk,
@@ -420,13 +444,13 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             .map(|i| self.write_table(bundle, &manifest, i))
             .collect::<Result<_, _>>()?;
 
-        self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
+        self.copy(bundle, manifest.dense, "dense.onnx", |piece| Ok(piece.into()))?;
 
         if let Some(probe) = manifest.probe {
             let set = bundle.blob(probe)?;
             let refused = |source| FlashError::Probe { path: bundle.path().to_owned(), source };
             Sample::decode_set(&set).map_err(refused)?;
-            self.copy(bundle, probe, "probe", |_| Ok(()))?;
+            self.copy(bundle, probe, "probe", |piece| Ok(piece.into()))?;
         }
         self.sync_written()?;
         if self.is_synced_whole {
@@ -439,57 +463,76 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         Ok(counts)
     }
 
-    /// Writes the segment and the hot list of table `number`.
+    /// Writes the segments and the hot list of table `number`. Returns the counts of the first.
     fn write_table(
         &mut self,
         bundle: &mut BundleReader,
         manifest: &Manifest,
         number: usize,
     ) -> Result<Counts, FlashError> {
-        let blobs = &manifest.tables[number];
-        let part = if manifest.is_delta(number) { Part::Delta } else { Part::Base };
-        let name = segment_name(number, 0);
-        let path = self.folder.join(&name);
-        let kind = kind_of(&manifest.generation, 0, &manifest.schema, number, part, &path)?;
+        let base = self.base.filter(|_| manifest.is_delta(number));
+        let mut before = base.map_or(0, |live| live.manifest.schema.tables[number].rows);
+        let mut first = None;
+        for (serial, layer) in manifest.layers(number).into_iter().enumerate() {
+            let segment = IncomingSegment { number, serial: serial as u32, layer, before };
+            let counts = self.write_segment(bundle, manifest, segment)?;
+            first.get_or_insert(counts);
+            before = layer.rows;
+        }
 
-        let mut verifier = SegmentVerifier::new(&path, kind, self.rows(manifest, number));
-        self.copy(bundle, blobs.segment, &name, |chunk| Ok(verifier.take(chunk)?))?;
+        if let Some(hot) = manifest.tables[number].hot {
+            self.copy(bundle, hot, &hot_name(number), |piece| Ok(piece.into()))?;
+        }
+        Ok(first.unwrap_or_default())
+    }
+
+    fn write_segment(
+        &mut self,
+        bundle: &mut BundleReader,
+        manifest: &Manifest,
+        segment: IncomingSegment,
+    ) -> Result<Counts, FlashError> {
+        let IncomingSegment { number, serial, layer, before } = segment;
+        let is_delta = serial > 0 || manifest.is_delta(number);
+        let part = if is_delta { Part::Delta } else { Part::Base };
+        let name = segment_name(number, serial);
+        let path = self.folder.join(&name);
+        let lineage = manifest.generation.lineage.clone();
+        let origin = Generation { lineage, sequence: layer.sequence };
+        let arrives = kind_of(&origin, 0, &manifest.schema, number, part, &path)?;
+        let stays = kind_of(&manifest.generation, serial, &manifest.schema, number, part, &path)?;
+        let moves = (arrives.id != stays.id).then_some(stays.id);
+
+        let mut verifier = SegmentVerifier::new(&path, arrives, before..layer.rows);
+        self.copy(bundle, layer.segment, &name, |piece| {
+            verifier.take(piece)?;
+            Ok(moves.map_or(piece.into(), |id| moved(piece, id).into()))
+        })?;
         let counts = verifier.finish()?;
         assert_eq!(
             counts.file_bytes(),
-            manifest.segment_bytes(number),
+            manifest.blobs[layer.segment as usize].raw_bytes(),
             "the verifier counted every page of the segment"
         );
-
-        if let Some(hot) = blobs.hot {
-            self.copy(bundle, hot, &hot_name(number), |_| Ok(()))?;
-        }
         Ok(counts)
     }
 
-    /// Returns the number of rows of a table before this generation, and after.
-    fn rows(&self, manifest: &Manifest, number: usize) -> Range<u64> {
-        let base = self.base.filter(|_| manifest.is_delta(number));
-        let before = base.map_or(0, |live| live.manifest.schema.tables[number].rows);
-        before..manifest.schema.tables[number].rows
-    }
-
-    /// Writes blob `blob` to the file `name`. Each piece passes `check` before it is written.
+    /// Writes blob `blob` to the file `name`, as `check` returns each piece.
     fn copy(
         &mut self,
         bundle: &mut BundleReader,
         blob: u32,
         name: &str,
-        mut check: impl FnMut(&[u8]) -> Result<(), FlashError>,
+        mut check: impl FnMut(&[u8]) -> Result<Cow<'_, [u8]>, FlashError>,
     ) -> Result<(), FlashError> {
         let path = self.folder.join(name);
         let mut file = self.disk.create(&path).map_err(io_error(&path))?;
         bundle.read_blob(blob, |chunk| {
             for piece in chunk.chunks(INSTALL_PIECE_BYTES) {
-                check(piece)?;
+                let checked = check(piece)?;
                 // The caller may pause here, so that requests run between two pieces.
                 (self.progress)(piece.len() as u64);
-                file.write_all(piece).map_err(io_error(&path))?;
+                file.write_all(&checked).map_err(io_error(&path))?;
             }
             Ok::<_, FlashError>(())
         })?;

@@ -107,6 +107,13 @@ pub fn seal(page: &mut PageBytes, segment: u32, number: u32, kind: PageKind, cou
     page[..4].copy_from_slice(&checksum.to_le_bytes());
 }
 
+/// Moves a checked page to another segment.
+pub(crate) fn move_to(page: &mut PageBytes, segment: u32) {
+    page[4..8].copy_from_slice(&segment.to_le_bytes());
+    let checksum = crc32c(&page[4..]);
+    page[..4].copy_from_slice(&checksum.to_le_bytes());
+}
+
 /// A page that passed its checks. Holding one proves that it is the expected page and that its
 /// bytes are those that `seal` covered with the checksum.
 #[derive(Clone, Copy)]

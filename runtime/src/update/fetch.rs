@@ -152,7 +152,7 @@ impl Updater {
     ) -> Result<(), UpdateError> {
         let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
-        let staging = Staging::open(self.disk.as_ref(), &directory)?;
+        let staging = Staging::open(self.disk.as_ref(), &directory)?.beside(self.live()?);
         let listed = releases(&targets, &self.program);
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };

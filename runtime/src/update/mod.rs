@@ -31,6 +31,7 @@ pub mod fetch_status;
 pub mod history;
 pub mod install_status;
 pub mod link;
+mod on_flash;
 pub mod probe;
 pub mod program;
 pub mod release;

@@ -1,7 +1,7 @@
 //! What a version of the program can do, and what a release needs of it. A car compares both before
 //! it fetches more than metadata. Never reads a bundle's rows.
 
-use crate::bundle::manifest::{MANIFEST_FORMAT, Manifest};
+use crate::bundle::manifest::{Layer, MANIFEST_FORMAT, Manifest};
 use crate::bundle::{BUNDLE_FORMAT, BundleReader};
 use crate::flash::segment::SEGMENT_FORMAT;
 use crate::limits::{
@@ -28,11 +28,11 @@ pub struct Program {
     pub sizes: BTreeMap<String, u64>,
 }
 
-/// Returns the formats of the bundles that this version writes.
-fn formats() -> [String; 4] {
+/// Returns the formats of a bundle whose manifest has this format.
+fn formats(manifest: u32) -> [String; 4] {
     [
         format!("bundle-{BUNDLE_FORMAT}"),
-        format!("manifest-{MANIFEST_FORMAT}"),
+        format!("manifest-{manifest}"),
         format!("segment-{SEGMENT_FORMAT}"),
         format!("probe-{PROBE_FORMAT}"),
     ]
@@ -43,7 +43,7 @@ impl Program {
     pub fn this() -> Arc<Self> {
         static THIS: LazyLock<Arc<Program>> = LazyLock::new(|| {
             let known = operators().map(|name| format!("operator-{name}"));
-            let known = known.chain(formats()).chain(["manifest-1".to_owned()]);
+            let known = known.chain((1..=MANIFEST_FORMAT).flat_map(formats));
             let sizes = [
                 ("tables", TABLES_MAX as u64),
                 ("features", FEATURES_MAX as u64),
@@ -97,9 +97,14 @@ pub fn needs_of(bundle: &mut BundleReader) -> BTreeSet<String> {
     let network = bundle.blob(manifest.dense).ok();
     let operators = network.and_then(|onnx| operators_of(onnx).ok()).unwrap_or_default();
     let operators = operators.into_iter().map(|name| format!("operator-{name}"));
-    let sizes = sizes_of(&manifest, bytes).into_iter().filter(|(_, value)| *value > 0);
+    operators.chain(needs_of_manifest(&manifest, bytes)).collect()
+}
+
+/// Returns the needs of a bundle with this manifest of `bytes` encoded bytes: all but operators.
+pub fn needs_of_manifest(manifest: &Manifest, bytes: usize) -> BTreeSet<String> {
+    let sizes = sizes_of(manifest, bytes).into_iter().filter(|(_, value)| *value > 0);
     let sizes = sizes.map(|(size, value)| format!("{size}-{value}"));
-    operators.chain(formats()).chain(sizes).collect()
+    formats(manifest.format()).into_iter().chain(sizes).collect()
 }
 
 fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64); 14] {
@@ -113,8 +118,10 @@ fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64);
             list.len()
         }
     });
-    let pages = |number| manifest.segment_bytes(number) / PAGE_BYTES as u64;
-    let deltas = (0..manifest.tables.len()).filter(|number| manifest.is_delta(*number));
+    let pages = |layer: Layer| bytes(layer.segment) / PAGE_BYTES as u64;
+    let deltas = (0..manifest.tables.len()).flat_map(|number| {
+        manifest.layers(number).into_iter().skip(usize::from(!manifest.is_delta(number)))
+    });
     [
         ("tables", schema.tables.len() as u64),
         ("features", schema.features.len() as u64),

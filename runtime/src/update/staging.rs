@@ -4,11 +4,13 @@
 
 use crate::bundle::manifest::{Chunk, Manifest, sha256};
 use crate::bundle::{BundleError, BundleReader, HEADER_BYTES, header, trailer};
+use crate::flash::Flash;
 use crate::io::atomic_write::{self, part_of};
 use crate::io::disk::{Disk, Output};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::link::Fetcher;
+use crate::update::on_flash::OnFlash;
 use crate::update::release::{Release, chunk_path, hex, manifest_path};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -20,6 +22,8 @@ const SPARE_BYTES: u64 = 1 << 20;
 pub struct Staging<'a> {
     disk: &'a dyn Disk,
     directory: &'a Path,
+    /// The live generation, which may have chunks of a restored release.
+    live: Option<Flash>,
 }
 
 /// The part of a bundle that an earlier attempt left: whole chunks, and the bytes of these chunks
@@ -37,7 +41,12 @@ impl<'a> Staging<'a> {
     /// `UpdateError::Io` if the folder cannot be created.
     pub fn open(disk: &'a dyn Disk, directory: &'a Path) -> Result<Self, UpdateError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
-        Ok(Self { disk, directory })
+        Ok(Self { disk, directory, live: None })
+    }
+
+    /// Takes chunks of a restored release from the generation `live` if it has them.
+    pub(super) fn beside(self, live: Option<Flash>) -> Self {
+        Self { live, ..self }
     }
 
     fn file(&self, release: &Release, kind: &str) -> PathBuf {
@@ -119,6 +128,8 @@ impl<'a> Staging<'a> {
         self.drop_bundle(release)?;
 
         let (manifest_bytes, manifest) = self.manifest(release, fetcher)?;
+        let live = self.live.as_ref();
+        let on_flash = live.map(|live| OnFlash::find(live, &manifest)).unwrap_or_default();
         let chunks: Vec<&Chunk> = manifest.blobs.iter().flat_map(|b| &b.chunks).collect();
         let stored = self.stored(&path, &chunks);
         let missing: u64 = chunks[stored.chunks..].iter().map(|c| u64::from(c.stored)).sum();
@@ -131,12 +142,18 @@ impl<'a> Staging<'a> {
         let mut unsynced = 0;
 
         for (n, chunk) in chunks[stored.chunks..].iter().enumerate() {
-            // Every run fetches at least one chunk, even with a small budget or late in the hours.
-            let allowed = if n == 0 { Ok(()) } else { fetcher.check_limits() };
-            let received = fetcher.bytes() + u64::from(chunk.stored);
-            let fetched = allowed
-                .and_then(|()| progress(at, received))
-                .and_then(|()| fetch_chunk(chunk, fetcher));
+            let fetched = match on_flash.chunk(chunk) {
+                Some(content) => progress(at, fetcher.bytes()).map(|()| content),
+                None => {
+                    // Every run fetches at least one chunk, even with a small budget or late in the
+                    // hours.
+                    let allowed = if n == 0 { Ok(()) } else { fetcher.check_limits() };
+                    let received = fetcher.bytes() + u64::from(chunk.stored);
+                    allowed
+                        .and_then(|()| progress(at, received))
+                        .and_then(|()| fetch_chunk(chunk, fetcher))
+                }
+            };
             let Ok(content) = fetched else {
                 // The chunks that arrived must survive: the next run continues after them.
                 out.sync().map_err(io_error(&part))?;

@@ -68,6 +68,8 @@ pub struct BundlePlan {
     pub flaw: Flaw,
     /// The level of the first [`program`] that reads it, from 1 on.
     pub level: u8,
+    /// The generation whose rows its parent has, if the publisher restored them as `from`.
+    pub over: Option<u64>,
 }
 
 /// The operators that the networks of the levels above 1 have more.
@@ -138,8 +140,8 @@ impl Generations {
                 tables.iter_mut().enumerate().for_each(|(t, rows)| change(t, rows, &mut random));
             }
             generations.rows.insert(sequence, tables.clone());
-            let plan = BundlePlan { from: None, to: sequence, flaw: Flaw::None, level: 1 };
-            let snapshot = generations.pack(plan);
+            let (from, flaw, level, over) = (None, Flaw::None, 1, None);
+            let snapshot = generations.pack(BundlePlan { from, to: sequence, flaw, level, over });
             install(&snapshot, &generations.flash(sequence)).unwrap();
         }
         generations
@@ -149,10 +151,15 @@ impl Generations {
         self.folder.path().join(format!("flash{sequence}"))
     }
 
+    /// Returns the flash directory of the release `sequence` that restores `content`.
+    pub fn restored_flash(&self, sequence: u64, content: u64) -> PathBuf {
+        self.folder.path().join(format!("flash{sequence}of{content}"))
+    }
+
     /// Packs a bundle and returns its path.
     pub fn pack(&self, lead: BundlePlan) -> PathBuf {
-        let BundlePlan { from, to, flaw, level } = lead;
-        let name = format!("{}-{to}-{flaw:?}-{level}", from.unwrap_or(0));
+        let BundlePlan { from, to, flaw, level, over } = lead;
+        let name = format!("{}-{to}-{flaw:?}-{level}-{}", from.unwrap_or(0), over.unwrap_or(0));
         let path = |ending: &str| self.folder.path().join(format!("{name}.{ending}"));
         let out = path("hatch");
         if out.exists() {
@@ -174,7 +181,11 @@ impl Generations {
             .map(|number| Table { number, rows: self.rows[&to][number].clone() })
             .map(|table| Box::new(table) as Box<dyn RowSource>)
             .collect();
-        let parent = from.map(|s| Flash::open(&disk::system(), &self.flash(s)).unwrap());
+        let parent = from.map(|s| match over {
+            Some(content) => self.restored_flash(s, content),
+            None => self.flash(s),
+        });
+        let parent = parent.map(|path| Flash::open(&disk::system(), &path).unwrap());
         let spec = spec(to, level, path("jsonl").file_name().map(Path::new));
         let job = PackJob::new(spec, self.folder.path(), Overrides::default());
         job.pack_rows(&sources, parent.as_ref(), &out, &mut |_, _| {}).unwrap();

@@ -4,13 +4,19 @@
 //! visible.
 
 use crate::whole_car::model::{BundlePlan, Flaw, Generations, LEVELS, program};
+use hatchback::SystemClock;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Hash, sha256};
+use hatchback::bundle::manifest::{Hash, Manifest, sha256};
+use hatchback::io::disk;
+use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::program::Program;
-use hatchback::update::release::{chunk_path, manifest_path, parse_name, target_name};
+use hatchback::update::release::{Release, chunk_path, parse_name};
+use hatchback::update::staging::Staging;
+use hatchback_link::DirectoryLink;
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet, rotate};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
+use hatchback_tools::serve::install;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -68,11 +74,18 @@ pub struct History {
     pub signed: BTreeMap<Hash, Signed>,
     /// The sequence of the last release.
     pub last: u64,
+    /// The generation whose content each restored release has.
+    pub contents: BTreeMap<u64, u64>,
     /// The objects of the last release's snapshot: with them alone a car can be at that release.
     pub vital: BTreeSet<String>,
 }
 
 impl History {
+    /// Returns the generation whose content the release `sequence` has.
+    pub fn content(&self, sequence: u64) -> u64 {
+        self.contents.get(&sequence).copied().unwrap_or(sequence)
+    }
+
     /// Returns the newest good release that a program of `level` reads.
     pub fn best(&self, level: u8) -> u64 {
         let listed = self.states.last().into_iter().flat_map(|state| &state.listed);
@@ -91,20 +104,22 @@ enum Act {
     /// Publishes bundles for a share of the fleet, per cent.
     Publish(Vec<BundlePlan>, u8),
     Revoke(u64),
+    /// Publishes the content of a release again, as the next one.
+    Restore(u64),
     /// Replaces the keys of a role, and signs these releases again.
     Rotate(RoleType, Vec<u64>),
     /// Publishes bundles while the publisher's clock is a year ahead.
     Ahead(Vec<BundlePlan>),
 }
 
-use Act::{Ahead, Publish, Revoke, Rotate};
+use Act::{Ahead, Publish, Restore, Revoke, Rotate};
 
 const fn snapshot(to: u64) -> BundlePlan {
-    BundlePlan { from: None, to, flaw: Flaw::None, level: 1 }
+    BundlePlan { from: None, to, flaw: Flaw::None, level: 1, over: None }
 }
 
 const fn delta(from: u64, to: u64) -> BundlePlan {
-    BundlePlan { from: Some(from), to, flaw: Flaw::None, level: 1 }
+    BundlePlan { from: Some(from), to, flaw: Flaw::None, level: 1, over: None }
 }
 
 const fn at(level: u8, plan: BundlePlan) -> BundlePlan {
@@ -236,6 +251,35 @@ fn acts_of_endless() -> Vec<(&'static str, Vec<Act>)> {
     vec![("endless", with(vec![flawed(Flaw::Endless), all(&[snapshot(4), delta(2, 4)])]))]
 }
 
+/// Returns the histories with releases that are restored.
+fn acts_of_restores() -> Vec<(&'static str, Vec<Act>)> {
+    let to_four = |more: Vec<Act>| {
+        let four = vec![all(&[delta(2, 3)]), all(&[delta(3, 4)]), Restore(3)];
+        with(four.into_iter().chain(more).collect())
+    };
+    vec![
+        ("restored", to_four(vec![])),
+        (
+            "a delta of a restored release",
+            to_four(vec![all(&[BundlePlan { over: Some(3), ..delta(5, 6) }])]),
+        ),
+        ("restored twice", to_four(vec![Revoke(5), Restore(4)])),
+        ("bad and restored", with(vec![flawed(Flaw::Probe), Revoke(3), Restore(2)])),
+        (
+            "canary restored",
+            with(vec![all(&[delta(2, 3)]), Publish(vec![delta(3, 4)], 10), Restore(3)]),
+        ),
+        (
+            "variants restored",
+            with(vec![
+                all(&[at(3, snapshot(3)), snapshot(3), delta(2, 3)]),
+                all(&[at(3, delta(3, 4)), delta(3, 4)]),
+                Restore(3),
+            ]),
+        ),
+    ]
+}
+
 /// Everything that is prepared once for all seeds.
 pub struct Prepared {
     /// The model.
@@ -252,6 +296,7 @@ impl Prepared {
     pub fn new() -> Self {
         let generations = Generations::new();
         let acts = acts().into_iter().chain(acts_of_versions()).chain(acts_of_endless());
+        let acts = acts.chain(acts_of_restores());
         let histories = acts.map(|(name, acts)| live(name, &acts, &generations));
         let histories = histories.collect();
         Self { generations, histories, programs: (1..=LEVELS).map(program).collect() }
@@ -290,6 +335,7 @@ impl Publisher<'_> {
                 change.bundles = leads.iter().map(|lead| self.sign(*lead)).collect();
             }
             Revoke(sequence) => change.revoke = vec![sequence.to_string()],
+            Restore(sequence) => change.restore = Some(sequence.to_string()),
             Rotate(role, again) => {
                 rotate(&self.keys(), *role, now + ROOT_LASTS_S).unwrap();
                 change.re_sign = again.iter().map(u64::to_string).collect();
@@ -302,40 +348,84 @@ impl Publisher<'_> {
             let signed = self.history.signed.get_mut(&manifest_of(bundle)).unwrap();
             signed.variant = parse_name(name).unwrap().2;
         }
+        if let Restore(sequence) = act {
+            self.sign_restored(&repository, *sequence, &published.added);
+        }
         self.record(&repository, act);
     }
 
     fn sign(&mut self, lead: BundlePlan) -> PathBuf {
         let bundle = self.generations.pack(lead);
-        let BundlePlan { to: sequence, flaw, level, from } = lead;
+        let BundlePlan { to: sequence, flaw, level, from, .. } = lead;
         let signed = Signed { sequence, flaw, level, variant: 0, is_delta: from.is_some() };
         self.history.signed.entry(manifest_of(&bundle)).or_insert(signed);
         self.history.last = self.history.last.max(lead.to);
         bundle
     }
 
+    /// Records the targets `added`, which restore the release `earlier`, and installs their
+    /// snapshot at the desk, as the parent of deltas.
+    fn sign_restored(&mut self, repository: &Path, earlier: u64, added: &[String]) {
+        let sequence = self.history.last + 1;
+        let content = self.history.content(earlier);
+        for name in added {
+            let (generation, parent, variant) = parse_name(name).unwrap();
+            assert_eq!(generation.sequence, sequence);
+            let manifest = manifest_at(repository, name);
+            let is_earlier = |s: &&Signed| s.sequence == earlier && s.variant == variant;
+            let level = self.history.signed.values().find(is_earlier).unwrap().level;
+            let (flaw, is_delta) = (Flaw::None, parent.is_some());
+            let signed = Signed { sequence, flaw, level, variant, is_delta };
+            self.history.signed.insert(sha256(&manifest), signed);
+            let desk = self.generations.restored_flash(sequence, content);
+            if !is_delta && level == 1 && !desk.exists() {
+                let release = Release {
+                    generation,
+                    manifest_bytes: manifest.len() as u64,
+                    manifest: sha256(&manifest),
+                    variant,
+                    ..Release::default()
+                };
+                let staged = self.folder.path().join("staged");
+                let (disk, mut link) = (disk::system(), DirectoryLink(repository.to_owned()));
+                let clock = SystemClock::default();
+                let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+                let staging = Staging::open(disk.as_ref(), &staged).unwrap();
+                let bundle = staging.stage(&release, &mut fetcher, |_, _| Ok(())).unwrap();
+                install(&bundle, &desk).unwrap();
+            }
+        }
+        self.history.contents.insert(sequence, content);
+        self.history.last = sequence;
+    }
+
     /// Finds the objects that must not be lost for good: at each level those of the newest listed
     /// snapshot, and of the deltas after it.
     fn find_vital(&mut self) {
-        let listed = self.history.states.last().unwrap().listed.clone();
-        let is_listed = |bundle: &PathBuf| listed.contains(&manifest_of(bundle));
-        let mut vital = Vec::new();
+        let History { states, signed, vital: objects, .. } = &mut self.history;
+        let last = states.last().unwrap();
+        let listed = || {
+            let listed = last.listed.iter().map(|hash| (hash, signed[hash]));
+            listed.filter(|(_, signed)| signed.flaw == Flaw::None)
+        };
+        let mut vital = BTreeSet::new();
         for level in 1..=LEVELS {
-            let pack = |plan| self.generations.pack(at(level, plan));
-            let newest = (1..=self.history.last).rev().find(|to| is_listed(&pack(snapshot(*to))));
-            let Some(newest) = newest else { continue };
-            let deltas = (newest..self.history.last).map(|from| pack(delta(from, from + 1)));
-            vital.extend(std::iter::once(pack(snapshot(newest))).chain(deltas.filter(is_listed)));
+            let of_level = || listed().filter(|(_, signed)| signed.level == level);
+            let snapshots = of_level().filter(|(_, signed)| !signed.is_delta);
+            let Some(newest) = snapshots.map(|(_, signed)| signed.sequence).max() else { continue };
+            let is_vital = |(_, signed): &(&Hash, Signed)| {
+                signed.sequence > newest || signed.sequence == newest && !signed.is_delta
+            };
+            vital.extend(of_level().filter(is_vital).map(|(hash, _)| *hash));
         }
-        for bundle in vital {
-            let bundle = BundleReader::open(&bundle).unwrap();
-            let (manifest, hash) = (bundle.manifest(), sha256(bundle.manifest_bytes()));
-            let variant = self.history.signed[&hash].variant;
-            let name = target_name(&manifest.generation, manifest.parent, variant);
-            let vital = &mut self.history.vital;
-            vital.insert(manifest_path(&name, &hash));
-            let chunks = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
-            vital.extend(chunks.map(|chunk| chunk_path(&chunk.sha256)));
+        for (path, content) in last.objects.iter().filter(|(path, _)| path.starts_with("targets/"))
+        {
+            if vital.contains(&sha256(content)) {
+                objects.insert(path.clone());
+                let manifest = Manifest::decode(content).unwrap();
+                let chunks = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
+                objects.extend(chunks.map(|chunk| chunk_path(&chunk.sha256)));
+            }
         }
     }
 
@@ -357,11 +447,24 @@ impl Publisher<'_> {
                 };
                 listed.extend(self.history.signed.keys().filter(wanted));
             }
+            Restore(_) => {
+                let last = self.history.last;
+                let signed = self.history.signed.iter();
+                listed.extend(signed.filter(|(_, s)| s.sequence == last).map(|(hash, _)| *hash));
+            }
             Revoke(sequence) => listed.retain(|h| self.history.signed[h].sequence != *sequence),
             Rotate(..) => {}
         }
         self.history.states.push(Published { objects, uploaded, listed });
     }
+}
+
+/// Returns the manifest of the target `name`.
+fn manifest_at(repository: &Path, name: &str) -> Vec<u8> {
+    let (folder, file) = name.rsplit_once('/').unwrap();
+    let files = std::fs::read_dir(repository.join("targets").join(folder)).unwrap();
+    let is_it = |path: &PathBuf| path.to_string_lossy().ends_with(&format!(".{file}"));
+    std::fs::read(files.map(|file| file.unwrap().path()).find(is_it).unwrap()).unwrap()
 }
 
 /// The publisher uploads chunks and manifests, then roots, targets, snapshot, and the timestamp.
@@ -390,7 +493,8 @@ fn live(name: &'static str, acts: &[Act], generations: &Generations) -> History 
 
     let (root, states) = (std::fs::read(root).unwrap(), Vec::new());
     let (signed, vital) = (BTreeMap::new(), BTreeSet::new());
-    let history = History { name, root, states, signed, last: 0, vital };
+    let contents = BTreeMap::new();
+    let history = History { name, root, states, signed, last: 0, contents, vital };
     let mut publisher = Publisher { folder, generations, history };
     for (number, act) in acts.iter().enumerate() {
         publisher.take(act, T0 + 10 * number as u64);

@@ -110,7 +110,8 @@ impl World {
         for (t, keys) in sample.sparse.iter().enumerate() {
             let part = &values[at..at + DIMS[t]];
             at += DIMS[t];
-            let expected = self.prepared.generations.row(*sequence, t, keys[0]);
+            let content = self.history().content(*sequence);
+            let expected = self.prepared.generations.row(content, t, keys[0]);
             present += u32::from(expected.is_some());
             let zeros = vec![0.0; DIMS[t]];
             let is_right = part == expected.unwrap_or(&zeros);

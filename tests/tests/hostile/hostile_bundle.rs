@@ -2,7 +2,7 @@
 //! names the file and the field. The live generation stays live and scores the same.
 
 use hatchback::Pooling;
-use hatchback::bundle::manifest::{Chunk, Deferral, Manifest};
+use hatchback::bundle::manifest::{Chunk, Deferral, Layer, Manifest, Restored};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
@@ -64,11 +64,13 @@ fn wrong_format_numbers() {
     victim.refuses(&victim.attacked(|p| p.header[15] = 1), &["format: 72057594037927937 is not 1"]);
     victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
     let mut manifest = victim.next.manifest.encode().unwrap();
-    manifest[0] = 3;
+    manifest[0] = 4;
     victim.refuses(
         &victim.next.bytes_with(&manifest),
-        &["attack.bundle: manifest: format: 3 is not in 1..=2"],
+        &["attack.bundle: manifest: format: 4 is not in 1..=3"],
     );
+    manifest[0] = 3;
+    victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
     manifest[0] = 2;
     victim.refuses(
         &victim.next.bytes_with(&manifest[..manifest.len() - 1]),
@@ -121,6 +123,44 @@ fn a_manifest_with_trailing_bytes() {
     );
     manifest.truncate(manifest.len() - 2);
     victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
+}
+
+#[test]
+fn a_restored_release_whose_origin_is_false() {
+    type Change = fn(&mut Vec<Vec<Layer>>);
+    let cases: [(Change, &str); 9] = [
+        (|t| drop(t.pop()), "manifest: restored: 2 entries for 3 tables"),
+        (|t| t[1].clear(), "manifest: restored.tables[1]: has no base"),
+        (|t| t[1][0].segment += 1, "restored.tables[1]: does not begin with the table's segment"),
+        (|t| t[1][0].rows -= 1, "restored.tables[1]: does not begin with the table's segment, or"),
+        (|t| t[1] = vec![t[1][0]; 2], "restored.tables[1]: sequence 1 is out of order"),
+        (|t| t[1] = vec![t[1][0]; 66], "restored.tables[1]: 65 deltas, over 64"),
+        (|t| t[1] = vec![t[1][0], Layer { sequence: 2, segment: 99, ..t[1][0] }], "[1]: 99 of"),
+        // The pages name the release that the bundle is of.
+        (|_| (), "t0000-0000.seg: page 0: belongs to segment"),
+        // A second segment is a delta, and a base is none.
+        (
+            |t| {
+                t.iter_mut().for_each(|layers| layers[0].sequence = 6);
+                t[0] = vec![t[0][0], Layer { sequence: 7, ..t[0][0] }];
+            },
+            "t0000-0001.seg: page 0: belongs to segment",
+        ),
+    ];
+    let victim = Victim::default();
+    let own = |m: &Manifest| (0..m.tables.len()).map(|t| m.layers(t)).collect::<Vec<_>>();
+    for (change, text) in cases {
+        let change = |m: &mut Manifest| {
+            m.generation.sequence = 9;
+            let mut tables = own(m);
+            tables.iter_mut().for_each(|layers| layers[0].sequence = 1);
+            change(&mut tables);
+            m.restored = Some(Restored { sequence: 8, tables });
+        };
+        victim.refuses_manifest(change, &[text]);
+    }
+    let late = |m: &mut Manifest| m.restored = Some(Restored { sequence: 9, tables: own(m) });
+    victim.refuses_manifest(late, &["manifest: restored: belongs to a snapshot and names an"]);
 }
 
 #[test]

@@ -89,7 +89,9 @@ fn damage_rows(car: &Car) -> usize {
 #[test]
 fn damage_under_every_probe_sample() {
     let generations = Generations::new();
-    let pack = |from, to| generations.pack(BundlePlan { from, to, flaw: Flaw::None, level: 1 });
+    let pack = |from, to| {
+        generations.pack(BundlePlan { from, to, flaw: Flaw::None, level: 1, over: None })
+    };
     let fleet = Fleet::of(&pack(None, 1));
     let car = Car::at_first_release(&fleet);
     fleet.publish(T0 + 10, &pack(Some(1), 2));

@@ -8,6 +8,7 @@ mod lockout;
 mod needs;
 mod prune;
 mod publish;
+mod restore;
 mod rollout;
 mod simulation;
 mod sync;

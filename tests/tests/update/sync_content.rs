@@ -17,7 +17,7 @@ use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
 use hatchback_tests::rewrite::{Parts, count, kind, renumber, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::wire::{Faults, Wire};
-use hatchback_tools::repository::keys::{block_on, sources};
+use hatchback_tools::repository::keys::{block_on, release_keys};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
 use hatchback_tools::repository::timestamp;
@@ -148,7 +148,7 @@ fn sign_as(fleet: &Fleet, now: u64, bundle: &Path, name: &str) {
         editor.snapshot_version(version).snapshot_expires(expires);
         editor.targets_version(version).unwrap().targets_expires(expires).unwrap();
         editor.add_target(name, target).unwrap();
-        let signed = editor.sign(&sources(&fleet.keys()).unwrap()).await.unwrap();
+        let signed = editor.sign(&release_keys(&fleet.keys()).unwrap()).await.unwrap();
         signed.write(fleet.file("metadata")).await.unwrap();
     };
     block_on(work).unwrap();

@@ -132,6 +132,7 @@ impl Ending<'_> {
             dense,
             probe,
             deferral: self.deferral,
+            restored: None,
         })
     }
 }

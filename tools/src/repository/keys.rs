@@ -1,13 +1,19 @@
-//! `keys`: makes and rotates a fleet's signing keys and its root of trust. Each key is a PKCS#8
-//! file (Ed25519) in a folder; another store of keys needs another `KeySource`. A new root starts
-//! as a copy of the old root and also carries signatures by the old root's keys, so that a car that
-//! trusts the old root accepts the new one. Never signs releases: `publish` does.
+//! `keys`: makes and rotates a fleet's signing keys and its root of trust. Each key is a file in a
+//! folder: an encrypted or plain PKCS#8 file (Ed25519), or the URI of a key that a token holds. A
+//! new root starts as a copy of the old root and also carries signatures by the old root's keys, so
+//! that a car that trusts the old root accepts the new one. Never signs releases: `publish` does.
 
 use crate::report;
 use crate::report::Json;
 use crate::report::temporary::Claim;
 use crate::repository::clock::{DAY_S, now, signing_time, timestamp, unix_s};
+use crate::repository::encrypted_key::encrypt;
+use crate::repository::key_files::{
+    Form, KeyId, file_stem, files, key_files, key_paths, public_of, sources,
+};
+use crate::repository::passphrase::Passphrases;
 use crate::repository::store::create_folder;
+use crate::repository::token::open_token;
 use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::rand::SystemRandom;
@@ -24,11 +30,9 @@ use std::num::NonZeroU64;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tough::editor::signed::SignedRole;
-use tough::key_source::{KeySource, LocalKeySource};
-use tough::schema::decoded::{Decoded, Hex};
-use tough::schema::key::Key;
+use tough::key_source::KeySource;
 use tough::schema::{KeyHolder, RoleKeys, RoleType, Root, Signed};
-use tough::sign::{Sign, parse_keypair};
+use tough::sign::parse_keypair;
 
 /// Makes and rotates a fleet's signing keys
 #[derive(Args, Debug)]
@@ -55,6 +59,14 @@ enum Action {
         /// Signatures that each of the other roles needs
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
         role_threshold: u64,
+        /// A key that a token holds, in place of the keys that would be made for the role
+        #[arg(long, value_name = "ROLE=pkcs11:URI", value_parser = role_key)]
+        key: Vec<RoleKey>,
+        /// Writes the keys as they are. Without this option they are encrypted under the pass
+        /// phrase in HATCHBACK_KEY_PASSPHRASE, in the first line of the file
+        /// HATCHBACK_KEY_PASSPHRASE_FILE, or that the terminal asks for
+        #[arg(long)]
+        plain: bool,
         /// Days until the root expires
         #[arg(long, default_value_t = 365, value_parser = report::args::days)]
         days: u64,
@@ -68,6 +80,9 @@ enum Action {
         keys: PathBuf,
         /// root, targets, snapshot or timestamp
         role: RoleType,
+        /// A key that a token holds, in place of the keys that would be made
+        #[arg(long, value_name = "pkcs11:URI")]
+        key: Vec<String>,
         /// Days until the new root expires
         #[arg(long, default_value_t = 365, value_parser = report::args::days)]
         days: u64,
@@ -100,6 +115,8 @@ struct ListedKey {
     id: String,
     /// Its file in the folder; `None` if the private key is elsewhere.
     file: Option<PathBuf>,
+    /// Whether the file has the key `plain`, `encrypted`, or names a `token`.
+    form: Option<&'static str>,
     /// When that file was written.
     written: Option<String>,
 }
@@ -107,21 +124,18 @@ struct ListedKey {
 impl KeysReport {
     fn read(folder: &Path) -> Result<Self> {
         let (root, _) = newest_root(folder)?;
-        let mut files = HashMap::new();
-        for path in key_files(folder)? {
-            let (id, _) =
-                public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
-            files.insert(id, path);
-        }
-
+        let files = key_files(folder)?;
         let mut keys = Vec::new();
         for role in ROLES {
             let ids = root.signed.roles.get(&role).map_or(&[][..], |role| role.keyids.as_slice());
             for id in ids {
-                let file = files.get(id).cloned();
+                let found = files.iter().find(|file| file.is_key(id));
+                let file = found.map(|found| found.path.clone());
+                let form = found.map(|found| found.form.word());
                 let written = file.as_ref().and_then(|path| path.metadata().ok()?.modified().ok());
                 let written = written.map(|time| utc(unix_s(time)));
-                keys.push(ListedKey { role: role.to_string(), id: hex(&id[..4]), file, written });
+                let (role, id) = (role.to_string(), hex(&id[..4]));
+                keys.push(ListedKey { role, id, file, form, written });
             }
         }
         let version = root.signed.version.get();
@@ -132,12 +146,13 @@ impl KeysReport {
     fn print(&self, is_list: bool) -> Result<()> {
         say!("{}", self.root.display())?;
         if is_list {
-            let mut table = report::table(&["role", "key", "written", "file"]);
+            let mut table = report::table(&["role", "key", "form", "written", "file"]);
             for key in &self.keys {
                 let file = key.file.as_ref().and_then(|path| path.file_name());
                 table.add_row([
                     key.role.clone(),
                     key.id.clone(),
+                    report::or_dash(key.form, str::to_owned),
                     report::or_dash(key.written.clone(), |written| written),
                     report::or_dash(file, |name| name.to_string_lossy().into_owned()),
                 ]);
@@ -164,18 +179,30 @@ pub const ROLES: [RoleType; 4] =
 pub fn run(args: &KeysArgs) -> Result<()> {
     let now = now()?;
     let (folder, json, is_list) = match &args.action {
-        Action::New { keys, root_keys, root_threshold, role_keys, role_threshold, days, json } => {
+        Action::New {
+            keys,
+            root_keys,
+            root_threshold,
+            role_keys,
+            role_threshold,
+            key,
+            plain,
+            days,
+            json,
+        } => {
             let root = RoleCounts { keys: *root_keys, threshold: *root_threshold };
             let other = RoleCounts { keys: *role_keys, threshold: *role_threshold };
-            new_fleet(keys, [root, other, other, other], now + days * DAY_S)?;
+            let made = if *plain { Form::Plain } else { Form::Encrypted };
+            let fleet = NewFleet { counts: [root, other, other, other], made, tokens: key };
+            fleet.make(keys, now + days * DAY_S, &mut Passphrases::of_environment()?)?;
             (keys, json, false)
         }
-        Action::Rotate { keys, role, days, json } => {
+        Action::Rotate { keys, role, key, days, json } => {
             // A root that is signed with a clock that is behind could have expired already.
             if let Some(RootFile { path, .. }) = roots(keys)?.pop() {
                 signing_time(now, &path.to_string_lossy(), unix_s(path.metadata()?.modified()?))?;
             }
-            rotate(keys, *role, now + days * DAY_S)?;
+            rotate_to(keys, *role, now + days * DAY_S, key)?;
             (keys, json, false)
         }
         Action::List { keys, json } => (keys, json, true),
@@ -202,13 +229,63 @@ pub struct RoleCounts {
     pub threshold: u64,
 }
 
-/// Makes the keys of a new fleet in `folder`, `counts` for each of [`ROLES`], and its first root,
-/// which expires at `expires` (seconds since 1970). Returns the root's path.
+/// A key of a role that a token holds.
+#[derive(Clone, Debug)]
+struct RoleKey {
+    role: RoleType,
+    uri: String,
+}
+
+/// Parses `ROLE=pkcs11:URI`.
+fn role_key(text: &str) -> Result<RoleKey> {
+    let (role, uri) = text.split_once('=').context("is not ROLE=pkcs11:URI")?;
+    Ok(RoleKey { role: role.parse()?, uri: uri.to_owned() })
+}
+
+/// Makes the keys of a new fleet in `folder`, `counts` for each of [`ROLES`], as plain files, and
+/// its first root, which expires at `expires` (seconds since 1970). Returns the root's path.
 ///
 /// # Errors
 /// The folder already has a root or cannot be written, another command changes it, or a threshold
 /// is not possible.
 pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result<PathBuf> {
+    let fleet = NewFleet { counts, made: Form::Plain, tokens: &[] };
+    fleet.make(folder, expires, &mut Passphrases::of_environment()?)
+}
+
+/// The keys of a new fleet.
+struct NewFleet<'a> {
+    /// How many keys each of [`ROLES`] has, unless a token holds them.
+    counts: [RoleCounts; 4],
+    /// The form of the keys that are made.
+    made: Form,
+    /// The keys that tokens hold.
+    tokens: &'a [RoleKey],
+}
+
+impl NewFleet<'_> {
+    fn make(&self, folder: &Path, expires: u64, secrets: &mut Passphrases) -> Result<PathBuf> {
+        let fresh: Vec<NewKeys> = ROLES
+            .into_iter()
+            .zip(self.counts)
+            .map(|(role, counts)| {
+                let tokens = self.tokens.iter().filter(|token| token.role == role);
+                let tokens = tokens.map(|token| token.uri.clone()).collect();
+                NewKeys::new(role, counts.keys, self.made, tokens)
+            })
+            .collect();
+        new_root(folder, &fresh, self.counts.map(|counts| counts.threshold), expires, secrets)
+    }
+}
+
+/// Makes the `fresh` keys and the first root in `folder`. Returns the root's path.
+fn new_root(
+    folder: &Path,
+    fresh: &[NewKeys],
+    thresholds: [u64; 4],
+    expires: u64,
+    secrets: &mut Passphrases,
+) -> Result<PathBuf> {
     create_folder(folder, PRIVATE)?;
     let _lock = FolderLock::take(folder)?;
     ensure!(
@@ -226,7 +303,8 @@ pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result
         _extra: HashMap::new(),
     };
 
-    for (role, RoleCounts { keys, threshold }) in ROLES.into_iter().zip(counts) {
+    for (new, threshold) in fresh.iter().zip(thresholds) {
+        let (role, keys) = (new.role, new.count());
         let threshold = NonZeroU64::new(threshold)
             .with_context(|| format!("{role}: the threshold is 0, at least 1 key must sign"))?;
         ensure!(
@@ -235,24 +313,24 @@ pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result
         );
         root.roles.insert(role, RoleKeys { keyids: Vec::new(), threshold, _extra: HashMap::new() });
     }
-
-    let fresh: Vec<_> = ROLES
-        .into_iter()
-        .zip(counts)
-        .map(|(role, counts)| NewKeys { role, keys: counts.keys })
-        .collect();
-    write_root(folder, None, root, &fresh)
+    write_root(folder, None, root, fresh, secrets)
 }
 
 /// Gives `role` as many new keys as it had, in a new root that expires at `expires`. Moves the old
 /// keys, and those that a killed command left, to the folder `retired`. Nothing in the folder
-/// changes before the new root is signed.
+/// changes before the new root is signed. A new key is plain if one that it replaces is.
 /// Returns the root's path.
 ///
 /// # Errors
 /// The folder has no root or too few of the root role's keys, another command changes it, or it
 /// cannot be written.
 pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
+    rotate_to(folder, role, expires, &[])
+}
+
+/// Rotates as [`rotate`] does, to the keys of `tokens` if there are any.
+fn rotate_to(folder: &Path, role: RoleType, expires: u64, tokens: &[String]) -> Result<PathBuf> {
+    let mut secrets = Passphrases::of_environment()?;
     let _lock = FolderLock::take(folder)?;
     let (old, bytes) = newest_root(folder)?;
     let revoked = &old
@@ -265,8 +343,14 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
     let root = Root { version, expires: timestamp(expires)?, ..old.signed.clone() };
 
     let old_root = OldRoot { root: &old.signed, bytes: &bytes };
-    let fresh = [NewKeys { role, keys: revoked.len() }];
-    write_root(folder, Some(old_root), root, &fresh)
+    let replaced = key_files(folder)?.into_iter();
+    let mut replaced = replaced.filter(|file| revoked.iter().any(|id| file.is_key(id)));
+    let made = match replaced.any(|file| file.form == Form::Plain) {
+        true => Form::Plain,
+        false => Form::Encrypted,
+    };
+    let fresh = [NewKeys::new(role, revoked.len(), made, tokens.to_vec())];
+    write_root(folder, Some(old_root), root, &fresh, &mut secrets)
 }
 
 /// A lock on a folder of keys, held by the one command that may change it. A second command would
@@ -298,11 +382,11 @@ impl Drop for FolderLock {
 /// Moves the keys that `root` does not list to the folder `retired`.
 fn retire_unlisted(folder: &Path, root: &Root) -> Result<()> {
     let retired = folder.join("retired");
-    for path in key_files(folder)? {
-        let (id, _) = public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
-        if !root.keys.contains_key(&id) {
+    for file in key_files(folder)? {
+        if file.is_known() && !root.keys.keys().any(|id| file.is_key(id)) {
+            let name = file.path.file_name().unwrap_or_default();
             create_folder(&retired, PRIVATE)?;
-            std::fs::rename(&path, retired.join(path.file_name().unwrap_or_default()))?;
+            std::fs::rename(&file.path, retired.join(name))?;
         }
     }
     Ok(())
@@ -318,40 +402,19 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     write().with_context(|| path.display().to_string())
 }
 
-type KeyId = Decoded<Hex>;
-
-/// Returns the public half of a key, with its id.
-fn public(key: &[u8]) -> Result<(KeyId, Key)> {
-    let key = parse_keypair(key)?.tuf_key();
-    Ok((key.key_id()?, key))
+/// Returns the ids of the keys that `roles` have in `root`.
+fn ids_of(root: &Root, roles: &[RoleType]) -> HashSet<KeyId> {
+    let listed = roles.iter().filter_map(|role| root.roles.get(role));
+    listed.flat_map(|role| role.keyids.iter().cloned()).collect()
 }
 
-fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
-        let path = entry?.path();
-        if path.file_name().is_some_and(|name| wanted(&name.to_string_lossy())) {
-            found.push(path);
-        }
-    }
-    found.sort();
-    Ok(found)
-}
-
-fn key_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    files(folder, |name| name.ends_with(".pk8"))
-}
-
-/// Returns every key of the folder.
+/// Opens the keys of the folder that sign releases: those of all roles but the root.
 ///
 /// # Errors
-/// The folder cannot be read.
-pub fn sources(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
-    let paths = key_files(folder)?;
-    Ok(paths
-        .into_iter()
-        .map(|path| Box::new(LocalKeySource { path }) as Box<dyn KeySource>)
-        .collect())
+/// The folder has no root, or as [`sources`].
+pub fn release_keys(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
+    let wanted = ids_of(&newest_root(folder)?.0.signed, &ROLES[1..]);
+    sources(folder, &wanted, &mut Passphrases::of_environment()?)
 }
 
 /// A root of the folder of keys.
@@ -404,25 +467,57 @@ struct OldRoot<'a> {
 /// New keys that a role gets.
 struct NewKeys {
     role: RoleType,
-    keys: usize,
+    /// Keys to make.
+    made: usize,
+    /// Their form.
+    form: Form,
+    /// The keys that a token holds, by their URIs.
+    tokens: Vec<String>,
+}
+
+impl NewKeys {
+    /// Returns the keys of `tokens`, or else `count` keys to be made in this form.
+    fn new(role: RoleType, count: usize, form: Form, tokens: Vec<String>) -> Self {
+        Self { role, made: if tokens.is_empty() { count } else { 0 }, form, tokens }
+    }
+
+    fn count(&self) -> usize {
+        self.made + self.tokens.len()
+    }
 }
 
 /// Makes the new keys of `fresh` in the folder `staged`, and lists them in `root`, which then lists
 /// no key that is not of a role.
-fn make_keys(staged: &Path, root: &mut Root, fresh: &[NewKeys]) -> Result<()> {
-    for &NewKeys { role, keys } in fresh {
+fn make_keys(
+    staged: &Path,
+    root: &mut Root,
+    fresh: &[NewKeys],
+    secrets: &mut Passphrases,
+) -> Result<()> {
+    for NewKeys { role, made, form, tokens } in fresh {
         let mut keyids = Vec::new();
-        for _ in 0..keys {
-            let private = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())
+        for _ in 0..*made {
+            // Version 1, without the public half: OpenSSL 3.0 reads no other one.
+            let private = Ed25519KeyPair::generate_pkcs8v1(&SystemRandom::new())
                 .context("the system has no random numbers")?;
-            let (id, key) = public(private.as_ref())?;
-            // The name has the key's id, so that no file is ever overwritten.
-            let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
-            write_new(&staged.join(name), private.as_ref(), 0o600)?;
+            let (id, key) = public_of(&parse_keypair(private.as_ref())?)?;
+            let file = match form {
+                Form::Encrypted => encrypt(private.as_ref(), &secrets.of_new_keys()?)?,
+                Form::Plain | Form::Token => private.as_ref().to_vec(),
+            };
+            let name = format!("{}.pk8", file_stem(*role, root.version, &id));
+            write_new(&staged.join(name), &file, 0o600)?;
             keyids.push(id.clone());
             root.keys.insert(id, key);
         }
-        root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids =
+        for uri in tokens {
+            let (id, key) = public_of(open_token(uri, secrets)?.as_ref())?;
+            let name = format!("{}.uri", file_stem(*role, root.version, &id));
+            write_new(&staged.join(name), uri.as_bytes(), 0o600)?;
+            keyids.push(id.clone());
+            root.keys.insert(id, key);
+        }
+        root.roles.get_mut(role).with_context(|| format!("the root has no role {role}"))?.keyids =
             keyids;
     }
 
@@ -440,6 +535,7 @@ fn write_root(
     old: Option<OldRoot<'_>>,
     mut root: Root,
     fresh: &[NewKeys],
+    secrets: &mut Passphrases,
 ) -> Result<PathBuf> {
     // The folder has the same name each time, so a command removes what a killed one left.
     let _ = std::fs::remove_dir_all(folder.join(STAGING));
@@ -447,10 +543,12 @@ fn write_root(
     let mut staging = tempfile::Builder::new();
     staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(PRIVATE));
     let staged = staging.tempdir_in(folder).with_context(|| folder.display().to_string())?;
-    make_keys(staged.path(), &mut root, fresh)?;
+    make_keys(staged.path(), &mut root, fresh, secrets)?;
 
-    let mut signers = sources(folder)?;
-    signers.extend(sources(staged.path())?);
+    let mut wanted = ids_of(&root, &ROLES[..1]);
+    wanted.extend(old.iter().flat_map(|old| ids_of(old.root, &ROLES[..1])));
+    let mut signers = sources(folder, &wanted, secrets)?;
+    signers.extend(sources(staged.path(), &wanted, secrets)?);
     let rng = SystemRandom::new();
     let sign_as = |holder: &Root| {
         let holder = KeyHolder::Root(holder.clone());
@@ -480,10 +578,10 @@ fn write_root(
     ensure!(!path.exists(), "{}: another command has written it meanwhile", path.display());
     // The root comes last. A kill before it leaves keys that no root lists: the next rotation
     // retires them. A kill after it leaves nothing to do.
-    let moved = [key_files(staged.path())?, vec![staged.path().join(&name)]].concat();
+    let moved = [key_paths(staged.path())?, vec![staged.path().join(&name)]].concat();
     // The folder's lock keeps other commands out, but not other programs: a root without its new
     // private keys would lock the fleet out.
-    let needed = 1 + fresh.iter().map(|new| new.keys).sum::<usize>();
+    let needed = 1 + fresh.iter().map(NewKeys::count).sum::<usize>();
     ensure!(moved.len() == needed, "{}: the staged keys have changed", folder.display());
     for file in moved {
         std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;

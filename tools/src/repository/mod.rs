@@ -3,12 +3,18 @@
 
 pub mod approval;
 mod clock;
+mod der;
+mod encrypted_key;
+mod key_files;
 pub mod keys;
+mod passphrase;
 pub mod prune;
 pub mod publish;
 pub mod releases;
+mod restore;
 mod state;
 pub mod store;
+mod token;
 mod variants;
 
 pub use clock::{ClockError, now, timestamp};

@@ -1,7 +1,7 @@
 //! `publish`: turns bundles into releases that cars find. [`publish`] goes in this order:
 //!
 //! 1. It reads and verifies the metadata in force, and checks its clock against them.
-//! 2. It opens the bundles, and finds the releases to revoke and to re-sign.
+//! 2. It opens the bundles, and finds the releases to restore, to revoke and to re-sign.
 //! 3. It checks that no release name gets other content.
 //! 4. It uploads chunks, each under its hash, and manifests.
 //! 5. It signs the next version of the metadata.
@@ -18,7 +18,8 @@ use crate::report;
 use crate::report::Json;
 use crate::repository::approval::check_approval;
 use crate::repository::clock::{ClockError, DAY_S, now, signing_time, timestamp};
-use crate::repository::keys::{block_on, root_expiry, roots, sources};
+use crate::repository::keys::{block_on, release_keys, root_expiry, roots};
+use crate::repository::restore::{Restoration, restore};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
 use crate::repository::variants::{self, Bundle, Named};
@@ -26,7 +27,7 @@ use crate::{say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Blob, Generation, Hash, Manifest, sha256};
+use hatchback::bundle::manifest::{Blob, Chunk, Generation, Hash, Manifest, sha256};
 use hatchback::clock::utc;
 use hatchback::schema::change::check_change;
 use hatchback::update::program::needs_of;
@@ -38,6 +39,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use tough::editor::RepositoryEditor;
+use tough::key_source::KeySource;
 use tough::schema::{Hashes, Target};
 use tough::{TargetName, schema};
 
@@ -55,6 +57,10 @@ pub struct PublishArgs {
     /// The folder of the keys and roots (`hatchback keys new`)
     #[arg(long)]
     keys: PathBuf,
+    /// Publishes the content of this earlier release again, as the next one: no bundle is needed,
+    /// and no row is uploaded. Cars at later releases return to it
+    #[arg(long, value_name = "[LINEAGE/]SEQUENCE", conflicts_with_all = ["bundles", "policy"])]
+    restore: Option<String>,
     /// Revokes this release, or one target by its whole name. A car that has committed the release
     /// reports that, and stays on it until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
@@ -88,6 +94,8 @@ const LATE: u64 = 10;
 pub struct Change {
     /// Bundles to add.
     pub bundles: Vec<PathBuf>,
+    /// A release to restore, in the form of those to revoke.
+    pub restore: Option<String>,
     /// Per cent of the fleet that may fetch them.
     pub share: u8,
     /// Releases to revoke: `SEQUENCE` if the repository has one lineage, `LINEAGE/SEQUENCE`, or the
@@ -104,6 +112,7 @@ impl Default for Change {
     fn default() -> Self {
         Self {
             bundles: Vec::new(),
+            restore: None,
             share: 100,
             revoke: Vec::new(),
             re_sign: Vec::new(),
@@ -162,6 +171,7 @@ pub fn run(args: &PublishArgs) -> Result<()> {
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let change = Change {
         bundles: args.bundles.clone(),
+        restore: args.restore.clone(),
         share: args.share,
         revoke: args.revoke.clone(),
         re_sign: args.re_sign.clone(),
@@ -201,16 +211,28 @@ struct Versions {
     targets: u64,
 }
 
-/// A bundle and the target that lists it.
+/// What a target brings.
+enum Content {
+    Bundle(BundleReader),
+    Restored(Restoration),
+}
+
+/// A content and the target that lists it.
 struct Offer {
-    bundle: BundleReader,
+    content: Content,
     name: TargetName,
     target: Target,
 }
 
 impl Offer {
-    fn open(bundle: BundleReader, named: Named, share: u8) -> Self {
-        let (manifest, content) = (bundle.manifest(), bundle.manifest_bytes());
+    fn restored(mut restoration: Restoration, share: u8) -> Self {
+        let custom = std::mem::take(&mut restoration.named.custom);
+        let named = Named { name: restoration.named.name.clone(), custom };
+        Self::new(Content::Restored(restoration), named, share)
+    }
+
+    fn new(from: Content, named: Named, share: u8) -> Self {
+        let (manifest, content) = (from.manifest(), from.manifest_bytes());
         let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
         let mut custom = named.custom;
         custom.extend([
@@ -223,38 +245,92 @@ impl Offer {
             custom,
             _extra: HashMap::new(),
         };
-        Self { name: named.name, target, bundle }
+        Self { name: named.name, target, content: from }
     }
 
-    /// Uploads the chunks that the store lacks, then the manifest. Adds the chunks that the store
-    /// has to `known`.
-    fn upload(
-        &mut self,
-        store: &dyn Store,
-        done: &mut Published,
-        known: &mut Vec<KnownChunk>,
-    ) -> Result<()> {
-        let total = self.bundle.manifest().blobs.iter().map(Blob::stored_bytes).sum();
+    /// Uploads the chunks that the store lacks, then the manifest.
+    fn upload(&mut self, uploads: &mut Uploads<'_>) -> Result<()> {
+        let total = self.content.manifest().blobs.iter().map(Blob::stored_bytes).sum();
         let bar = serve::progress_bar(total, "uploading", "{bytes}/{total_bytes}");
-        let uploaded = self.bundle.each_stored(|chunk, stored| {
-            let (path, bytes) = (chunk_path(&chunk.sha256), stored.len() as u64);
-            bar.inc(bytes);
-            // A power cut may have left a chunk of another size.
-            if store.bytes(&path)? == Some(bytes) {
-                done.chunks_known += 1;
-                known.push(KnownChunk { path, bytes });
-                return Ok(());
+        let mut take = |chunk: &Chunk, stored: Option<&[u8]>| {
+            bar.inc(u64::from(chunk.stored));
+            uploads.take(chunk, stored)
+        };
+        let uploaded = match &mut self.content {
+            Content::Bundle(bundle) => {
+                bundle.each_stored(|chunk, stored| take(chunk, Some(stored)))
             }
-
-            done.chunks += 1;
-            done.chunk_bytes += bytes;
-            store.put(&path, stored.to_vec())
-        });
+            Content::Restored(Restoration { manifest, chunks, .. }) => {
+                let mut listed = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
+                listed.try_for_each(|chunk| {
+                    let own = chunks.iter().find(|own| own.chunk.sha256 == chunk.sha256);
+                    take(chunk, own.map(|own| own.stored.as_slice()))
+                })
+            }
+        };
         bar.finish_and_clear();
         uploaded?;
 
-        let content = self.bundle.manifest_bytes();
-        store.put(&manifest_path(self.name.raw(), &sha256(content)), content.to_vec())
+        let content = self.content.manifest_bytes();
+        let path = manifest_path(self.name.raw(), &sha256(content));
+        uploads.store.put(&path, content.to_vec())
+    }
+}
+
+impl Content {
+    fn manifest(&self) -> &Manifest {
+        match self {
+            Self::Bundle(bundle) => bundle.manifest(),
+            Self::Restored(restoration) => &restoration.manifest,
+        }
+    }
+
+    fn manifest_bytes(&self) -> &[u8] {
+        match self {
+            Self::Bundle(bundle) => bundle.manifest_bytes(),
+            Self::Restored(restoration) => &restoration.bytes,
+        }
+    }
+
+    /// Returns what a refusal names, and what its reader can do.
+    fn words(&self) -> (String, &'static str) {
+        match self {
+            Self::Bundle(bundle) => (
+                bundle.path().display().to_string(),
+                "give it another `name` in model.toml, and the cars a directory for it",
+            ),
+            Self::Restored(_) => (
+                "--restore".to_owned(),
+                "pack its files again with this change undone, and publish that",
+            ),
+        }
+    }
+}
+
+/// The uploads of a publish.
+struct Uploads<'a> {
+    store: &'a dyn Store,
+    done: &'a mut Published,
+    known: Vec<KnownChunk>,
+}
+
+impl Uploads<'_> {
+    /// Uploads a chunk unless the store has it. A chunk that the store must have is without
+    /// `stored` bytes.
+    fn take(&mut self, chunk: &Chunk, stored: Option<&[u8]>) -> Result<()> {
+        let (path, bytes) = (chunk_path(&chunk.sha256), u64::from(chunk.stored));
+        // A power cut may have left a chunk of another size.
+        if self.store.bytes(&path)? == Some(bytes) {
+            self.done.chunks_known += 1;
+            self.known.push(KnownChunk { path, bytes });
+            return Ok(());
+        }
+        let stored = stored.with_context(|| {
+            format!("{path}: is missing in the repository; publish the release's bundle again")
+        })?;
+        self.done.chunks += 1;
+        self.done.chunk_bytes += bytes;
+        self.store.put(&path, stored.to_vec())
     }
 }
 
@@ -280,11 +356,14 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     let now = signing_time(now, TIMESTAMP, state.published)?;
 
     let mut names = match (change.bundles.as_slice(), change.re_sign.as_slice()) {
-        ([], []) => ReleaseNames::default(),
+        ([], []) if change.restore.is_none() => ReleaseNames::default(),
         _ => ReleaseNames::read(store, &state)?,
     };
-    let mut offers = open_offers(change, &mut names, &state)?;
     let revoked = find_releases(&state, &change.revoke, "--revoke")?;
+    let mut offers = match &change.restore {
+        Some(release) => restored_offers(store, change, release, &mut names, &state, &revoked)?,
+        None => open_offers(change, &mut names, &state)?,
+    };
     let resigned = find_resigned(&state, change, &revoked, &offers)?;
 
     resigned
@@ -303,12 +382,16 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         ..Published::default()
     };
 
-    let mut known = Vec::new();
-    offers.iter_mut().try_for_each(|offer| offer.upload(store, &mut done, &mut known))?;
+    // Before the uploads: a pass phrase is asked for while its reader is still there.
+    let signers = release_keys(keys)?;
+    let mut uploads = Uploads { store, done: &mut done, known: Vec::new() };
+    offers.iter_mut().try_for_each(|offer| offer.upload(&mut uploads))?;
+    let known = uploads.known;
 
     let next = next_versions(store, &state)?;
     let signing = Signing {
         keys,
+        signers,
         state: &state,
         next: &next,
         added: offers.into_iter().map(|offer| (offer.name, offer.target)).collect(),
@@ -343,7 +426,7 @@ fn check_callers(
 ) -> Result<Vec<String>> {
     let mut not_compared = Vec::new();
     for offer in offers {
-        let Manifest { generation, schema, .. } = offer.bundle.manifest();
+        let Manifest { generation, schema, .. } = offer.content.manifest();
         let is_before = |listed: &Generation| {
             listed.lineage == generation.lineage && listed.sequence < generation.sequence
         };
@@ -361,12 +444,8 @@ fn check_callers(
             continue;
         };
         if let Err(problem) = check_change(&old, schema) {
-            bail!(
-                "{}: callers of {}@{before} cannot use it: {problem}; give it another `name` \
-                 in model.toml, and the cars a directory for it",
-                offer.bundle.path().display(),
-                generation.lineage
-            );
+            let ((what, remedy), lineage) = (offer.content.words(), &generation.lineage);
+            bail!("{what}: callers of {lineage}@{before} cannot use it: {problem}; {remedy}");
         }
     }
     Ok(not_compared)
@@ -414,7 +493,29 @@ fn open_offers(
     }
     variants::add_parents(&mut named, names)?;
     let offers = readers.into_iter().zip(named);
-    Ok(offers.map(|(bundle, named)| Offer::open(bundle, named, change.share)).collect())
+    let offer = |(bundle, named)| Offer::new(Content::Bundle(bundle), named, change.share);
+    Ok(offers.map(offer).collect())
+}
+
+/// Returns the targets that restore the listed `release`.
+///
+/// # Errors
+/// As [`restore`].
+fn restored_offers(
+    store: &dyn Store,
+    change: &Change,
+    release: &str,
+    names: &mut ReleaseNames,
+    state: &RepositoryState,
+    revoked: &[TargetName],
+) -> Result<Vec<Offer>> {
+    let earlier = find_releases(state, &[release.to_owned()], "--restore")?;
+    let restored = restore(store, state, names, &earlier, revoked);
+    let restored = restored.with_context(|| format!("--restore {release}"))?;
+    for restoration in &restored {
+        names.hold(&restoration.named.name, &sha256(&restoration.bytes))?;
+    }
+    Ok(restored.into_iter().map(|r| Offer::restored(r, change.share)).collect())
 }
 
 /// Returns the next versions of the metadata: the first ones without a file in the store. A killed
@@ -593,6 +694,8 @@ fn find_releases(
 struct Signing<'a> {
     /// Folder of the keys and roots.
     keys: &'a Path,
+    /// The open keys.
+    signers: Vec<Box<dyn KeySource>>,
     /// The metadata in force.
     state: &'a RepositoryState,
     next: &'a Versions,
@@ -636,7 +739,7 @@ impl Signing<'_> {
             editor.add_target(name, target)?;
         }
 
-        editor.sign(&sources(self.keys)?).await?.write(folder).await?;
+        editor.sign(&self.signers).await?.write(folder).await?;
         Ok(())
     }
 }

@@ -131,7 +131,7 @@ impl ReleasesReport {
 }
 
 /// Returns the releases that `targets` lists, as a car reads them.
-fn releases_of(targets: &Targets) -> Result<Vec<Release>> {
+pub(super) fn releases_of(targets: &Targets) -> Result<Vec<Release>> {
     let targets = serde_json::from_value(serde_json::to_value(targets)?)?;
     Ok(release::releases(&targets, &Program::this()))
 }

@@ -4,6 +4,7 @@
 use crate::repository::keys::{RootFile, roots};
 use crate::repository::store::Store;
 use anyhow::{Context, Result, bail, ensure};
+use hatchback::update::release::parse_name;
 use hatchback::update::trust::PUBLISHED;
 use serde_json::Value;
 use sigstore_tuf::{Metadata, TrustedMetadataSet};
@@ -111,6 +112,12 @@ impl ReleaseNames {
             );
         }
         Ok(names)
+    }
+
+    /// Returns the highest sequence of the releases of `lineage`, revoked ones included.
+    pub fn newest(&self, lineage: &str) -> Option<u64> {
+        let releases = self.0.keys().filter_map(|name| Some(parse_name(name.raw())?.0));
+        releases.filter(|release| release.lineage == lineage).map(|r| r.sequence).max()
     }
 
     /// Returns whether the target `name` had the content `hash`.

@@ -36,9 +36,11 @@ fn kinds<'a>(needs: impl Iterator<Item = &'a str>) -> BTreeSet<String> {
     needs.filter(|need| !varies(need)).map(str::to_owned).collect()
 }
 
-/// Returns `kinds` without the sizes of the schema, which a release may change.
+/// Returns `kinds` without the sizes of the schema, which a release may change, and without the
+/// format of the manifest, which a restored release has for itself.
 fn without_sizes(mut kinds: BTreeSet<String>) -> BTreeSet<String> {
-    const SIZES: [&str; 9] = [
+    const SIZES: [&str; 10] = [
+        "manifest",
         "tables",
         "features",
         "lookups",

@@ -290,7 +290,7 @@ fn a_closed_pipe_ends_every_command_quietly() {
     let bundle = desk.pack(&[]);
     let [keys, repository, car] = ["keys", "repository", "car"].map(|name| desk.path(name));
     let [flash, root] = [desk.path("flash"), desk.path("keys/1.root.json")];
-    printed(&["keys", "new", &keys]);
+    printed(&["keys", "new", &keys, "--plain"]);
     printed(&["publish", &bundle, "--keys", &keys, "--to", &repository]);
     let sync = ["sync", "--from", &repository, "--root", &root, "--state", &car, "--flash", &flash];
     printed(&sync);
@@ -305,7 +305,7 @@ fn a_closed_pipe_ends_every_command_quietly() {
         &["run", &bundle, "--samples", &samples],
         &["eval", &bundle],
         &["eval", &bundle, "--json", "-"],
-        &["keys", "new", &other_keys],
+        &["keys", "new", &other_keys, "--plain"],
         &["publish", "--keys", &keys, "--to", &repository],
         &["prune", "--keys", &keys, "--to", &repository],
         &["prune", "--keys", &keys, "--to", &repository, "--json"],
@@ -479,7 +479,7 @@ fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
     let desk = Desk::new();
     let (bundle, samples) = (desk.pack(&[]), coupon("heldout.jsonl"));
     let (keys, repository) = (desk.path("keys"), desk.path("repository"));
-    printed(&["keys", "new", &keys]);
+    printed(&["keys", "new", &keys, "--plain"]);
     let policy = |auc_min: &str| {
         let path = desk.path("gate.toml");
         std::fs::write(&path, format!("format = 1\nauc_min = {auc_min}\n")).unwrap();

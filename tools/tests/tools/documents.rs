@@ -85,6 +85,8 @@ fn run(command: &str, scratch: &Path) -> Output {
     Command::new("sh")
         .args(["-ec", &command])
         .env("PATH", path)
+        // The pages show `keys new` as people run it, and nobody types here.
+        .env("HATCHBACK_KEY_PASSPHRASE", "of this test")
         .current_dir(root())
         .output()
         .unwrap()

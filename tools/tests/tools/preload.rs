@@ -47,7 +47,7 @@ fn new_directories_are_durable_in_their_parents() {
     let root = format!("{keys}/1.root.json");
     let (state, flash) = (desk.path("a/b/car.sync"), desk.path("c/car.flash"));
     for args in [
-        &["keys", "new", &keys][..],
+        &["keys", "new", &keys, "--plain"][..],
         &["publish", &bundle, "--keys", &keys, "--to", &repository],
         &["sync", "--from", &repository, "--root", &root, "--state", &state, "--flash", &flash],
     ] {

@@ -39,7 +39,7 @@ impl Desk {
 
     fn repository(&self) -> (String, String) {
         let (keys, repository) = (self.path("keys"), self.path("repository"));
-        printed(&["keys", "new", &keys]);
+        printed(&["keys", "new", &keys, "--plain"]);
         (keys, repository)
     }
 
@@ -147,7 +147,7 @@ fn a_publish_says_when_its_metadata_expire_and_refuses_an_expired_root() {
     let desk = Desk::new();
     let bundle = desk.pack(&[]);
     let (keys, repository) = (desk.path("keys"), desk.path("repository"));
-    printed(&["keys", "new", &keys, "--days", "30"]);
+    printed(&["keys", "new", &keys, "--plain", "--days", "30"]);
     let listed = printed(&["keys", "list", &keys, "--json"]);
     let listed: Value = serde_json::from_str(&listed).unwrap();
     assert_eq!(listed["keys"].as_array().unwrap().len(), 6);
@@ -216,7 +216,7 @@ fn every_command_has_json() {
     assert_eq!(document(&[&pack[..], &[&bundle, "--json"]].concat())["rows"], 3820);
     let share = [&pack[..], &[&shares, "--table", "weather", "--json"]].concat();
     assert_eq!(document(&share)["tables"][0], "weather");
-    assert_eq!(document(&["keys", "new", &keys, "--json"])["version"], 1);
+    assert_eq!(document(&["keys", "new", &keys, "--plain", "--json"])["version"], 1);
     assert_eq!(document(&["keys", "rotate", &keys, "root", "--json"])["version"], 2);
     let installed = document(&["install", &bundle, "--flash", &flash, "--json"]);
     assert_eq!(installed["generation"], "coupon-dlrm@1");
