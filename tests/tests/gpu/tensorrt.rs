@@ -439,7 +439,7 @@ fn an_engine_takes_shared_inputs_once_for_each_sample() {
     let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 5)],
-        shared: &[true],
+        parts: &[InputPart { input: 0, width: 5, shared: true }],
         output: "sum",
         activation: Activation::None,
     };
@@ -457,6 +457,24 @@ fn an_engine_takes_shared_inputs_once_for_each_sample() {
     let mut found = [0.0; 9];
     stream.download(&scores, 0, &mut found).unwrap();
     assert_eq!(found, [10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 35.0, 35.0]);
+
+    // Two columns of the input are the request's.
+    let parts =
+        [(2, true), (3, false)].map(|(width, shared)| InputPart { input: 0, width, shared });
+    let network = DenseNetwork { parts: &parts, ..network };
+    let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
+    let mut scratch = engine.scratch(40).unwrap();
+    let own: Vec<f32> = (0..27).map(|i| i as f32).collect();
+    let fed = [gpu.buffer(18).unwrap(), gpu.buffer(27).unwrap()];
+    stream.upload(&[100.0, 200.0, 300.0, 400.0], &fed[0], 0).unwrap();
+    stream.upload(&own, &fed[1], 0).unwrap();
+    engine.enqueue(&stream, shape, &fed, scores.view(), &mut scratch).unwrap();
+    stream.download(&scores, 0, &mut found).unwrap();
+    let sums = own.chunks(3).zip([300.0; 7].into_iter().chain([700.0; 2]));
+    assert_eq!(
+        found.to_vec(),
+        sums.map(|(own, s)| s + own.iter().sum::<f32>()).collect::<Vec<_>>()
+    );
 }
 
 /// An engine that takes no inputs of f16 gets f32, and says why.
