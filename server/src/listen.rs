@@ -27,10 +27,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::task::{Context, Poll};
+use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
-use tokio::runtime::{Builder as RuntimeBuilder, Handle, Runtime};
+use tokio::runtime::{Builder as RuntimeBuilder, Handle};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
@@ -91,15 +92,12 @@ pub fn serve(
     listeners: &[Arc<Listener>],
     stopping: &Stopping,
 ) -> io::Result<()> {
-    let runtimes: Vec<Runtime> =
-        (0..front.rules.threads).map(runtime).collect::<io::Result<_>>()?;
-    let acceptor = Acceptor {
-        front,
-        stopping,
-        handles: runtimes.iter().map(|runtime| runtime.handle().clone()).collect(),
-        next: AtomicUsize::new(0),
-        ended_early: Arc::new(LogLimit::new("a connection ended early")),
-    };
+    let serving = watch::Sender::new(());
+    let start = |number| serving_thread(number, serving.subscribe());
+    let started = (0..front.rules.threads).map(start).collect::<io::Result<Vec<_>>>()?;
+    let (handles, threads): (Vec<_>, Vec<_>) = started.into_iter().unzip();
+    let ended_early = Arc::new(LogLimit::new("a connection ended early"));
+    let acceptor = Acceptor { front, stopping, handles, next: AtomicUsize::new(0), ended_early };
 
     // Before the first caller, who would find an empty status for a second.
     status::tick(front);
@@ -131,16 +129,26 @@ pub fn serve(
     if left > 0 {
         log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
     }
-    runtimes.into_iter().for_each(|runtime| runtime.shutdown_timeout(STOP_TIME_MAX));
+    drop(serving);
+    threads.into_iter().for_each(|thread| drop(thread.join()));
     acceptor.ended_early.end();
     Ok(())
 }
 
-/// Returns a runtime with one thread, so that a connection stays on its thread.
-fn runtime(number: u32) -> io::Result<Runtime> {
-    let mut builder = RuntimeBuilder::new_multi_thread();
-    builder.worker_threads(1).thread_name(format!("front {number}"));
-    builder.enable_io().enable_time().build()
+/// Starts the serving thread `number`, which ends when the sender of `ended` is dropped.
+fn serving_thread(
+    number: u32,
+    mut ended: watch::Receiver<()>,
+) -> io::Result<(Handle, JoinHandle<()>)> {
+    let runtime = RuntimeBuilder::new_current_thread().enable_io().enable_time().build()?;
+    let handle = runtime.handle().clone();
+    let run = move || {
+        // The error says that the sender was dropped.
+        let _ = runtime.block_on(ended.changed());
+        runtime.shutdown_timeout(STOP_TIME_MAX);
+    };
+    let thread = std::thread::Builder::new().name(format!("front {number}")).spawn(run)?;
+    Ok((handle, thread))
 }
 
 /// State that the accepting threads share.
