@@ -18,18 +18,18 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 19_200),
-    ("runtime", 18_870),
+    ("kernels", 19_325),
+    ("runtime", 18_950),
     ("link", 620),
-    ("server", 4_695),
+    ("server", 4_700),
     ("board", 1_900),
-    ("capi", 840),
-    ("python", 460),
-    ("tools", 15_935),
-    ("bench", 11_330),
+    ("capi", 850),
+    ("python", 495),
+    ("tools", 15_990),
+    ("bench", 11_335),
     ("tests", 6_235),
 ];
-const WORDS_MAX: usize = 48_760;
+const WORDS_MAX: usize = 48_870;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 437;
