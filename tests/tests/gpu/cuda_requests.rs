@@ -224,6 +224,47 @@ fn requests_that_share_bags_are_the_cpus() {
     }
 }
 
+/// A request of cached rows with shared bags is one launch and one wait. It queries the shared bags
+/// in fewer blocks of threads than as many requests of one sample.
+#[test]
+fn a_request_that_shares_bags_is_one_launch_and_looks_them_up_once() {
+    let _turn = standin::alone();
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: counting launches: only the stand-in counts");
+    };
+    let (mut plan, sample) = two_caches(8, [MissPolicy::Wait; 2]);
+    plan.features[0].shared = true;
+    let packed = plan.pack();
+    for with_dense in [false, true] {
+        let model = open_for(&packed, with_dense, 8);
+        let mut worker = worker(&model);
+        let driver = sample(0);
+        let candidates: Vec<Sample> = (0..u64::from(BATCH_MAX))
+            .map(|i| Sample {
+                sparse: vec![driver.sparse[0].clone(), sample(i).sparse[1].clone()],
+                ..driver.clone()
+            })
+            .collect();
+        let mut together = model.batch();
+        together.push_request(&packed.schema, &candidates).unwrap();
+        let apart = batch_of(&model, &candidates);
+        let mut blocks = |batch| {
+            let scores = worker.score(batch, None).unwrap().values.to_vec();
+            let (counted, before) = (worker.counters(), stand_in.counts());
+            assert!(same_bits(worker.score(batch, None).unwrap().values, &scores));
+            let (counted, after) = (worker.counters().since(&counted), stand_in.counts());
+            assert_eq!((after.launches - before.launches, after.waits - before.waits), (1, 1));
+            assert_eq!(counted.misses, 0);
+            (after.blocks - before.blocks, counted.lookups)
+        };
+        let (together, apart) = (blocks(&together), blocks(&apart));
+        let samples = u64::from(BATCH_MAX);
+        assert_eq!((together.1, apart.1), (3 + 3 * samples, 6 * samples));
+        assert!(together.0 < apart.0, "{together:?}, {apart:?}");
+    }
+}
+
 /// Returns sample `id` with the shared bags of `driver`.
 fn candidate(plan: &ModelPlan, driver: &Sample, id: u64) -> Sample {
     let mut sample = plan.sample(id);
