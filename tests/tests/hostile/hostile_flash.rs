@@ -129,13 +129,13 @@ fn a_manifest_missing_or_damaged_on_flash() {
 
     // A manifest with the hash of the live record and an unknown format.
     let mut later = whole.clone();
-    later[0] = 3;
+    later[0] = 4;
     std::fs::write(&path, &later).unwrap();
     let (writes, mut record) = LiveRecord::decode(&victim.live).unwrap();
     record.live.manifest = sha256(&later);
     write_copies(&victim, &record.encode(writes));
 
-    assert!(error().contains("g000000000005/manifest: format: 3 is not in 1..=2"));
+    assert!(error().contains("g000000000005/manifest: format: 4 is not in 1..=3"));
     write_copies(&victim, &victim.live);
     std::fs::remove_file(&path).unwrap();
     assert!(error().contains("g000000000005/manifest: No such file"));
