@@ -126,6 +126,10 @@ impl World {
         self.note(format_args!("live: {from} -> {to}"));
         if to > from {
             self.count("installs");
+            let is_delta = self.history().signed.get(&live.manifest).is_some_and(|s| s.is_delta);
+            if self.history().contents.contains_key(&to) {
+                self.count(if is_delta { "restores by delta" } else { "restores by snapshot" });
+            }
             self.check_listed(&live.manifest);
             self.check_variant(&before.manifest, &live.manifest);
         } else if record.rebuilds > rebuilds {

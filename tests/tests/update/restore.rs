@@ -121,8 +121,8 @@ fn restoring_again_raises_the_share_of_the_same_release() {
     reaches(&fleet, &cars[3], T0 + 61, 5, 1);
 
     // The restored release was a mistake: the next one restores the same content anew.
-    fleet.revoke(T0 + 70, 5);
-    let next = fleet.restore(T0 + 80, "1");
+    let revoke = vec!["5".to_owned()];
+    let next = fleet.try_change(T0 + 70, Change { revoke, ..share(100) }).unwrap();
     assert_eq!(next.added[0], "versions/000000000006-snapshot");
     reaches(&fleet, &cars[3], T0 + 81, 6, 1);
 }

@@ -70,6 +70,7 @@ fn a_car_survives_every_fault_and_heals_after_it() {
     let rare = ["swaps", "merges", "installs", "commits", "preemptions"];
     let rare =
         rare.into_iter().chain(["power cuts", "ends in order", "attacks", "damaged answers"]);
+    let rare = rare.chain(["restores by delta", "restores by snapshot"]);
     for what in rare {
         assert!(counts.get(what).is_some_and(|n| *n >= 20), "{what} hardly came: {counts:?}");
     }

@@ -3,6 +3,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
 
@@ -22,6 +23,8 @@ pub struct Passphrases {
     is_given: bool,
     /// That of the keys that this command makes.
     new: Option<String>,
+    /// The PINs that were typed, by token.
+    pins: BTreeMap<String, String>,
 }
 
 impl Passphrases {
@@ -41,7 +44,8 @@ impl Passphrases {
         };
         ensure!(given.as_deref() != Some(""), "{VARIABLE}: the pass phrase is empty");
         let (is_given, new) = (given.is_some(), given.clone());
-        Ok(Self { known: given.into_iter().collect(), is_given, new })
+        let (known, pins) = (given.into_iter().collect(), BTreeMap::new());
+        Ok(Self { known, is_given, new, pins })
     }
 
     /// Returns the pass phrase of new keys: that of the environment, or one that the user types
@@ -67,10 +71,12 @@ impl Passphrases {
     /// # Errors
     /// The environment has no pass phrase, and no terminal can be asked.
     pub fn pin(&mut self, what: &str) -> Result<String> {
-        match self.known.first().filter(|_| self.is_given) {
-            Some(given) => Ok(given.clone()),
-            None => ask(&format!("PIN of {what}: ")).with_context(|| what.to_owned()),
+        let given = self.known.first().filter(|_| self.is_given);
+        if let Some(pin) = given.or_else(|| self.pins.get(what)) {
+            return Ok(pin.clone());
         }
+        let typed = ask(&format!("PIN of {what}: ")).with_context(|| what.to_owned())?;
+        Ok(self.pins.entry(what.to_owned()).or_insert(typed).clone())
     }
 
     /// Returns what `open` makes of a pass phrase. Tries the known ones first, then asks for that

@@ -231,8 +231,8 @@ impl Offer {
         Self::new(Content::Restored(restoration), named, share)
     }
 
-    fn new(from: Content, named: Named, share: u8) -> Self {
-        let (manifest, content) = (from.manifest(), from.manifest_bytes());
+    fn new(content: Content, named: Named, share: u8) -> Self {
+        let (manifest, encoded) = (content.manifest(), content.manifest_bytes());
         let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
         let mut custom = named.custom;
         custom.extend([
@@ -240,12 +240,12 @@ impl Offer {
             (SHARE.to_owned(), Value::from(share)),
         ]);
         let target = Target {
-            length: content.len() as u64,
-            hashes: Hashes { sha256: sha256(content).to_vec().into(), _extra: HashMap::new() },
+            length: encoded.len() as u64,
+            hashes: Hashes { sha256: sha256(encoded).to_vec().into(), _extra: HashMap::new() },
             custom,
             _extra: HashMap::new(),
         };
-        Self { name: named.name, target, content: from }
+        Self { name: named.name, target, content }
     }
 
     /// Uploads the chunks that the store lacks, then the manifest.

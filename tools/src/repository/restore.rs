@@ -23,6 +23,7 @@ use hatchback::update::release::{
 use serde_json::Value;
 use std::collections::{BTreeSet, HashMap};
 use tough::TargetName;
+use tough::schema::Target;
 
 /// A target of the restored release.
 pub struct Restoration {
@@ -68,11 +69,12 @@ pub fn restore(
     let source = |variant| Source::read(store, state, &parsed[0].0, variant, revoked);
     let sources = variants.into_iter().map(source).collect::<Result<Vec<_>>>()?;
 
+    // A car that has refused a revoked release would refuse it again under its name.
     let is_listed = |restoration: &Restoration| {
-        let hash = sha256(&restoration.bytes);
-        state.listed().any(|(name, target)| {
-            *name == restoration.named.name && *target.hashes.sha256 == hash[..]
-        })
+        let (own, hash) = (&restoration.named.name, sha256(&restoration.bytes));
+        let is_own =
+            |name: &TargetName, target: &Target| name == own && *target.hashes.sha256 == hash[..];
+        !revoked.contains(own) && state.listed().any(|(name, target)| is_own(name, target))
     };
     let again = restorations(&sources, newest, names)?;
     if again.iter().all(is_listed) { Ok(again) } else { restorations(&sources, newest + 1, names) }
