@@ -25,9 +25,9 @@ const LINES_MAX: [(&str, usize); 10] = [
     ("board", 1_900),
     ("capi", 850),
     ("python", 495),
-    ("tools", 15_990),
+    ("tools", 16_000),
     ("bench", 11_335),
-    ("tests", 6_235),
+    ("tests", 6_240),
 ];
 const WORDS_MAX: usize = 48_870;
 const TARGET_KEYS_MAX: usize = 42;
