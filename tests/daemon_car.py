@@ -36,7 +36,7 @@ class Car:
         hatchback, keys, repository = programs / "hatchback", work / "keys", work / "repository"
         updates, root = work / "updates", keys / "1.root.json"
         self.quiet([hatchback, "install", bundle, "--flash", models / "second"])
-        self.quiet([hatchback, "keys", "new", keys])
+        self.quiet([hatchback, "keys", "new", keys, "--plain"])
         self.quiet([hatchback, "publish", bundle, "--keys", keys, "--to", repository])
         updates.mkdir()
         self.quiet([

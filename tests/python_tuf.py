@@ -43,7 +43,7 @@ def python_tuf_reads_our_repository(hatchback: str, work: pathlib.Path) -> None:
 
     run = functools.partial(subprocess.run, check=True, capture_output=True)
     keys, repository, bundle = work / "keys", work / "repository", work / "1.hatch"
-    run([hatchback, "keys", "new", keys, "--role-keys", "2", "--role-threshold", "2"])
+    run([hatchback, "keys", "new", keys, "--plain", "--role-keys", "2", "--role-threshold", "2"])
     run([hatchback, "pack", REPOSITORY / "tools/demo/coupon/model.toml", "--out", bundle])
     run([hatchback, "publish", bundle, "--keys", keys, "--to", repository])
     address = serve(repository)

@@ -60,7 +60,7 @@ class LoopDemo:
         self.run(
             "pack", folder / "base/model.toml", "--out", folder / "base.hatch", "--codec", "u8"
         )
-        self.run("keys", "new", folder / "keys")
+        self.run("keys", "new", folder / "keys", "--plain")
         self.publish(folder / "base.hatch")
         self.sync("stale")
         self.sync("fresh")
