@@ -227,16 +227,16 @@ fn count_once(batch: &Batch, shared: &mut [LookupStatus], statuses: &mut [Lookup
 pub(super) fn fill_part(model: &Model, batch: &Batch, number: usize, data: &mut [f32]) {
     let (features, width) = (&model.schema().features, model.input_parts()[number].width);
     for (item, to) in model.fills().iter().filter(|(_, to)| to.part == number) {
+        // A batch without samples has no rows.
+        let data = data.get_mut(to.column..).unwrap_or_default();
         match *item {
             // The first feature of a part brings the others.
             Item::Dense { first, shared } if to.column == 0 => {
                 fill_dense(batch, shared, first, width, data);
             }
             Item::Dense { .. } | Item::Vector(_) => {}
-            Item::Length(f) => fill_lengths(batch, f, &mut data[to.column..], width),
-            Item::Mask(f) => {
-                fill_masks(batch, f, &features[f], &mut data[to.column..], width);
-            }
+            Item::Length(f) => fill_lengths(batch, f, data, width),
+            Item::Mask(f) => fill_masks(batch, f, &features[f], data, width),
         }
     }
 }
