@@ -558,13 +558,8 @@ fn no_query_sees_a_torn_or_foreign_row() {
         };
 
         let keys = Keys::on(&gpu);
-        let limits = LookupLimits {
-            batch_max: 64,
-            misses_max: 192,
-            row_bytes_max: 4 * dim,
-            keys,
-            is_shared: false,
-        };
+        let (batch_max, misses_max, row_bytes_max, is_shared) = (64, 192, 4 * dim, false);
+        let limits = LookupLimits { batch_max, misses_max, row_bytes_max, keys, is_shared };
         let mut lookup = GpuLookup::new(&tables, &[feature], limits).unwrap();
         let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 192, 4 * dim).unwrap();
         let (mut changes, mut staged) =

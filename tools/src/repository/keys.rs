@@ -411,7 +411,7 @@ fn ids_of(root: &Root, roles: &[RoleType]) -> HashSet<KeyId> {
 /// Opens the keys of the folder that sign releases: those of all roles but the root.
 ///
 /// # Errors
-/// The folder has no root, or as [`sources`].
+/// The folder has no root, or a key of a role is missing or cannot be opened.
 pub fn release_keys(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
     let wanted = ids_of(&newest_root(folder)?.0.signed, &ROLES[1..]);
     sources(folder, &wanted, &mut Passphrases::of_environment()?)
