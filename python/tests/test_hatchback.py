@@ -233,7 +233,8 @@ class Package(unittest.TestCase):
         dense, keys, offsets = columns(self.open(), self.samples[:5])
         dense[:, 1:3] = dense[0, 1:3]
         expected = self.open().score(dense, keys, offsets).scores
-        own, shared = np.delete(dense, [1, 2], axis=1), dense[0, 1:3].copy()
+        own = np.ascontiguousarray(np.delete(dense, [1, 2], axis=1))
+        shared = dense[0, 1:3].copy()
         for rows in (shared, shared[None], np.tile(shared, (5, 1))):
             found = model.score(own, keys, offsets, shared_dense=rows).scores
             np.testing.assert_allclose(found, expected, rtol=1e-5)
