@@ -82,12 +82,6 @@ impl Side {
     }
 }
 
-/// The columns of an own value that are shared, and the others.
-struct Both {
-    shared: Side,
-    own: Side,
-}
-
 /// The columns of a product's left operand by what they depend on.
 struct Sides {
     shared: Side,
@@ -103,10 +97,8 @@ struct Split {
     nodes: Vec<Node>,
     /// The parts of own values.
     parts: HashMap<Id, Parts>,
-    /// The sides of the left operands so far. Several products may have one.
-    sides: HashMap<Id, Option<Rc<Sides>>>,
-    /// The columns of own values so far, if some are shared.
-    both: HashMap<Id, Option<Rc<Both>>>,
+    /// The sides so far of a value that makes a number of rows. Several nodes may read one.
+    sides: HashMap<(Id, usize), Option<Rc<Sides>>>,
 }
 
 /// Splits the products of `graph` that mix both sides and puts the nodes of shared values first.
@@ -117,8 +109,8 @@ pub(in crate::dense) fn split(graph: &mut Graph, shared: &[bool]) -> Vec<bool> {
     let mut marks = vec![false; widths.len()];
     marks[..shared.len()].copy_from_slice(shared);
     let nodes = Vec::with_capacity(graph.nodes.len());
-    let (parts, sides, both) = (HashMap::new(), HashMap::new(), HashMap::new());
-    let mut split = Split { widths, shared: marks, nodes, parts, sides, both };
+    let (parts, sides) = (HashMap::new(), HashMap::new());
+    let mut split = Split { widths, shared: marks, nodes, parts, sides };
     graph.nodes.drain(..).for_each(|node| split.add(node));
 
     let Split { widths, shared, mut nodes, .. } = split;
@@ -185,31 +177,18 @@ impl Split {
         self.parts.insert(node.output, Parts { outer: *outer, parts: all });
     }
 
-    /// Returns the shared columns of an own value and the others, if it has both.
-    fn both(&mut self, id: Id) -> Option<Rc<Both>> {
-        if let Some(both) = self.both.get(&id) {
-            return both.clone();
-        }
-        let parts = self.parts.get(&id).filter(|parts| parts.outer == 1).cloned()?;
-        let (shared, own): (Vec<_>, Vec<_>) =
-            parts.parts.into_iter().partition(|(id, _)| self.shared[*id]);
-        let both = (!shared.is_empty() && !own.is_empty())
-            .then(|| Rc::new(Both { shared: self.join(shared, 1), own: self.join(own, 1) }));
-        self.both.insert(id, both.clone());
-        both
-    }
-
     /// Lets a node that picks only shared columns of an own value pick them of the shared side.
     fn pick_shared(&mut self, node: &mut Node) {
         let (Op::Pick(picks), from) = (&mut node.op, node.inputs.first().copied()) else { return };
-        let Some(both) = from.filter(|id| !self.shared[*id]).and_then(|id| self.both(id)) else {
+        let Some(sides) = from.filter(|id| !self.shared[*id]).and_then(|id| self.sides(id, 1))
+        else {
             return;
         };
-        let places = both.shared.places();
+        let places = sides.shared.places();
         let narrowed: Option<Vec<u32>> =
             picks.iter().map(|pick| places.get(&(*pick as usize)).copied()).collect();
         if let Some(narrowed) = narrowed {
-            (node.inputs, *picks) = (vec![both.shared.value], narrowed);
+            (node.inputs, *picks) = (vec![sides.shared.value], narrowed);
         }
     }
 
@@ -219,9 +198,9 @@ impl Split {
     fn record_columns(&mut self, node: &Node) {
         let (Op::Map(_) | Op::Zip { .. } | Op::Pick(_)) = &node.op else { return };
         let &[from] = node.inputs.as_slice() else { return };
-        let Some(both) = self.both(from) else { return };
+        let Some(sides) = self.sides(from, 1) else { return };
         let mut parts = Vec::new();
-        for side in [&both.shared, &both.own] {
+        for side in [&sides.shared, &sides.own] {
             let (op, columns) = match &node.op {
                 Op::Map(map) => (Op::Map(*map), side.columns.clone()),
                 Op::Zip { zip, left, right } => {
@@ -322,7 +301,7 @@ impl Split {
     /// Returns the sides of the left operand `from` of a product of `outer` rows, or `None` if the
     /// product stays whole.
     fn sides(&mut self, from: Id, outer: usize) -> Option<Rc<Sides>> {
-        if let Some(sides) = self.sides.get(&from) {
+        if let Some(sides) = self.sides.get(&(from, outer)) {
             return sides.clone();
         }
         let parts = self.parts.get(&from).filter(|parts| parts.outer == outer)?.parts.clone();
@@ -341,7 +320,7 @@ impl Split {
                 own: self.join(own, outer),
             })
         });
-        self.sides.insert(from, sides.clone());
+        self.sides.insert((from, outer), sides.clone());
         sides
     }
 
