@@ -4,8 +4,10 @@
 use hatchback::limits::{FEATURES_MAX, NAME_BYTES_MAX};
 use std::time::Duration;
 
-/// Bytes that a connection takes beside the bodies of its requests: buffers of the socket's
-/// protocol, window of HTTP/2, and the state of its streams.
+/// Bytes that the system buffers for a socket, in each direction. Linux doubles the number.
+pub const SOCKET_BYTES_MAX: usize = 16 << 10;
+/// Bytes that a connection takes beside the bodies of its requests: buffers of the socket and of
+/// its protocol, window of HTTP/2, and the state of its streams.
 pub const CONNECTION_BYTES_MAX: u64 = 128 << 10;
 /// Further bytes of a connection with TLS: a handshake of at most 64 KiB, and the bytes that wait
 /// to be encrypted and to be sent.
@@ -29,11 +31,19 @@ pub const CONTROL_BYTES_MAX: usize = 64 << 10;
 /// One connection holds at most this part of `server.bytes_max`, or one request of the largest
 /// size. One with this part of a share is small: for it, any larger connection makes room.
 pub const SHARES: usize = 8;
+/// One in so many places of connections stays free for callers that come.
+pub const SPARE_PLACES: usize = 16;
 /// Time in which a part of what a connection holds must move: one byte in `SHARES`, of a body or of
 /// an answer. Otherwise its bytes weigh `SHARES` times when a connection is closed to make room.
 pub const SILENT_TIME_MIN: Duration = Duration::from_secs(1);
-/// Bytes that one connection reads before the others have their turn.
+/// Bytes that one connection reads before the others have their turn, at most.
 pub const TURN_BYTES_MAX: usize = 16 << 10;
+/// Bytes that it reads in its first turn.
+pub const TURN_BYTES_FIRST: usize = 1 << 10;
+/// Bytes that it reads in a turn if its bytes belong to no request.
+pub const TURN_BYTES_MIN: usize = 512;
+/// Turns that the others have before a request whose caller has read no answer for long.
+pub const TURNS_WAIT_MAX: u32 = 16;
 /// Bytes of frames that belong to no request and that a caller may send in `ANSWER_TIME_MAX`.
 pub const FLOOD_BYTES_MAX: usize = 1 << 20;
 /// Bytes of frames that each request may have beside its headers and its body.

@@ -8,14 +8,16 @@ use crate::connections::{Connection, Peer, Place};
 use crate::front::Front;
 use crate::limits::{
     ANSWER_TIME_MAX, HANDSHAKE_TIME_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX, HTTP1_BUFFER_BYTES_MAX,
-    SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
+    SEND_BYTES_MAX, SOCKET_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
 };
 use crate::route::status;
 use crate::route::{self, Received};
+use hyper::Version;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use rustix::net::Shutdown;
+use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
 use std::io;
@@ -29,10 +31,11 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::runtime::{Builder as RuntimeBuilder, Handle};
 use tokio::sync::watch;
+use tokio::task::yield_now;
 use tokio::time::MissedTickBehavior;
 
 /// Pause after a failed `accept`: without a free file descriptor, it would fail again immediately.
@@ -180,6 +183,7 @@ impl Acceptor<'_> {
                 let (stream, _) = listener.accept()?;
                 let user = rustix::net::sockopt::socket_peercred(&stream)?.uid;
                 stream.set_nonblocking(true)?;
+                bound_buffers(&stream)?;
                 self.start(Peer::User(user.as_raw()), async move || UnixStream::from_std(stream));
             }
             Listener::Tcp(listener) => {
@@ -230,7 +234,14 @@ fn prepared(stream: std::net::TcpStream) -> io::Result<std::net::TcpStream> {
     stream.set_nonblocking(true)?;
     // Otherwise the end of an answer would wait until the caller has acknowledged its start.
     stream.set_nodelay(true)?;
+    bound_buffers(&stream)?;
     Ok(stream)
+}
+
+/// Bounds what the system keeps for a caller that does not read. Its own bound is megabytes.
+fn bound_buffers(stream: &impl AsFd) -> io::Result<()> {
+    set_socket_recv_buffer_size(stream, SOCKET_BYTES_MAX)?;
+    Ok(set_socket_send_buffer_size(stream, SOCKET_BYTES_MAX)?)
 }
 
 /// Waits for the stream of `connection`, until the connection must make room for another one.
@@ -258,11 +269,21 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     let connection = Arc::clone(&place.connection);
     let service = service_fn(|request| {
         // Before the connection reads on, so that it keeps the headers of one request only.
+        let is_http2 = request.version() == Version::HTTP_2;
         let request = Received::new(&front, &connection, request);
         let (front, connection) = (Arc::clone(&front), Arc::clone(&connection));
-        async move { Ok::<_, Infallible>(route::answer(&front, &connection, request).await) }
+        async move {
+            // The requests of HTTP/2 are tasks of their own, which take turns anyway.
+            let turns = if is_http2 { 0 } else { connection.turns_to_wait() };
+            for _ in 0..turns {
+                yield_now().await;
+            }
+            let answered = route::answer(&front, &connection, request).await;
+            connection.note_answer();
+            Ok::<_, Infallible>(answered)
+        }
     });
-    let io = TokioIo::new(Watched { stream, connection: Arc::clone(&connection) });
+    let io = TokioIo::new(Watched { stream: stream.take(0), connection: Arc::clone(&connection) });
     let builder = protocol();
     let mut served = pin!(builder.serve_connection(io, service));
     let mut closed = pin!(connection.closed());
@@ -313,7 +334,7 @@ fn protocol() -> Builder<TokioExecutor> {
 
 /// A stream that notes when its caller sent or took bytes, and bounds what it reads in one turn.
 struct Watched<S> {
-    stream: S,
+    stream: Take<S>,
     connection: Arc<Connection>,
 }
 
@@ -323,11 +344,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.connection.is_turn_over() {
+        let turn_bytes = self.connection.turn_bytes();
+        if turn_bytes == 0 {
             // A caller that always has more to read would keep the thread from the others.
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
+        self.stream.set_limit(turn_bytes as u64);
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
         let bytes = buffer.filled().len() - before;
@@ -339,13 +362,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Watched<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        let written = Pin::new(self.stream.get_mut()).poll_write(context, bytes);
         self.note(written)
     }
 
@@ -354,20 +377,20 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         context: &mut Context<'_>,
         parts: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        let written = Pin::new(self.stream.get_mut()).poll_write_vectored(context, parts);
         self.note(written)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        self.stream.get_ref().is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        Pin::new(self.stream.get_mut()).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        Pin::new(self.stream.get_mut()).poll_shutdown(context)
     }
 }
 

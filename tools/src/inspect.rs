@@ -119,8 +119,13 @@ impl ScrubReport {
             return Ok(());
         }
 
-        let mut bad =
-            report::table(&["bad page of table", "segment", "page", "keys, at most", "fault"]);
+        let mut bad = report::table_with_texts(&[
+            "bad page of table",
+            "segment",
+            "page",
+            "keys, at most",
+            "fault",
+        ]);
         for p in &self.bad_pages {
             bad.add_row([
                 &p.table,
@@ -221,7 +226,7 @@ impl Report {
         }
         say!("{lookups}")?;
 
-        let mut inputs = report::table(&["network input", "width", "fed by"]);
+        let mut inputs = report::table_with_texts(&["network input", "width", "fed by"]);
         for i in &self.inputs {
             inputs.add_row([i.name.clone(), i.width.to_string(), i.fed_by.clone()]);
         }

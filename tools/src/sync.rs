@@ -142,7 +142,7 @@ fn update(args: &SyncArgs, updater: &Updater) -> Result<()> {
 
 fn print_status(status: &UpdateStatus, with_history: bool) -> Result<()> {
     if with_history && !status.history.is_empty() {
-        let mut table = report::table(&["when", "state", "release", ""]);
+        let mut table = report::table_with_texts(&["when", "state", "release", ""]);
         for event in &status.history {
             let (release, note) = (event.release.clone(), event.note.clone());
             table.add_row([

@@ -1,5 +1,5 @@
-//! The open connections, at most `server.connections_max`. If all are taken, the connection that
-//! was silent longest is closed for the next caller. A connection that has a request in progress is
+//! The open connections, at most `server.connections_max`. If few places are left, the connection
+//! that was silent longest is closed for the next caller. A connection that has a request in progress is
 //! never closed for that. If too many bytes wait for callers, the connection that holds most of
 //! them is closed. Never reads or writes the bytes of a connection.
 
@@ -12,14 +12,15 @@ pub mod tls;
 use crate::connections::log_limit::LogLimit;
 use crate::connections::memory::{ByteBudget, Reservation, Share};
 use crate::limits::{
-    FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, TURN_BYTES_MAX,
+    FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, SPARE_PLACES, TURN_BYTES_FIRST,
+    TURN_BYTES_MAX, TURN_BYTES_MIN, TURNS_WAIT_MAX,
 };
 use crate::locks::lock;
 use crate::problem::{Code, Problem};
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
@@ -64,8 +65,14 @@ pub struct Connection {
     /// When a part of what the connection holds had last moved, in µs since `opened`.
     moved_us: AtomicU64,
     close: Notify,
+    /// Bytes that may be read in a turn.
+    turn_bytes_max: AtomicUsize,
     /// Bytes that may be read before other connections have their turn.
     turn_bytes: AtomicUsize,
+    /// Whether a request was answered in this turn.
+    has_answered: AtomicBool,
+    /// Requests in a row that came before their caller had read the answer of the one before.
+    ahead: AtomicU32,
     /// Bytes that were read in this period and belong to no request.
     idle_bytes: AtomicUsize,
     /// The earliest time of the next request at a steady rate, in µs since `opened`.
@@ -96,7 +103,10 @@ impl Connection {
             active_us: AtomicU64::new(0),
             moved_us: AtomicU64::new(0),
             close: Notify::new(),
-            turn_bytes: AtomicUsize::new(TURN_BYTES_MAX),
+            turn_bytes_max: AtomicUsize::new(TURN_BYTES_FIRST),
+            turn_bytes: AtomicUsize::new(0),
+            has_answered: AtomicBool::new(false),
+            ahead: AtomicU32::new(0),
             idle_bytes: AtomicUsize::new(0),
             next_us: Mutex::new(0),
         }
@@ -126,14 +136,35 @@ impl Connection {
         self.share.waiting().saturating_mul(if is_stuck { SHARES } else { 1 })
     }
 
-    /// Begins a turn, in which `TURN_BYTES_MAX` bytes may be read.
+    /// Begins a turn. A connection whose bytes belong to requests may read twice as much in each
+    /// turn as in the one before. Frames without requests cost more time than their bytes.
     pub fn begin_turn(&self) {
-        self.turn_bytes.store(TURN_BYTES_MAX, Ordering::Relaxed);
+        let (last, idle) = (&self.turn_bytes_max, self.idle_bytes.load(Ordering::Relaxed));
+        let max = last.load(Ordering::Relaxed);
+        let max = if idle > TURN_BYTES_FIRST { max / 2 } else { max * 2 };
+        let max = max.clamp(TURN_BYTES_MIN, TURN_BYTES_MAX);
+        last.store(max, Ordering::Relaxed);
+        self.turn_bytes.store(max, Ordering::Relaxed);
+        self.has_answered.store(false, Ordering::Relaxed);
     }
 
-    /// Returns whether the connection must wait for its next turn to read.
-    pub fn is_turn_over(&self) -> bool {
-        self.turn_bytes.load(Ordering::Relaxed) == 0
+    /// Returns how many turns a request that came now must wait. A caller that sends requests
+    /// without reading answers has its next one answered in the same turn otherwise, and the next.
+    pub fn turns_to_wait(&self) -> u32 {
+        let is_ahead = self.has_answered.load(Ordering::Relaxed);
+        let ahead = if is_ahead { self.ahead.load(Ordering::Relaxed) + 1 } else { 0 };
+        self.ahead.store(ahead, Ordering::Relaxed);
+        ahead.min(TURNS_WAIT_MAX)
+    }
+
+    /// Notes that a request was answered.
+    pub fn note_answer(&self) {
+        self.has_answered.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns how many bytes may be read until the next turn.
+    pub fn turn_bytes(&self) -> usize {
+        self.turn_bytes.load(Ordering::Relaxed)
     }
 
     /// Counts `bytes` that were read.
@@ -269,11 +300,16 @@ impl Connections {
         lock(&self.open).len()
     }
 
-    /// Gives a connection of `peer` a place. If all are taken, closes the connection that was
-    /// silent longest and waits until it has ended. Returns `None` if every connection has a
-    /// request in progress.
+    /// Gives a connection of `peer` a place. If few are left, closes the connection that was silent
+    /// longest. If none is left, waits until one has ended. Returns `None` if every connection has
+    /// a request in progress.
     pub fn admit(self: &Arc<Self>, peer: Peer) -> Option<Place> {
         let mut open = lock(&self.open);
+        // Free places let a burst of callers in before those that make room for it have ended.
+        let kept = open.iter().filter(|connection| !connection.is_closing()).count();
+        if kept + self.connections_max / SPARE_PLACES >= self.connections_max {
+            self.close_longest_silent(&open);
+        }
         while open.len() >= self.connections_max {
             // A connection that closes already makes room. Closing one more would be one too many.
             if !open.iter().any(|connection| connection.is_closing())
@@ -507,20 +543,44 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_belong_to_no_request_end_a_turn_and_then_the_connection() {
+    fn bytes_that_belong_to_no_request_shorten_the_turns_and_then_end_the_connection() {
         let connection = Connection::new(PEER, &ByteBudget::new(1, 1));
-        for _ in 0..2 * FLOOD_BYTES_MAX / TURN_BYTES_MAX {
+        let turn = |is_used: bool| {
             connection.begin_turn();
-            connection.count_read(TURN_BYTES_MAX - 1).unwrap();
-            assert!(!connection.is_turn_over());
-            connection.count_read(1).unwrap();
-            assert!(connection.is_turn_over());
-            connection.count_used(TURN_BYTES_MAX);
-        }
+            let bytes = connection.turn_bytes();
+            connection.count_read(bytes).unwrap();
+            assert_eq!(connection.turn_bytes(), 0);
+            connection.count_used(if is_used { bytes } else { 0 });
+            bytes
+        };
+        let last = (0..1000).map(|_| turn(true)).last();
+        assert_eq!(last, Some(TURN_BYTES_MAX), "bytes of requests are no flood");
+        let last = (0..100).map(|_| turn(false)).last();
+        assert_eq!(last, Some(TURN_BYTES_MIN));
+
+        connection.begin_period().unwrap();
         connection.count_read(FLOOD_BYTES_MAX).unwrap();
         assert!(connection.count_read(1).is_err());
         connection.begin_period().unwrap();
         connection.count_read(1).unwrap();
+    }
+
+    #[test]
+    fn a_caller_that_does_not_read_answers_waits_longer_for_each() {
+        let connection = Connection::new(PEER, &ByteBudget::new(1, 1));
+        let next = |has_read: bool| {
+            if has_read {
+                connection.begin_turn();
+            }
+            let turns = connection.turns_to_wait();
+            (0..turns).for_each(|_| connection.begin_turn());
+            connection.note_answer();
+            turns
+        };
+        assert!((0..100).all(|_| next(true) == 0));
+        let turns: Vec<u32> = (0..100).map(|_| next(false)).collect();
+        assert!((1..=100).map(|ahead| TURNS_WAIT_MAX.min(ahead)).eq(turns));
+        assert_eq!(next(true), 0);
     }
 
     #[test]

@@ -786,6 +786,31 @@ fn a_caller_that_takes_no_answer_is_counted_and_closed() {
     ask_until(&open, &|| true);
 }
 
+/// A caller that sends requests and reads no answer. The system buffers the answers, in memory that
+/// belongs to the front door. Its own bound would be 208 KiB for each connection.
+#[test]
+fn the_system_keeps_few_answers_of_a_caller_that_does_not_read() {
+    let open = Open::new();
+    let (mut stream, mut good) = (open.unix(), open.client());
+    stream.set_nonblocking(true).unwrap();
+    let request = b"GET /v2/models/m HTTP/1.1\r\nhost: localhost\r\n\r\n";
+    let (mut sent, mut waits) = (0, 0);
+    // The good caller's answers show that the front door's only thread had many turns meanwhile.
+    while waits < 100 {
+        match stream.write(&request[sent % request.len()..]) {
+            Ok(bytes) => (sent, waits) = (sent + bytes, 0),
+            Err(e) => {
+                assert_eq!(e.kind(), io::ErrorKind::WouldBlock);
+                assert!(good.ask("m", SAMPLE).unwrap()["score"].is_array());
+                waits += 1;
+            }
+        }
+    }
+    let kept = rustix::io::ioctl_fionread(&stream).unwrap();
+    println!("{sent} bytes were sent, {kept} bytes of answers are kept");
+    assert!((1..32 << 10).contains(&kept), "{kept}");
+}
+
 /// The table of HPACK would keep a refusal, and then the connection would seem not to take it.
 #[test]
 fn a_refusal_that_was_taken_is_counted_no_more() {

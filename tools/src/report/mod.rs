@@ -9,7 +9,9 @@ pub mod plot;
 pub mod temporary;
 
 use crate::limits::{COLUMNS_MAX, MESSAGE_CHARS_MAX};
-use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
+use comfy_table::{
+    CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Table, TableStyle,
+};
 use std::time::Duration;
 
 pub use hatchback_link::program::{OutputClosed, explain, note, status_of};
@@ -21,14 +23,23 @@ const STYLE: TableStyle =
     TableStyle::new().top_border(RULE).header_separator(RULE).bottom_border(RULE);
 
 /// Returns an empty table with these column heads: the first column is aligned left, the others
-/// right.
+/// right. A table of figures may be wider than a terminal: a broken number could not be read.
 pub fn table(heads: &[&str]) -> Table {
     let mut table = Table::new();
-    // A long text, such as the reason of a failure, is broken over several lines.
-    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS_MAX);
     table.load_style(STYLE).set_header(heads);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// As [`table`], with texts in the last column, such as reasons of failures. They are broken over
+/// several lines.
+pub fn table_with_texts(heads: &[&str]) -> Table {
+    let mut table = table(heads);
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS_MAX);
+    for column in table.column_iter_mut().take(heads.len() - 1) {
+        column.set_constraint(ColumnConstraint::ContentWidth);
     }
     table
 }
@@ -92,6 +103,19 @@ pub fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_table_breaks_texts_and_no_figures() {
+        let mut figures = table(&["a long head"; 12]);
+        figures.add_row(["1,234,567"; 12]);
+        assert_eq!(figures.to_string().matches("1,234,567").count(), 12);
+
+        let mut texts = table_with_texts(&["release", "reason"]);
+        texts.add_row(["ranker/12345678".to_owned(), "a reason ".repeat(30)]);
+        let printed = texts.to_string();
+        assert!(printed.lines().all(|line| line.chars().count() <= COLUMNS_MAX.into()));
+        assert!(printed.contains("ranker/12345678"), "{printed}");
+    }
 
     #[test]
     fn units() {
