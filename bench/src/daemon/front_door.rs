@@ -36,7 +36,7 @@ pub const RULES: ServerRules = ServerRules {
 /// The figures of one way with one number of callers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DaemonStep {
-    /// `library` or `gRPC`.
+    /// `library`, `echo` or `gRPC`.
     pub way: &'static str,
     /// Concurrent callers.
     pub clients: u32,

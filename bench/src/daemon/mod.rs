@@ -1,5 +1,6 @@
 //! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
-//! under a rising number of callers over gRPC. The front door, the models and the callers are in
+//! under a rising number of callers over gRPC. An echo shows what the socket itself takes, which no
+//! front door can undercut. The front door, the models and the callers are in
 //! one process, with a request slot for each caller. The two ways take turns on the same requests.
 //! Then C and Python take turns with the library, each in a process of its own. Never draws
 //! requests while it measures.
@@ -25,8 +26,11 @@ pub use args::DaemonArgs;
 use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
 use hatchback_tools::serve::ServeArgs;
 use hatchback_tools::{report, say};
+use hyper::body::Bytes;
 use languages::LanguagePlan;
 use paired::Pairs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -38,6 +42,9 @@ const ADDED_US_MAX: f64 = 60.0;
 const LADDER_TURNS: u32 = 10;
 /// Least throughput with the most callers, as a share of the best step's.
 const SHARE_MIN: f64 = 0.95;
+
+/// The most bytes that the echo reads at once.
+const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// Runs the measurement.
 ///
@@ -108,12 +115,15 @@ fn measure(
 ) -> Result<(Vec<DaemonStep>, Vec<Bar>)> {
     let (time, mut added) = (args.time(4.0, 1.0), Pairs::default());
     let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
+    let mut echo = WayTotals::default();
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;
         let theirs = call_grpc(socket, &requests.messages, 1, time / TURNS)?;
+        let bare = call_echo(&requests.messages, time / TURNS)?;
         if turn > 0 {
             library.then(&ours);
             grpc.then(&theirs);
+            echo.then(&bare);
             let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
             added.add(p50_us(&theirs) - p50_us(&ours));
         }
@@ -121,14 +131,14 @@ fn measure(
 
     let name = "gRPC on a Unix socket over the library call, p50, µs";
     let latency = added.at_most(name, ADDED_US_MAX);
-    let mut steps = vec![library.step("library", 1), grpc.step("gRPC", 1)];
+    let mut steps = vec![library.step("library", 1), echo.step("echo", 1), grpc.step("gRPC", 1)];
     for &clients in args.clients.iter().filter(|clients| **clients > 1) {
         call_grpc(socket, &requests.messages, clients, time / 4)?;
         let totals = call_grpc(socket, &requests.messages, clients, time)?;
         steps.push(totals.step("gRPC", clients));
     }
     let call = |clients| call_grpc(socket, &requests.messages, clients, time / 2);
-    let throughput = share_of_best(&steps[1..], call)?;
+    let throughput = share_of_best(&steps[2..], call)?;
     Ok((steps, vec![latency, throughput]))
 }
 
@@ -161,6 +171,37 @@ fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<
         if totals.time >= time {
             break;
         }
+    }
+    Ok(totals)
+}
+
+/// Sends `messages` in turn over a Unix socket, for `time`, to a thread that only sends one byte
+/// back for each.
+fn call_echo(messages: &[Bytes], time: Duration) -> Result<WayTotals> {
+    let (mut ours, mut theirs) = UnixStream::pair()?;
+    let echo = std::thread::spawn(move || -> std::io::Result<()> {
+        let mut message = [0; MESSAGE_BYTES_MAX];
+        while theirs.read(&mut message)? > 0 {
+            theirs.write_all(&[0])?;
+        }
+        Ok(())
+    });
+    let (mut totals, start) = (WayTotals::default(), Instant::now());
+    for message in messages.iter().cycle() {
+        let sent = Instant::now();
+        // A longer message would be read in parts, with an answer to each.
+        ours.write_all(&message[..message.len().min(MESSAGE_BYTES_MAX)])?;
+        ours.read_exact(&mut [0])?;
+        totals.latencies.record(sent.elapsed());
+        totals.time = start.elapsed();
+        if totals.time >= time {
+            break;
+        }
+    }
+    drop(ours);
+    match echo.join() {
+        Ok(ended) => ended?,
+        Err(panic) => std::panic::resume_unwind(panic),
     }
     Ok(totals)
 }
@@ -203,9 +244,9 @@ mod tests {
             .unwrap();
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-        assert_eq!(report["points"].as_array().unwrap().len(), 3);
+        assert_eq!(report["points"].as_array().unwrap().len(), 4);
         assert_eq!(report["bars"][0]["bar"], ADDED_US_MAX);
-        assert!(report["points"][2]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
+        assert!(report["points"][3]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
     }
 
     /// A machine whose rate falls all the time, on which eight callers have 0.9 times the rate of

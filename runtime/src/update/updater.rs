@@ -52,7 +52,7 @@ impl Updater {
     ///
     /// # Errors
     /// `UpdateError::Flash` if the device refused.
-    pub(super) fn least(&self, install: &InstallStatus) -> Result<u64, UpdateError> {
+    pub fn least(&self, install: &InstallStatus) -> Result<u64, UpdateError> {
         let Some(record) = Flash::last_record(self.disk.as_ref(), &self.flash)? else {
             return Ok(install.committed.as_ref().map_or(0, |newest| newest.sequence));
         };

@@ -153,8 +153,10 @@ impl World {
     fn is_at_newest(&self) -> bool {
         let (level, history) = (self.level.get(), self.history());
         let best = history.best(level);
-        let install = self.updater(&self.disk).install_status().unwrap_or_default();
-        let is_ahead = install.committed.is_some_and(|newest| newest.sequence > best);
+        let updater = self.updater(&self.disk);
+        let install = updater.install_status().unwrap_or_default();
+        // A car that lost what was live takes nothing older, also after a downgrade.
+        let is_ahead = updater.least(&install).is_ok_and(|least| least > best);
         let checks = self.checks.borrow();
         let live = checks.live_sequence();
         let is_later = |live: u64| {
