@@ -33,6 +33,9 @@ pub const DLRM: Program = Program { name: "dlrm.py", text: include_str!("../peer
 /// Eight more model families in ONNX Runtime.
 pub const FAMILIES: Program =
     Program { name: "families.py", text: include_str!("../peers/families.py") };
+/// The dense networks of one driver's candidates in ONNX Runtime.
+pub const CANDIDATES: Program =
+    Program { name: "candidates.py", text: include_str!("../peers/candidates.py") };
 /// Functions that all programs import.
 const SHARED: Program = Program { name: "peer.py", text: include_str!("../peers/peer.py") };
 

@@ -1,7 +1,7 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key
 //! distributions, cache sizes and batch sizes. The bench opens the model again for every cache
-//! size. Never compares with another runtime; `--peers` does (`request_peers`). `--shared` measures
-//! dense networks alone (`request_shared`).
+//! size. `--peers` compares with other runtimes (`request_peers`), and so does `--shared`, for dense
+//! networks alone (`request_shared`).
 
 use super::load::{ClosedLoop, LoadTotals};
 use super::peer_figures::PeersPlan;
@@ -195,7 +195,7 @@ pub fn run(args: &RequestArgs) -> Result<()> {
         return run_peers(args);
     }
     if args.shared {
-        return request_shared::run(args.quick, args.json.as_ref());
+        return request_shared::run(args.quick, &args.venv, args.json.as_ref());
     }
 
     let sweep = args.sweep();

@@ -1,9 +1,9 @@
 //! `bench request --shared`: the dense networks of requests for 256 candidates of one driver. The
-//! engine that knows which inputs are shared computes their part once. Another engine gets a copy
-//! of them for each candidate. Never reads rows and never compares with another runtime.
+//! engine that knows which inputs are shared computes their part once. Another engine, and ONNX
+//! Runtime, get a copy of them for each candidate. Never reads rows.
 
 use super::bars::{Bar, bars_table};
-use super::peer::{cpu_us, percentile};
+use super::peer::{self, Peer, PeerAbout, PeerScores, RoundTimes, cpu_us, percentile};
 use super::results::{BenchReport, HostMachine, prints_tables};
 use anyhow::{Context, Result, ensure};
 use hatchback_kernels::dense::{Activation, DenseEngine, InputPart, MultiplyAdds};
@@ -13,7 +13,8 @@ use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
 use hatchback_tools::workload::synthetic::push_normals;
 use hatchback_tools::{report, say};
 use serde::Serialize;
-use std::path::PathBuf;
+use serde_json::json;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Samples of the request.
@@ -22,6 +23,8 @@ const CANDIDATES: usize = 256;
 const RATIO_MARGIN: f64 = 0.1;
 /// The largest measured ratio of HSTU, whose history is nearly all of its work.
 const HSTU_RATIO: f64 = 0.1;
+/// How far our lead over ONNX Runtime must grow, of what the counted ratio allows.
+const LEAD_SHARE: f64 = 0.9;
 /// Largest difference of a score from that with copies, as a part of the largest score.
 const SCORE_DIFFERENCE: f64 = 1e-4;
 /// Positions of the histories of DIN and HSTU.
@@ -37,6 +40,8 @@ pub struct SharedFigures {
     pub copied_us: f64,
     /// The same with shared inputs.
     pub shared_us: f64,
+    /// CPU time of ONNX Runtime with copies, median, µs; none without its environment.
+    pub peer_us: Option<f64>,
     /// The multiply-adds with shared inputs, over those with copies.
     pub counted_ratio: f64,
 }
@@ -50,6 +55,18 @@ impl SharedFigures {
         let name = format!("p50 of shared / copied, {}, {CANDIDATES} candidates", self.family);
         let counted = self.counted_ratio + RATIO_MARGIN;
         Bar::at_most(name, self.ratio(), if self.family == "HSTU" { HSTU_RATIO } else { counted })
+    }
+
+    fn lead(&self) -> Bar {
+        let name = format!("p50 of ONNX Runtime / ours, {}, {CANDIDATES} candidates", self.family);
+        match self.peer_us {
+            Some(peer_us) => {
+                let copied = peer_us / self.copied_us;
+                let least = LEAD_SHARE * copied / self.counted_ratio;
+                Bar::at_least(name, peer_us / self.shared_us, least)
+            }
+            None => Bar::not_run(name, 0.0, peer::SETUP),
+        }
     }
 }
 
@@ -263,8 +280,45 @@ fn hstu() -> Network {
     network.with_output(&logit, 1)
 }
 
+/// The inputs of a request, each as one row and as a copy for each candidate.
+struct Inputs {
+    one: Vec<Vec<f32>>,
+    copies: Vec<Vec<f32>>,
+}
+
+impl Inputs {
+    fn draw(network: &Network) -> Self {
+        let (mut one, mut copies) = (Vec::new(), Vec::new());
+        for (seed, (_, width, is_shared)) in network.inputs.iter().enumerate() {
+            let rows = if *is_shared { 1 } else { CANDIDATES };
+            let mut values = Vec::new();
+            push_normals((seed as u64) << 32, (rows * width).next_multiple_of(2), 1.0, &mut values);
+            values.truncate(rows * width);
+            copies.push(values.repeat(CANDIDATES / rows));
+            one.push(values);
+        }
+        Self { one, copies }
+    }
+
+    /// Writes what ONNX Runtime reads into `folder`.
+    fn write(&self, family: &str, network: &Network, folder: &Path) -> Result<()> {
+        std::fs::write(folder.join(family).with_extension("onnx"), network.graph.file())?;
+        for ((name, ..), values) in network.inputs.iter().zip(&self.copies) {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            std::fs::write(folder.join(family).with_extension(name), bytes)?;
+        }
+        Ok(())
+    }
+}
+
 /// Returns the figures of `network` over this number of rounds.
-fn measure(family: &'static str, network: &Network, rounds: usize) -> Result<SharedFigures> {
+/// Returns the figures of `network` over this number of rounds.
+fn measure(
+    (family, network): &(&'static str, Network),
+    rounds: usize,
+    peer: &mut Option<Peer>,
+) -> Result<SharedFigures> {
+    let family = *family;
     let inputs: Vec<_> = network.inputs.iter().map(|(name, width, _)| (*name, *width)).collect();
     let load = |shared: Vec<bool>| {
         let (isa, onnx) = (Isa::detect(), network.graph.file());
@@ -275,19 +329,11 @@ fn measure(family: &'static str, network: &Network, rounds: usize) -> Result<Sha
     let copied = load(vec![false; inputs.len()])?;
     let shared = load(network.inputs.iter().map(|(.., is_shared)| *is_shared).collect())?;
 
-    let [mut one, mut copies] = [Vec::new(), Vec::new()];
-    for (seed, (_, width, is_shared)) in network.inputs.iter().enumerate() {
-        let rows = if *is_shared { 1 } else { CANDIDATES };
-        let mut values = Vec::new();
-        push_normals((seed as u64) << 32, (rows * width).next_multiple_of(2), 1.0, &mut values);
-        values.truncate(rows * width);
-        copies.push(values.repeat(CANDIDATES / rows));
-        one.push(values);
-    }
-
+    let Inputs { one, copies } = Inputs::draw(network);
     let mut scores = [(); 3].map(|()| vec![0.0; CANDIDATES * copied.outputs()]);
     let mut scratch = [copied.scratch(CANDIDATES), shared.scratch(CANDIDATES)];
-    let mut times = [Vec::new(), Vec::new()];
+    let mut times = [(); 3].map(|()| Vec::new());
+    let about = json!({ "family": family });
     for _ in 0..rounds {
         let start = cpu_us();
         copied.run(CANDIDATES, &copies, &mut scores[0], &mut scratch[0])?;
@@ -295,26 +341,50 @@ fn measure(family: &'static str, network: &Network, rounds: usize) -> Result<Sha
         shared.run_requests(&[CANDIDATES], &one, &mut scores[1], &mut scratch[1])?;
         times[0].push(middle - start);
         times[1].push(cpu_us() - middle);
+        if let Some(peer) = peer {
+            times[2].extend(peer.request::<RoundTimes>("round", &about)?.times_us);
+        }
     }
     shared.run(CANDIDATES, &copies, &mut scores[2], &mut scratch[1])?;
     let same = scores[1].iter().zip(&scores[2]).all(|(a, b)| a.to_bits() == b.to_bits());
     ensure!(same, "{family}: shared inputs change the bits of a score");
 
+    if let Some(peer) = peer {
+        scores[2] = peer.request::<PeerScores>("scores", &about)?.scores;
+    }
     let largest = scores[0].iter().fold(0.0, |largest: f32, score| largest.max(score.abs()));
-    let difference = largest_difference(&scores[0], &scores[1]);
-    ensure!(difference <= SCORE_DIFFERENCE * f64::from(largest), "{family}: off by {difference}");
+    for others in [&scores[1], &scores[2]] {
+        let difference = largest_difference(&scores[0], others);
+        let most = SCORE_DIFFERENCE * f64::from(largest);
+        ensure!(difference <= most, "{family}: off by {difference}");
+    }
 
     let work = |MultiplyAdds { sample, request }| (CANDIDATES as u64 * sample + request) as f64;
     let counted_ratio = work(shared.multiply_adds()) / work(copied.multiply_adds());
-    let [copied_us, shared_us] = times.map(|mut times| percentile(&mut times, 0.5));
-    Ok(SharedFigures { family, copied_us, shared_us, counted_ratio })
+    let [copied_us, shared_us, peer_us] = times.map(|mut times| percentile(&mut times, 0.5));
+    let peer_us = peer.is_some().then_some(peer_us);
+    Ok(SharedFigures { family, copied_us, shared_us, peer_us, counted_ratio })
 }
 
-/// Measures all families.
+/// Starts ONNX Runtime with `families`, or prints why it does not run.
+fn start(families: &[(&'static str, Network)], venv: &Path) -> Result<Option<Peer>> {
+    let folder = tempfile::tempdir()?;
+    for (family, network) in families {
+        Inputs::draw(network).write(family, network, folder.path())?;
+    }
+    let setup = || {
+        let mut peer = Peer::start(venv, peer::CANDIDATES)?;
+        let _: PeerAbout = peer.request("setup", &json!({ "folder": folder.path() }))?;
+        anyhow::Ok(peer)
+    };
+    Ok(setup().inspect_err(|e| report::note(&report::explain(e))).ok())
+}
+
+/// Measures all families, beside ONNX Runtime of the environment `venv`.
 ///
 /// # Errors
 /// The engine refuses a network, or a score differs.
-pub fn run(is_quick: bool, json: Option<&PathBuf>) -> Result<()> {
+pub fn run(is_quick: bool, venv: &Path, json: Option<&PathBuf>) -> Result<()> {
     let rounds = if is_quick { 7 } else { 31 };
     let families = [
         ("DLRM", dlrm()),
@@ -323,17 +393,21 @@ pub fn run(is_quick: bool, json: Option<&PathBuf>) -> Result<()> {
         ("DIN", din()),
         ("HSTU", hstu()),
     ];
-    let measured = families.iter().map(|(family, network)| measure(family, network, rounds));
+    let mut peer = start(&families, venv)?;
+    let measured = families.iter().map(|family| measure(family, rounds, &mut peer));
     let points = measured.collect::<Result<Vec<_>>>()?;
-    let bars: Vec<Bar> = points.iter().map(SharedFigures::bar).collect();
+    let ratios = points.iter().map(SharedFigures::bar);
+    let bars: Vec<Bar> = ratios.chain(points.iter().map(SharedFigures::lead)).collect();
     if prints_tables(json) {
-        let mut table = report::table(&["family", "copied", "shared", "ratio", "counted"]);
+        let mut table =
+            report::table(&["family", "ONNX Runtime", "copied", "shared", "ratio", "counted"]);
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         table.add_rows(points.iter().map(|point| {
             let [measured, counted] = [point.ratio(), point.counted_ratio];
             let ratios = [measured, counted].map(|ratio| format!("{ratio:.3}"));
             let [copied, shared] = [point.copied_us, point.shared_us].map(us);
-            [vec![point.family.to_owned(), copied, shared], ratios.to_vec()].concat()
+            let peer = report::or_dash(point.peer_us, us);
+            [vec![point.family.to_owned(), peer, copied, shared], ratios.to_vec()].concat()
         }));
         say!("{}\n{table}\n{}", HostMachine::this(), bars_table(&bars))?;
     }
