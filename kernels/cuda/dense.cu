@@ -6,7 +6,8 @@
 // Each kernel takes one structure, which kernels/src/gpu/dense_kernels.rs has too.
 #include "prelude.cuh"
 
-// ---- Matrix products: out[m, n] = finish(a[m, k] x w[k, n]), finish(x) = relu?(x * scale + bias)
+// ---- Matrix products: out[m, n] = finish(a[m, k] x w[k, n]),
+// finish(x) = sigmoid?(relu?(x * scale + bias))
 
 struct MatrixProduct {
     const float* a;
@@ -19,6 +20,7 @@ struct MatrixProduct {
     int n;
     int relu;
     int continues;       // whether `out` has sums, to which the product adds
+    int sigmoid;
 };
 
 struct MatrixFinish {
@@ -48,6 +50,36 @@ static_assert(sizeof(SmallProducts) == 48,
 
 __device__ __forceinline__ float rectify(float value, int relu) {
     return relu && 0.0f > value ? 0.0f : value;
+}
+
+// The arithmetic of `math.rs`, line by line.
+static __device__ __forceinline__ float exponential(float x) {
+    const float ROUND = 12582912.0f;
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 87.0f ? 87.0f : x;
+
+    const float rounded = fmaf(x, 1.44269504088896340736f, ROUND);
+    const float n = rounded - ROUND;
+    float r = fmaf(n, -0.6933594f, x);
+    r = fmaf(n, 2.1219444e-4f, r);
+
+    float p = 1.9875691e-4f;
+    p = fmaf(p, r, 1.3981999e-3f);
+    p = fmaf(p, r, 8.333452e-3f);
+    p = fmaf(p, r, 4.1665796e-2f);
+    p = fmaf(p, r, 0.16666665f);
+    p = fmaf(p, r, 0.5f);
+
+    const float e = fmaf(p, r * r, r) + 1.0f;
+    const u32 power = (__float_as_uint(rounded) - __float_as_uint(ROUND) + 127u) << 23;
+    // This product is exact because the second factor is a power of two. The bits are the same
+    // whether or not it is fused into the next addition. Every other sum of a product here is
+    // written as fmaf.
+    return e * __uint_as_float(power);
+}
+
+static __device__ __forceinline__ float sigmoid(float x) {
+    return 1.0f / (1.0f + exponential(-x));
 }
 
 // Loads `N` neighbouring values of shared memory; `from` is a multiple of their bytes.
@@ -185,15 +217,19 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
         }
     }
 
+    // Without the pragma the sigmoid makes the loops too long to unroll, and sums that a variable
+    // indexes are in local memory.
+#pragma unroll
     for (int r = 0; r < EACH_ROWS; r++) {
+#pragma unroll
         for (int c = 0; c < EACH_COLUMNS; c++) {
             const int row = first_row + y + r;
             const int column = first_column + x + c;
             if (row >= m || column >= n) {
                 continue;
             }
-            const float value = fmaf(sum[r][c], scale[column], bias[column]);
-            out[(size_t)row * n + column] = rectify(value, p.relu);
+            const float value = rectify(fmaf(sum[r][c], scale[column], bias[column]), p.relu);
+            out[(size_t)row * n + column] = p.sigmoid ? sigmoid(value) : value;
         }
     }
 }
@@ -292,7 +328,87 @@ extern "C" __global__ void __launch_bounds__(256, 4) dense_products(SmallProduct
     }
 }
 
-// ---- Functions of each value: the arithmetic of `math.rs`, line by line
+// ---- Products of every two of a sample's vectors
+
+// kernels/src/gpu/dense_kernels.rs has the same number: operands of one launch.
+#define PARTS 8
+
+struct PairPart {
+    const float* from;  // `[samples, rows, k]`
+    int rows;
+    int before;         // rows of the parts before it
+};
+
+// A pick of this bit copies a value of the vectors. The bits 16 to 30 are its row, the others its
+// column. Without the bit these are the two rows of a product.
+#define VALUE_PICK 0x80000000u
+
+struct Pairs {
+    PairPart parts[PARTS];
+    const u32* picks;  // `[width]`
+    float* out;        // `[samples, width]`
+    i64 samples;
+    int count;         // of the parts
+    int k;
+    int width;
+    int unused;
+};
+
+static_assert(sizeof(Pairs) == 168, "kernels/src/gpu/dense_kernels.rs has the same structure");
+
+// Each sample takes one block. Its vectors pass through shared memory, from wherever they are, so
+// nobody concatenates them. A result is one chain over the columns of two rows.
+extern "C" __global__ void __launch_bounds__(256, 4) dense_pairs(Pairs p) {
+    alignas(16) __shared__ float vectors[SMALL_VALUES];
+    const int k = p.k;
+    // Rows begin at multiples of 16 bytes if they can be read by four values. In both cases
+    // neighbouring rows begin in different banks.
+    const bool by_four = k % 4 == 0;
+    const int stride = by_four ? k + 4 : k | 1;
+    for (i64 sample = blockIdx.x; sample < p.samples; sample += gridDim.x) {
+        // Unrolled, because a parameter that is indexed by a variable would go to local memory.
+#pragma unroll
+        for (int number = 0; number < PARTS; number++) {
+            const PairPart part = p.parts[number];
+            const int values = number < p.count ? part.rows * k : 0;
+            const float* from = part.from + sample * values;
+            for (int i = threadIdx.x; i < values; i += 256) {
+                const int row = i / k;
+                vectors[(part.before + row) * stride + i - row * k] = from[i];
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < p.width; i += 256) {
+            const u32 pick = p.picks[i];
+            const float* left = vectors + (int)(pick >> 16 & 0x7fff) * stride;
+            float result = 0.0f;
+            if (pick & VALUE_PICK) {
+                result = left[pick & 0xffff];
+            } else {
+                const float* right = vectors + (int)(pick & 0xffff) * stride;
+                if (by_four) {
+                    for (int at = 0; at < k; at += 4) {
+                        float a[4];
+                        float b[4];
+                        load_shared(a, left + at);
+                        load_shared(b, right + at);
+                        for (int c = 0; c < 4; c++) {
+                            result = fmaf(a[c], b[c], result);
+                        }
+                    }
+                } else {
+                    for (int at = 0; at < k; at++) {
+                        result = fmaf(left[at], right[at], result);
+                    }
+                }
+            }
+            p.out[sample * p.width + i] = result;
+        }
+        __syncthreads();
+    }
+}
+
+// ---- Functions of each value
 
 // kernels/src/gpu/numbers.rs has the same numbers.
 enum MapFunction { RELU, SIGMOID, TANH };
@@ -305,35 +421,6 @@ struct MapValues {
 };
 
 static_assert(sizeof(MapValues) == 32, "kernels/src/gpu/dense_kernels.rs has the same structure");
-
-static __device__ __forceinline__ float exponential(float x) {
-    const float ROUND = 12582912.0f;
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 87.0f ? 87.0f : x;
-
-    const float rounded = fmaf(x, 1.44269504088896340736f, ROUND);
-    const float n = rounded - ROUND;
-    float r = fmaf(n, -0.6933594f, x);
-    r = fmaf(n, 2.1219444e-4f, r);
-
-    float p = 1.9875691e-4f;
-    p = fmaf(p, r, 1.3981999e-3f);
-    p = fmaf(p, r, 8.333452e-3f);
-    p = fmaf(p, r, 4.1665796e-2f);
-    p = fmaf(p, r, 0.16666665f);
-    p = fmaf(p, r, 0.5f);
-
-    const float e = fmaf(p, r * r, r) + 1.0f;
-    const u32 power = (__float_as_uint(rounded) - __float_as_uint(ROUND) + 127u) << 23;
-    // This product is exact because the second factor is a power of two. The bits are the same
-    // whether or not it is fused into the next addition. Every other sum of a product here is
-    // written as fmaf.
-    return e * __uint_as_float(power);
-}
-
-static __device__ __forceinline__ float sigmoid(float x) {
-    return 1.0f / (1.0f + exponential(-x));
-}
 
 extern "C" __global__ void __launch_bounds__(256) dense_map(MapValues p) {
     for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
@@ -398,12 +485,19 @@ struct SumValues {
 };
 
 struct ConcatPart {
-    const float* from;  // `[values / part, part]`
-    float* out;         // `[values / part, stride]`
-    i64 values;         // of `from`
-    int part;
+    const float* from;  // `[rows, width]`
+    int width;
+    int before;  // columns of the parts before it
+};
+
+struct ConcatParts {
+    ConcatPart parts[PARTS];
+    float* out;  // `[rows, stride]`, from the first column of the parts on
+    i64 rows;
+    int count;   // of the parts
+    int width;   // of all of them
     int stride;
-    int first;  // column of `out` where the part begins
+    int unused;
 };
 
 struct PickValues {
@@ -426,7 +520,7 @@ struct GatherRows {
 };
 
 static_assert(sizeof(GatherRows) == 40, "kernels/src/gpu/dense_kernels.rs has the same structure");
-static_assert(sizeof(SumValues) == 40 && sizeof(ConcatPart) == 40 && sizeof(PickValues) == 40,
+static_assert(sizeof(SumValues) == 40 && sizeof(ConcatParts) == 160 && sizeof(PickValues) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 
 // Adds in the order of n.
@@ -441,9 +535,22 @@ extern "C" __global__ void __launch_bounds__(256) dense_sum(SumValues p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) dense_concat(ConcatPart p) {
-    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
-        p.out[i / p.part * p.stride + p.first + i % p.part] = p.from[i];
+// Copies the parts side by side.
+extern "C" __global__ void __launch_bounds__(256) dense_concat(ConcatParts p) {
+    const i64 values = p.rows * p.width;
+    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < values; i += gridDim.x * 256LL) {
+        const i64 row = i / p.width;
+        const int column = (int)(i - row * p.width);
+        // Unrolled for the same reason as in dense_pairs.
+        const float* from = nullptr;
+#pragma unroll
+        for (int number = 0; number < PARTS; number++) {
+            const ConcatPart part = p.parts[number];
+            if (number < p.count && column >= part.before) {
+                from = part.from + row * part.width + (column - part.before);
+            }
+        }
+        p.out[row * p.stride + column] = *from;
     }
 }
 

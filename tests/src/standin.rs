@@ -28,6 +28,10 @@ pub struct Counts {
     pub loaded: u64,
     /// Blocks of threads that kernels have begun.
     pub blocks: u64,
+    /// Nodes of the graph that was launched last.
+    pub nodes: u64,
+    /// Nodes of its longest chain, each of which starts after the one before.
+    pub chain: u64,
 }
 
 /// The stand-in, loaded.
@@ -115,13 +119,14 @@ impl StandIn {
 
     /// Returns the counts so far.
     pub fn counts(&self) -> Counts {
-        let mut out = [0u64; 7];
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes seven numbers.
+        let mut out = [0u64; 9];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes nine numbers.
         unsafe {
             self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr())
         };
-        let [launches, waits, copies, bytes, busy, loaded, blocks] = out;
-        Counts { launches, waits, copies, bytes, busy: busy != 0, loaded, blocks }
+        let [launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain] = out;
+        let busy = busy != 0;
+        Counts { launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain }
     }
 
     /// Makes the calls that [`StandIn::fault`] lets fail return `code`; at first it is

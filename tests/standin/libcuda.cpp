@@ -23,8 +23,8 @@
 typedef int Result;
 typedef unsigned long long Address;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_BINARY = 209, NEWER_PTX = 222,
-       NOT_FOUND = 500, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905,
-       CAPTURE_WRONG_THREAD = 908 };
+       NOT_FOUND = 500, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNJOINED = 904,
+       CAPTURE_ISOLATION = 905, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908 };
 
 namespace {
 
@@ -44,7 +44,8 @@ const Device* device_named(const char* name) {
 }
 const Device*& device() { static const Device* d = device_named(getenv("STANDIN_DEVICE")); return d; }
 
-struct Event { uint64_t recorded = 0, done = 0; bool in_capture = false; };
+// `capture` is the recording in which the event was recorded last, or 0, and `after` its place in that.
+struct Event { uint64_t recorded = 0, done = 0, capture = 0; std::set<size_t> after; };
 
 struct Op {
     enum Kind { HOST, KERNEL, RECORD, WAIT } kind;
@@ -56,15 +57,33 @@ struct Op {
     std::shared_ptr<sim::Grid> grid;  // while it runs
 };
 
-struct Stream {
-    std::deque<Op> ops;
-    // The recorded work, the recording thread, and whether the recording was invalidated.
-    std::vector<Op>* captured = nullptr;
+// One piece of recorded work, and the numbers of those that it follows.
+struct Node { Op op; std::set<size_t> after; };
+
+// `longest` is the number of nodes in the longest chain, each of which follows the one before.
+struct Graph { std::vector<Node> nodes; size_t longest = 0; };
+
+struct Stream;
+// What one thread records, on the stream that it began with and on those that wait for its events.
+struct Capture {
+    uint64_t id = 0;
+    Stream* origin = nullptr;
     std::thread::id by;
     bool spoiled = false;
+    Graph graph;
+};
+
+struct Stream {
+    std::deque<Op> ops;
+    // The recording that it takes part in, and the nodes that its next node follows.
+    Capture* captured = nullptr;
+    std::set<size_t> after;
+    std::vector<Stream*> branches;  // run the other branches of its graphs
 };
 
 std::set<Stream*> streams;
+std::map<uint64_t, Capture*> captures;
+uint64_t last_capture, last_nodes, last_longest;
 uint64_t launches, waits, copies, live_bytes, loaded;
 struct Memory { size_t bytes; bool pinned; };
 std::map<Address, Memory> memories;
@@ -124,8 +143,13 @@ Stream* of(void* stream) {
 
 Result give(void* stream, Op op) {
     Stream* s = of(stream);
-    if (s->captured) s->captured->push_back(std::move(op));
-    else s->ops.push_back(std::move(op));
+    if (s->captured) {
+        std::vector<Node>& nodes = s->captured->graph.nodes;
+        nodes.push_back({std::move(op), s->after});
+        s->after = {nodes.size() - 1};
+    } else {
+        s->ops.push_back(std::move(op));
+    }
     return SUCCESS;
 }
 
@@ -142,12 +166,12 @@ Result copy(void* stream, std::function<void()> run) {
     return give(stream, std::move(op));
 }
 
-bool spoil(Stream* s) { return s->captured && (s->spoiled = true); }
+bool spoil(Stream* s) { return s->captured && (s->captured->spoiled = true); }
 
 // Memory, modules and waits for events are not for a thread that records.
 bool recording_here() {
     bool found = false;
-    for (Stream* s : streams) if (s->captured && s->by == std::this_thread::get_id()) found = s->spoiled = true;
+    for (auto& [id, c] : captures) if (c->by == std::this_thread::get_id()) found = c->spoiled = true;
     return found;
 }
 #define NOT_WHILE_RECORDING if (recording_here()) return CAPTURE_UNSUPPORTED
@@ -215,7 +239,6 @@ Result release(Address p, bool pinned) {
 // `entry` is the text before a kernel's name in the image.
 struct Module { std::string image, entry; };
 struct Function { sim::Named kernel; bool ran = false; };
-typedef std::vector<Op> Graph;
 int context;
 bool spins = false;
 
@@ -226,7 +249,7 @@ void sim::add(sim::Named kernel) { table().push_back(kernel); }
 // For the tests themselves.
 API void standin_device(const char* name) { LOCKED; device() = device_named(name); }
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
-API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; }
+API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; out[7] = last_nodes; out[8] = last_longest; }
 API void standin_fault(const char* what, unsigned after, unsigned times) { LOCKED; fault = what, fault_after = after, fault_times = times; }
 API void standin_fault_code(int code) { LOCKED; fault_code = (Result)code; }
 
@@ -291,7 +314,11 @@ API Result cuStreamCreate(void** s, unsigned flags) {
     return SUCCESS;
 }
 API Result cuStreamCreateWithPriority(void** s, unsigned flags, int) { return cuStreamCreate(s, flags); }
-API Result cuStreamDestroy_v2(void* s) { BOUND_TO_GIVE_BACK; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); }); streams.erase(gone); delete gone; return SUCCESS; }
+API Result cuStreamDestroy_v2(void* s) { BOUND_TO_GIVE_BACK; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); });
+    gone->branches.push_back(gone);
+    for (Stream* each : std::vector<Stream*>(gone->branches)) streams.erase(each), delete each;
+    return SUCCESS;
+}
 API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; if (fails("wait")) return fault_code; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
 API Result cuStreamQuery(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; advance(); return of(s)->ops.empty() ? SUCCESS : NOT_READY; }
 
@@ -302,7 +329,12 @@ API Result cuEventRecord(void* e, void* s) {
     LOCKED;
     Op op{Op::RECORD};
     op.event = *(std::shared_ptr<Event>*)e;
-    op.event->in_capture = of(s)->captured;
+    if (Capture* c = of(s)->captured) {
+        // Marks a place in the recording, and is no node of it.
+        op.event->capture = c->id, op.event->after = of(s)->after;
+        return SUCCESS;
+    }
+    op.event->capture = 0;
     op.number = ++op.event->recorded;
     return give(s, std::move(op));
 }
@@ -325,9 +357,16 @@ API Result cuStreamWaitEvent(void* s, void* e, unsigned) {
     Op op{Op::WAIT};
     op.event = *(std::shared_ptr<Event>*)e;
     op.number = op.event->recorded;
+    const Event& event = *op.event;
+    Stream* stream = of(s);
+    if (!event.capture && !stream->captured) return give(s, std::move(op));
     // A recording must not depend on anything outside the recording.
-    if (op.event->in_capture != (of(s)->captured != nullptr)) return spoil(of(s)), CAPTURE_ISOLATION;
-    return give(s, std::move(op));
+    if (stream->captured && stream->captured->id != event.capture) return spoil(stream), CAPTURE_ISOLATION;
+    // A stream that waits for a recorded event takes part in the recording.
+    if (!captures.count(event.capture)) return CAPTURED_EVENT;
+    if (!stream->captured) stream->captured = captures[event.capture], stream->after.clear();
+    stream->after.insert(event.after.begin(), event.after.end());
+    return SUCCESS;
 }
 API Result cuEventSynchronize(void* e) {
     BOUND;
@@ -445,24 +484,37 @@ API Result cuStreamBeginCapture_v2(void* s, int mode) {
     LOCKED;
     if (mode != 1) sim::fail("a recording that other threads may spoil");
     if (of(s)->captured) return CAPTURE_UNSUPPORTED;
-    of(s)->captured = new Graph, of(s)->by = std::this_thread::get_id(), of(s)->spoiled = false;
+    Capture* c = new Capture{++last_capture, of(s), std::this_thread::get_id(), false, {}};
+    captures[c->id] = of(s)->captured = c, of(s)->after.clear();
     return SUCCESS;
 }
 API Result cuStreamEndCapture(void* s, void** g) {
     BOUND;
     LOCKED;
-    if (of(s)->by != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
-    *g = of(s)->captured;
-    of(s)->captured = nullptr;
-    if (fails("recording")) {
-        delete (Graph*)*g;
-        *g = nullptr;
-        return CAPTURE_UNSUPPORTED;
-    }
-    if (!of(s)->spoiled) return SUCCESS;
-    delete (Graph*)*g;
+    Stream* stream = of(s);
+    Capture* c = stream->captured;
     *g = nullptr;
-    return CAPTURE_INVALIDATED;
+    if (!c || c->origin != stream) return CAPTURE_UNSUPPORTED;
+    if (c->by != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
+    // The stream must have waited for the last work of every branch.
+    std::vector<Node>& nodes = c->graph.nodes;
+    std::set<size_t> ends;
+    std::vector<size_t> chains;
+    for (size_t i = 0; i < nodes.size(); i++) {
+        size_t before = 0;
+        for (size_t other : nodes[i].after) before = std::max(before, chains[other]), ends.erase(other);
+        chains.push_back(before + 1), ends.insert(i);
+        c->graph.longest = std::max(c->graph.longest, before + 1);
+    }
+    const bool joined = std::includes(stream->after.begin(), stream->after.end(), ends.begin(), ends.end());
+    for (Stream* each : streams) if (each->captured == c) each->captured = nullptr;
+    captures.erase(c->id);
+    std::unique_ptr<Capture> gone(c);
+    if (fails("recording")) return CAPTURE_UNSUPPORTED;
+    if (c->spoiled) return CAPTURE_INVALIDATED;
+    if (!joined) return CAPTURE_UNJOINED;
+    *g = new Graph(std::move(c->graph));
+    return SUCCESS;
 }
 API Result cuStreamIsCapturing(void* s, int* c) { LOCKED; *c = of(s)->captured ? 1 : 0; return SUCCESS; }
 API Result cuGraphInstantiateWithFlags(void** x, void* g, unsigned long long) { BOUND; *x = new Graph(*(Graph*)g); return SUCCESS; }
@@ -472,11 +524,43 @@ API Result cuGraphLaunch(void* x, void* s) {
     LOCKED;
     if (fails("graph")) return fault_code;
     launches++;
-    for (Op op : *(Graph*)x) {
+    const Graph& graph = *(Graph*)x;
+    last_nodes = graph.nodes.size(), last_longest = graph.longest;
+    // A branch is a chain of nodes on a stream of its own; events order the branches.
+    Stream* stream = of(s);
+    if (stream->captured) sim::fail("a graph is launched while its stream records");
+    std::vector<size_t> branch_of, last;
+    std::vector<std::shared_ptr<Event>> ended;
+    auto on = [&](size_t branch) {
+        if (!branch) return stream;
+        while (stream->branches.size() < branch) stream->branches.push_back(*streams.insert(new Stream).first);
+        return stream->branches[branch - 1];
+    };
+    auto order = [&](size_t branch, Op::Kind kind, std::shared_ptr<Event> event) {
+        Op op{kind};
+        op.event = event, op.number = event->recorded = 1;
+        on(branch)->ops.push_back(std::move(op));
+    };
+    auto start = std::make_shared<Event>();
+    order(0, Op::RECORD, start);
+    for (size_t i = 0; i < graph.nodes.size(); i++) {
+        const Node& node = graph.nodes[i];
+        size_t branch = 0;
+        while (branch < last.size() && !node.after.count(last[branch])) branch++;
+        if (branch == last.size()) {
+            last.push_back(i);
+            if (branch) order(branch, Op::WAIT, start);
+        }
+        for (size_t before : node.after) if (branch_of[before] != branch) order(branch, Op::WAIT, ended[before]);
+        Op op = node.op;
         // A test shows what happens if a wait does not see the record of a launched graph.
         if (op.each_launch) op.number = fails("record of a graph") ? 0 : ++op.event->recorded;
-        give(s, std::move(op));
+        on(branch)->ops.push_back(std::move(op));
+        last[branch] = i, branch_of.push_back(branch);
+        ended.push_back(std::make_shared<Event>());
+        order(branch, Op::RECORD, ended[i]);
     }
+    for (size_t branch = 1; branch < last.size(); branch++) order(0, Op::WAIT, ended[last[branch]]);
     return SUCCESS;
 }
 API Result cuGraphDestroy(void* g) { BOUND_TO_GIVE_BACK; delete (Graph*)g; return SUCCESS; }

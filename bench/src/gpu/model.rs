@@ -93,8 +93,9 @@ impl MeasuredNetwork {
             output: "logit",
             activation: Activation::Sigmoid,
         };
-        let dense = options.dense.on_gpu();
-        let device = DeviceOptions { dense, batch_max: options.batch_max, f16_inputs: vec![1] };
+        let (dense, fed) = (options.dense.on_gpu(), vec![0]);
+        let device =
+            DeviceOptions { dense, batch_max: options.batch_max, f16_inputs: vec![1], fed };
         Ok(Arc::new(DeviceEngine::load(gpu, &network, &device)?))
     }
 }
@@ -189,7 +190,7 @@ impl GpuModel {
         };
         let (tables, engine) = (&self.tables.on_gpu, &self.engine);
         let part = |input| InputPart { input, width: self.widths[input], shared: false };
-        let inputs = StepInputs { parts: &[part(0), part(1)], fed: &[0], copies: &[] };
+        let inputs = StepInputs { parts: &[part(0), part(1)], copies: &[] };
         Ok(Step::new(tables, engine, inputs, features_of, limits)?)
     }
 

@@ -11,15 +11,16 @@ use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::graph::onnx;
 use crate::dense::graph::onnx_graph::{Graph, Stop};
-use crate::dense::run::layout::Layout;
+use crate::dense::run::layout::{GpuLayout, Layout};
 use crate::dense::run::sharing::{InputPart, divide_inputs};
 use crate::dense::{Activation, DenseEngine, DenseError, match_interface, widen};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape, RowColumns};
-use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, RunShape};
+use crate::gpu::dense_kernels::{DenseKernels, PairShape, ResultShape, RowColumns};
+use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, PlanWork, RunShape, Scores};
 use crate::gpu::input_type::InputType;
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
+use crate::gpu::samples::RequestSize;
 use crate::gpu::tensorrt::{self, BatchClass, Build, BuildInput, Plans, TensorRt};
 use crate::simd::isa::Isa;
 use serde::Deserialize;
@@ -79,6 +80,8 @@ pub struct DeviceOptions {
     /// Numbers of the inputs that may be f16 if the network computes in f16. Only lookups fill
     /// these inputs, in pieces of four columns.
     pub f16_inputs: Vec<usize>,
+    /// Numbers of the parts that the host fills. What only these reach runs beside the lookups.
+    pub fed: Vec<usize>,
 }
 
 /// A network on a GPU. Holding one proves that it gave the CPU's scores on that GPU, within the
@@ -90,6 +93,8 @@ pub struct DeviceEngine {
     parts: Vec<InputPart>,
     /// The type of each part.
     types: Vec<InputType>,
+    /// The parts that the host fills.
+    fed: Vec<usize>,
     outputs: usize,
     activation: Activation,
     batch_max: usize,
@@ -152,6 +157,7 @@ impl DeviceEngine {
             reference: &reference,
             batch_max: options.batch_max,
             f16_inputs: &options.f16_inputs,
+            fed: &options.fed,
         };
 
         let mut rejected = Vec::new();
@@ -168,7 +174,8 @@ impl DeviceEngine {
             Ok(mut graph) => {
                 divide_inputs(&mut graph, parts);
                 let shared: Vec<bool> = parts.iter().map(|part| part.shared).collect();
-                Layout::for_gpu(graph, &shared)
+                let (shared, fits_pairs) = (&shared[..], PairShape::fits);
+                Layout::for_gpu(graph, &GpuLayout { shared, fed: &options.fed, fits_pairs })
             }
             Err(Stop::Refused(e)) => return Err(e.into()),
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
@@ -223,6 +230,11 @@ impl DeviceEngine {
     /// Returns the type of each part of an input.
     pub fn input_types(&self) -> &[InputType] {
         &self.types
+    }
+
+    /// Returns the parts that the host fills.
+    pub(crate) fn fed(&self) -> &[usize] {
+        &self.fed
     }
 
     /// Returns the words of one row of part `number`.
@@ -294,41 +306,86 @@ impl DeviceEngine {
         scratch: &mut DeviceScratch,
     ) -> Result<(), GpuDenseError> {
         let shape = shape.into();
-        let batch = shape.size.samples;
+        let inputs: Vec<View<f32>> = inputs.iter().map(Buffer::view).collect();
+        self.enqueue_early(stream, shape, &inputs, scratch)?;
+        self.enqueue_rest(stream, shape, &inputs, scores, scratch)
+    }
+
+    /// Puts the part of a run onto `stream` that needs nothing looked up. For the arguments see
+    /// [`DeviceEngine::enqueue`].
+    ///
+    /// # Errors
+    /// As [`DeviceEngine::enqueue`].
+    pub(crate) fn enqueue_early(
+        &self,
+        stream: &Stream,
+        shape: RunShape<'_>,
+        inputs: &[View<f32>],
+        scratch: &mut DeviceScratch,
+    ) -> Result<(), GpuDenseError> {
+        self.check_sizes(shape, inputs, scratch)?;
+        // TensorRT runs a network as one.
+        if let (Backend::Plan { plan, .. }, BackendScratch::Plan(scratch)) =
+            (&self.backend, &mut scratch.backend)
+        {
+            plan.enqueue_early(
+                PlanWork { kernels: &self.kernels, stream, shape, inputs },
+                scratch,
+            )?;
+        }
+        Ok(())
+    }
+
+    fn check_sizes(
+        &self,
+        shape: RunShape<'_>,
+        inputs: &[View<f32>],
+        scratch: &DeviceScratch,
+    ) -> Result<(), GpuDenseError> {
+        let RequestSize { samples: batch, requests } = shape.size;
         if batch > scratch.batch_max {
             return Err(DenseError::Batch { batch, max: scratch.batch_max }.into());
         }
-        let short = |(i, words): (usize, &Buffer<f32>)| words.len() < batch * self.input_words(i);
+        let rows = |i: usize| if self.parts[i].shared { requests } else { batch };
+        let short = |(i, words): (usize, &View<f32>)| words.len() < rows(i) * self.input_words(i);
         if inputs.len() != self.parts.len() || inputs.iter().enumerate().any(short) {
             return Err(GpuDenseError::Buffers(format!("inputs do not hold {batch} samples")));
         }
+        Ok(())
+    }
+
+    /// Puts the rest of a run onto `stream`, after [`DeviceEngine::enqueue_early`].
+    ///
+    /// # Errors
+    /// As [`DeviceEngine::enqueue`].
+    pub(crate) fn enqueue_rest(
+        &self,
+        stream: &Stream,
+        shape: RunShape<'_>,
+        inputs: &[View<f32>],
+        scores: View<f32>,
+        scratch: &mut DeviceScratch,
+    ) -> Result<(), GpuDenseError> {
+        self.check_sizes(shape, inputs, scratch)?;
+        let batch = shape.size.samples;
         let values = batch * self.outputs;
         if scores.len() < values {
             let problem = format!("room for {} scores, {batch} samples", scores.len());
             return Err(GpuDenseError::Buffers(problem));
         }
 
-        let scores = scores.first(values);
+        let (scores, activation) = (scores.first(values), self.activation);
         match (&self.backend, &mut scratch.backend) {
             (Backend::TensorRt { .. }, BackendScratch::TensorRt { context, joined }) => {
                 let inputs = self.join_inputs(stream, shape, inputs, joined)?;
                 context.enqueue(stream, batch, &inputs, scores)?;
-                if self.activation == Activation::Sigmoid {
+                if activation == Activation::Sigmoid {
                     self.kernels.map(stream, MapNumber::Sigmoid, scores, scores)?;
                 }
             }
             (Backend::Plan { plan, .. }, BackendScratch::Plan(scratch)) => {
-                let result = plan.enqueue(&self.kernels, stream, shape, inputs, scratch)?;
-                match self.activation {
-                    Activation::Sigmoid => {
-                        self.kernels.map(stream, MapNumber::Sigmoid, result, scores)?;
-                    }
-                    Activation::None => {
-                        let (part, stride) = (self.outputs, self.outputs);
-                        let all = Columns { rows: batch, part, stride, first: 0 };
-                        self.kernels.concat(stream, result, all, scores)?;
-                    }
-                }
+                let work = PlanWork { kernels: &self.kernels, stream, shape, inputs };
+                plan.enqueue_rest(work, Scores { values: scores, activation }, scratch)?;
             }
             _ => {
                 let problem = "the scratch belongs to another engine".to_owned();
@@ -336,18 +393,6 @@ impl DeviceEngine {
             }
         }
         Ok(())
-    }
-
-    /// Puts a copy of `from` to the start of `to` onto `stream`.
-    ///
-    /// # Errors
-    /// [`CudaError::Driver`].
-    pub fn copy(&self, stream: &Stream, from: View<f32>, to: View<f32>) -> Result<(), CudaError> {
-        let n = from.len();
-        if n == 0 {
-            return Ok(());
-        }
-        self.kernels.concat(stream, from, Columns { rows: 1, part: n, stride: n, first: 0 }, to)
     }
 
     /// Returns of each input the words of a sample of its copy, if it is shared or has several
@@ -371,19 +416,19 @@ impl DeviceEngine {
         &self,
         stream: &Stream,
         shape: RunShape<'_>,
-        parts: &'a [Buffer<f32>],
+        parts: &'a [View<'a, f32>],
         joined: &'a [Option<Buffer<f32>>],
     ) -> Result<Vec<View<'a, f32>>, CudaError> {
         let input = |(input, copy): (usize, &'a Option<Buffer<f32>>)| {
             let Some(copy) = copy else {
-                let whole = self.parts_of(input).map(|part| parts[part].view()).next();
+                let whole = self.parts_of(input).map(|part| parts[part]).next();
                 return Ok(whole.unwrap_or_else(View::none));
             };
             let stride = self.parts_of(input).map(|part| self.input_words(part)).sum();
             let mut first = 0;
             for part in self.parts_of(input) {
                 let width = self.input_words(part);
-                let from = RowColumns { values: parts[part].view(), first: 0, stride: width };
+                let from = RowColumns { values: parts[part], first: 0, stride: width };
                 let to = RowColumns { values: copy.view(), first, stride };
                 let is_shared = self.parts[part].shared;
                 let numbers = if is_shared { shape.request_of } else { View::none() };
@@ -497,12 +542,14 @@ struct Loader<'a> {
     reference: &'a DenseEngine,
     batch_max: usize,
     f16_inputs: &'a [usize],
+    fed: &'a [usize],
 }
 
 impl Loader<'_> {
     fn engine(&self, backend: Backend) -> DeviceEngine {
         DeviceEngine {
             types: vec![InputType::F32; self.parts.len()],
+            fed: self.fed.to_vec(),
             gpu: Arc::clone(self.gpu),
             kernels: Arc::clone(&self.kernels),
             backend,

@@ -20,6 +20,10 @@ const STRIDED_GRID_BLOCKS: usize = 1 << 16;
 const PRODUCT_BLOCKS: usize = 16;
 /// A product of at most this many rows uses the small tiles.
 const FEW_ROWS: usize = 64;
+/// Operands of one concatenation or of one launch of pairs.
+const PARTS: usize = 8;
+/// Floats of a block's vectors in `dense_pairs`.
+const PAIR_VALUES: usize = 8192;
 /// Sizes and indexes are `int` in the kernels.
 const INT_END: usize = 1 << 31;
 
@@ -36,7 +40,7 @@ struct MatrixProduct {
     n: i32,
     relu: i32,
     continues: i32,
-    unused: i32,
+    sigmoid: i32,
 }
 
 #[repr(C)]
@@ -102,15 +106,38 @@ struct SumValues {
     divisor: f32,
 }
 
+/// Also of the pairs, where `size` are rows.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Part {
+    from: u64,
+    size: i32,
+    before: i32,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct ConcatPart {
-    from: u64,
+struct ConcatParts {
+    parts: [Part; PARTS],
     out: u64,
-    values: i64,
-    part: i32,
+    rows: i64,
+    count: i32,
+    width: i32,
     stride: i32,
-    first: i32,
+    unused: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Pairs {
+    parts: [Part; PARTS],
+    picks: u64,
+    out: u64,
+    samples: i64,
+    count: i32,
+    k: i32,
+    width: i32,
+    unused: i32,
 }
 
 #[repr(C)]
@@ -140,8 +167,8 @@ const _: () = assert!(size_of::<GatherRows>() == 40);
 const _: () = assert!(size_of::<MatrixProduct>() == 64 && size_of::<MatrixFinish>() == 40);
 const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<MapValues>() == 32);
 const _: () = assert!(size_of::<ZipSide>() == 24 && size_of::<ZipValues>() == 72);
-const _: () = assert!(size_of::<SumValues>() == 40 && size_of::<ConcatPart>() == 40);
-const _: () = assert!(size_of::<PickValues>() == 40);
+const _: () = assert!(size_of::<SumValues>() == 40 && size_of::<ConcatParts>() == 160);
+const _: () = assert!(size_of::<PickValues>() == 40 && size_of::<Pairs>() == 168);
 
 /// Shape of one small product `[m, k] x [k, n]`; the second operand is `[n, k]` if `transposed`.
 #[derive(Clone, Copy)]
@@ -167,21 +194,37 @@ pub(crate) struct SumShape {
     pub inner: usize,
 }
 
+/// A product by weights: its rows, how its sums start, and whether its results are scores, which
+/// end with a sigmoid.
+#[derive(Clone, Copy)]
+pub(crate) struct MatrixShape {
+    pub m: usize,
+    pub start: Start,
+    pub is_score: bool,
+}
+
+/// The vectors of [`DenseKernels::pairs`]: rows of each operand, and columns.
+#[derive(Clone, Copy)]
+pub(crate) struct PairShape<'a> {
+    pub samples: usize,
+    pub rows: &'a [usize],
+    pub k: usize,
+}
+
+impl PairShape<'_> {
+    /// Returns whether `dense_pairs` takes `operands` with `n` rows of `k` columns together.
+    pub fn fits(operands: usize, n: usize, k: usize) -> bool {
+        let stride = if k.is_multiple_of(4) { k + 4 } else { k | 1 };
+        operands <= PARTS && n.saturating_mul(stride) <= PAIR_VALUES
+    }
+}
+
 /// Rows to copy: some columns of rows that are `stride` apart, from a first column on.
 #[derive(Clone, Copy)]
 pub(crate) struct RowColumns<'a> {
     pub values: View<'a, f32>,
     pub first: usize,
     pub stride: usize,
-}
-
-/// The columns `first..first + part` of a result `[rows, stride]`.
-#[derive(Clone, Copy)]
-pub(crate) struct Columns {
-    pub rows: usize,
-    pub part: usize,
-    pub stride: usize,
-    pub first: usize,
 }
 
 /// One side of a [`DenseKernels::zip`].
@@ -200,12 +243,25 @@ pub(crate) struct DenseKernels {
     matrix_few: Kernel,
     finish: Kernel,
     products: Kernel,
+    pairs: Kernel,
     map: Kernel,
     zip: Kernel,
     sum: Kernel,
     concat: Kernel,
     pick: Kernel,
     gather: Kernel,
+}
+
+/// Returns at most `PARTS` operands as a kernel takes them, and the sum of their sizes.
+fn list_parts<'a>(
+    operands: impl Iterator<Item = (View<'a, f32>, usize)>,
+) -> ([Part; PARTS], usize) {
+    let (mut list, mut before) = ([Part::default(); PARTS], 0);
+    for (to, (from, size)) in list.iter_mut().zip(operands) {
+        *to = Part { from: from.address(), size: size as i32, before: before as i32 };
+        before += size;
+    }
+    (list, before)
 }
 
 fn strided(values: usize) -> u32 {
@@ -222,6 +278,7 @@ impl DenseKernels {
             matrix_few: module.kernel("dense_matrix_few")?,
             finish: module.kernel("dense_finish")?,
             products: module.kernel("dense_products")?,
+            pairs: module.kernel("dense_pairs")?,
             map: module.kernel("dense_map")?,
             zip: module.kernel("dense_zip")?,
             sum: module.kernel("dense_sum")?,
@@ -231,16 +288,14 @@ impl DenseKernels {
         })
     }
 
-    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu. With `start` the sums
-    /// start with those that `out` has.
+    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
     pub fn matrix(
         &self,
         stream: &Stream,
-        m: usize,
+        MatrixShape { m, start, is_score }: MatrixShape,
         a: View<f32>,
         by: &DeviceMatrix,
         out: View<f32>,
-        start: Start,
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
@@ -261,7 +316,7 @@ impl DenseKernels {
             n: n as i32,
             relu: i32::from(by.relu),
             continues: i32::from(start == Start::Sums),
-            unused: 0,
+            sigmoid: i32::from(is_score),
         };
         // SAFETY: the parameter of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
         unsafe { stream.launch(kernel, blocks as u32, THREADS, argument) }
@@ -398,28 +453,68 @@ impl DenseKernels {
         unsafe { stream.launch(&self.sum, strided(values), THREADS, argument) }
     }
 
-    /// Copies `from[rows, part]` to some columns of `out[rows, stride]`.
+    /// Copies `parts`, `[rows, width]` each, side by side to `out[rows, stride]`: one launch for
+    /// every `PARTS` parts.
     pub fn concat(
         &self,
         stream: &Stream,
-        from: View<f32>,
-        columns: Columns,
+        rows: usize,
+        parts: &[(View<f32>, usize)],
         out: View<f32>,
     ) -> Result<()> {
-        let Columns { rows, part, stride, first } = columns;
-        let values = rows * part;
-        assert!(from.len() >= values && out.len() >= rows * stride);
-        assert!(first + part <= stride && part > 0);
-        let argument = ConcatPart {
-            from: from.address(),
+        let stride: usize = parts.iter().map(|(_, width)| width).sum();
+        let mut first = 0;
+        for parts in parts.chunks(PARTS) {
+            assert!(parts.iter().all(|(from, width)| from.len() >= rows * width));
+            let (list, width) = list_parts(parts.iter().map(|&(from, width)| (from, width)));
+            assert!(out.len() >= rows * stride && stride < INT_END);
+            let argument = ConcatParts {
+                parts: list,
+                out: out.skip(first).address(),
+                rows: rows as i64,
+                count: parts.len() as i32,
+                width: width as i32,
+                stride: stride as i32,
+                unused: 0,
+            };
+            // SAFETY: the parameter of `dense_concat`; the sizes were checked.
+            unsafe { stream.launch(&self.concat, strided(rows * width), THREADS, argument)? };
+            first += width;
+        }
+        Ok(())
+    }
+
+    /// Computes `out[samples, picks.len()]`: for each pick the product of two vectors, or a value
+    /// of one. Picks must be of the vectors.
+    pub fn pairs<'a>(
+        &self,
+        stream: &Stream,
+        shape: PairShape<'_>,
+        part: impl Fn(usize) -> View<'a, f32>,
+        picks: View<u32>,
+        out: View<f32>,
+    ) -> Result<()> {
+        let PairShape { samples, rows, k } = shape;
+        let operands = rows.iter().enumerate().map(|(i, &rows)| (part(i), rows));
+        let (parts, n) = list_parts(operands.clone());
+        assert!(PairShape::fits(rows.len(), n, k) && k > 0);
+        assert!(operands.into_iter().all(|(from, rows)| from.len() >= samples * rows * k));
+        assert!(out.len() >= samples * picks.len());
+        let argument = Pairs {
+            parts,
+            picks: picks.address(),
             out: out.address(),
-            values: values as i64,
-            part: part as i32,
-            stride: stride as i32,
-            first: first as i32,
+            samples: samples as i64,
+            count: rows.len() as i32,
+            k: k as i32,
+            width: picks.len() as i32,
+            unused: 0,
         };
-        // SAFETY: the parameter of `dense_concat`; the sizes were checked.
-        unsafe { stream.launch(&self.concat, strided(values), THREADS, argument) }
+        // A block takes one sample after the other.
+        let blocks = samples.min(stream.gpu().processors() as usize * PRODUCT_BLOCKS) as u32;
+        // SAFETY: the parameter of `dense_pairs`; the sizes were checked, the plan vouches for the
+        // picks.
+        unsafe { stream.launch(&self.pairs, blocks, THREADS, argument) }
     }
 
     /// Copies `shape` values: row `numbers[i]` of `from` to row `i` of `to`, or the rows in order

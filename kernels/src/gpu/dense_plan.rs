@@ -11,13 +11,16 @@ use crate::cuda::cublas_library::CublasError;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::matrix::{DeviceMatrix, Start};
 use crate::cuda::memory::{Buffer, View};
+use crate::dense::Activation;
 use crate::dense::graph::functions::Map;
+use crate::dense::graph::node::{Node as LayoutNode, VALUE};
 use crate::dense::graph::onnx_graph::{Op, Operand};
 use crate::dense::graph::tensor::Id;
+use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
-    Columns, DenseKernels, ProductShape, ResultShape, RowColumns, Side, SumShape,
+    DenseKernels, MatrixShape, PairShape, ProductShape, ResultShape, RowColumns, Side, SumShape,
 };
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use crate::gpu::samples::RequestSize;
@@ -34,6 +37,7 @@ struct Node {
 enum DeviceOp {
     Matrix { rows: usize, matrix: DeviceMatrix },
     Products { count: usize, shape: ProductShape },
+    Pairs { rows: Vec<usize>, k: usize, picks: Buffer<u32> },
     Map(MapNumber),
     Zip { function: ZipNumber, left: DeviceOperand, right: DeviceOperand },
     Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
@@ -58,7 +62,38 @@ pub(crate) struct DevicePlan {
     /// The shared values that are copied to the samples of their requests.
     spread: Vec<Id>,
     output: Id,
+    /// The first nodes that run before anything is looked up.
+    early: usize,
+    ending: Ending,
     bytes: usize,
+}
+
+/// What makes the scores of the network's result.
+enum Ending {
+    /// A launch after the nodes.
+    Launch,
+    /// The node of the result, if there is no activation.
+    Node,
+    /// The product of the result, if our kernels compute it.
+    Product,
+}
+
+/// The scores of a run.
+#[derive(Clone, Copy)]
+pub(crate) struct Scores<'a> {
+    /// `[samples, outputs]`; the host may have this memory.
+    pub values: View<'a, f32>,
+    pub activation: Activation,
+}
+
+/// Where the work of a run goes, and what it reads.
+#[derive(Clone, Copy)]
+pub(crate) struct PlanWork<'a> {
+    pub kernels: &'a DenseKernels,
+    pub stream: &'a Stream,
+    pub shape: RunShape<'a>,
+    /// `[samples or requests, width]` of each part.
+    pub inputs: &'a [View<'a, f32>],
 }
 
 /// One worker's memory for runs of a plan.
@@ -104,7 +139,9 @@ impl DevicePlan {
             buffers: layout.buffers.clone(),
             shared: layout.shared.clone(),
             spread: spread_of(layout),
+            ending: ending_of(layout),
             output: layout.output,
+            early: layout.early,
             bytes: upload.bytes,
         })
     }
@@ -132,28 +169,62 @@ impl DevicePlan {
         4 * (self.buffers.iter().sum::<usize>() + spread) * batch_max
     }
 
-    /// Puts a run of `shape` onto `stream`; returns the view of its result.
-    pub fn enqueue<'a>(
+    /// Puts the nodes onto the stream that run before anything is looked up.
+    pub fn enqueue_early(
         &self,
-        kernels: &DenseKernels,
-        stream: &Stream,
-        shape: RunShape<'_>,
-        inputs: &'a [Buffer<f32>],
-        scratch: &'a mut DevicePlanScratch,
-    ) -> Result<View<'a, f32>, CublasError> {
+        work: PlanWork<'_>,
+        scratch: &mut DevicePlanScratch,
+    ) -> Result<(), CublasError> {
         let DevicePlanScratch { buffers, spread, cublas } = scratch;
-        let run = Run { plan: self, kernels, stream, shape, inputs, buffers, spread };
+        let run = Run { plan: self, work, buffers, spread, scores: None };
+        let mut early = self.nodes[..self.early].iter();
+        early.try_for_each(|node| run.enqueue_node(node, cublas.as_mut()))
+    }
+
+    /// Puts the other nodes and `scores` onto the stream.
+    pub fn enqueue_rest(
+        &self,
+        work: PlanWork<'_>,
+        scores: Scores<'_>,
+        scratch: &mut DevicePlanScratch,
+    ) -> Result<(), CublasError> {
+        let DevicePlanScratch { buffers, spread, cublas } = scratch;
+        let is_written = match self.ending {
+            Ending::Launch => false,
+            Ending::Node => scores.activation == Activation::None,
+            Ending::Product => cublas.is_none(),
+        };
+        let run = Run { plan: self, work, buffers, spread, scores: is_written.then_some(scores) };
         // Shared nodes come first.
         let of_requests = self.nodes.iter().take_while(|node| self.shared[node.output]).count();
-        let (of_requests, of_samples) = self.nodes.split_at(of_requests);
-        for node in of_requests {
+        let (of_requests, of_samples) = self.nodes.split_at(of_requests.max(self.early));
+        for node in &of_requests[self.early..] {
             run.enqueue_node(node, cublas.as_mut())?;
         }
         run.spread()?;
         for node in of_samples {
             run.enqueue_node(node, cublas.as_mut())?;
         }
-        Ok(run.of_samples(self.output))
+        if !is_written {
+            run.enqueue_scores(scores)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns what makes the scores of `layout`.
+fn ending_of(layout: &Layout) -> Ending {
+    let output = layout.output;
+    let is_read = layout.nodes.iter().any(|node| node.inputs.contains(&output));
+    match layout.nodes[layout.early..].iter().find(|node| node.output == output) {
+        Some(_) if is_read || layout.shared[output] => Ending::Launch,
+        // A product that continues sums reads its result, and the host's memory is slow to read.
+        Some(LayoutNode { op: Op::Matrix { .. }, inputs, .. }) if inputs.len() > 1 => {
+            Ending::Launch
+        }
+        Some(LayoutNode { op: Op::Matrix { .. }, .. }) => Ending::Product,
+        Some(_) => Ending::Node,
+        None => Ending::Launch,
     }
 }
 
@@ -173,26 +244,25 @@ fn spread_of(layout: &Layout) -> Vec<Id> {
 }
 
 /// One run of a plan while it is put onto a stream.
-struct Run<'a, 'r> {
-    plan: &'r DevicePlan,
-    kernels: &'r DenseKernels,
-    stream: &'r Stream,
-    shape: RunShape<'r>,
-    inputs: &'a [Buffer<f32>],
+struct Run<'a> {
+    plan: &'a DevicePlan,
+    work: PlanWork<'a>,
     buffers: &'a [Buffer<f32>],
     spread: &'a [Buffer<f32>],
+    /// The scores, if the node of the result writes them.
+    scores: Option<Scores<'a>>,
 }
 
-impl<'a> Run<'a, '_> {
+impl<'a> Run<'a> {
     /// Returns the number of samples, or of requests, that have value `id`.
     fn rows(&self, id: Id) -> usize {
-        let RequestSize { samples, requests } = self.shape.size;
+        let RequestSize { samples, requests } = self.work.shape.size;
         if self.plan.shared[id] { requests } else { samples }
     }
 
     fn value(&self, id: Id) -> View<'a, f32> {
         let all = match self.plan.places[id] {
-            Place::Input(i) => self.inputs[i].view(),
+            Place::Input(i) => self.work.inputs[i],
             Place::Buffer(b) => self.buffers[b].view(),
         };
         all.first(self.rows(id) * self.plan.widths[id])
@@ -201,9 +271,9 @@ impl<'a> Run<'a, '_> {
     /// Returns value `id` of each sample.
     fn of_samples(&self, id: Id) -> View<'a, f32> {
         match self.plan.spread.binary_search(&id) {
-            Ok(number) if !self.shape.request_of.is_empty() => {
-                self.spread[number].view().first(self.shape.size.samples * self.plan.widths[id])
-            }
+            Ok(number) if !self.work.shape.request_of.is_empty() => self.spread[number]
+                .view()
+                .first(self.work.shape.size.samples * self.plan.widths[id]),
             _ => self.value(id),
         }
     }
@@ -211,7 +281,7 @@ impl<'a> Run<'a, '_> {
     /// Copies the shared values that nodes of each sample read.
     fn spread(&self) -> Result<(), CudaError> {
         let copies: &[Id] =
-            if self.shape.request_of.is_empty() { &[] } else { &self.plan.spread[..] };
+            if self.work.shape.request_of.is_empty() { &[] } else { &self.plan.spread[..] };
         copies.iter().try_for_each(|&id| self.copy(id, self.of_samples(id)))
     }
 
@@ -219,21 +289,28 @@ impl<'a> Run<'a, '_> {
     fn copy(&self, id: Id, to: View<f32>) -> Result<(), CudaError> {
         let width = self.plan.widths[id];
         let shared = self.plan.shared[id];
-        let numbers = if shared { self.shape.request_of } else { View::none() };
-        let shape = ResultShape { samples: self.shape.size.samples, width };
+        let numbers = if shared { self.work.shape.request_of } else { View::none() };
+        let shape = ResultShape { samples: self.work.shape.size.samples, width };
         let columns = |values| RowColumns { values, first: 0, stride: width };
-        self.kernels.gather(self.stream, columns(self.value(id)), numbers, shape, columns(to))
+        self.work.kernels.gather(
+            self.work.stream,
+            columns(self.value(id)),
+            numbers,
+            shape,
+            columns(to),
+        )
     }
 
     fn enqueue_node(&self, node: &Node, cublas: Option<&mut Cublas>) -> Result<(), CublasError> {
-        let Self { plan, kernels, stream, .. } = *self;
+        let Self { plan, work: PlanWork { kernels, stream, .. }, .. } = *self;
         let (is_shared, samples) = (plan.shared[node.output], self.rows(node.output));
         let read = |i: usize| {
             let id = node.inputs[i];
             if is_shared { self.value(id) } else { self.of_samples(id) }
         };
         let shape_of = |id: Id| ResultShape { samples, width: plan.widths[id] };
-        let out = self.value(node.output);
+        let scores = self.scores.filter(|_| node.output == plan.output);
+        let out = scores.map_or_else(|| self.value(node.output), |scores| scores.values);
 
         match &node.op {
             DeviceOp::Matrix { rows, matrix } => {
@@ -246,7 +323,9 @@ impl<'a> Run<'a, '_> {
                     }
                 };
                 let Some(cublas) = cublas else {
-                    return Ok(kernels.matrix(stream, m, read(0), matrix, out, start)?);
+                    let is_score = scores.is_some_and(|s| s.activation == Activation::Sigmoid);
+                    let shape = MatrixShape { m, start, is_score };
+                    return Ok(kernels.matrix(stream, shape, read(0), matrix, out)?);
                 };
                 let product = cublas.multiply(stream, m, read(0), matrix, out, start)?;
                 if product == Product::Unfinished {
@@ -255,6 +334,10 @@ impl<'a> Run<'a, '_> {
             }
             DeviceOp::Products { count, shape } => {
                 kernels.products(stream, samples * count, *shape, [read(0), read(1)], out)?;
+            }
+            DeviceOp::Pairs { rows, k, picks } => {
+                let shape = PairShape { samples, rows, k: *k };
+                kernels.pairs(stream, shape, read, picks.view(), out)?;
             }
             DeviceOp::Map(function) => kernels.map(stream, *function, read(0), out)?,
             DeviceOp::Zip { function, left, right } => {
@@ -266,17 +349,31 @@ impl<'a> Run<'a, '_> {
                 kernels.sum(stream, read(0), shape, *divisor, out)?;
             }
             DeviceOp::Concat { outer, parts } => {
-                let (rows, stride, mut first) = (samples * outer, parts.iter().sum(), 0);
-                for (i, &part) in parts.iter().enumerate() {
-                    kernels.concat(stream, read(i), Columns { rows, part, stride, first }, out)?;
-                    first += part;
-                }
+                let parts: Vec<_> =
+                    parts.iter().enumerate().map(|(i, &part)| (read(i), part)).collect();
+                kernels.concat(stream, samples * outer, &parts, out)?;
             }
             DeviceOp::Pick(picks) => {
                 kernels.pick(stream, read(0), shape_of(node.inputs[0]), picks.view(), out)?;
             }
         }
         Ok(())
+    }
+
+    /// Puts the launch onto the stream that makes `scores` of the result.
+    fn enqueue_scores(&self, Scores { values, activation }: Scores<'_>) -> Result<(), CudaError> {
+        let PlanWork { kernels, stream, shape, .. } = self.work;
+        let result = self.of_samples(self.plan.output);
+        match activation {
+            Activation::Sigmoid => kernels.map(stream, MapNumber::Sigmoid, result, values),
+            Activation::None => {
+                let width = self.plan.widths[self.plan.output];
+                let [from, to] =
+                    [result, values].map(|values| RowColumns { values, first: 0, stride: width });
+                let shape = ResultShape { samples: shape.size.samples, width };
+                kernels.gather(stream, from, View::none(), shape, to)
+            }
+        }
     }
 
     fn side<'s>(&self, operand: &'s DeviceOperand, node: &Node) -> Side<'s>
@@ -351,7 +448,21 @@ impl Upload<'_> {
                 DeviceOp::Products { count: *count, shape }
             }
 
-            Op::Pairs { .. } => unreachable!("only the CPU's layout has pairs"),
+            Op::Pairs { rows, k, picks } => {
+                let n = rows.iter().sum();
+                let pick = |&pick: &u32| match pick & VALUE {
+                    0 => {
+                        let [later, earlier] = vectors(n, pick as usize);
+                        (later << 16 | earlier) as u32
+                    }
+                    _ => {
+                        let value = (pick ^ VALUE) as usize;
+                        VALUE | ((value / k) << 16 | (value % k)) as u32
+                    }
+                };
+                let picks: Vec<u32> = picks.iter().map(pick).collect();
+                DeviceOp::Pairs { rows: rows.clone(), k: *k, picks: self.picks(&picks)? }
+            }
             Op::Map(Map::Neg) => DeviceOp::Zip {
                 function: ZipNumber::Multiply,
                 left: DeviceOperand::Value { input: 0, picks: None },

@@ -6,6 +6,7 @@
 
 use crate::cache::Epoch;
 use crate::cache::address::RowKey;
+use crate::cuda::branch::Branch;
 use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped, View};
 use crate::gpu::feature::view_of;
@@ -46,6 +47,8 @@ pub struct LookupLimits {
 pub struct GpuLookup {
     tables: Arc<DeviceTables>,
     stream: Stream,
+    /// Runs what needs nothing looked up, beside the query.
+    branch: Branch,
     /// The features on the device: those of each sample, then those that a request shares.
     features: Buffer<DeviceFeature>,
     views: Box<[DeviceFeature]>,
@@ -77,6 +80,8 @@ pub struct GpuLookup {
     reader: Reader,
     /// For each sample of the batch whether a query left one of its bags open.
     is_open: Box<[bool]>,
+    /// Whether an insert may still read the staged rows.
+    is_inserting: bool,
 }
 
 impl GpuLookup {
@@ -130,7 +135,9 @@ impl GpuLookup {
             changes: RowChanges::new(tables, misses_max)?,
             reader: tables.turns().reader(gpu)?,
             is_open: vec![false; limits.batch_max].into(),
+            is_inserting: false,
             tables: Arc::clone(tables),
+            branch: Branch::new(gpu)?,
             stream,
         };
 
@@ -158,6 +165,11 @@ impl GpuLookup {
     /// Returns the stream of every launch except changes to the caches.
     pub fn stream(&self) -> &Stream {
         &self.stream
+    }
+
+    /// Returns the branch beside that stream.
+    pub(crate) fn branch(&self) -> &Branch {
+        &self.branch
     }
 
     /// Returns the tables.
@@ -297,11 +309,22 @@ impl GpuLookup {
     /// # Errors
     /// `CudaError::Driver`.
     pub fn launch_in_tiles(&self, size: impl Into<RequestSize>, tile: usize) -> Result<()> {
-        let size = size.into();
+        self.query(size.into(), tile)?;
+        self.reader.end_query(&self.stream)
+    }
+
+    fn query(&self, size: RequestSize, tile: usize) -> Result<()> {
         assert!(size.samples <= self.limits.batch_max);
         let memory = self.memory(size);
-        self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })?;
-        self.reader.end_query(&self.stream)
+        self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })
+    }
+
+    /// Launches as [`GpuLookup::launch`] does, and lets stream and branch meet after the query. The
+    /// branch then marks its end, so the stream's next kernel does not wait for that.
+    pub(crate) fn launch_beside(&self, size: RequestSize) -> Result<()> {
+        self.query(size, self.tile(size))?;
+        self.branch.meet(&self.stream)?;
+        self.reader.end_query(self.branch.stream())
     }
 
     /// Allocates memory for a further request of at most `samples` samples.
@@ -367,6 +390,7 @@ impl GpuLookup {
         statuses: &mut [LookupStatus],
     ) -> Result<bool> {
         self.stream.wait()?;
+        self.is_inserting = false;
         for f in 0..self.own_features {
             let offsets = &self.request.offsets(f)[..=self.batch];
             statuses.iter_mut().zip(offsets.windows(2)).for_each(|(s, o)| s.fresh += o[1] - o[0]);
@@ -457,6 +481,7 @@ impl GpuLookup {
         for miss in misses.list().iter().filter(|m| misses.state(m.slot) == RowState::Fresh) {
             self.changes.add(miss.row, miss.slot, miss.epoch);
         }
+        self.is_inserting = true;
         self.changes.begin_insert(staged)?;
 
         for (number, bag) in misses.bags().iter().enumerate() {
@@ -492,11 +517,17 @@ impl GpuLookup {
         self.tables.kernels().finish(&self.stream, &self.open, bags_max)
     }
 
-    /// Waits until the rows are in the caches and all work on the stream is done. The caller may
-    /// then reuse the staged rows.
+    /// Waits until the bags are pooled and all other work on the stream is done. The insert may go
+    /// on: it waits for queries of other workers, for which no answer should wait. It has read the
+    /// staged rows before the next query of this lookup begins, because [`Self::in_turn`] puts that
+    /// after all changes so far.
     pub(crate) fn wait_finished(&self) -> Result<()> {
-        self.stream.after(self.changes.made())?;
         self.stream.wait()
+    }
+
+    /// Waits for an insert that no query has followed yet.
+    fn wait_inserted(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.is_inserting) { self.changes.made().wait() } else { Ok(()) }
     }
 
     /// Queries the remaining bags again, and waits. For arguments and result see
@@ -525,8 +556,8 @@ impl GpuLookup {
         Ok(self.read_ring(misses, statuses))
     }
 
-    /// Inserts prefetched rows into the caches; each of `rows` is staged in its slot of `misses`.
-    /// Returns the number of rows that were inserted.
+    /// Inserts prefetched rows into the caches, after [`GpuLookup::probe`]; each of `rows` is staged
+    /// in its slot of `misses`. Returns the number of rows that were inserted.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -553,6 +584,8 @@ impl GpuLookup {
         rows: &mut [Miss],
         mut each: impl FnMut(&mut Miss, bool, Epoch),
     ) -> Result<()> {
+        // The caller stages rows after this.
+        self.wait_inserted()?;
         rows.iter().for_each(|miss| self.changes.add(miss.row, 0, miss.epoch));
         self.changes.probe(|number, cached, epoch| each(&mut rows[number], cached, epoch))
     }
@@ -564,6 +597,7 @@ impl GpuLookup {
     /// `CudaError::Driver` if the GPU cannot be waited for.
     pub fn recover(&mut self) -> Result<()> {
         self.changes.recover()?;
+        self.branch.stream().wait()?;
         self.stream.wait()
     }
 }

@@ -21,6 +21,10 @@ use crate::lookup::miss_list::MissList;
 use crate::lookup::{Bags, ColumnCopy, LookupStatus};
 use std::sync::Arc;
 
+/// Bytes of a part that kernels read where the host wrote them. Every column of a product's tiles
+/// reads them again, so more are copied to the device first.
+const IN_PLACE_BYTES_MAX: usize = 4096;
+
 /// Returns the batch sizes that are recorded, ascending.
 fn recorded_batches(batch_max: usize) -> impl Iterator<Item = usize> {
     (0..).map(|n| 1usize << n).take_while(move |&batch| batch < batch_max).chain([batch_max])
@@ -48,13 +52,11 @@ fn number_of(sizes: &[RequestSize], size: RequestSize) -> usize {
     sizes.iter().position(holds).unwrap_or(sizes.len() - 1)
 }
 
-/// The inputs of a network as a step fills them. Lookups fill the other columns.
+/// The inputs of a network as a step fills them. The engine knows which parts the host fills.
 #[derive(Clone, Copy)]
 pub struct StepInputs<'a> {
     /// The parts of the inputs.
     pub parts: &'a [InputPart],
-    /// The numbers of the parts that the host fills.
-    pub fed: &'a [usize],
     /// The copies after the lookups.
     pub copies: &'a [ColumnCopy],
 }
@@ -122,67 +124,139 @@ impl Network {
         if self.shared[i] { size.requests } else { size.samples }
     }
 
-    /// Copies vectors to the inputs that they feed too, and puts the run of the network onto
-    /// `stream`.
-    fn run(
+    /// Returns whether kernels read the values of part `i` where the host wrote them.
+    fn is_in_place(&self, i: usize, size: RequestSize) -> bool {
+        // A context of TensorRT keeps the addresses of its inputs.
+        4 * self.rows(i, size) * self.words[i] <= IN_PLACE_BYTES_MAX
+            && !self.engine.graphs_own_scratch()
+    }
+
+    /// Puts a copy of rows `numbers` of part `i`, or of all in order, onto `stream`.
+    fn copy(
+        &self,
+        stream: &Stream,
+        i: usize,
+        size: RequestSize,
+        numbers: View<u32>,
+        [from, to]: [View<f32>; 2],
+    ) -> Result<(), CudaError> {
+        let shape = ResultShape { samples: self.rows(i, size), width: self.words[i] };
+        let [from, to] =
+            [from, to].map(|values| RowColumns { values, first: 0, stride: shape.width });
+        self.engine.gather(stream, from, numbers, shape, to)
+    }
+
+    /// Puts the part of a run of size `number` onto `stream` that needs nothing looked up.
+    fn run_early(
         &mut self,
         stream: &Stream,
         number: usize,
         shape: RunShape<'_>,
-        inputs: &[Buffer<f32>],
+        inputs: &[View<f32>],
+    ) -> Result<(), GpuDenseError> {
+        let number = number.min(self.scratches.len() - 1);
+        self.engine.enqueue_early(stream, shape, inputs, &mut self.scratches[number])
+    }
+
+    /// Copies vectors to the inputs that they feed too, and puts the rest of the run onto `stream`.
+    fn run_rest(
+        &mut self,
+        stream: &Stream,
+        number: usize,
+        shape: RunShape<'_>,
+        inputs: &[View<f32>],
         scores: View<f32>,
     ) -> Result<(), GpuDenseError> {
         let Self { engine, scratches, words, copies, .. } = self;
         for &ColumnCopy { from, to, width, shared } in copies.iter() {
             let samples = if shared { shape.size.requests } else { shape.size.samples };
             let [from, to] = [from, to].map(|at| RowColumns {
-                values: inputs[at.part].view(),
+                values: inputs[at.part],
                 first: at.column,
                 stride: words[at.part],
             });
             engine.gather(stream, from, View::none(), ResultShape { samples, width }, to)?;
         }
         let number = number.min(scratches.len() - 1);
-        engine.enqueue(stream, shape, inputs, scores, &mut scratches[number])
+        engine.enqueue_rest(stream, shape, inputs, scores, &mut scratches[number])
     }
 }
 
 impl Resources {
+    /// Returns the inputs of a request of `size`.
+    fn inputs_of<'a>(
+        network: &Network,
+        inputs: &'a [Buffer<f32>],
+        fed: &'a [FedInput],
+        size: RequestSize,
+    ) -> Vec<View<'a, f32>> {
+        let mut inputs: Vec<View<f32>> = inputs.iter().map(Buffer::view).collect();
+        for FedInput { input, values } in fed.iter().filter(|f| network.is_in_place(f.input, size))
+        {
+            inputs[*input] = values.view();
+        }
+        inputs
+    }
+
+    /// Puts the part of size `number`, which is `size`, onto the branch that needs nothing looked
+    /// up.
+    fn begin(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
+        let Self { lookup, network, inputs, fed, .. } = self;
+        let branch = lookup.branch();
+        branch.fork(lookup.stream())?;
+        for FedInput { input, values } in fed.iter().filter(|f| !network.is_in_place(f.input, size))
+        {
+            let both = [values.view(), inputs[*input].view()];
+            network.copy(branch.stream(), *input, size, View::none(), both)?;
+        }
+        let shape = RunShape { size, request_of: lookup.request_of(size.samples) };
+        let inputs = Self::inputs_of(network, inputs, fed, size);
+        network.run_early(branch.stream(), number, shape, &inputs)
+    }
+
     /// Puts the query of a request of `size` onto the stream.
     fn query(&self, size: RequestSize) -> Result<(), CudaError> {
         self.lookup.copy_keys(size.samples)?;
-        self.lookup.launch(size)
+        self.lookup.launch_beside(size)
     }
 
-    /// Puts the network of size `number`, which is `size`, onto the stream.
+    /// Puts the rest of size `number`, which is `size`, onto the stream.
     fn score(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
         let Self { lookup, network, inputs, fed, scores, .. } = self;
-        for FedInput { input, values } in fed {
-            let count = network.rows(*input, size) * network.words[*input];
-            let (from, to) = (values.view().first(count), inputs[*input].view());
-            network.engine.copy(lookup.stream(), from, to)?;
-        }
         let shape = RunShape { size, request_of: lookup.request_of(size.samples) };
-        network.run(lookup.stream(), number, shape, inputs, scores.view())
+        let inputs = Self::inputs_of(network, inputs, fed, size);
+        network.run_rest(lookup.stream(), number, shape, &inputs, scores.view())?;
+        Ok(lookup.branch().join(lookup.stream())?)
     }
 
     /// Puts the completion of a request with late samples and requests of `size` onto the stream.
     /// Their rows must have been read when the stream runs it.
     fn complete(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
-        let Self { lookup, network, inputs, misses_max, late, .. } = self;
-        let stream = lookup.stream();
-        lookup.finish(*misses_max)?;
-        for (i, (from, to)) in inputs.iter().zip(&late.inputs).enumerate() {
-            let shape = ResultShape { samples: network.rows(i, size), width: network.words[i] };
-            let [from, to] =
-                [from, to].map(|b| RowColumns { values: b.view(), first: 0, stride: shape.width });
-            let numbers = if network.shared[i] { &late.requests } else { &late.numbers };
-            network.engine.gather(stream, from, numbers.view(), shape, to)?;
-        }
+        let Self { lookup, network, inputs, fed, misses_max, late, .. } = self;
+        let (stream, branch) = (lookup.stream(), lookup.branch());
         let is_shared = !lookup.request_of(size.samples).is_empty();
         let request_of = late.request_of.view().first(if is_shared { size.samples } else { 0 });
         let shape = RunShape { size, request_of };
-        network.run(stream, number, shape, &late.inputs, late.scores.view())
+        let late_inputs: Vec<View<f32>> = late.inputs.iter().map(Buffer::view).collect();
+        let copy = |network: &Network, stream: &Stream, i: usize, from: View<f32>| {
+            let numbers = if network.shared[i] { &late.requests } else { &late.numbers };
+            network.copy(stream, i, size, numbers.view(), [from, late_inputs[i]])
+        };
+
+        branch.fork(stream)?;
+        for FedInput { input, values } in fed.iter() {
+            copy(network, branch.stream(), *input, values.view())?;
+        }
+        network.run_early(branch.stream(), number, shape, &late_inputs)?;
+
+        lookup.finish(*misses_max)?;
+        for (i, from) in inputs.iter().enumerate() {
+            if !fed.iter().any(|fed| fed.input == i) {
+                copy(network, stream, i, from.view())?;
+            }
+        }
+        branch.join(stream)?;
+        network.run_rest(stream, number, shape, &late_inputs, late.scores.view())
     }
 }
 
@@ -236,14 +310,14 @@ impl Step {
         limits: LookupLimits,
     ) -> Result<Self, GpuDenseError> {
         let (batch_max, misses_max) = (limits.batch_max, limits.misses_max.max(1));
-        let (gpu, StepInputs { parts, fed, copies }) = (tables.gpu(), inputs);
+        let (gpu, StepInputs { parts, copies }) = (tables.gpu(), inputs);
         let words: Vec<usize> = (0..parts.len()).map(|part| engine.input_words(part)).collect();
         let buffers = || -> Result<Vec<Buffer<f32>>, CudaError> {
             words.iter().map(|words| gpu.buffer(batch_max * words)).collect()
         };
         let inputs = buffers()?;
         let addresses: Vec<u64> = inputs.iter().map(Buffer::address).collect();
-        let fed = fed.iter().map(|&input| -> Result<_, CudaError> {
+        let fed = engine.fed().iter().map(|&input| -> Result<_, CudaError> {
             // The host writes them as f32.
             assert_eq!(engine.input_types()[input], InputType::F32);
             Ok(FedInput { input, values: gpu.mapped(batch_max * parts[input].width)? })
@@ -290,12 +364,14 @@ impl Step {
             // The first run, for samples without keys, is not recorded, because driver and
             // libraries allocate memory in it.
             let resources = graphs.resources_mut();
+            resources.begin(number, size)?;
             resources.query(size)?;
             resources.score(number, size)?;
             resources.complete(number, size)?;
             Self::stream_of(resources).wait()?;
 
             let request = |r: &mut Resources| {
+                r.begin(number, size)?;
                 r.query(size)?;
                 r.score(number, size)
             };
@@ -396,6 +472,7 @@ impl Step {
     ) -> Result<(), GpuDenseError> {
         let number = self.write_request(batch.into(), bags, fill);
         let (resources, size) = (self.graphs.resources_mut(), self.sizes[number]);
+        resources.begin(number, size)?;
         resources.lookup.in_turn(|| resources.query(size))?;
         resources.score(number, size)
     }

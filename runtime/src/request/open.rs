@@ -14,7 +14,7 @@ use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::memory::{check_total, sum_memory};
 use crate::request::precision_check;
 use crate::request::worker::lookup_limits;
-use crate::schema::{Schema, SingleOutput};
+use crate::schema::{InputSource, Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
@@ -240,7 +240,11 @@ impl Model {
         let ModelBackend::GpuTables { tables, .. } = self.backend() else { return Ok(None) };
         let batch_max = self.budget().batch_max as usize;
         let f16_inputs = self.f16_inputs();
-        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs };
+        let (parts, inputs) = (self.input_parts(), &self.schema().network.inputs);
+        let is_fed =
+            |part: &usize| !matches!(inputs[parts[*part].input].source, InputSource::Vectors(_));
+        let fed = (0..parts.len()).filter(is_fed).collect();
+        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs, fed };
         let onnx = flash.dense()?;
         match load_dense_on(self.schema(), tables.gpu(), &onnx, &options) {
             Ok(engine) => Ok(Some(engine)),

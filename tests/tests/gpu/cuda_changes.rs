@@ -238,7 +238,7 @@ impl Litmus {
         };
         let parts = InputPart::whole(&[("x", width)], &[false]);
         let engine = Arc::new(sum_of_columns(gpu, width, sizes.batch));
-        let inputs = StepInputs { parts: &parts, fed: &[], copies: &[] };
+        let inputs = StepInputs { parts: &parts, copies: &[] };
         let device = Device::Cuda(Arc::clone(gpu));
         Self {
             step: Step::new(&tables, &engine, inputs, features, limits).unwrap(),
@@ -301,7 +301,7 @@ fn sum_of_columns(gpu: &Arc<Gpu>, width: usize, batch_max: usize) -> DeviceEngin
     let (onnx, activation) = (&graph.file(), Activation::None);
     let network = DenseNetwork { onnx, inputs: &inputs, parts: &[], output: "sum", activation };
     let dense = GpuDense { tensorrt: None, precision: Precision::Exact };
-    let options = DeviceOptions { dense, batch_max, f16_inputs: Vec::new() };
+    let options = DeviceOptions { dense, batch_max, f16_inputs: Vec::new(), fed: Vec::new() };
     DeviceEngine::load(gpu, &network, &options).unwrap()
 }
 

@@ -23,6 +23,7 @@ const OWN: DeviceOptions = DeviceOptions {
     dense: GpuDense { tensorrt: None, precision: Precision::Exact },
     batch_max: 100,
     f16_inputs: Vec::new(),
+    fed: Vec::new(),
 };
 
 /// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on the values
@@ -290,7 +291,9 @@ fn bits(values: &[f32]) -> Vec<u32> {
 fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
     let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
     let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation).unwrap();
-    let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let options = DeviceOptions { fed: vec![0], ..OWN };
+    let engine =
+        DeviceEngine::load(gpu, network, &options).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
     let mut random = Random::new(batches.len() as u64);
     for &n in batches {
@@ -347,7 +350,8 @@ fn random_networks_with_shared_inputs_give_the_cpus_bits() {
         let cpu = cpu.unwrap();
         let (inputs, output) = (&inputs, "out");
         let network = DenseNetwork { onnx: &onnx, inputs, parts: &parts, output, activation };
-        let engine = DeviceEngine::load(&gpu, &network, &OWN).unwrap();
+        let options = DeviceOptions { fed: vec![0], ..OWN };
+        let engine = DeviceEngine::load(&gpu, &network, &options).unwrap();
         assert!(engine.is_exact());
         let by_cublas = DeviceEngine::load(&gpu, &network, &with(Precision::F32)).unwrap();
         let by_cublas = (has_cublas && !by_cublas.is_exact()).then_some(by_cublas);

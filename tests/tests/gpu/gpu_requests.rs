@@ -133,13 +133,12 @@ fn keys_brought() -> u64 {
     u64::from(!standin::is_board())
 }
 
-/// Returns the launches, waits and copies of `work`, which must wait for all that it starts.
+/// Returns the launches, waits and copies of `work`.
 fn asked(work: impl FnOnce()) -> Option<[u64; 3]> {
     let counts = || standin::load().map(|s| s.counts());
     let before = counts();
     work();
     let (before, after) = (before?, counts()?);
-    assert!(!after.busy);
     Some([
         after.launches - before.launches,
         after.waits - before.waits,

@@ -9,6 +9,7 @@ mod cuda_changes;
 mod cuda_kernels;
 mod cuda_requests;
 mod cuda_swaps;
+mod gpu_chain;
 mod gpu_dense;
 mod gpu_requests;
 mod not_finite;

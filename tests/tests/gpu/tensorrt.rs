@@ -305,7 +305,7 @@ fn options_of(Twin { shim, library }: Twin, fp16: bool, plans: &Path) -> DeviceO
     let tensorrt = TensorRtOptions { shim, libraries, plans, workspace_bytes_max: 1 << 20 };
     let precision = if fp16 { Precision::F16 } else { Precision::F32 };
     let dense = GpuDense { tensorrt: Some(tensorrt), precision };
-    DeviceOptions { dense, batch_max: 40, f16_inputs: Vec::new() }
+    DeviceOptions { dense, batch_max: 40, f16_inputs: Vec::new(), fed: Vec::new() }
 }
 
 #[test]
@@ -568,7 +568,7 @@ fn run_recorded_requests(types: InputType) {
         let limits =
             LookupLimits { batch_max: 40, misses_max: 64, row_bytes_max, keys, is_shared: false };
         let parts = InputPart::whole(&[("x", DIM)], &[false]);
-        let inputs = StepInputs { parts: &parts, fed: &[], copies: &[] };
+        let inputs = StepInputs { parts: &parts, copies: &[] };
         let mut step = Step::new(&tables, &engine, inputs, features, limits).unwrap();
         assert!(step.refused().is_none());
         let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 64, row_bytes_max).unwrap();

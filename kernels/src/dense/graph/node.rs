@@ -20,7 +20,7 @@ pub(crate) enum Op {
     /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
     /// Some products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`:
-    /// those at the positions `picks`. Only the CPU's layout has this.
+    /// those at the positions `picks`. In a GPU's layout `VALUE | i` picks value `i` of the rows.
     Pairs { rows: Vec<usize>, k: usize, picks: Vec<u32> },
     /// A function of each value.
     Map(Map),
@@ -49,6 +49,9 @@ pub(crate) enum Op {
     /// The operand. A sample with a value outside of the range, or NaN, gets NaN as its scores.
     Check { range: [f32; 2] },
 }
+
+/// Marks a pick of [`Op::Pairs`] that copies a value.
+pub(crate) const VALUE: u32 = 1 << 31;
 
 impl Op {
     /// Returns the multiply-adds of one sample, whose result has `width` values.

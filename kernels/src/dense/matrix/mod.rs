@@ -8,7 +8,7 @@ mod int8_kernel;
 mod lanes;
 pub(in crate::dense) mod math;
 pub(in crate::dense) mod microkernel;
-pub(in crate::dense) mod pairs;
+pub(crate) mod pairs;
 mod quantize;
 mod sparse_rows;
 pub(crate) mod tiling;

@@ -26,8 +26,13 @@ pub(in crate::dense) struct Pairs<'a> {
 }
 
 /// Returns the position of the product of vectors `i` and `j` of `n`.
-pub(in crate::dense) fn pair(n: usize, i: usize, j: usize) -> usize {
+pub(crate) fn pair(n: usize, i: usize, j: usize) -> usize {
     i.max(j) * width(n) + i.min(j)
+}
+
+/// Returns the vectors of `n` whose product is at `position`, the later one first.
+pub(crate) fn vectors(n: usize, position: usize) -> [usize; 2] {
+    [position / width(n), position % width(n)]
 }
 
 /// Returns the floats of the memory for `n` vectors of `k` values.

@@ -4,7 +4,7 @@
 //! nodes. This file knows no ONNX and runs nothing.
 
 use crate::dense::graph::functions::{Map, Zip};
-use crate::dense::graph::node::{Node, Op, Operand};
+use crate::dense::graph::node::{Node, Op, Operand, VALUE};
 use crate::dense::graph::onnx_graph::Graph;
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::pairs::pair;
@@ -30,6 +30,18 @@ pub(crate) struct Layout {
     /// Whether all samples of a request have the same value; a buffer has values of one kind.
     pub shared: Vec<bool>,
     pub shared_buffers: Vec<bool>,
+    /// The first nodes that run before anything is looked up.
+    pub early: usize,
+}
+
+/// Which inputs a GPU's layout has, and what its kernels can do.
+pub(crate) struct GpuLayout<'a> {
+    /// Of each input, whether a request has one value.
+    pub shared: &'a [bool],
+    /// The inputs that the host fills. Lookups fill the others.
+    pub fed: &'a [usize],
+    /// Returns whether one kernel takes pairs of this many operands, rows and columns.
+    pub fits_pairs: fn(usize, usize, usize) -> bool,
 }
 
 impl Layout {
@@ -50,27 +62,27 @@ impl Layout {
 
     /// Fuses the nodes of `graph` and assigns buffers, for a GPU. The products are those of
     /// [`Layout::for_cpu`], so the bits are too.
-    pub fn for_gpu(mut graph: Graph, shared: &[bool]) -> Self {
-        if !shared.contains(&true) {
-            fuse(&mut graph);
-            drop_unused(&mut graph);
-            let shared = vec![false; graph.widths.len()];
-            return Self::with_buffers(graph, shared);
-        }
+    pub fn for_gpu(mut graph: Graph, on: &GpuLayout<'_>) -> Self {
         fuse_pairs(&mut graph);
         fuse(&mut graph);
         drop_unused(&mut graph);
-        let mut shared = sharing::split(&mut graph, shared);
+        let mut shared = match on.shared.contains(&true) {
+            true => sharing::split(&mut graph, on.shared),
+            false => vec![false; graph.widths.len()],
+        };
         drop_unused(&mut graph);
-        part_pairs(&mut graph, &mut shared);
-        Self::with_buffers(graph, shared)
+        part_pairs(&mut graph, &mut shared, on.fits_pairs);
+        join_pairs(&mut graph, &shared);
+        drop_unused(&mut graph);
+        let early = bring_forward(&mut graph, &shared, on);
+        Self { early, ..Self::with_buffers(graph, shared) }
     }
 
     fn with_buffers(graph: Graph, shared: Vec<bool>) -> Self {
         let Buffers { places, widths: buffers, shared: shared_buffers } =
             Buffers::assign(&graph, &shared);
         let Graph { nodes, widths, output } = graph;
-        Self { nodes, widths, places, buffers, output, shared, shared_buffers }
+        Self { nodes, widths, places, buffers, output, shared, shared_buffers, early: 0 }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -190,11 +202,77 @@ fn picked_pairs(n: usize, square: impl Iterator<Item = usize>) -> Vec<u32> {
     square.map(|at| pair(n, at / n, at % n) as u32).collect()
 }
 
-/// Replaces the products of every two rows by a concatenation, a product and a selection.
-fn part_pairs(graph: &mut Graph, shared: &mut Vec<bool>) {
+/// Lets the products of every two rows write the concatenation of these products and of their own
+/// operands, as a DLRM has it, so that no node copies them.
+fn join_pairs(graph: &mut Graph, shared: &[bool]) {
+    let uses = uses(graph);
+    let mut pairs: HashMap<Id, usize> = HashMap::new();
+    for at in 0..graph.nodes.len() {
+        let Node { inputs, op, output } = &graph.nodes[at];
+        match op {
+            Op::Pairs { .. } if uses[*output] == 1 => {
+                pairs.insert(*output, at);
+            }
+            Op::Concat { outer: 1, .. } => {
+                let Some(&made) = inputs.iter().find_map(|id| pairs.get(id)) else { continue };
+                let of_pairs = &graph.nodes[made];
+                let Op::Pairs { rows, k, picks } = &of_pairs.op else { continue };
+                // The first value of each operand among those of all rows.
+                let firsts = rows.iter().scan(0, |next, rows| {
+                    *next += rows * k;
+                    Some(*next - rows * k)
+                });
+                let operands: HashMap<Id, usize> =
+                    of_pairs.inputs.iter().copied().zip(firsts).collect();
+                let picks_of = |id: &Id| match operands.get(id) {
+                    _ if *id == of_pairs.output => Some(picks.clone()),
+                    Some(first) => {
+                        let values = *first..first + graph.widths[*id];
+                        Some(values.map(|value| VALUE | value as u32).collect())
+                    }
+                    None => None,
+                };
+                let joined: Option<Vec<Vec<u32>>> = inputs.iter().map(picks_of).collect();
+                if let Some(joined) = joined.filter(|_| shared[*output] == shared[of_pairs.output])
+                {
+                    let op = Op::Pairs { rows: rows.clone(), k: *k, picks: joined.concat() };
+                    let (inputs, output) = (of_pairs.inputs.clone(), *output);
+                    graph.nodes[at] = Node { inputs, op, output };
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Moves the nodes that need nothing looked up to the front, in their order. Returns how many can
+/// run at once: with shared inputs only shared nodes, because their values are copied to the
+/// samples before other nodes run.
+fn bring_forward(graph: &mut Graph, shared: &[bool], on: &GpuLayout<'_>) -> usize {
+    let mut awaits = vec![false; graph.widths.len()];
+    (0..on.shared.len()).for_each(|input| awaits[input] = !on.fed.contains(&input));
+    for node in &graph.nodes {
+        awaits[node.output] = node.inputs.iter().any(|&id| awaits[id]);
+    }
+    // Before buffers are assigned: a later order would let two values live in one buffer.
+    graph.nodes.sort_by_key(|node| (!shared[node.output], awaits[node.output]));
+    let is_first = on.shared.contains(&true);
+    let is_early = |node: &&Node| shared[node.output] == is_first && !awaits[node.output];
+    graph.nodes.iter().take_while(is_early).count()
+}
+
+/// Replaces the products of every two rows that no kernel takes by a concatenation, a product and
+/// a selection.
+fn part_pairs(
+    graph: &mut Graph,
+    shared: &mut Vec<bool>,
+    fits: impl Fn(usize, usize, usize) -> bool,
+) {
     for Node { inputs, op, output } in std::mem::take(&mut graph.nodes) {
         let (rows, k, picks) = match op {
-            Op::Pairs { rows, k, picks } => (rows, k, picks),
+            Op::Pairs { rows, k, picks } if !fits(rows.len(), rows.iter().sum(), k) => {
+                (rows, k, picks)
+            }
             op => {
                 graph.nodes.push(Node { inputs, op, output });
                 continue;

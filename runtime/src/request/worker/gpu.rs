@@ -11,9 +11,9 @@
 use crate::model::Model;
 use crate::request::worker::cpu::{CpuDense, fill_part};
 use crate::request::worker::progress::Progress;
+use crate::schema::KeySpace;
 use crate::schema::batch::Batch;
 use crate::schema::lookup::Lookup;
-use crate::schema::{InputSource, KeySpace};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
@@ -55,14 +55,10 @@ impl GpuBackend {
         tables: &Arc<DeviceTables>,
         engine: &Arc<DeviceEngine>,
     ) -> Result<Self, CudaError> {
-        let (parts, inputs) = (model.input_parts(), &model.schema().network.inputs);
-        let is_fed =
-            |part: &usize| !matches!(inputs[parts[*part].input].source, InputSource::Vectors(_));
-        let fed: Vec<usize> = (0..parts.len()).filter(is_fed).collect();
         let step = Step::new(
             tables,
             engine,
-            StepInputs { parts, fed: &fed, copies: model.copies() },
+            StepInputs { parts: model.input_parts(), copies: model.copies() },
             |addresses| features_on_device(model, addresses, engine.input_types()),
             lookup_limits(model, tables.gpu()),
         );

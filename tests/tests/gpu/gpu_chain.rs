@@ -1,0 +1,242 @@
+//! Counts what a request in the shape of MLPerf's DLRM waits for: the nodes of its graph, and the
+//! work of other workers. The model has 26 tables, a bottom network of three layers and a top
+//! network of five. The GPU starts a node after those that it depends on, so the longest chain
+//! bounds the time of a small request. Scores are the CPU's to the bit.
+
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::{KeySpaces, RowKey};
+use hatchback_kernels::cache::codec::{Codec, RowFormat};
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::dense::{Activation, DenseEngine, InputPart};
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
+use hatchback_kernels::gpu::step::{Step, StepInputs};
+use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision,
+};
+use hatchback_kernels::lookup::miss_list::{MissList, RowState};
+use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
+use hatchback_tests::random::Random;
+use hatchback_tests::standin;
+use hatchback_tools::workload::onnx::{Graph, Type, int, ints};
+use std::sync::Arc;
+
+const TABLES: usize = 26;
+const ROWS: u64 = 50;
+const DIM: usize = 8;
+const DENSE: usize = 13;
+const BATCH_MAX: usize = 130;
+/// Nodes of the longest chain: three layers below, the pairs, five layers above.
+const CHAIN_MAX: u64 = 9;
+/// Nodes of a request: those, the query, and the record of its event.
+const NODES_MAX: u64 = 11;
+
+fn layers(graph: &mut Graph, random: &mut Random, input: &str, widths: &[usize]) -> String {
+    let mut value = input.to_owned();
+    for pair in widths.windows(2) {
+        let (k, n) = (pair[0], pair[1]);
+        let part = |what: &str| format!("{value} {what}");
+        let (weights, bias) = (part("weights"), part("bias"));
+        let mut floats =
+            |len: usize| (0..len).map(|_| random.signed() / k as f32).collect::<Vec<_>>();
+        graph.floats(&weights, &[k, n], &floats(k * n));
+        graph.floats(&bias, &[n], &floats(n));
+        let sum = graph.node("Gemm", &[&value, &weights, &bias], &part("sum"), &[]);
+        value = if n == 1 { sum } else { graph.node("Relu", &[&sum], &part("relu"), &[]) };
+    }
+    value
+}
+
+/// Returns the ONNX file and the name of its output. Its layers are narrow, because the stand-in is
+/// slow.
+fn dlrm(random: &mut Random) -> (Vec<u8>, String) {
+    let mut graph = Graph::default();
+    graph.input("dense", Type::Float, &[DENSE]);
+    graph.input("rows", Type::Float, &[TABLES, DIM]);
+    let x = layers(&mut graph, random, "dense", &[DENSE, 16, 12, DIM]);
+    let n = TABLES + 1;
+    graph.integers("as a row", &[3], &[-1, 1, DIM as i64]);
+    graph.integers("as a line", &[2], &[-1, (n * n) as i64]);
+    let below: Vec<i64> = (0..n).flat_map(|i| (0..i).map(move |j| (i * n + j) as i64)).collect();
+    graph.integers("below", &[below.len()], &below);
+    let row = graph.node("Reshape", &[&x, "as a row"], "row", &[]);
+    let all = graph.node("Concat", &[&row, "rows"], "vectors", &[int("axis", 1)]);
+    let turned = graph.node("Transpose", &[&all], "turned", &[ints("perm", &[0, 2, 1])]);
+    let products = graph.node("MatMul", &[&all, &turned], "products", &[]);
+    let line = graph.node("Reshape", &[&products, "as a line"], "line", &[]);
+    let pairs = graph.node("Gather", &[&line, "below"], "pairs", &[int("axis", 1)]);
+    let both = graph.node("Concat", &[&x, &pairs], "both", &[int("axis", 1)]);
+    let top = [DIM + below.len(), 24, 24, 16, 12, 1];
+    let logit = layers(&mut graph, random, &both, &top);
+    graph.output(&logit, &[1]);
+    (graph.file(), logit)
+}
+
+fn value(table: usize, key: u64, column: usize) -> f32 {
+    Random::new((table * DIM + column) as u64 * 1000 + key).signed()
+}
+
+fn row(table: usize, key: u64) -> Vec<u8> {
+    (0..DIM).flat_map(|column| value(table, key, column).to_le_bytes()).collect()
+}
+
+fn format() -> RowFormat {
+    RowFormat::new(Codec::F32, DIM, 0).unwrap()
+}
+
+/// Returns the tables with the even keys of each cached.
+fn tables(gpu: &Arc<Gpu>) -> Arc<DeviceTables> {
+    let spaces = KeySpaces::new(vec![Some(ROWS); TABLES]);
+    let cache = Cache::whole(format().row_bytes(), usize::MAX, &spaces).unwrap();
+    for (table, key) in (0..TABLES).flat_map(|t| (0..ROWS).step_by(2).map(move |k| (t, k))) {
+        let name = RowKey { table: table as u16, key };
+        assert!(cache.insert(name, &row(table, key), cache.epoch(name)));
+    }
+    let storage = vec![TableStorage::Cached(0); TABLES];
+    Arc::new(DeviceTables::new(gpu, storage, vec![cache], &[]).unwrap())
+}
+
+/// One worker of the model on a GPU.
+struct Car {
+    step: Step,
+    misses: MissList,
+    cpu: DenseEngine,
+    random: Random,
+}
+
+impl Car {
+    fn new(tables: &Arc<DeviceTables>, keys: Keys, seed: u64) -> Self {
+        let gpu = tables.gpu();
+        let mut random = Random::new(seed);
+        let (onnx, output) = dlrm(&mut random);
+        let inputs = [("dense", DENSE), ("rows", TABLES * DIM)];
+        let activation = Activation::Sigmoid;
+        let network =
+            DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output: &output, activation };
+        let dense = GpuDense { tensorrt: None, precision: Precision::Exact };
+        let options =
+            DeviceOptions { dense, batch_max: BATCH_MAX, f16_inputs: Vec::new(), fed: vec![0] };
+        let engine = Arc::new(DeviceEngine::load(gpu, &network, &options).unwrap());
+        let cpu = DenseEngine::load(onnx.clone(), &inputs, &output, activation).unwrap();
+
+        let format = format();
+        let feature = |table: usize, input| FeatureOnDevice {
+            table: table as u16,
+            format,
+            keys_end: Some(ROWS),
+            default_row: &[0.0; DIM],
+            pooling: Pooling::Sum,
+            weighted: false,
+            shared: false,
+            hotness_max: 1,
+            input,
+            input_type: InputType::F32,
+            stride: TABLES * DIM,
+            column: table * DIM,
+            width: DIM,
+        };
+        let features = |inputs: &[u64]| (0..TABLES).map(|t| feature(t, inputs[1])).collect();
+        let limits = LookupLimits {
+            batch_max: BATCH_MAX,
+            misses_max: TABLES * BATCH_MAX,
+            row_bytes_max: format.row_bytes(),
+            keys,
+            is_shared: false,
+        };
+        let parts = InputPart::whole(&inputs, &[false; 2]);
+        let inputs = StepInputs { parts: &parts, copies: &[] };
+        let step = Step::new(tables, &engine, inputs, features, limits).unwrap();
+        let device = Device::Cuda(Arc::clone(gpu));
+        let misses = MissList::on(&device, limits.misses_max, limits.row_bytes_max).unwrap();
+        Self { step, misses, cpu, random }
+    }
+
+    /// Scores `batch` samples with keys that are multiples of `even`, and compares them with the
+    /// CPU's. Returns how many rows were missing.
+    fn score(&mut self, batch: usize, even: u64) -> usize {
+        let Self { step, misses, cpu, random } = self;
+        let dense: Vec<f32> = (0..batch * DENSE).map(|_| random.signed()).collect();
+        let keys: Vec<Vec<u64>> = (0..TABLES)
+            .map(|_| (0..batch).map(|_| even * random.below(ROWS / even)).collect())
+            .collect();
+        let offsets: Vec<u32> = (0..=batch as u32).collect();
+        let mut statuses = vec![LookupStatus::default(); batch];
+        let bags = |table: usize| Bags::new(&keys[table], &offsets);
+        step.begin(batch, bags, |_, values| values.copy_from_slice(&dense)).unwrap();
+        assert!(!step.lookup().collect(misses, &mut statuses).unwrap());
+        let missed = misses.list().len();
+        for miss in misses.list().to_vec() {
+            misses.row_mut(miss.slot).copy_from_slice(&row(miss.row.table.into(), miss.row.key));
+            misses.set_state(miss.slot, RowState::Fresh);
+        }
+        if missed > 0 {
+            step.complete(misses, &mut statuses).unwrap();
+            misses.clear();
+        }
+
+        let rows = (0..batch).flat_map(|sample| {
+            let keys = &keys;
+            (0..TABLES).flat_map(move |table| {
+                (0..DIM).map(move |column| value(table, keys[table][sample], column))
+            })
+        });
+        let mut expected = vec![0.0; batch];
+        cpu.run(batch, &[dense, rows.collect()], &mut expected, &mut cpu.scratch(batch)).unwrap();
+        let bits = |scores: &[f32]| scores.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(step.scores(batch)), bits(&expected), "batch {batch}, keys x {even}");
+        missed
+    }
+}
+
+/// The bottom network runs beside the query, the pairs read their vectors where they are, the last
+/// layer makes the scores, and no copy of a small request's dense values comes first.
+#[test]
+fn the_longest_chain_of_a_request_is_the_layers_and_the_pairs() {
+    let _turn = standin::alone();
+    for (seed, keys) in [Keys::InPlace, Keys::Copied].into_iter().enumerate() {
+        let gpu = standin::gpu(seed as u64);
+        let mut car = Car::new(&tables(&gpu), keys, seed as u64);
+        assert!(car.step.refused().is_none(), "{:?}", car.step.refused());
+        for batch in [1, 3, 64, 65, BATCH_MAX] {
+            assert_eq!(car.score(batch, 2), 0);
+            let Some(counts) = standin::load().map(|s| s.counts()) else { continue };
+            assert!(!counts.busy, "a branch goes on after the answer");
+            // The dense values of a large batch are copied first; that time is no longer the
+            // nodes'.
+            let copies = u64::from(batch > 64);
+            let brought = copies + u64::from(keys == Keys::Copied);
+            let said = format!("seed {seed}, {keys:?}, batch {batch}: {counts:?}");
+            assert_eq!(counts.chain, CHAIN_MAX + copies, "{said}");
+            assert_eq!(counts.nodes, NODES_MAX + brought, "{said}");
+        }
+        // Half of these rows are missing, and then some are cached.
+        let missed: Vec<usize> = [7, 1, BATCH_MAX, 30].map(|batch| car.score(batch, 1)).into();
+        assert!(missed[0] > 20 && missed[3] < missed[2], "seed {seed}: {missed:?}");
+    }
+}
+
+/// The insert of missing rows waits for the queries of other workers. The answer does not.
+#[test]
+fn an_answer_with_misses_waits_for_no_query_of_another_worker() {
+    let _turn = standin::alone();
+    let gpu = standin::gpu(9);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: only the stand-in tells what has not run yet");
+    };
+    let tables = tables(&gpu);
+    let [mut one, mut other] = [9, 10].map(|seed| Car::new(&tables, Keys::InPlace, seed));
+    let keys: Vec<u64> = (0..BATCH_MAX as u64).map(|sample| 2 * (sample % (ROWS / 2))).collect();
+    let offsets: Vec<u32> = (0..=BATCH_MAX as u32).collect();
+    let (mut answered_before, mut missed) = (0, 0);
+    for _ in 0..20 {
+        other.step.lookup().begin(BATCH_MAX, |_| Bags::new(&keys, &offsets)).unwrap();
+        let misses = one.score(1, 1);
+        missed += misses;
+        answered_before += usize::from(misses > 0 && stand_in.counts().busy);
+        let mut statuses = vec![LookupStatus::default(); BATCH_MAX];
+        let Car { step, misses, .. } = &mut other;
+        assert!(!step.lookup().collect(misses, &mut statuses).unwrap() && misses.is_empty());
+    }
+    assert!(missed > 20 && answered_before > 0, "{missed} misses, {answered_before} of 20");
+}
