@@ -18,18 +18,18 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 19_325),
-    ("runtime", 18_950),
+    ("kernels", 19_395),
+    ("runtime", 19_170),
     ("link", 620),
     ("server", 4_700),
     ("board", 1_900),
-    ("capi", 850),
+    ("capi", 855),
     ("python", 495),
     ("tools", 16_000),
-    ("bench", 11_335),
+    ("bench", 11_340),
     ("tests", 6_240),
 ];
-const WORDS_MAX: usize = 48_890;
+const WORDS_MAX: usize = 48_980;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 437;

@@ -12,6 +12,7 @@ mod cuda_swaps;
 mod gpu_dense;
 mod gpu_requests;
 mod not_finite;
+mod plans;
 mod tensorrt;
 
 /// Suites that AddressSanitizer watches; the others start processes or compile.
