@@ -10,6 +10,7 @@ use crate::socket::{Socket, Stop};
 use crate::update::UpdateThread;
 use crate::{machine, models, settings, systemd};
 use anyhow::{Context, Result};
+use hatchback::car::plan_thread;
 use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
 use hatchback::request::serving::Serving;
@@ -111,6 +112,8 @@ fn serve_until_stopped(
         MaintenanceThread::start(directory, updater.cloned(), rules, shed, &shown.wears)
     };
     let maintenance = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+
+    plan_thread::start(serving, car.target.update.busy())?;
 
     let start = |update| UpdateThread::start(update, serving, &shown.latencies);
     let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;

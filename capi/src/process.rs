@@ -3,6 +3,7 @@
 
 use crate::outcome::{Outcome, Refusal, closed, refused, request};
 use hatchback::car::follower::Follower;
+use hatchback::car::plan_thread;
 use hatchback::clock::SystemClock;
 use hatchback::io::disk::{self, Disk};
 use hatchback::maintenance::background::Background;
@@ -34,7 +35,7 @@ pub struct Process {
 /// State that callers and the thread share.
 pub struct Shared {
     /// The models.
-    pub serving: Serving,
+    pub serving: Arc<Serving>,
     /// The number of the system's process that opened this one. Only it has the threads.
     opener: u32,
     disk: Arc<dyn Disk>,
@@ -140,6 +141,9 @@ impl Process {
     fn start(serving: Serving, budget: Budget, busy: BusyBounds) -> Result<Self, Refusal> {
         let (disk, followers) = (disk::system(), Mutex::default());
         let opener = std::process::id();
+        let serving = Arc::new(serving);
+        let threads = |e| refused(format!("threads: {e}"));
+        plan_thread::start(&serving, busy).map_err(threads)?;
         let shared = Arc::new(Shared { serving, opener, disk, budget, busy, followers });
 
         let (stop, stopped) = channel();
@@ -147,7 +151,7 @@ impl Process {
         let thread = std::thread::Builder::new()
             .name("follow".to_owned())
             .spawn(move || follow(&follows, &stopped))
-            .map_err(|e| refused(format!("threads: {e}")))?;
+            .map_err(threads)?;
         Ok(Self { shared, stop: Some(stop), thread: Some(thread) })
     }
 

@@ -18,18 +18,18 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 19_685),
-    ("runtime", 18_950),
+    ("kernels", 19_800),
+    ("runtime", 19_170),
     ("link", 620),
     ("server", 4_775),
     ("board", 1_900),
-    ("capi", 850),
+    ("capi", 855),
     ("python", 495),
     ("tools", 16_020),
     ("bench", 11_450),
     ("tests", 6_245),
 ];
-const WORDS_MAX: usize = 48_890;
+const WORDS_MAX: usize = 48_980;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 437;

@@ -3,26 +3,21 @@
 //! first two are tried only if the target allows another precision than the CPU's. A backend is
 //! used only if it gives the CPU's scores on generated samples. They must be equal to the bit for
 //! the kernels alone, and within the bound of its precision for the others. The engine logs the
-//! backend that it uses, and why it rejected the earlier ones.
+//! backend that it uses. `dense_loader.rs` chooses it.
 
 use crate::cuda::cublas::Cublas;
-use crate::cuda::cublas_library::Factors;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
-use crate::dense::graph::onnx;
-use crate::dense::graph::onnx_graph::{Graph, Stop};
-use crate::dense::run::layout::{GpuLayout, Layout};
-use crate::dense::run::sharing::{InputPart, divide_inputs};
-use crate::dense::{Activation, DenseEngine, DenseError, match_interface, widen};
+use crate::dense::run::sharing::InputPart;
+use crate::dense::{Activation, DenseEngine, DenseError};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{DenseKernels, PairShape, ResultShape, RowColumns};
+use crate::gpu::dense_kernels::{DenseKernels, ResultShape, RowColumns};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, PlanWork, RunShape, Scores};
 use crate::gpu::input_type::InputType;
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::samples::RequestSize;
-use crate::gpu::tensorrt::{self, BatchClass, Build, BuildInput, Plans, TensorRt};
-use crate::simd::isa::Isa;
+use crate::gpu::tensorrt;
 use serde::Deserialize;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -70,6 +65,14 @@ pub struct GpuDense {
     pub precision: Precision,
 }
 
+impl GpuDense {
+    /// Returns the options of TensorRT and the precision, if the target allows TensorRT.
+    pub fn tensorrt(&self) -> Option<(&TensorRtOptions, Precision)> {
+        let options = self.tensorrt.as_ref().filter(|_| self.precision != Precision::Exact)?;
+        Some((options, self.precision))
+    }
+}
+
 /// The options for one network: its backends, and its batches.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
@@ -87,21 +90,21 @@ pub struct DeviceOptions {
 /// A network on a GPU. Holding one proves that it gave the CPU's scores on that GPU, within the
 /// bound of its backend.
 pub struct DeviceEngine {
-    gpu: Arc<Gpu>,
-    kernels: Arc<DenseKernels>,
-    backend: Backend,
-    parts: Vec<InputPart>,
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) kernels: Arc<DenseKernels>,
+    pub(super) backend: Backend,
+    pub(super) parts: Vec<InputPart>,
     /// The type of each part.
-    types: Vec<InputType>,
+    pub(super) types: Vec<InputType>,
     /// The parts that the host fills.
-    fed: Vec<usize>,
-    outputs: usize,
-    activation: Activation,
-    batch_max: usize,
-    rejected: Vec<String>,
+    pub(super) fed: Vec<usize>,
+    pub(super) outputs: usize,
+    pub(super) activation: Activation,
+    pub(super) batch_max: usize,
+    pub(super) rejected: Vec<String>,
 }
 
-enum Backend {
+pub(super) enum Backend {
     TensorRt { engine: tensorrt::Engine, name: String },
     Plan { plan: Arc<DevicePlan>, precision: Precision },
 }
@@ -122,77 +125,6 @@ enum BackendScratch {
 }
 
 impl DeviceEngine {
-    /// Loads `network` onto `gpu` with the first backend of `options` that gives the CPU's scores.
-    ///
-    /// # Errors
-    /// [`GpuDenseError::Dense`] if the file does not load, [`GpuDenseError::Unsupported`] if the
-    /// GPU has no kernel for an operator, or the error of the last backend.
-    pub fn load(
-        gpu: &Arc<Gpu>,
-        network: &DenseNetwork,
-        options: &DeviceOptions,
-    ) -> Result<Self, GpuDenseError> {
-        // A GPU computes with f32 weights; each backend narrows what its precision allows.
-        let onnx = widen(network.onnx.to_vec())?;
-        let network = &DenseNetwork { onnx: &onnx, ..*network };
-        let model = onnx::read(onnx.clone().into())?;
-        let shapes = match_interface(&model, network.inputs, network.output)?;
-        let inputs: Vec<_> = network
-            .inputs
-            .iter()
-            .zip(&shapes)
-            .map(|((name, _), shape)| (*name, shape.clone()))
-            .collect();
-        let DenseNetwork { onnx, inputs: fed, parts, output, activation } = *network;
-        let whole = InputPart::whole(fed, &vec![false; fed.len()]);
-        let parts = if parts.is_empty() { &whole } else { parts };
-        let isa = Isa::detect();
-        let onnx = onnx.to_vec();
-        let reference = DenseEngine::load_for(isa, onnx, fed, parts, output, activation)?;
-        let loader = Loader {
-            gpu,
-            network,
-            parts,
-            kernels: Arc::new(DenseKernels::load(gpu)?),
-            reference: &reference,
-            batch_max: options.batch_max,
-            f16_inputs: &options.f16_inputs,
-            fed: &options.fed,
-        };
-
-        let mut rejected = Vec::new();
-        let GpuDense { tensorrt, precision } = &options.dense;
-        let precision = *precision;
-        if let Some(tensorrt) = tensorrt.as_ref().filter(|_| precision != Precision::Exact) {
-            match loader.load_tensorrt(tensorrt, precision, &inputs, &mut rejected) {
-                Ok(engine) => return Ok(Self { rejected, ..engine }),
-                Err(e) => reject(&e, &mut rejected),
-            }
-        }
-
-        let layout = match Graph::build(&model, &inputs, network.output) {
-            Ok(mut graph) => {
-                divide_inputs(&mut graph, parts);
-                let shared: Vec<bool> = parts.iter().map(|part| part.shared).collect();
-                let (shared, fits_pairs) = (&shared[..], PairShape::fits);
-                Layout::for_gpu(graph, &GpuLayout { shared, fed: &options.fed, fits_pairs })
-            }
-            Err(Stop::Refused(e)) => return Err(e.into()),
-            Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
-        };
-        let plan = Arc::new(DevicePlan::new(&layout, gpu)?);
-        if let Some(factors) = precision.factors() {
-            match loader.load_cublas(&plan, precision, factors, &mut rejected) {
-                Ok(engine) => return Ok(Self { rejected, ..engine }),
-                Err(e) => reject(&e, &mut rejected),
-            }
-        }
-
-        let backend = Backend::Plan { plan, precision: Precision::Exact };
-        let engine = loader.engine(backend).check(&reference, 0.0)?;
-        Ok(Self { rejected, ..engine })
-    }
-
     /// Returns the backend in words.
     pub fn runs_on(&self) -> String {
         match &self.backend {
@@ -501,7 +433,7 @@ impl DeviceEngine {
 
     /// Returns the engine if it gives the CPU's scores on generated samples, in a batch of one and
     /// in a batch of many.
-    fn check(self, reference: &DenseEngine, bound: f32) -> Result<Self, GpuDenseError> {
+    pub(super) fn check(self, reference: &DenseEngine, bound: f32) -> Result<Self, GpuDenseError> {
         let samples = self.batch_max.min(CHECK_SAMPLES);
         let stream = self.gpu.stream()?;
         let (mut on_gpu, mut on_cpu) = (self.scratch(samples)?, reference.scratch(samples));
@@ -530,135 +462,6 @@ impl DeviceEngine {
         log::info!("the dense network runs on {}", self.runs_on());
         Ok(self)
     }
-}
-
-/// The common parts of all backends of one network.
-struct Loader<'a> {
-    gpu: &'a Arc<Gpu>,
-    network: &'a DenseNetwork<'a>,
-    parts: &'a [InputPart],
-    kernels: Arc<DenseKernels>,
-    /// The network on the CPU, whose scores each backend must give.
-    reference: &'a DenseEngine,
-    batch_max: usize,
-    f16_inputs: &'a [usize],
-    fed: &'a [usize],
-}
-
-impl Loader<'_> {
-    fn engine(&self, backend: Backend) -> DeviceEngine {
-        DeviceEngine {
-            types: vec![InputType::F32; self.parts.len()],
-            fed: self.fed.to_vec(),
-            gpu: Arc::clone(self.gpu),
-            kernels: Arc::clone(&self.kernels),
-            backend,
-            parts: self.parts.to_vec(),
-            outputs: self.reference.outputs(),
-            activation: self.network.activation,
-            batch_max: self.batch_max,
-            rejected: Vec::new(),
-        }
-    }
-
-    fn load_cublas(
-        &self,
-        plan: &Arc<DevicePlan>,
-        precision: Precision,
-        factors: Factors,
-        rejected: &mut Vec<String>,
-    ) -> Result<DeviceEngine, GpuDenseError> {
-        // Every scratch opens its own handle. This one only checks whether the libraries are
-        // present.
-        if let Some(why) = Cublas::open(self.gpu, factors)?.refused_epilogues() {
-            log::info!("bias and Relu are launches of their own: {why}");
-            rejected.push(format!("bias and Relu in the products: {why}"));
-        }
-        let backend = Backend::Plan { plan: Arc::clone(plan), precision };
-        self.engine(backend).check(self.reference, precision.difference_bound())
-    }
-
-    /// Loads the network on TensorRT. With precision f16 it first tries f16 for the inputs that may
-    /// be f16. If that is refused, they are f32, and the reason is added to `rejected`.
-    fn load_tensorrt(
-        &self,
-        options: &TensorRtOptions,
-        precision: Precision,
-        inputs: &[(&str, Vec<usize>)],
-        rejected: &mut Vec<String>,
-    ) -> Result<DeviceEngine, GpuDenseError> {
-        let libraries =
-            options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
-        let tensorrt = TensorRt::open(&options.shim, libraries)?;
-        let with = |f16_inputs: &[usize]| {
-            let mut fed = Vec::with_capacity(inputs.len());
-            for (i, (name, shape)) in inputs.iter().enumerate() {
-                let of = if f16_inputs.contains(&i) { InputType::F16 } else { InputType::F32 };
-                fed.push(BuildInput { name, shape: shape.clone(), of });
-            }
-            fed
-        };
-        let load = |inputs| self.load_plan(&tensorrt, options, precision, inputs);
-        if precision == Precision::F16 && !self.f16_inputs.is_empty() {
-            match load(with(self.f16_inputs)) {
-                Ok(engine) => return Ok(engine),
-                Err(e @ GpuDenseError::Cuda(_)) => return Err(e),
-                Err(e) => reject(&GpuDenseError::F16Inputs(Box::new(e)), rejected),
-            }
-        }
-        load(with(&[]))
-    }
-
-    /// Loads the stored plan of the network with `inputs`, or builds one and stores it.
-    fn load_plan(
-        &self,
-        tensorrt: &TensorRt,
-        options: &TensorRtOptions,
-        precision: Precision,
-        inputs: Vec<BuildInput<'_>>,
-    ) -> Result<DeviceEngine, GpuDenseError> {
-        let part_types: Vec<InputType> =
-            self.parts.iter().map(|part| inputs[part.input].of).collect();
-        let build = Build {
-            onnx: self.network.onnx,
-            inputs,
-            output: self.network.output,
-            batches: BatchClass::up_to(self.batch_max),
-            workspace_bytes_max: options.workspace_bytes_max,
-            types: precision.types(),
-            compute_capability: None,
-        };
-        let (types, bound) = (precision.name(), precision.difference_bound());
-        let load_plan = |plan: &[u8], origin| {
-            let name = format!("TensorRT {}, {types}, plan {origin}", tensorrt.version());
-            let engine = tensorrt.load(self.gpu, plan, &build)?;
-            let engine = self.engine(Backend::TensorRt { engine, name });
-            DeviceEngine { types: part_types.clone(), ..engine }.check(self.reference, bound)
-        };
-
-        let plans = Plans::new(&options.plans);
-        let path = plans.path(tensorrt, self.gpu.name(), &build);
-        if let Some(plan) = plans.kept(&path)? {
-            match load_plan(&plan, "kept from before") {
-                Err(e) if !matches!(e, GpuDenseError::Cuda(_)) => {
-                    log::warn!("{}: {e}; the plan is built again", path.display());
-                }
-                loaded => return loaded,
-            }
-        }
-
-        let plan = tensorrt.build(&build)?;
-        let loaded = load_plan(&plan, "built now");
-        // Another build would give the same scores. An empty plan records that.
-        let useless = matches!(loaded, Err(GpuDenseError::ScoresDiffer { .. }));
-        plans.keep(&path, if useless { &[] } else { &plan });
-        loaded
-    }
-}
-
-fn reject(why: &GpuDenseError, rejected: &mut Vec<String>) {
-    log::info!("a backend for the dense network on the GPU is rejected: {why}");
-    rejected.push(why.to_string());
 }
 
 /// Returns the difference of `a` from `b`, relative to `b`, or to 1 if `b` is below 1. It is 0 only

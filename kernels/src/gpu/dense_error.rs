@@ -38,6 +38,15 @@ pub enum GpuDenseError {
 }
 
 impl GpuDenseError {
+    /// Returns whether building a plan again cannot help.
+    pub(crate) fn is_final(&self) -> bool {
+        match self {
+            Self::Cuda(_) => true,
+            Self::TensorRt(e) => matches!(**e, TensorRtError::Useless { .. }),
+            _ => false,
+        }
+    }
+
     /// Returns the driver's error; any other error becomes [`CudaError::NoKernels`] for `gpu`.
     pub fn into_cuda(self, gpu: &Gpu) -> CudaError {
         match self {

@@ -17,6 +17,7 @@
 mod dense_engine;
 mod dense_error;
 mod dense_kernels;
+mod dense_loader;
 mod dense_plan;
 pub mod device_info;
 mod feature;
@@ -37,6 +38,7 @@ pub use dense_engine::{
     DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, TensorRtOptions,
 };
 pub use dense_error::GpuDenseError;
+pub use dense_loader::BuiltPlan;
 pub use dense_plan::RunShape;
 pub use input_type::InputType;
 pub use precision::Precision;

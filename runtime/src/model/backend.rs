@@ -72,6 +72,15 @@ impl ModelBackend {
         self.device_tables().map_or(Device::Cpu, on_gpu)
     }
 
+    /// Returns whether the tables are on a GPU and the dense network does not run on TensorRT.
+    pub fn lacks_tensorrt(&self) -> bool {
+        match self {
+            Self::Cpu { .. } => false,
+            Self::GpuTables { .. } => true,
+            Self::Gpu { dense, .. } => !dense.graphs_own_scratch(),
+        }
+    }
+
     /// Returns what runs the dense network, in words.
     pub fn dense_runs_on(&self) -> String {
         match self {

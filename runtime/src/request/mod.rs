@@ -7,6 +7,7 @@ pub(crate) mod memory;
 pub(crate) mod negative_cache;
 pub mod open;
 pub mod pipeline;
+pub mod plans;
 pub(crate) mod precision_check;
 pub mod probe_inputs;
 pub(crate) mod queue;

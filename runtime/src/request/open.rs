@@ -14,14 +14,14 @@ use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::memory::{check_total, sum_memory};
 use crate::request::precision_check;
 use crate::request::worker::lookup_limits;
-use crate::schema::{InputSource, Schema, SingleOutput};
+use crate::schema::{InputSource, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
+    BuiltPlan, DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -237,22 +237,54 @@ impl Model {
         flash: &Flash,
         dense: &GpuDense,
     ) -> Result<Option<DeviceEngine>, OpenError> {
-        let ModelBackend::GpuTables { tables, .. } = self.backend() else { return Ok(None) };
-        let batch_max = self.budget().batch_max as usize;
-        let f16_inputs = self.f16_inputs();
-        let (parts, inputs) = (self.input_parts(), &self.schema().network.inputs);
-        let is_fed =
-            |part: &usize| !matches!(inputs[parts[*part].input].source, InputSource::Vectors(_));
-        let fed = (0..parts.len()).filter(is_fed).collect();
-        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs, fed };
-        let onnx = flash.dense()?;
-        match load_dense_on(self.schema(), tables.gpu(), &onnx, &options) {
-            Ok(engine) => Ok(Some(engine)),
-            Err(GpuDenseError::Cuda(e)) => Err(OpenError::Cuda(*e)),
-            Err(e) => {
+        if !matches!(self.backend(), ModelBackend::GpuTables { .. }) {
+            return Ok(None);
+        }
+        match self.on_gpu(flash, dense, DeviceEngine::load) {
+            Err(OpenError::GpuDense(e)) => {
                 log::warn!("the dense network stays on the CPU: {e}");
                 Ok(None)
             }
+            engine => engine,
+        }
+    }
+
+    /// Builds the plan of the dense network for TensorRT, unless a good one is kept. The tables
+    /// must be on a GPU.
+    pub(crate) fn build_plan(
+        &self,
+        flash: &Flash,
+        dense: &GpuDense,
+    ) -> Result<Option<BuiltPlan>, OpenError> {
+        Ok(self.on_gpu(flash, dense, DeviceEngine::build_plan)?.flatten())
+    }
+
+    /// Returns the result of `load` for the dense network on the GPU that has the tables; `None` if
+    /// they are on the CPU.
+    fn on_gpu<T>(
+        &self,
+        flash: &Flash,
+        dense: &GpuDense,
+        load: impl FnOnce(&Arc<Gpu>, &DenseNetwork, &DeviceOptions) -> Result<T, GpuDenseError>,
+    ) -> Result<Option<T>, OpenError> {
+        let Some(tables) = self.backend().device_tables() else { return Ok(None) };
+        let (schema, batch_max) = (self.schema(), self.budget().batch_max as usize);
+        let f16_inputs = self.f16_inputs();
+        let (parts, network) = (&schema.input_parts(), &schema.network);
+        let is_fed = |part: &usize| {
+            !matches!(network.inputs[parts[*part].input].source, InputSource::Vectors(_))
+        };
+        let fed = (0..parts.len()).filter(is_fed).collect();
+        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs, fed };
+        let inputs: Vec<(&str, usize)> =
+            network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
+        let SingleOutput { onnx, name: output, activation } =
+            schema.single_output(flash.dense()?)?;
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts, output, activation };
+        match load(tables.gpu(), &network, &options) {
+            Ok(loaded) => Ok(Some(loaded)),
+            Err(GpuDenseError::Cuda(e)) => Err(OpenError::Cuda(*e)),
+            Err(e) => Err(e.into()),
         }
     }
 
@@ -283,22 +315,6 @@ impl Model {
             other => Ok(other),
         })
     }
-}
-
-/// Loads the dense network of `schema` onto `gpu`.
-fn load_dense_on(
-    schema: &Schema,
-    gpu: &Arc<Gpu>,
-    onnx: &[u8],
-    options: &DeviceOptions,
-) -> Result<DeviceEngine, GpuDenseError> {
-    let network = &schema.network;
-    let inputs: Vec<(&str, usize)> =
-        network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
-    let SingleOutput { onnx, name: output, activation } = schema.single_output(onnx.to_vec())?;
-    let parts = &schema.input_parts();
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts, output, activation };
-    DeviceEngine::load(gpu, &network, options)
 }
 
 fn device_storage(table: &ServedTable) -> TableStorage {

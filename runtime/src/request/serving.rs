@@ -4,8 +4,9 @@
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
-use crate::flash::Flash;
 use crate::flash::live::LiveId;
+use crate::flash::{Flash, FlashError};
+use crate::io::disk::Disk;
 use crate::io::reader::DeviceDepth;
 use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
@@ -23,6 +24,7 @@ use hatchback_kernels::cuda::Device;
 use hatchback_kernels::gpu::GpuDense;
 use std::collections::BTreeSet;
 use std::io;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -60,6 +62,10 @@ debug_as_display!(ServingError);
 
 struct Served {
     name: String,
+    disk: Arc<dyn Disk>,
+    directory: PathBuf,
+    /// Why the network runs without TensorRT; empty if it does not, or need not.
+    plan_note: Mutex<String>,
     pipeline: Pipeline,
 }
 
@@ -150,9 +156,11 @@ impl Serving {
         // Opening takes seconds, so the list of models is not locked. `change` keeps the name free.
         let pipeline = self.open(name, flash, budget, None)?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
-        models.push(Served { name: name.to_owned(), pipeline });
+        let (disk, directory) = (Arc::clone(flash.disk()), flash.directory().to_owned());
+        let (name, plan_note) = (name.to_owned(), Mutex::default());
+        models.push(Served { name: name.clone(), disk, directory, plan_note, pipeline });
         drop(models);
-        self.unloaded().remove(name);
+        self.unloaded().remove(&name);
         Ok(())
     }
 
@@ -380,6 +388,40 @@ impl Serving {
     /// many keys were queued.
     pub fn prefetch(&self, name: &str, feature: usize, keys: &[u64]) -> usize {
         self.with(name, |p| p.prefetch(feature, keys)).unwrap_or(0)
+    }
+
+    /// Opens the flash directory that `name` was loaded from; `None` if the model is not served.
+    pub(crate) fn flash(&self, name: &str) -> Option<Result<Flash, FlashError>> {
+        let models = self.models();
+        let served = models.iter().find(|m| m.name == name)?;
+        let (disk, directory) = (Arc::clone(&served.disk), served.directory.clone());
+        drop(models);
+        Some(Flash::open(&disk, &directory))
+    }
+
+    /// Returns whether the target and the machine allow TensorRT.
+    pub fn allows_tensorrt(&self) -> bool {
+        matches!(self.lookups, Device::Cuda(_)) && self.dense.tensorrt().is_some()
+    }
+
+    pub(crate) fn dense(&self) -> &GpuDense {
+        &self.dense
+    }
+
+    /// Records why the network of `name` runs without TensorRT.
+    pub(crate) fn note_plan(&self, name: &str, note: String) {
+        if let Some(served) = self.models().iter().find(|m| m.name == name) {
+            *served.plan_note.lock().unwrap_or_else(PoisonError::into_inner) = note;
+        }
+    }
+
+    /// Returns what runs the dense network of `name`, in words, with the state of its plan.
+    pub fn dense_runs_on(&self, name: &str) -> Option<String> {
+        let models = self.models();
+        let served = models.iter().find(|m| m.name == name)?;
+        let note = served.plan_note.lock().unwrap_or_else(PoisonError::into_inner);
+        let runs_on = served.pipeline.model().dense_runs_on();
+        Some(if note.is_empty() { runs_on } else { format!("{runs_on} ({note})") })
     }
 
     /// Returns the names of the models.

@@ -85,7 +85,10 @@ pub(crate) fn run(
     });
     let (mut removed, users, pause) = switched.inspect_err(|_| live.lift())?;
 
-    pipeline.reset_stats();
+    // A model that is swapped to itself, for its plan, may be on probation, which counts answers.
+    if old.id() != model.id() {
+        pipeline.reset_stats();
+    }
     pipeline.wait_until_left(&users, yield_awaited);
     live.lift();
     drop((live.take_retired(), old, residents));

@@ -88,6 +88,7 @@ fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
     json!({
         "name": name,
         "generation": generation.map(|generation| generation.to_string()),
+        "dense_network": serving.dense_runs_on(name),
         "answered": metrics.answered(),
         "failed": metrics.failed.get(),
         "samples": metrics.samples.get(),

@@ -13,6 +13,7 @@ mod gpu_chain;
 mod gpu_dense;
 mod gpu_requests;
 mod not_finite;
+mod plans;
 mod tensorrt;
 
 /// Suites that AddressSanitizer watches; the others start processes or compile.

@@ -39,7 +39,9 @@ pub enum TensorRtError {
     /// The network's inputs or outputs are not those of the build.
     #[error("TensorRT: {0}")]
     Interface(String),
-    /// An earlier start built an engine here whose scores were not the CPU's.
+    #[error("TensorRT: no plan at {path} yet", path = path.display())]
+    NoPlan { path: PathBuf },
+    /// An engine was built here whose scores were not the CPU's.
     #[error(
         "TensorRT: an engine built on this machine gave other scores than the CPU, as {path} \
          records; remove the file to try again",

@@ -1,0 +1,77 @@
+//! Builds the TensorRT plans that served models lack, one at a time, and takes them into service.
+//! Each generation gets one attempt in a process: a build that fails would fail again.
+
+use crate::flash::live::LiveId;
+use crate::maintenance::share::Urgency;
+use crate::request::plans::{PlanJob, PlanTaken};
+use crate::request::serving::Serving;
+use std::collections::BTreeMap;
+
+/// The plans of all models of a process.
+#[derive(Default)]
+pub struct PlanSteps {
+    /// The generation of each model that had its attempt.
+    tried: BTreeMap<String, LiveId>,
+    /// A plan that is built and not in service yet.
+    built: Option<PlanJob>,
+}
+
+impl PlanSteps {
+    /// Builds the next missing plan, which may take minutes, or takes the built one into service.
+    /// Returns whether more work may be due. Calls `yield_now` between small pieces of work.
+    pub fn step(&mut self, serving: &Serving, yield_now: &dyn Fn(Urgency)) -> bool {
+        let Some(job) = self.built.take() else { return self.build(serving) };
+        self.take(serving, job, yield_now)
+    }
+
+    fn build(&mut self, serving: &Serving) -> bool {
+        let untried = |name: &String| {
+            let served = serving.id(name);
+            let is_new = self.tried.get(name) != served.as_ref();
+            served.filter(|_| is_new).map(|served| (name.clone(), served))
+        };
+        for (name, served) in serving.names().iter().filter_map(untried).collect::<Vec<_>>() {
+            let job = serving.plan_job(&name);
+            let Ok(job) = job.inspect_err(|e| log::debug!("`{name}`: its plan waits: {e}")) else {
+                continue;
+            };
+            self.tried.insert(name.clone(), served);
+            let Some(mut job) = job else { continue };
+            log::info!("`{name}`: TensorRT builds a plan; requests do not wait for it");
+            serving.note_plan(&name, "TensorRT builds a plan".to_owned());
+            match job.build() {
+                Ok(()) => self.built = Some(job),
+                Err(e) => refuse(serving, &name, &e.to_string()),
+            }
+            return true;
+        }
+        false
+    }
+
+    fn take(&mut self, serving: &Serving, mut job: PlanJob, yield_now: &dyn Fn(Urgency)) -> bool {
+        let taken = serving.take_plan(&mut job, yield_now);
+        let name = job.name();
+        match taken {
+            Ok(PlanTaken::Swapped(swapped)) => {
+                serving.note_plan(name, String::new());
+                log::info!("`{name}`: the plan of TensorRT is in service; {swapped}");
+            }
+            Ok(PlanTaken::Rejected) => {
+                refuse(serving, name, "the scores of the probe set are beyond the bound");
+            }
+            Ok(PlanTaken::Outdated) => {}
+            Ok(PlanTaken::Busy) => {
+                self.built = Some(job);
+                return false;
+            }
+            Err(e) => refuse(serving, name, &e.to_string()),
+        }
+        true
+    }
+}
+
+/// Records why `name` stays without a plan.
+fn refuse(serving: &Serving, name: &str, reason: &str) {
+    log::warn!("`{name}`: the network does not run on TensorRT: {reason}");
+    serving.note_plan(name, format!("no plan of TensorRT: {reason}"));
+}

@@ -1,0 +1,218 @@
+//! Plans of TensorRT that take ten minutes to build, on its twin: a build lasts until the test ends
+//! it. A start, a swap and every answer come before that. A GPU that TensorRT does not know, a plan
+//! that it refuses and wrong scores leave what served before.
+
+use crate::tensorrt::{Twin, compile_into, twin};
+use hatchback::car::plan_steps::PlanSteps;
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
+use hatchback::io::disk;
+use hatchback::model::budget::Budget;
+use hatchback::request::serving::Serving;
+use hatchback::request::worker::Worker;
+use hatchback::schema::KeySpace;
+use hatchback::schema::sample::Sample;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
+use hatchback_tests::standin;
+use hatchback_tools::pack::spec::{CodecChoice, ProbeSpec};
+use hatchback_tools::report::metrics::largest_difference;
+use hatchback_tools::workload::onnx::{Graph, Type, int};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+/// Bound of [`Precision::F32`].
+const BOUND: f64 = 1e-4;
+
+/// A twin whose builds last until the test ends them.
+struct SlowTwin {
+    twin: Twin,
+    fifo: PathBuf,
+}
+
+impl SlowTwin {
+    fn new() -> Self {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let fifo = folder.join(format!("builds-{}", std::process::id()));
+        let _ = std::fs::remove_file(&fifo);
+        assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+        let awaits = format!("-DTWIN_AWAITS=\"{}\"", fifo.display());
+        let library = compile_into("twin-slow", 8, 6, &[&awaits]).library;
+        Self { twin: Twin { shim: twin().shim, library }, fifo }
+    }
+
+    /// Waits until a build has begun. The build ends when the returned file gets a letter.
+    fn begun(&self) -> File {
+        OpenOptions::new().write(true).open(&self.fifo).unwrap()
+    }
+
+    /// Returns a server whose networks may run on this twin, with plans in `plans`.
+    fn serving(&self, plans: &Path) -> Serving {
+        let Twin { shim, library } = self.twin.clone();
+        let libraries = Some((library.clone(), library));
+        let (plans, workspace_bytes_max) = (plans.to_owned(), 1 << 20);
+        let tensorrt = Some(TensorRtOptions { shim, libraries, plans, workspace_bytes_max });
+        let dense = GpuDense { tensorrt, precision: Precision::F32 };
+        let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+        serving.on(Device::Cuda(standin::gpu(31)), dense)
+    }
+}
+
+/// A network that computes what the twin does: the sum of all inputs. `is_ours` says whether our
+/// kernels have its operators.
+fn sum_network(widths: &[(String, usize)], is_ours: bool) -> Vec<u8> {
+    let mut graph = Graph::default();
+    let names: Vec<&str> = widths.iter().map(|(name, _)| name.as_str()).collect();
+    widths.iter().for_each(|(name, width)| graph.input(name, Type::Float, &[*width]));
+    graph.node("Concat", &names, "all", &[int("axis", 1)]);
+    graph.integers("axes", &[1], &[1]);
+    graph.node("ReduceSum", &["all", "axes"], "sum", &[]);
+    let last = if is_ours { "Add" } else { "Max" };
+    graph.floats("zero", &[1], &[0.0]);
+    graph.node(last, &["sum", if is_ours { "zero" } else { "sum" }], "out", &[]);
+    graph.output("out", &[1]);
+    graph.file()
+}
+
+/// A packed generation, and samples of it.
+struct Release {
+    packed: Packed,
+    samples: Vec<Sample>,
+    _probe: tempfile::NamedTempFile,
+}
+
+fn release(sequence: u64, is_ours: bool) -> Release {
+    let table = |dim| TablePlan::cached(KeySpace::Index, 50, dim, CodecChoice::F32);
+    let plan = ModelPlan {
+        name: "m".to_owned(),
+        sequence,
+        seed: 11,
+        dense: 2,
+        tables: vec![table(4), table(8)],
+        features: vec![FeaturePlan::one_hot(0), FeaturePlan::one_hot(1)],
+    };
+    let mut probe = tempfile::NamedTempFile::new().unwrap();
+    for key in 0..20 {
+        let line =
+            format!(r#"{{"dense":[{key}.5,-3.0],"sparse":{{"f0":[{key}],"f1":[7]}},"label":1}}"#);
+        writeln!(probe, "{line}").unwrap();
+    }
+    let mut spec = plan.spec();
+    spec.probe = Some(ProbeSpec { samples: probe.path().to_owned() });
+    let packed = plan.pack_spec(&spec, |widths, _| {
+        let mut network = sum_network(widths, is_ours);
+        // Another sequence has another file, and so another plan: a field that no reader knows.
+        network.extend([0xf8, 0x3f, sequence as u8]);
+        network
+    });
+    let samples = (0..20).map(|id| plan.sample(id)).collect();
+    Release { packed, samples, _probe: probe }
+}
+
+/// Returns the scores of `serving` for the samples of `release`.
+fn answers(serving: &Serving, release: &Release) -> Vec<f32> {
+    let batch = batch_for(&release.packed.schema, 32, &release.samples);
+    serving.submit("m", &batch, None).unwrap().wait().unwrap().scores().values.to_vec()
+}
+
+/// Returns the CPU's scores for the samples of `release`, which is live in `flash`.
+fn on_cpu(flash: &Flash, release: &Release, budget: Budget) -> Vec<f32> {
+    let model = Arc::new(hatchback::model::Model::from_flash(flash, budget).unwrap());
+    let batch = batch_for(&release.packed.schema, 32, &release.samples);
+    let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
+    worker.score(&batch, None).unwrap().values.to_vec()
+}
+
+fn budget() -> Budget {
+    Budget { cache_bytes_max: 1 << 20, batch_max: 32, workers: 2, ..Budget::default() }
+}
+
+/// Takes steps until no plan is missing.
+fn take_steps(serving: &Serving) {
+    let mut steps = PlanSteps::default();
+    while steps.step(serving, &|_| ()) {}
+}
+
+#[test]
+fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
+    let _turn = standin::alone();
+    let slow = SlowTwin::new();
+    for is_ours in [true, false] {
+        let release = release(1, is_ours);
+        let flash = Flash::open(&disk::system(), &release.packed.install()).unwrap();
+        let expected = on_cpu(&flash, &release, budget());
+        let ends = [
+            ("u", "not supported by this TensorRT"),
+            ("d", "of another release"),
+            ("w", "beyond the bound"),
+            ("g", ""),
+        ];
+        for (letter, reason) in ends {
+            let plans = tempfile::tempdir().unwrap();
+            let serving = slow.serving(plans.path());
+            serving.load("m", &flash, budget()).unwrap();
+            let before = serving.dense_runs_on("m").unwrap();
+            assert_eq!(before.starts_with("the CPU"), !is_ours, "{before}");
+            assert!(!before.contains("TensorRT"), "{before}");
+            assert_eq!(answers(&serving, &release), expected, "{before}");
+
+            std::thread::scope(|scope| {
+                scope.spawn(|| take_steps(&serving));
+                let mut build = slow.begun();
+                let during = serving.dense_runs_on("m").unwrap();
+                assert!(during.contains("TensorRT builds a plan"), "{during}");
+                assert_eq!(answers(&serving, &release), expected, "{during}");
+                build.write_all(letter.as_bytes()).unwrap();
+            });
+
+            let after = serving.dense_runs_on("m").unwrap();
+            println!("{letter}: {before} -> {after}");
+            assert_eq!(after.starts_with("TensorRT 8.6.3"), reason.is_empty(), "{after}");
+            assert!(after.contains(reason), "{after}");
+            let far = largest_difference(&answers(&serving, &release), &expected);
+            assert!(
+                f64::from(far) <= if reason.is_empty() { BOUND } else { 0.0 },
+                "{after}: {far}"
+            );
+
+            // The next start has the plan from its first answer on, and builds nothing.
+            if reason.is_empty() {
+                let next = slow.serving(plans.path());
+                next.load("m", &flash, budget()).unwrap();
+                assert!(next.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+                take_steps(&next);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_swap_does_not_wait_for_the_build_of_the_old_plan_or_of_the_new_one() {
+    let _turn = standin::alone();
+    let (slow, plans) = (SlowTwin::new(), tempfile::tempdir().unwrap());
+    let (old, new) = (release(1, true), release(2, true));
+    let folder = old.packed.install();
+    let serving = slow.serving(plans.path());
+    let flash = Flash::open(&disk::system(), &folder).unwrap();
+    serving.load("m", &flash, budget()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| take_steps(&serving));
+        let mut build = slow.begun();
+        install(&folder, &new.packed.bundle);
+        let flash = Flash::open(&disk::system(), &folder).unwrap();
+        serving.swap("m", &flash, budget(), &|_| ()).unwrap();
+        let expected = on_cpu(&flash, &new, budget());
+        assert_eq!(answers(&serving, &new), expected);
+        build.write_all(b"g").unwrap();
+        drop(build);
+        // The old plan is of no use; that of the new generation is next.
+        let mut build = slow.begun();
+        assert_eq!(answers(&serving, &new), expected);
+        build.write_all(b"g").unwrap();
+    });
+    assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+}
