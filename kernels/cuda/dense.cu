@@ -110,13 +110,23 @@ static __device__ __forceinline__ void copy_async(
                  ::"r"(shared), "l"(from + at), "r"(wanted ? 4 : 0) : "memory");
 }
 
+// Begins a copy of the four values from `from[at]` on; both sides are multiples of 16 bytes.
+static __device__ __forceinline__ void copy_async_4(
+    float* to, const float* from, size_t at, bool wanted) {
+    const u32 shared = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared), "l"(from + at), "r"(wanted ? 16 : 0) : "memory");
+}
+
 static __device__ __forceinline__ void end_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until the thread's copies are done. Other threads see them after the next barrier.
+// Waits until the thread's copies are done, except those of the last `LEFT` groups. Other threads
+// see them after the next barrier.
+template <int LEFT>
 static __device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 #else
@@ -124,10 +134,57 @@ static __device__ __forceinline__ void wait_for_copies() {
 static inline void copy_async(float* to, const float* from, size_t at, bool wanted) {
     *to = wanted ? from[at] : 0.0f;
 }
+static inline void copy_async_4(float* to, const float* from, size_t at, bool wanted) {
+    for (int i = 0; i < 4; i++) {
+        copy_async(to + i, from, at + i, wanted);
+    }
+}
 static inline void end_copies() {}
+template <int LEFT>
 static inline void wait_for_copies() {}
 
 #endif
+
+// Starts the sums of the rows from `row` on and of the columns from `column` on.
+template <int ROWS, int COLUMNS>
+static __device__ __forceinline__ void start_sums(
+    const MatrixProduct& p, float (&sum)[ROWS][COLUMNS], int row, int column) {
+    if (!p.continues) {
+        return;
+    }
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < COLUMNS; c++) {
+            if (row + r < p.m && column + c < p.n) {
+                sum[r][c] = p.out[(size_t)(row + r) * p.n + column + c];
+            }
+        }
+    }
+}
+
+// Writes the results of the sums. Without the pragmas the sigmoid makes the loops too long to
+// unroll, and sums that a variable indexes are in local memory.
+template <int ROWS, int COLUMNS>
+static __device__ __forceinline__ void finish_sums(
+    const MatrixProduct& p, const float (&sum)[ROWS][COLUMNS], int row, int column) {
+    const int m = p.m;
+    const int n = p.n;
+    const float* __restrict__ scale = p.scale;
+    const float* __restrict__ bias = p.bias;
+    float* __restrict__ out = p.out;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const int to = row + r;
+            const int at = column + c;
+            if (to >= m || at >= n) {
+                continue;
+            }
+            const float value = rectify(fmaf(sum[r][c], scale[at], bias[at]), p.relu);
+            out[(size_t)to * n + at] = p.sigmoid ? sigmoid(value) : value;
+        }
+    }
+}
 
 // A block of 256 threads computes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS
 // neighbours of them. DEPTH columns of a and rows of w pass through shared memory at a time. While
@@ -144,9 +201,6 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
 
     const float* __restrict__ a = p.a;
     const float* __restrict__ w = p.w;
-    const float* __restrict__ scale = p.scale;
-    const float* __restrict__ bias = p.bias;
-    float* __restrict__ out = p.out;
     const int m = p.m;
     const int k = p.k;
     const int n = p.n;
@@ -182,20 +236,10 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
 
     float sum[EACH_ROWS][EACH_COLUMNS] = {};
     load(0, 0);
-    if (p.continues) {
-        for (int r = 0; r < EACH_ROWS; r++) {
-            for (int c = 0; c < EACH_COLUMNS; c++) {
-                const int row = first_row + y + r;
-                const int column = first_column + x + c;
-                if (row < m && column < n) {
-                    sum[r][c] = out[(size_t)row * n + column];
-                }
-            }
-        }
-    }
+    start_sums<EACH_ROWS, EACH_COLUMNS>(p, sum, first_row + y, first_column + x);
     for (int depth = 0; depth < k; depth += DEPTH) {
         const int side = depth / DEPTH % 2;
-        wait_for_copies();
+        wait_for_copies<0>();
         // All threads have finished with the other half.
         __syncthreads();
         if (depth + DEPTH < k) {
@@ -217,21 +261,7 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
         }
     }
 
-    // Without the pragma the sigmoid makes the loops too long to unroll, and sums that a variable
-    // indexes are in local memory.
-#pragma unroll
-    for (int r = 0; r < EACH_ROWS; r++) {
-#pragma unroll
-        for (int c = 0; c < EACH_COLUMNS; c++) {
-            const int row = first_row + y + r;
-            const int column = first_column + x + c;
-            if (row >= m || column >= n) {
-                continue;
-            }
-            const float value = rectify(fmaf(sum[r][c], scale[column], bias[column]), p.relu);
-            out[(size_t)row * n + column] = p.sigmoid ? sigmoid(value) : value;
-        }
-    }
+    finish_sums<EACH_ROWS, EACH_COLUMNS>(p, sum, first_row + y, first_column + x);
 }
 
 // For many rows: 64 x 64 results a block. Each tile has one block; the tiles are in row-major
@@ -240,10 +270,126 @@ extern "C" __global__ void __launch_bounds__(256, 4) dense_matrix(MatrixProduct 
     multiply<64, 64, 4, 4, 16>(p);
 }
 
+// The tile of `dense_matrix_few`, whose steps are FEW_DEPTH columns of a and rows of w. The copies
+// of FEW_STAGES - 1 steps are in flight, because a step computes for less time than a copy takes.
+#define FEW_ROWS 16
+#define FEW_COLUMNS 32
+#define FEW_DEPTH 16
+#define FEW_STAGES 4
+#define FEW_THREADS 128
+
+struct FewTiles {
+    // Padded, so that rows begin in different banks.
+    float a[FEW_ROWS][FEW_DEPTH + 4];
+    float w[FEW_DEPTH][FEW_COLUMNS];
+};
+
+// Begins the copies of a step from column `depth` of a on. The padding of a tile is 0. Four values
+// go together where the rows of the operand allow it.
+static __device__ __forceinline__ void load_few(
+    const MatrixProduct& p, FewTiles& tiles, int first_row, int first_column, int depth) {
+    // Steps after the last one are empty: the groups of copies are counted.
+    if (depth >= p.k) {
+        return end_copies();
+    }
+    const int thread = threadIdx.x;
+    if (p.k % 4 == 0) {
+        const int row = thread / (FEW_DEPTH / 4);
+        const int at = thread % (FEW_DEPTH / 4) * 4;
+        if (row < FEW_ROWS) {
+            const bool wanted = first_row + row < p.m && depth + at < p.k;
+            const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
+            copy_async_4(&tiles.a[row][at], p.a, from, wanted);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = thread; i < FEW_ROWS * FEW_DEPTH; i += FEW_THREADS) {
+            const int row = i / FEW_DEPTH;
+            const int at = i % FEW_DEPTH;
+            const bool wanted = first_row + row < p.m && depth + at < p.k;
+            const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
+            copy_async(&tiles.a[row][at], p.a, from, wanted);
+        }
+    }
+    if (p.n % 4 == 0) {
+        const int at = thread / (FEW_COLUMNS / 4);
+        const int column = thread % (FEW_COLUMNS / 4) * 4;
+        const bool wanted = depth + at < p.k && first_column + column < p.n;
+        const size_t from = wanted ? (size_t)(depth + at) * p.n + first_column + column : 0;
+        copy_async_4(&tiles.w[at][column], p.w, from, wanted);
+    } else {
+#pragma unroll 1
+        for (int i = thread; i < FEW_DEPTH * FEW_COLUMNS; i += FEW_THREADS) {
+            const int at = i / FEW_COLUMNS;
+            const int column = i % FEW_COLUMNS;
+            const bool wanted = depth + at < p.k && first_column + column < p.n;
+            const size_t from = wanted ? (size_t)(depth + at) * p.n + first_column + column : 0;
+            copy_async(&tiles.w[at][column], p.w, from, wanted);
+        }
+    }
+    end_copies();
+}
+
 // For few rows: 16 x 32 results a block, so that more multiprocessors read the weights at the same
-// time.
-extern "C" __global__ void __launch_bounds__(256, 4) dense_matrix_few(MatrixProduct p) {
-    multiply<16, 32, 2, 1, 32>(p);
+// time. A thread has four rows of one column, and reads four values of each row at once.
+extern "C" __global__ void __launch_bounds__(128, 8) dense_matrix_few(MatrixProduct p) {
+    static_assert(FEW_THREADS == FEW_COLUMNS * FEW_ROWS / 4, "a thread for each part");
+    static_assert(FEW_THREADS == FEW_DEPTH * FEW_COLUMNS / 4, "one copy of w a thread");
+    alignas(16) __shared__ FewTiles tiles[FEW_STAGES];
+    const int across = (p.n + FEW_COLUMNS - 1) / FEW_COLUMNS;
+    const int first_row = blockIdx.x / across * FEW_ROWS;
+    const int first_column = blockIdx.x % across * FEW_COLUMNS;
+    const int x = threadIdx.x % FEW_COLUMNS;
+    const int y = threadIdx.x / FEW_COLUMNS * 4;
+    // The four rows of a warp are padding in a batch that ends before them.
+    const bool is_wanted = first_row + y < p.m;
+
+    float sum[4][1] = {};
+#pragma unroll 1
+    for (int stage = 0; stage < FEW_STAGES - 1; stage++) {
+        load_few(p, tiles[stage], first_row, first_column, stage * FEW_DEPTH);
+    }
+    start_sums<4, 1>(p, sum, first_row + y, first_column + x);
+    int stage = 0;
+#pragma unroll 1
+    for (int depth = 0; depth < p.k; depth += FEW_DEPTH) {
+        wait_for_copies<FEW_STAGES - 2>();
+        // All threads have finished with the stage before this one, which is loaded next.
+        __syncthreads();
+        const int before = stage == 0 ? FEW_STAGES - 1 : stage - 1;
+        load_few(p, tiles[before], first_row, first_column, depth + (FEW_STAGES - 1) * FEW_DEPTH);
+        const FewTiles& tile = tiles[stage];
+        stage = stage + 1 == FEW_STAGES ? 0 : stage + 1;
+        if (!is_wanted) {
+            continue;
+        }
+        // Stops before the padding: a product with it could turn a sum of -0 into +0.
+        const int end = p.k - depth < FEW_DEPTH ? p.k - depth : FEW_DEPTH;
+        int at = 0;
+#pragma unroll 2
+        for (; at + 4 <= end; at += 4) {
+            float left[4][4];
+            float right[4];
+            for (int r = 0; r < 4; r++) {
+                load_shared(left[r], &tile.a[y + r][at]);
+            }
+            for (int i = 0; i < 4; i++) {
+                right[i] = tile.w[at + i][x];
+            }
+            for (int i = 0; i < 4; i++) {
+                for (int r = 0; r < 4; r++) {
+                    sum[r][0] = fmaf(left[r][i], right[i], sum[r][0]);
+                }
+            }
+        }
+#pragma unroll 1
+        for (; at < end; at++) {
+            for (int r = 0; r < 4; r++) {
+                sum[r][0] = fmaf(tile.a[y + r][at], tile.w[at][x], sum[r][0]);
+            }
+        }
+    }
+    finish_sums<4, 1>(p, sum, first_row + y, first_column + x);
 }
 
 // Finishes a product that a library computed: `[values / n, n]` in place.

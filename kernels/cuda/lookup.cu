@@ -112,13 +112,14 @@ extern "C" __global__ void __launch_bounds__(128, 8) query_tables(Query q) {
 
 // A bag to finish, in shared memory and volatile as `Tile` is.
 struct FinishWork {
-    FinishBags bags;
     OpenBag bag;
     u32 number;  // of the bag
     u32 first;   // the first column of the pass
 };
 
 struct SharedFinish {
+    // One copy for the block: it comes from the host's memory, perhaps over a bus.
+    FinishBags bags;
     struct {
         Feature feature;
         FinishWork work;
@@ -136,8 +137,8 @@ __device__ __forceinline__ void set_word(volatile u32& word, u32 value) {
 
 // Pools one pass over the rest of a bag, and adds it to the sum of the rows that the query has
 // pooled.
-__device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWork& work) {
-    const volatile FinishBags& c = work.bags;
+__device__ __forceinline__ void finish_pass(
+    const Feature& f, const volatile FinishBags& c, volatile FinishWork& work) {
     const volatile OpenBag& bag = work.bag;
     const AnyBag any = {bag.sample, f.weighted ? c.weights + bag.weights : nullptr};
     const float start = before_first(f);
@@ -173,18 +174,22 @@ extern "C" __global__ void __launch_bounds__(128, 8) finish_bags(const FinishBag
     SHARED(SharedFinish, shared)
     auto& mine = shared.of_warp[threadIdx.x / 32];
     volatile FinishWork& work = mine.work;
-    copy_words(mine.work.bags, at);
+    if (threadIdx.x < 32) {
+        copy_words(shared.bags, at);
+    }
+    __syncthreads();
+    const volatile FinishBags& c = shared.bags;
     set_word(work.number, blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
 
 #pragma unroll 1
-    while (uniform(work.number) < work.bags.count) {
-        copy_words(mine.work.bag, work.bags.bags + work.number);
-        copy_words(mine.feature, work.bags.features + work.bag.feature);
+    while (uniform(work.number) < c.count) {
+        copy_words(mine.work.bag, c.bags + work.number);
+        copy_words(mine.feature, c.features + work.bag.feature);
         const volatile Feature& f = mine.feature;
         set_word(work.first, 0);
 #pragma unroll 1
         while (uniform(work.first) < f.dim) {
-            finish_pass(mine.feature, work);
+            finish_pass(mine.feature, c, work);
             set_word(work.first, work.first + WARP_COLUMNS);
         }
         if (f.pooling == NONE) {

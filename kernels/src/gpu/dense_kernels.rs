@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 pub(crate) const IMAGES: Images = images!("dense");
 
-/// Threads of a block, for every kernel.
+/// Threads of a block, for every kernel but `dense_matrix_few`.
 const THREADS: u32 = 256;
 /// Maximum blocks of a kernel whose blocks stride over the values.
 const STRIDED_GRID_BLOCKS: usize = 1 << 16;
@@ -301,9 +301,11 @@ impl DenseKernels {
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
         assert!(by.scale.len() >= n && by.bias.len() >= n && m < INT_END && k * n < INT_END);
 
+        // Copies of four values.
+        assert!(a.address().is_multiple_of(16) && by.weights.address().is_multiple_of(16));
         let few = m <= FEW_ROWS;
-        let (kernel, rows, columns) =
-            if few { (&self.matrix_few, 16, 32) } else { (&self.matrix, 64, 64) };
+        let (kernel, rows, columns, threads) =
+            if few { (&self.matrix_few, 16, 32, 128) } else { (&self.matrix, 64, 64, THREADS) };
         let blocks = m.div_ceil(rows) * n.div_ceil(columns);
         let argument = MatrixProduct {
             a: a.address(),
@@ -319,7 +321,7 @@ impl DenseKernels {
             sigmoid: i32::from(is_score),
         };
         // SAFETY: the parameter of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
-        unsafe { stream.launch(kernel, blocks as u32, THREADS, argument) }
+        unsafe { stream.launch(kernel, blocks as u32, threads, argument) }
     }
 
     /// Applies scale, bias and Relu to a product by `by` that a library wrote to `out[m, n]`.

@@ -652,8 +652,10 @@ impl Kernels {
 
     /// Pools the rest of the bags to which `open` is set when the launch runs: at most `bags_max`.
     pub fn finish(&self, stream: &Stream, open: &OpenBags, bags_max: usize) -> Result<()> {
-        // If there are more bags than warps, a warp takes several bags.
-        let blocks = blocks(bags_max).min(stream.gpu().processors() * 16);
+        // A recorded launch has room for all misses, and each block reads the structure over the
+        // bus. So few blocks start, and a warp takes several bags. Their rows in flight still fill
+        // the bus.
+        let blocks = blocks(bags_max).min(stream.gpu().processors() * 2);
         // SAFETY: the kernel takes the address of its structure; every feature, entry and slot in
         // it is inside its array.
         unsafe { stream.launch(&self.finish, blocks, THREADS, open.argument.address()) }

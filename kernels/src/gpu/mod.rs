@@ -6,8 +6,8 @@
 //!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and
 //!   embedded here.
 //! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch;
-//!   `feature`, `request`, `samples`: its features, the memory of its keys, and its sizes; `turns`:
-//!   the order of queries and changes.
+//!   `feature`, `request`, `samples`: its features, the memory of its keys, and its sizes; `tile`:
+//!   the work of a warp; `turns`: the order of queries and changes.
 //! * `dense_plan`, `dense_engine`, `precision`, `input_type`: the dense network; [`tensorrt`]: the
 //!   network by TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
@@ -32,6 +32,7 @@ mod samples;
 pub mod step;
 pub mod tables;
 pub mod tensorrt;
+mod tile;
 mod turns;
 
 pub use dense_engine::{
