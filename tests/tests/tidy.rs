@@ -19,15 +19,15 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 19_325),
-    ("runtime", 18_950),
+    ("runtime", 19_415),
     ("link", 620),
-    ("server", 4_700),
+    ("server", 4_730),
     ("board", 1_900),
-    ("capi", 850),
+    ("capi", 885),
     ("python", 495),
-    ("tools", 16_000),
+    ("tools", 15_610),
     ("bench", 11_335),
-    ("tests", 6_240),
+    ("tests", 6_250),
 ];
 const WORDS_MAX: usize = 48_890;
 const TARGET_KEYS_MAX: usize = 42;
