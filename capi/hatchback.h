@@ -187,6 +187,13 @@ hatchback_result hatchback_key_of_number(hatchback_model model, uint32_t feature
 hatchback_result hatchback_prefetch(hatchback_model model, uint32_t feature, const uint64_t *keys,
                                     uint32_t count, uint32_t *queued);
 
+/* Explains the score of `sample`, a line of JSON as `hatchback run` reads it. Writes to `report` the
+ * JSON of `hatchback explain`: for each feature the keys, their rows with the release that wrote each,
+ * and what the feature adds to the score. The text lives until this thread's next explanation. A
+ * thread of low priority reads the rows from the model's flash directory, past the caches. Blocks
+ * until it ends. */
+hatchback_result hatchback_explain(hatchback_model model, const char *sample, const char **report);
+
 /* Writes the counters of `model`. Never blocks. */
 hatchback_result hatchback_get_statistics(hatchback_model model, hatchback_statistics *statistics);
 

@@ -253,6 +253,13 @@ public:
         return queued;
     }
 
+    /// Why `sample`, a line of JSON, has its score: the JSON of `hatchback explain`.
+    std::string explain(const std::string &sample) const {
+        const char *report = nullptr;
+        check(::hatchback_explain(handle_, sample.c_str(), &report));
+        return report;
+    }
+
     /// What the model did since its generation was loaded or swapped in.
     statistics get_statistics() const {
         statistics found{};

@@ -437,6 +437,20 @@ extern "C" fn hatchback_key_of_number(
     answer(|| write("key", key, model(handle)?.key(feature as usize, &RawValue::Float(value))?))
 }
 
+/// Explains a score. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+extern "C" fn hatchback_explain(
+    handle: ModelHandle,
+    sample: *const c_char,
+    report: *mut *const c_char,
+) -> Outcome {
+    answer(|| {
+        place("report", report)?.ok_or_else(|| request("report is NULL"))?;
+        let explained = model(handle)?.explain(text("sample", sample)?)?;
+        write("report", report, outcome::keep_explanation(explained))
+    })
+}
+
 /// Queues keys to prefetch. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_prefetch(

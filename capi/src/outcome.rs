@@ -1,6 +1,7 @@
 //! The results of calls and the text of the last error of each thread. No panic leaves a call.
 
 use hatchback::car::follower::FollowError;
+use hatchback::request::explain::ExplainError;
 use hatchback::request::pipeline::RequestError;
 use hatchback::schema::batch::BatchError;
 use std::cell::RefCell;
@@ -72,8 +73,21 @@ impl From<FollowError> for Refusal {
     }
 }
 
+impl From<ExplainError> for Refusal {
+    fn from(e: ExplainError) -> Self {
+        let outcome = match e {
+            ExplainError::Sample(_) | ExplainError::Batch(_) => Outcome::Request,
+            ExplainError::NotServed(_) => Outcome::Closed,
+            ExplainError::Flash(_) | ExplainError::Open(_) => Outcome::Open,
+            _ => Outcome::Failed,
+        };
+        Self(outcome, e.to_string())
+    }
+}
+
 thread_local! {
     static ERROR: RefCell<CString> = RefCell::default();
+    static EXPLANATION: RefCell<CString> = RefCell::default();
 }
 
 /// Runs `work` and keeps the text of its error for `hatchback_error`.
@@ -87,6 +101,13 @@ pub fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
             outcome
         }
     }
+}
+
+/// Keeps `text` as the calling thread's last explanation, and returns it.
+pub fn keep_explanation(text: String) -> *const c_char {
+    // JSON escapes zero bytes.
+    EXPLANATION.set(CString::new(text).unwrap_or_default());
+    EXPLANATION.with_borrow(|text| text.as_ptr())
 }
 
 /// Returns the text of the calling thread's last error. It lives until the thread's next error.

@@ -10,12 +10,13 @@ use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback::request::explain::explain_served;
 use hatchback::request::serving::Serving;
 use hatchback::schema::Schema;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
 use std::borrow::Cow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -51,6 +52,8 @@ pub struct ServedModel {
     pub process: Arc<Shared>,
     /// The name that it is served under.
     pub name: String,
+    /// The flash directory that it follows.
+    flash: PathBuf,
     /// The shape of requests when the model was loaded. A later generation may have more at the end
     /// of each list; one that a rollback brings back, less.
     pub shape: CallerShape,
@@ -166,7 +169,8 @@ impl Process {
         self.shared.followers().push(follower);
         let model = serving.model(&name).ok_or_else(|| closed("model"))?;
         let shape = CallerShape::of(&model);
-        Ok(ServedModel { process: Arc::clone(&self.shared), name, shape })
+        let (process, flash) = (Arc::clone(&self.shared), flash.to_owned());
+        Ok(ServedModel { process, name, flash, shape })
     }
 
     /// Returns whether this process serves `model`.
@@ -210,6 +214,15 @@ impl ServedModel {
     pub fn unload(&self) -> Result<(), Refusal> {
         self.process.followers().retain(|follower| follower.name() != self.name);
         self.process.serving.unload(&self.name).map_err(|_| closed("model"))
+    }
+
+    /// Explains the score of the sample in `line`. Returns the report of `hatchback explain`.
+    ///
+    /// # Errors
+    /// The line is not a sample of the model, or the flash directory cannot be read.
+    pub fn explain(&self, line: &str) -> Result<String, Refusal> {
+        let explained = explain_served(&self.process.serving, &self.name, &self.flash, line)?;
+        serde_json::to_string(&explained).map_err(|e| Refusal(Outcome::Failed, e.to_string()))
     }
 
     /// Returns the key of a raw value, by the key function of the feature with the number

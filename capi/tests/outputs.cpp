@@ -26,6 +26,9 @@ int main(int count, char **arguments) {
             std::printf("%s %.9g\n", names[column].c_str(), scores[column]);
         if (model.top_k(scores, 1) != std::vector<std::uint32_t>{0}) return 3;
         if (model.top_k(scores, 9) != std::vector<std::uint32_t>{0}) return 3;
+        std::string values;
+        for (const float value : dense) values += (values.empty() ? "" : ",") + std::to_string(value);
+        if (model.explain("{\"dense\":[" + values + "]}").find("\"base\"") == std::string::npos) return 3;
         std::printf("%u\n", model.output(arguments[3]));
         return 0;
     } catch (const std::exception &e) {

@@ -185,6 +185,8 @@ pub const STALLS_MAX: u32 = 1;
 pub const HISTORY_MAX: usize = 64;
 /// Bytes of cache of the model that a probe opens: a probe reads few rows.
 pub const PROBE_CACHE_BYTES_MAX: u64 = 8 << 20;
+/// Times that a flash directory that changes is read without its lock.
+pub const SETTLED_READS_MAX: u32 = 8;
 
 // Targets.
 

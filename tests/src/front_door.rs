@@ -47,7 +47,15 @@ impl FrontDoor {
     /// # Errors
     /// The socket cannot be bound.
     pub fn open(serving: Serving, listener: Option<Listener>) -> io::Result<Self> {
-        Self::open_with_token(serving, listener, TOKEN)
+        Self::start(serving, listener, TOKEN, Vec::new())
+    }
+
+    /// Opens a front door on a Unix socket for `serving`, whose models are in `folders`.
+    ///
+    /// # Errors
+    /// The socket cannot be bound.
+    pub fn open_with_folders(serving: Serving, folders: Vec<ModelFolder>) -> io::Result<Self> {
+        Self::start(serving, None, TOKEN, folders)
     }
 
     /// Opens a front door as [`FrontDoor::open`] does, whose token is `token`; empty for none.
@@ -59,13 +67,22 @@ impl FrontDoor {
         listener: Option<Listener>,
         token: &str,
     ) -> io::Result<Self> {
+        Self::start(serving, listener, token, Vec::new())
+    }
+
+    fn start(
+        serving: Serving,
+        listener: Option<Listener>,
+        token: &str,
+        folders: Vec<ModelFolder>,
+    ) -> io::Result<Self> {
         let serving = Arc::new(serving);
         let front = Front::new(FrontOptions {
             serving: Arc::clone(&serving),
             rules: RULES,
             budget: Budget::default(),
             gate: Arc::new(Gate::default()),
-            models: Box::new(model_folders),
+            models: Box::new(move || model_folders(&folders)),
             on_answer: Box::new(|_, _, _| {}),
             facts: Box::new(CarFacts::default),
             act: Box::new(|_, _| Ok(String::new())),
@@ -86,14 +103,15 @@ impl FrontDoor {
     }
 }
 
-/// Lists the only model folder.
+/// Lists `folders` and the one that cannot be opened.
 ///
 /// # Panics
 /// If a serving thread, named `front` and a number, calls this: the disk may be slow.
-fn model_folders() -> Vec<ModelFolder> {
+fn model_folders(folders: &[ModelFolder]) -> Vec<ModelFolder> {
     let thread = std::thread::current();
     assert!(!thread.name().is_some_and(|name| name.starts_with("front ")), "{thread:?}");
-    vec![ModelFolder { name: "closed".to_owned(), directory: PathBuf::from("/nowhere") }]
+    let closed = ModelFolder { name: "closed".to_owned(), directory: PathBuf::from("/nowhere") };
+    folders.iter().cloned().chain([closed]).collect()
 }
 
 impl Drop for FrontDoor {

@@ -4,12 +4,12 @@
 use crate::report;
 use crate::report::Json;
 use crate::report::temporary::TemporaryFolder;
-use crate::{say, serve};
+use crate::say;
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::bundle::manifest::{Blob, Deferral, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
-use hatchback::flash::Flash;
+use hatchback::flash::{Flash, read_settled};
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::maintenance::scrub::Damage;
@@ -423,7 +423,7 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     let report = if args.path.is_dir() {
         let open = || Ok(Flash::open(&disk::system(), &args.path)?);
         let is_whole = |report: &Report| matches!(report.damage.as_deref(), Some([]));
-        serve::read_settled(open, |flash| report_flash(flash, args.verify), is_whole)
+        read_settled(open, |flash| report_flash(flash, args.verify), is_whole)
             .with_context(|| args.path.display().to_string())?
     } else {
         let mut bundle = BundleReader::open(&args.path)?;

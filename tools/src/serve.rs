@@ -4,7 +4,7 @@
 use crate::report;
 use crate::report::args::mib_to_bytes;
 use crate::report::temporary::Claim;
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
@@ -18,9 +18,6 @@ use hatchback_kernels::cuda::Device;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Times that a flash directory that changes is read.
-const READS_MAX: u32 = 8;
 
 /// The model to serve and its budget.
 #[derive(Args, Clone, Debug)]
@@ -125,29 +122,6 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
         return Ok(Flash::open(&disk::system(), path)?);
     }
     install(path, directory)
-}
-
-/// Opens a flash directory with `open`, and reads it with `read`. These programs take no lock, so
-/// the daemon may remove files meanwhile: after a merge, an update or a rollback. What is missing
-/// or damaged, because `read` fails or its result is not `is_whole`, counts only if the same state
-/// was live before and after the read.
-///
-/// # Errors
-/// Those of `open` and `read`, or the directory changed during each of several reads.
-pub fn read_settled<T>(
-    open: impl Fn() -> Result<Flash>,
-    read: impl Fn(&Flash) -> Result<T>,
-    is_whole: impl Fn(&T) -> bool,
-) -> Result<T> {
-    let state = || open().map(|flash| flash.record().clone()).map_err(|e| e.to_string());
-    for _ in 0..READS_MAX {
-        let before = state();
-        let found = open().and_then(|flash| read(&flash));
-        if found.as_ref().is_ok_and(&is_whole) || before == state() {
-            return found;
-        }
-    }
-    bail!("changed each time while it was read; run the command again")
 }
 
 /// Opens what `paths` hold: a flash directory, or the bundles of a chain, a snapshot and the deltas

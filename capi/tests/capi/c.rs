@@ -4,6 +4,7 @@
 
 use crate::changing::{DIM, releases, value};
 use crate::programs::{compile, here, library, library_sanitizer, pack_and_install};
+use clap::Parser;
 use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
 use hatchback::io::disk;
@@ -13,6 +14,7 @@ use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
 use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
+use hatchback_tools::cli::{Cli, run};
 use hatchback_tools::serve::install;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
@@ -62,9 +64,10 @@ fn cold_coupon(folder: &Path) -> PathBuf {
     model
 }
 
-/// Compiles the C program in `folder`, beside a link to the library.
-fn program(folder: &Path) -> PathBuf {
-    let (program, source, link) = (folder.join("score"), here("tests/score.c"), library(folder));
+/// Compiles the C program `name` in `folder`, beside a link to the library.
+fn program(folder: &Path, name: &str) -> PathBuf {
+    let (program, source) = (folder.join(name), here(&format!("tests/{name}.c")));
+    let link = library(folder);
     let rpath = format!("-Wl,-rpath,{}", folder.display());
     let [program_, source, link] = [&program, &source, &link].map(|path| path.to_str().unwrap());
     compile("cc", &["-std=c99", "-O1", source, link, &rpath, "-o", program_]);
@@ -79,7 +82,7 @@ fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
     let (lines, expected) = expected(&flash);
     let samples = folder.path().join("samples");
     std::fs::write(&samples, lines).unwrap();
-    let output = Command::new(program(folder.path()))
+    let output = Command::new(program(folder.path(), "score"))
         .args([here("../targets/cpu.toml"), flash, samples])
         .output()
         .unwrap();
@@ -97,6 +100,42 @@ fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
         let counts: Vec<u32> = fields.map(|f| f.parse().unwrap()).collect();
         let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
         assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
+    }
+}
+
+/// The table is in the cache and has the miss policy `default`: a request would answer with default
+/// rows.
+#[test]
+fn a_c_program_explains_as_the_command_does_and_the_served_model_does_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = cold_coupon(folder.path());
+    let spec = model.join("model.toml");
+    let cold = std::fs::read_to_string(&spec).unwrap();
+    let cached = "placement = \"cached\"";
+    std::fs::write(&spec, cold.replace(cached, &format!("{cached}\nmiss = \"default\""))).unwrap();
+    let (flash, _) = pack_and_install(model.to_str().unwrap(), folder.path());
+    let samples = here("../tools/demo/coupon/heldout.jsonl");
+    let all = std::fs::read_to_string(samples).unwrap();
+    let lines: Vec<&str> = all.lines().take(20).collect();
+    let few = folder.path().join("few.jsonl");
+    std::fs::write(&few, lines.join("\n")).unwrap();
+
+    let output = Command::new(program(folder.path(), "explain"))
+        .args([here("../targets/cpu.toml"), flash.clone(), few])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8(output.stdout).unwrap();
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    assert_eq!(said.lines().count(), lines.len());
+    for (report, line) in said.lines().zip(lines) {
+        let report = json(report);
+        assert!(report["status"]["defaulted"] == 0 && report["status"]["fresh"] != 0, "{report}");
+        let (flash, file) = (flash.to_str().unwrap(), folder.path().join("report.json"));
+        let file = file.to_str().unwrap();
+        let command = ["hatchback", "explain", flash, line, "--json", file];
+        run(Cli::try_parse_from(command).unwrap()).unwrap();
+        assert_eq!(report, json(&std::fs::read_to_string(file).unwrap()));
     }
 }
 

@@ -25,7 +25,9 @@ pub mod live;
 pub mod merge;
 pub mod overlay;
 mod paths;
+pub mod row_version;
 pub mod segment;
+mod settled;
 pub mod table;
 
 pub use directory::Flash;
@@ -33,3 +35,4 @@ pub(crate) use directory::Found;
 pub use error::FlashError;
 pub(crate) use error::io_error;
 pub use install::Prepared;
+pub use settled::read_settled;

@@ -3,6 +3,7 @@
 mod changed_rows;
 pub(crate) mod check;
 pub mod error;
+pub mod explain;
 pub(crate) mod memory;
 pub(crate) mod negative_cache;
 pub mod open;

@@ -6,7 +6,9 @@ use crate::limits::RETRY_MAX;
 use crate::metrics::facts::ModelFolder;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::ModelIndex;
+use hatchback::request::explain::{ExplainError, Explanation, explain_served};
 use hatchback::{Flash, FlashError, ServingError, Shortened, system_disk};
+use std::path::PathBuf;
 
 /// Returns the models that are served, and those of `folders` that are not.
 pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
@@ -33,15 +35,10 @@ pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
 /// # Errors
 /// No folder holds such a model, it cannot be opened, or it does not fit the budget.
 pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
-    let folder = (front.models)().into_iter().find(|folder| folder.name == name);
-    let Some(folder) = folder else {
-        let name = Shortened(name);
-        return Err(Problem::new(Code::NotFound, format!("no folder holds a model `{name}`")));
-    };
-
+    let directory = directory_of(front, name)?;
     // A merge between the two opens would remove segments that the first one saw; the lock prevents
     // it.
-    let open = || Flash::open(&system_disk(), &folder.directory);
+    let open = || Flash::open(&system_disk(), &directory);
     let opened = open().and_then(|flash| flash.lock());
     let _lock = opened.map_err(|e| flash_problem(&e))?;
     let flash = open().map_err(|e| flash_problem(&e))?;
@@ -55,6 +52,27 @@ pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
     result.map_err(|e| serving_problem(name, &e))?;
     log::info!("serving {} as `{name}`, as a caller asked", flash.manifest().generation);
     Ok(())
+}
+
+fn directory_of(front: &Front, name: &str) -> Result<PathBuf, Problem> {
+    let folder = (front.models)().into_iter().find(|folder| folder.name == name);
+    let missing = || format!("no folder holds a model `{}`", Shortened(name));
+    folder.map(|f| f.directory).ok_or_else(|| Problem::new(Code::NotFound, missing()))
+}
+
+/// Explains the score that the model `name` gives to the sample in `line`, a line of JSON as
+/// `hatchback run` takes it.
+///
+/// # Errors
+/// The model is not served from a folder of the car, or the line is no sample of it.
+pub fn explain(front: &Front, name: &str, line: &[u8]) -> Result<Explanation, Problem> {
+    let line = std::str::from_utf8(line).map_err(|e| Problem::invalid(format!("sample: {e}")))?;
+    let directory = directory_of(front, name)?;
+    explain_served(&front.serving, name, &directory, line).map_err(|e| match e {
+        ExplainError::Sample(_) | ExplainError::Batch(_) => Problem::invalid(e.to_string()),
+        ExplainError::NotServed(_) => not_served(name),
+        e => Problem::new(Code::Refused, e.to_string()),
+    })
 }
 
 fn flash_problem(e: &FlashError) -> Problem {

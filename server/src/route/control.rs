@@ -8,7 +8,9 @@ use crate::limits::RETRY_MAX;
 use crate::models::repository;
 use crate::problem::{Code, Problem};
 use crate::route::status;
+use hatchback::request::explain::Explanation;
 use hyper::HeaderMap;
+use hyper::body::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderValue};
 use std::sync::Arc;
 
@@ -87,6 +89,22 @@ pub async fn act(call: &Call<'_>, action: &str, name: &str) -> Result<String, Pr
     let _work = call.connection.begin_work()?;
     let (front, action, name) = (Arc::clone(call.front), action.to_owned(), name.to_owned());
     blocking(move || (front.act)(&action, &name)).await
+}
+
+/// Explains the score of the sample in `line` by the model `name`, on a thread that may block.
+///
+/// # Errors
+/// A load, unload or other explanation is in progress, or the sample cannot be explained.
+pub async fn explain(call: &Call<'_>, name: &str, line: Bytes) -> Result<Explanation, Problem> {
+    let _work = call.connection.begin_work()?;
+    let (front, name) = (Arc::clone(call.front), name.to_owned());
+    blocking(move || {
+        let busy = |_| Problem::busy("busy: an explanation or a change is in progress", RETRY_MAX);
+        // One at a time, and none beside a load: each takes memory for a network.
+        let _turn = front.changes.try_lock().map_err(busy)?;
+        repository::explain(&front, &name, &line)
+    })
+    .await
 }
 
 async fn blocking<T: Send + 'static>(

@@ -403,6 +403,13 @@ async fn answer_model(
             let queued = http_infer::prefetch(call, target, head.json_bytes, &body)?;
             Ok(json_reply(&json!({"queued": queued})))
         }
+        ["explain"] => {
+            head.check(&Method::POST)?;
+            check_right(call)?;
+            describe::version(front, model, version)?;
+            let line = read_body(call, body, front.rules.request_bytes_max as usize).await?;
+            Ok(json_reply(&control::explain(call, model, line).await?))
+        }
         [] => head.get(|| Ok(json_reply(&describe::model(front, model, version)?))),
         ["ready"] => head.get(|| ready_reply(describe::version(front, model, version).is_ok())),
         ["config"] => head.get(|| Ok(json_reply(&describe::config(front, model, version)?))),

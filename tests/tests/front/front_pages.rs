@@ -4,9 +4,12 @@ use hatchback::Program;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
+use hatchback::request::explain::explain;
+use hatchback_server::ModelFolder;
 use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, serving};
 use hatchback_tests::models::install_spec;
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -154,4 +157,40 @@ fn what_callers_send_adds_no_label() {
         std::thread::yield_now();
     };
     assert!(!text.contains("evil"), "{text}");
+}
+
+/// The folders of models are listed first, and [`FrontDoor`] lets no serving thread do that.
+#[test]
+fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothing() {
+    let installed = install_spec("tools/demo/coupon/model.toml", None, None);
+    let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
+    let budget = Budget { workers: 1, ..Budget::default() };
+    let serving = serving(budget);
+    serving.load("coupon", &flash, budget).unwrap();
+    let folder = ModelFolder { name: "coupon".to_owned(), directory: installed.flash.clone() };
+    let door = FrontDoor::open_with_folders(serving, vec![folder]).unwrap();
+    let ask = |path: &str, line: &str| {
+        let mut client = Client::connect(&door.socket()).unwrap();
+        client.send(path, Some(line.as_bytes())).unwrap();
+        let answer = client.receive().unwrap();
+        (answer.code, serde_json::from_slice::<Value>(&answer.body).unwrap())
+    };
+
+    let samples = include_str!("../../../tools/demo/coupon/heldout.jsonl");
+    for line in samples.lines().take(5) {
+        let (code, answer) = ask("/v2/models/coupon/versions/1/explain", line);
+        let expected = serde_json::to_string(&explain(&flash, line).unwrap()).unwrap();
+        assert_eq!((code, answer), (200, serde_json::from_str(&expected).unwrap()));
+    }
+    for (path, line, code, said) in [
+        ("/v2/models/coupon/explain", "{", 400, "EOF"),
+        ("/v2/models/coupon/explain", "{\"dense\":[1]}", 400, "dense: 1 values"),
+        ("/v2/models/coupon/versions/2/explain", "{}", 404, "serves version 1"),
+        ("/v2/models/closed/explain", "{}", 404, "closed"),
+    ] {
+        let (got, answer) = ask(path, line);
+        let error = answer["error"].as_str().unwrap();
+        assert!(got == code && error.contains(said), "{path}: {got} {error}");
+    }
+    assert_eq!(door.serving.stats("coupon").unwrap().counters.lookups, 0);
 }

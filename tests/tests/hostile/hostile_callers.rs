@@ -541,6 +541,7 @@ fn nobody_loads_unloads_or_acts_without_the_right() {
             call("RepositoryModelLoad", "closed"),
             post("/actions/load/closed"),
             post("/actions/consent/m"),
+            post("/v2/models/m/explain"),
             post("/v2/repository/models/m/unload"),
             call("RepositoryModelUnload", "m"),
         ]

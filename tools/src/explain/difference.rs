@@ -1,10 +1,11 @@
 //! What differs between two generations for one sample: the scores, the contributions and the rows.
 
-use crate::explain::explanation::{Explanation, FeaturePart, KeyPart, scores_text, signed_text};
-use crate::explain::rows::norm;
+use crate::explain::explanation::{scores_text, signed_text};
 use crate::{report, say};
 use anyhow::Result;
 use hatchback::Schema;
+use hatchback::flash::row_version::norm;
+use hatchback::request::explain::{Explanation, FeaturePart, KeyPart};
 use serde::Serialize;
 use serde_json::Value;
 

@@ -4,20 +4,19 @@
 mod difference;
 mod explanation;
 pub mod row;
-mod rows;
 
 use crate::explain::difference::Difference;
-use crate::explain::explanation::{Explanation, explain};
-use crate::explain::rows::open;
 use crate::report::Json;
 use crate::serve;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::{Budget, Flash};
+use hatchback::Flash;
+use hatchback::flash::read_settled;
+use hatchback::request::explain::{Explanation, explain};
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Explains the score of a sample: its rows, their releases, and what each feature contributes
 #[derive(Args, Debug)]
@@ -50,26 +49,31 @@ struct ExplainReport {
 pub fn run(args: &ExplainArgs) -> Result<()> {
     let line = read_line(&args.sample)?;
     let explain_one = |flash: &Flash| {
-        let explanation = explain(flash, Budget::default(), &line)?;
+        let explanation = explain(flash, &line)?;
         Ok((explanation, flash.manifest().schema.clone()))
     };
-    let (explanation, schema) = serve::read_settled(|| open(&args.model), explain_one, |_| true)
+    let (explanation, schema) = read_settled(|| open(&args.model), explain_one, |_| true)
         .with_context(|| args.model.display().to_string())?;
     let compare = |other: &PathBuf| -> Result<Difference> {
         let explain_other = |flash: &Flash| {
             let line = difference::line_for(&line, &schema, &flash.manifest().schema)?;
-            explain(flash, Budget::default(), &line)
+            Ok(explain(flash, &line)?)
         };
-        let there = serve::read_settled(|| open(other), explain_other, |_| true)
+        let there = read_settled(|| open(other), explain_other, |_| true)
             .with_context(|| format!("--against {}", other.display()))?;
         Ok(Difference::between(&explanation, there))
     };
     let against = args.against.as_ref().map(compare).transpose()?;
     let report = ExplainReport { explanation, against };
     args.json.write(&report, || {
-        report.explanation.print()?;
+        explanation::print(&report.explanation)?;
         report.against.iter().try_for_each(|difference| difference.print(&report.explanation))
     })
+}
+
+/// Opens the flash directory of `model`: the directory, or that of a bundle.
+fn open(model: &Path) -> Result<Flash> {
+    serve::open_flash(model, &model.with_extension("flash"))
 }
 
 /// Returns the sample that the command line names.

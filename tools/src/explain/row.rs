@@ -1,12 +1,14 @@
 //! `row`: shows a row as a request finds it, the error of its codec, and its versions in the
 //! releases that the flash directory still holds.
 
-use crate::explain::rows::{RowVersion, TableReader, norm, open, table_number};
+use crate::explain::open;
 use crate::report::Json;
-use crate::{report, say, serve};
-use anyhow::{Context, Result};
+use crate::{report, say};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::Flash;
+use hatchback::flash::read_settled;
+use hatchback::flash::row_version::{RowVersion, TableReader, norm};
+use hatchback::{Flash, Schema};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -43,7 +45,7 @@ struct RowReport {
 /// A model is refused, or it has no such table.
 pub fn run(args: &RowArgs) -> Result<()> {
     let read = |flash: &Flash| RowReport::read(flash, &args.table, args.key);
-    let report = serve::read_settled(|| open(&args.model), read, |_| true)
+    let report = read_settled(|| open(&args.model), read, |_| true)
         .with_context(|| args.model.display().to_string())?;
     args.json.write(&report, || report.print())
 }
@@ -52,7 +54,8 @@ impl RowReport {
     fn read(flash: &Flash, table: &str, key: u64) -> Result<Self> {
         let schema = &flash.manifest().schema;
         let number = table_number(schema, table)?;
-        let reader = TableReader::open(flash, number)?;
+        let rows = flash.table(number)?;
+        let reader = TableReader::new(flash, number, &rows);
         Ok(Self {
             table: table.to_owned(),
             key,
@@ -89,4 +92,12 @@ impl RowReport {
         }
         say!("{versions}")
     }
+}
+
+/// Returns the number of the table with this name.
+fn table_number(schema: &Schema, name: &str) -> Result<usize> {
+    let number = schema.tables.iter().position(|table| table.name == name);
+    let names = || schema.tables.iter().map(|t| t.name.as_str()).collect::<Vec<_>>().join(", ");
+    ensure!(number.is_some(), "TABLE {name}: the model has the tables {}", names());
+    Ok(number.unwrap_or_default())
 }

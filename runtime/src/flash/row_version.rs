@@ -1,18 +1,16 @@
 //! Single rows of a flash directory: their values, and the release that wrote each version. Reads
 //! segments as a request does, and never writes.
 
-use crate::serve;
-use anyhow::{Result, ensure};
+use crate::flash::Flash;
+use crate::flash::live::SegmentRef;
+use crate::flash::overlay::Newest;
+use crate::flash::segment::SegmentError;
+use crate::flash::table::{RowLocation, TableRows};
+use crate::io::page::AlignedPage;
+use crate::schema::Table;
 use half::f16;
-use hatchback::flash::live::SegmentRef;
-use hatchback::flash::overlay::Newest;
-use hatchback::flash::segment::SegmentError;
-use hatchback::flash::table::{RowLocation, TableRows};
-use hatchback::io::page::AlignedPage;
-use hatchback::schema::{Schema, Table};
-use hatchback::{Codec, Flash, RowFormat};
+use hatchback_kernels::cache::codec::{Codec, RowFormat};
 use serde::Serialize;
-use std::path::Path;
 
 /// What a request finds for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -65,28 +63,24 @@ impl RowVersion {
 pub struct TableReader<'a> {
     table: &'a Table,
     format: RowFormat,
-    rows: TableRows,
+    rows: &'a TableRows,
     /// The base, then the deltas from the oldest.
     files: Vec<SegmentRef>,
 }
 
 impl<'a> TableReader<'a> {
-    /// Opens table `number` of `flash`.
-    ///
-    /// # Errors
-    /// A segment is missing, or its index is damaged.
-    pub fn open(flash: &'a Flash, number: usize) -> Result<Self> {
-        let rows = flash.table(number)?;
+    /// Returns a reader of table `number` of `flash`, which has `rows`.
+    pub fn new(flash: &'a Flash, number: usize, rows: &'a TableRows) -> Self {
         let files = flash.record().live.tables[number].segments().map(|(file, _)| file).collect();
-        let (table, format) = (&flash.manifest().schema.tables[number], rows.segments()[0].kind());
-        Ok(Self { table, format: format.format(), files, rows })
+        let table = &flash.manifest().schema.tables[number];
+        Self { table, format: rows.segments()[0].kind().format(), files, rows }
     }
 
     /// Returns what a request finds for `key`.
     ///
     /// # Errors
     /// The device refused, or an index page is damaged.
-    pub fn newest(&self, key: u64) -> Result<RowVersion> {
+    pub fn newest(&self, key: u64) -> Result<RowVersion, SegmentError> {
         let Some(location) = self.rows.locate(key) else {
             // Only the segments know which of them deleted the key.
             return Ok(match self.rows.newest(self.table.keys.order(key)) {
@@ -104,7 +98,7 @@ impl<'a> TableReader<'a> {
     ///
     /// # Errors
     /// As [`TableReader::newest`].
-    pub fn history(&self, key: u64) -> Result<Vec<RowVersion>> {
+    pub fn history(&self, key: u64) -> Result<Vec<RowVersion>, SegmentError> {
         let mut page = [None];
         self.rows.segments()[0].locate(&[key], &mut page);
         let base = page[0].map(|page| self.read(RowLocation { segment: 0, page }, key));
@@ -130,7 +124,7 @@ impl<'a> TableReader<'a> {
     }
 
     /// Reads the row of `key` from the page at `location`, if the page has it.
-    fn read(&self, location: RowLocation, key: u64) -> Result<Option<RowVersion>> {
+    fn read(&self, location: RowLocation, key: u64) -> Result<Option<RowVersion>, SegmentError> {
         let segment = self.rows.segment(location);
         let mut page = AlignedPage::zeroed();
         segment.read_page(location.page, &mut page)?;
@@ -140,7 +134,7 @@ impl<'a> TableReader<'a> {
                 let lost = self.without_row(RowStatus::Damaged, Some(location.segment));
                 return Ok(Some(RowVersion { damage: Some(e.to_string()), ..lost }));
             }
-            Err(e) => return Err(e.into()),
+            Err(e) => return Err(e),
         };
         Ok(segment.row(&checked, key).map(|row| {
             let mut values = vec![0.0; self.format.dim()];
@@ -204,35 +198,19 @@ fn f32_steps(magnitude: f32) -> f32 {
     2.0 * magnitude * f32::EPSILON
 }
 
-/// Opens the flash directory of `model`: the directory, or that of a bundle.
-///
-/// # Errors
-/// The model is refused.
-pub fn open(model: &Path) -> Result<Flash> {
-    serve::open_flash(model, &model.with_extension("flash"))
-}
-
-/// Returns the number of the table with this name.
-///
-/// # Errors
-/// There is none.
-pub fn table_number(schema: &Schema, name: &str) -> Result<usize> {
-    let number = schema.tables.iter().position(|table| table.name == name);
-    let names = || schema.tables.iter().map(|t| t.name.as_str()).collect::<Vec<_>>().join(", ");
-    ensure!(number.is_some(), "TABLE {name}: the model has the tables {}", names());
-    Ok(number.unwrap_or_default())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hatchback::schema::{KeySpace, MissPolicy, Placement};
-    use rand::rngs::StdRng;
-    use rand::{RngExt, SeedableRng};
+    use crate::schema::{KeySpace, MissPolicy, Placement};
+    use hatchback_kernels::cache::address::mix;
 
     #[test]
     fn the_error_of_a_codec_is_within_its_bound_and_near_it() {
-        let mut random = StdRng::seed_from_u64(7);
+        let mut drawn = 7u64;
+        let mut random = |low: f32, high: f32| {
+            drawn = mix(drawn.wrapping_add(1));
+            low + (high - low) * (drawn >> 40) as f32 / (1u64 << 24) as f32
+        };
         for codec in [Codec::F32, Codec::F16, Codec::U8, Codec::U4] {
             let mut nearest = 0f32;
             for round in 0..2_000 {
@@ -248,9 +226,9 @@ mod tests {
                     miss: MissPolicy::Wait,
                     default_row: vec![0.0; 8],
                 };
-                let center: f32 = random.random_range(-2.0..2.0);
+                let center = random(-2.0, 2.0);
                 let width: f32 = [0.0, 1e-4, 0.1, 3.0][round as usize % 4];
-                let value = |_| center + width * random.random_range(-1.0..1.0f32);
+                let value = |_| center + width * random(-1.0, 1.0);
                 let source: Vec<f32> = (0..8).map(value).collect();
                 let format = table.format().unwrap();
                 let (mut row, mut values) = (vec![0; format.row_bytes()], vec![0.0; 8]);
