@@ -14,9 +14,12 @@ use hatchback::clock::{Clock, SystemClock};
 use hatchback::request::worker::{BatchScores, ScoreError, Worker};
 use hatchback::schema::Schema;
 use hatchback::schema::batch::{Batch, BatchError};
+use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::outputs::NamedScores;
 use hatchback::schema::sample::{Sample, SampleError};
-use serde::Serialize;
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -63,17 +66,118 @@ struct RunReport {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer<'a> {
-    Score { score: NamedScores<'a>, status: LookupStatus },
-    Error { line: usize, error: String },
-    Candidates { candidates: Vec<Answer<'a>> },
+    Score {
+        score: NamedScores<'a>,
+        status: LookupStatus,
+        #[serde(flatten)]
+        differences: Differences,
+    },
+    Error {
+        line: usize,
+        error: String,
+    },
+    Candidates {
+        candidates: Vec<Answer<'a>>,
+    },
+}
+
+/// The differences between the inputs of a sample and those of the model that are no error, as an
+/// answer of the protocol names them: separated by commas.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Differences {
+    /// Inputs of retired features, which were not read.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ignored_inputs: String,
+    /// Features that were not sent.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub absent_inputs: String,
+}
+
+/// The names of the inputs in a line.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct SentNames {
+    dense: SentDense,
+    sparse: BTreeMap<String, IgnoredAny>,
+    candidates: Option<Vec<SentNames>>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum SentDense {
+    List(Vec<IgnoredAny>),
+    Named(BTreeMap<String, IgnoredAny>),
+}
+
+impl Default for SentDense {
+    fn default() -> Self {
+        Self::List(Vec::new())
+    }
+}
+
+/// Returns the differences of each sample in `line`, which fits `schema`.
+pub fn differences(line: &str, schema: &Schema) -> Vec<Differences> {
+    // The line was read as samples, so the names can be read too.
+    let sent: SentNames = serde_json::from_str(line).unwrap_or_default();
+    match &sent.candidates {
+        None => vec![differences_of(&[&sent], schema)],
+        Some(candidates) => {
+            candidates.iter().map(|own| differences_of(&[&sent, own], schema)).collect()
+        }
+    }
+}
+
+/// Returns the differences of the sample whose inputs are in `parts`: a request and a candidate.
+fn differences_of(parts: &[&SentNames], schema: &Schema) -> Differences {
+    let is_sent = |name: &String| parts.iter().any(|part| part.sparse.contains_key(name));
+    let is_named = |name: &String| {
+        parts
+            .iter()
+            .any(|part| matches!(&part.dense, SentDense::Named(all) if all.contains_key(name)))
+    };
+    let is_listed = |place: usize| {
+        parts.iter().any(|part| matches!(&part.dense, SentDense::List(all) if place < all.len()))
+    };
+    let (mut ignored, mut absent) = (Vec::new(), Vec::new());
+    for feature in &schema.features {
+        // A cross needs no input of its own.
+        let is_input = !feature.retired && !matches!(feature.key, KeyFunction::Cross { .. });
+        match is_sent(&feature.name) {
+            true if feature.retired => ignored.push(feature.name.as_str()),
+            false if is_input => absent.push(feature.name.as_str()),
+            _ => {}
+        }
+    }
+    for (place, feature) in schema.dense_features.iter().enumerate() {
+        match is_named(&feature.name) {
+            true if feature.retired => ignored.push(feature.name.as_str()),
+            false if !feature.retired && !is_listed(place) => absent.push(feature.name.as_str()),
+            _ => {}
+        }
+    }
+    Differences { ignored_inputs: ignored.join(","), absent_inputs: absent.join(",") }
+}
+
+/// What a line holds.
+struct Parsed {
+    samples: Vec<Sample>,
+    /// Those of each sample.
+    differences: Vec<Differences>,
+}
+
+impl Parsed {
+    fn read(line: &str, schema: &Schema) -> Result<Self, SampleError> {
+        let samples = Sample::request_from_json(line, schema)?;
+        Ok(Self { samples, differences: differences(line, schema) })
+    }
 }
 
 /// A line whose samples are in the batch.
-#[derive(Clone, Copy)]
 struct Scored {
     line: usize,
     samples: usize,
     has_candidates: bool,
+    differences: Vec<Differences>,
 }
 
 struct Output<W: Write> {
@@ -133,12 +237,16 @@ impl<W: Write> Output<W> {
     /// Writes the scores of the samples in `lines`.
     fn put_scores(&mut self, lines: &[Scored], all: BatchScores<'_>) -> Result<()> {
         let (schema, mut start) = (Arc::clone(&self.schema), 0);
-        for &Scored { line, samples, has_candidates } in lines {
+        for Scored { line, samples, has_candidates, differences } in lines {
+            let (line, samples) = (*line, *samples);
             let answer = |sample: usize| match all.request(sample..sample + 1) {
                 Ok(scores) => {
                     let outputs = &schema.network.outputs;
                     let score = NamedScores { outputs, values: scores.values };
-                    Answer::Score { score, status: scores.statuses[0] }
+                    let differences = differences.get(sample - start).cloned();
+                    let (status, differences) =
+                        (scores.statuses[0], differences.unwrap_or_default());
+                    Answer::Score { score, status, differences }
                 }
                 Err(e) => Answer::Error { line, error: e.to_string() },
             };
@@ -146,7 +254,7 @@ impl<W: Write> Output<W> {
             start += samples;
             let is_error = |answer: &&Answer<'_>| matches!(answer, Answer::Error { .. });
             self.not_finite += answers.iter().filter(is_error).count();
-            if has_candidates {
+            if *has_candidates {
                 self.put(&Answer::Candidates { candidates: answers })?;
             } else {
                 answers.iter().try_for_each(|answer| self.put(answer))?;
@@ -155,29 +263,33 @@ impl<W: Write> Output<W> {
         Ok(())
     }
 
-    /// Adds `samples`, those of line `line`, to `batch`; first scores it if they do not fit. A line
-    /// that does not fit the model gets its answer.
+    /// Adds the samples of line `line` to `batch`; first scores it if they do not fit. A line that
+    /// does not fit the model gets its answer.
     fn add(
         &mut self,
         worker: &mut Worker,
         batch: &mut Batch,
         line: usize,
-        samples: Result<Vec<Sample>, SampleError>,
+        parsed: Result<Parsed, SampleError>,
     ) -> Result<()> {
         let model = Arc::clone(worker.model());
-        let needed = samples.as_ref().map_or(0, Vec::len);
-        if samples.is_err() || batch.size() + needed > model.budget().batch_max as usize {
+        let needed = parsed.as_ref().map_or(0, |parsed| parsed.samples.len());
+        if parsed.is_err() || batch.size() + needed > model.budget().batch_max as usize {
             self.score(worker, batch)?;
         }
-        let added = samples.map_err(BatchError::from).and_then(|samples| {
-            batch.push_request(model.schema(), &samples)?;
-            Ok(samples.len())
+        let added = parsed.map_err(BatchError::from).and_then(|parsed| {
+            batch.push_request(model.schema(), &parsed.samples)?;
+            Ok(parsed)
         });
         match added {
-            Ok(0) => self.put(&Answer::Candidates { candidates: Vec::new() }),
-            Ok(samples) => {
+            Ok(Parsed { samples, .. }) if samples.is_empty() => {
+                self.put(&Answer::Candidates { candidates: Vec::new() })
+            }
+            Ok(Parsed { samples, differences }) => {
+                let samples = samples.len();
                 self.samples += samples;
-                self.lines.push(Scored { line, samples, has_candidates: samples > 1 });
+                let has_candidates = samples > 1;
+                self.lines.push(Scored { line, samples, has_candidates, differences });
                 Ok(())
             }
             Err(e) => {
@@ -244,8 +356,8 @@ pub fn run(args: &RunArgs) -> Result<()> {
 
     for (number, line) in (1..).zip(input.lines()) {
         let line = line.with_context(|| format!("{name}:{number}"))?;
-        let samples = Sample::request_from_json(&line, model.schema());
-        output.add(&mut worker, &mut batch, number, samples)?;
+        let parsed = Parsed::read(&line, model.schema());
+        output.add(&mut worker, &mut batch, number, parsed)?;
         if batch.size() >= args.batch {
             output.score(&mut worker, &mut batch)?;
         }

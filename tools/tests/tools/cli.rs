@@ -1,6 +1,8 @@
 //! The program as its users run it: every command on the coupon model, checked by its exit status
 //! and its output.
 
+use hatchback::bundle::BundleReader;
+use hatchback_tools::run::differences;
 use serde_json::Value;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -517,4 +519,39 @@ fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
     assert!(errors(publish(&changed)).contains("policy is"));
     desk.pack(&["--codec", "f32"]);
     assert!(errors(publish(&policy("0.8"))).contains("manifest is"));
+}
+
+#[test]
+fn an_answer_of_run_names_the_inputs_that_were_ignored_or_absent() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let mut schema = BundleReader::open(Path::new(&bundle)).unwrap().manifest().schema.clone();
+    let names = schema.features.iter().map(|feature| feature.name.clone());
+    let others: Vec<String> = names.filter(|name| name != "weather" && name != "driver").collect();
+    let others = others.join(",");
+
+    let one = r#"{"dense":[55,21,24,1,0,0,0],"sparse":{"weather":[2],"driver":[1]}}"#;
+    let two = r#"{"dense":[55,21,24,1,0,0,0],"sparse":{"weather":[2]},
+        "candidates":[{"sparse":{"driver":[1]}},{"sparse":{"driver":[2]}}]}"#;
+    let answer = |line: &str| -> Value {
+        let ran = hatchback(&["run", &bundle], &line.replace('\n', " "));
+        serde_json::from_slice(&ran.stdout).unwrap()
+    };
+    let single = answer(one);
+    assert_eq!(single["absent_inputs"], *others, "{single}");
+    assert!(single.get("ignored_inputs").is_none(), "{single}");
+    for candidate in answer(two)["candidates"].as_array().unwrap() {
+        assert_eq!(candidate["absent_inputs"], *others, "{candidate}");
+    }
+
+    let at = schema.features.iter().position(|feature| feature.name == "weather").unwrap();
+    schema.features[at].retired = true;
+    schema.dense_features[0].retired = true;
+    let (own, rest) = schema.dense_features.split_first().unwrap();
+    let line =
+        format!(r#"{{"dense":{{"{}":1}},"sparse":{{"weather":[2],"driver":[1]}}}}"#, own.name);
+    let rest: Vec<&str> = rest.iter().map(|feature| feature.name.as_str()).collect();
+    let found = differences(&line, &schema);
+    assert_eq!(found[0].ignored_inputs, format!("weather,{}", own.name));
+    assert_eq!(found[0].absent_inputs, format!("{others},{}", rest.join(",")));
 }
