@@ -391,7 +391,7 @@ impl SoftToken<'_> {
         let pem = self.desk.path(&format!("{label}.pem"));
         let made = self.run("openssl", &[&["genpkey", "-out", &pem][..], kind].concat());
         assert!(made.status.success(), "{}", said(&made));
-        let id = format!("{:02x}", label.len());
+        let id: String = label.bytes().map(|b| format!("{b:02x}")).collect();
         let token = ["--token", "fleet", "--pin", "4711", "--label", label, "--id", &id];
         let imported = self.run("softhsm2-util", &[&["--import", &pem][..], &token].concat());
         let library = self.library;
