@@ -40,7 +40,7 @@ using namespace nvinfer1;
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 4;
+constexpr int32_t INTERFACE = 5;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -139,6 +139,8 @@ struct Build {
     uint64_t workspace_bytes_max;
     int32_t types; // 0: F32, 1: FP16, 2: TF32
     int32_t compute_capability; // TensorRT for RTX only: 86 for 8.6; 0 is this machine's GPU
+    void const* timings; // the timing cache of earlier builds; TensorRT for RTX has none
+    size_t timing_bytes;
 };
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -238,8 +240,9 @@ static int32_t add_profile(IBuilder& builder, IBuilderConfig& config, Build cons
     return config.addOptimizationProfile(profile) < 0 ? log.refused("profile", problem) : int32_t{DONE};
 }
 
-// Builds a plan for this GPU. The caller frees `*plan` with `hatchback_trt_drop_plan`.
-API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemory** plan, char* text, size_t size) {
+// Builds a plan for this GPU. The caller frees `*plan` with `hatchback_trt_drop_plan`, and `*timings`, the timing cache
+// for later builds, if it is not null.
+API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemory** plan, IHostMemory** timings, char* text, size_t size) {
     Problem const problem{text, size};
     Log& log = library->log;
     std::unique_ptr<IBuilder> builder{static_cast<IBuilder*>(library->make_builder(&log, NV_TENSORRT_VERSION))};
@@ -280,8 +283,23 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
 #endif
     for (int32_t i = 0; i < build->batch_count; i++)
         if (int32_t const outcome = add_profile(*builder, *config, *build, build->batches[i], log, problem)) return outcome;
+#if !defined(TRT_MAJOR_RTX)
+    // A network of the same shapes is then built in seconds. TensorRT refuses a cache of another release or GPU: the build
+    // begins with an empty one.
+    std::unique_ptr<ITimingCache> cache{config->createTimingCache(build->timings, build->timing_bytes)};
+    if (!cache || !config->setTimingCache(*cache, false)) {
+        std::unique_ptr<ITimingCache> empty{config->createTimingCache(nullptr, 0)};
+        if (empty && !config->setTimingCache(*empty, false)) empty.reset();
+        cache = std::move(empty);
+    }
+    log.first[0] = 0;
+#endif
     *plan = builder->buildSerializedNetwork(*network, *config);
-    return *plan ? int32_t{DONE} : log.refused("build", problem);
+    if (!*plan) return log.refused("build", problem);
+#if !defined(TRT_MAJOR_RTX)
+    *timings = cache ? cache->serialize() : nullptr;
+#endif
+    return DONE;
 }
 
 API void const* hatchback_trt_plan_data(IHostMemory const* plan) { return plan->data(); }

@@ -59,7 +59,12 @@ struct INetworkDefinition : Base {
 struct IOptimizationProfile : Base {
     virtual bool setDimensions(char const* input, OptProfileSelector which, Dims const& dims) noexcept = 0;
 };
+struct ITimingCache : Base {
+    virtual IHostMemory* serialize() const noexcept = 0;
+};
 struct IBuilderConfig : Base {
+    virtual ITimingCache* createTimingCache(void const* blob, size_t size) const noexcept = 0;
+    virtual bool setTimingCache(ITimingCache const& cache, bool ignore_mismatch) noexcept = 0;
     virtual void setMemoryPoolLimit(MemoryPoolType pool, size_t bytes) noexcept = 0;
     virtual void setFlag(BuilderFlag flag) noexcept = 0;
     virtual void clearFlag(BuilderFlag flag) noexcept = 0;

@@ -60,7 +60,31 @@ struct Profile : IOptimizationProfile {
         return which != OptProfileSelector::kMAX || (least >= 1 && least <= typical && typical <= dims.d[0]);
     }
 };
+// Counts the builds that it was used in. A cache of another release is refused.
+struct TimingCache : ITimingCache {
+    int version = NV_TENSORRT_VERSION;
+    mutable int builds = 0;
+    IHostMemory* serialize() const noexcept override {
+        auto text = std::make_unique<Text>();
+        text->text = "timings " + std::to_string(version) + ' ' + std::to_string(builds);
+        return text.release();
+    }
+};
 struct Config : IBuilderConfig {
+    TimingCache const* cache = nullptr;
+    ITimingCache* createTimingCache(void const* blob, size_t size) const noexcept override {
+        auto made = std::make_unique<TimingCache>();
+        std::istringstream text(std::string((char const*)blob, size));
+        std::string magic;
+        if (size && !(text >> magic >> made->version >> made->builds && magic == "timings")) return nullptr;
+        return made.release();
+    }
+    bool setTimingCache(ITimingCache const& given, bool) noexcept override {
+        auto const* timings = (TimingCache const*)&given;
+        if (timings->version != NV_TENSORRT_VERSION) return say("the timings are of another release");
+        cache = timings;
+        return true;
+    }
     bool fp16 = false, shares = TWIN_MAJOR >= 10;
     std::vector<Profile*> profiles;
 #if TWIN_MAJOR < 10 && (TWIN_MAJOR > 8 || TWIN_MINOR >= 6)
@@ -84,6 +108,7 @@ struct Builder : IBuilder {
         if (!network.parser_lives) { say("the parser was freed before the network was built"); return nullptr; }
         auto& config = (Config&)c;
         std::ostringstream plan;
+        if (config.cache) config.cache->builds++;
         int letter = 'g';
 #ifdef TWIN_AWAITS
         FILE* fifo = fopen(TWIN_AWAITS, "r");

@@ -120,6 +120,9 @@ enum BackendScratch {
     TensorRt {
         context: tensorrt::Context,
         joined: Vec<Option<Buffer<f32>>>,
+        /// `[batch, outputs]` before the sigmoid, if there is one: the caller's scores may be in
+        /// host memory, which the sigmoid should only write.
+        logits: Option<Buffer<f32>>,
     },
     Plan(DevicePlanScratch),
 }
@@ -188,7 +191,8 @@ impl DeviceEngine {
         match &self.backend {
             Backend::TensorRt { engine, .. } => {
                 let joined: usize = self.joined_words().iter().flatten().sum();
-                engine.context_bytes() + 4 * (joined * batch_max) as u64
+                let words = joined + self.logit_words().unwrap_or(0);
+                engine.context_bytes() + 4 * (words * batch_max) as u64
             }
             Backend::Plan { plan, .. } => plan.scratch_bytes(batch_max) as u64,
         }
@@ -209,7 +213,8 @@ impl DeviceEngine {
                 let joined = self.joined_words().into_iter();
                 let joined = joined.map(|words| words.map(buffer).transpose());
                 let joined = joined.collect::<Result<_, _>>()?;
-                BackendScratch::TensorRt { context: engine.context()?, joined }
+                let logits = self.logit_words().map(buffer).transpose()?;
+                BackendScratch::TensorRt { context: engine.context()?, joined, logits }
             }
             Backend::Plan { plan, precision } => {
                 let mut scratch = plan.scratch(&self.gpu, batch_max)?;
@@ -308,11 +313,15 @@ impl DeviceEngine {
 
         let (scores, activation) = (scores.first(values), self.activation);
         match (&self.backend, &mut scratch.backend) {
-            (Backend::TensorRt { .. }, BackendScratch::TensorRt { context, joined }) => {
+            (Backend::TensorRt { .. }, BackendScratch::TensorRt { context, joined, logits }) => {
                 let inputs = self.join_inputs(stream, shape, inputs, joined)?;
-                context.enqueue(stream, batch, &inputs, scores)?;
-                if activation == Activation::Sigmoid {
-                    self.kernels.map(stream, MapNumber::Sigmoid, scores, scores)?;
+                match logits {
+                    None => context.enqueue(stream, batch, &inputs, scores)?,
+                    Some(logits) => {
+                        let logits = logits.view().first(values);
+                        context.enqueue(stream, batch, &inputs, logits)?;
+                        self.kernels.map(stream, MapNumber::Sigmoid, logits, scores)?;
+                    }
                 }
             }
             (Backend::Plan { plan, .. }, BackendScratch::Plan(scratch)) => {
@@ -325,6 +334,11 @@ impl DeviceEngine {
             }
         }
         Ok(())
+    }
+
+    /// Returns the values of a sample before the sigmoid, if there is one.
+    fn logit_words(&self) -> Option<usize> {
+        (self.activation == Activation::Sigmoid).then_some(self.outputs)
     }
 
     /// Returns of each input the words of a sample of its copy, if it is shared or has several

@@ -265,7 +265,10 @@ impl Loader<'_> {
             Err(e) if e.is_final() => return Err(e),
             Err(e) => log::info!("{e}"),
         }
-        let plan = inputs.tensorrt.build(&inputs.build)?;
+        let at = inputs.plans.timings(inputs.tensorrt, self.gpu.name());
+        let mut timings = inputs.plans.kept(&at).ok().flatten().unwrap_or_default();
+        let plan = inputs.tensorrt.build(&inputs.build, &mut timings)?;
+        inputs.plans.keep(&at, &timings);
         let (plans, path) = (inputs.plans.clone(), inputs.path.clone());
         match self.load_plan(inputs, &plan, "built now") {
             Ok(engine) => Ok(Some(BuiltPlan { engine, plans, path, plan })),

@@ -35,8 +35,15 @@ impl PlanSteps {
             let Ok(job) = job.inspect_err(|e| log::debug!("`{name}`: its plan waits: {e}")) else {
                 continue;
             };
+            if job.is_none() && serving.lacks_plan(&name) {
+                // The swap to another generation is due. If it fails, this one is looked at again.
+                continue;
+            }
             self.tried.insert(name.clone(), served);
-            let Some(mut job) = job else { continue };
+            let Some(mut job) = job else {
+                serving.note_plan(&name, String::new());
+                continue;
+            };
             log::info!("`{name}`: TensorRT builds a plan; requests do not wait for it");
             serving.note_plan(&name, "TensorRT builds a plan".to_owned());
             match job.build() {

@@ -49,15 +49,21 @@ impl PlanJob {
 }
 
 impl Serving {
-    /// Returns the work on the missing plan of `name`. Returns `None` if the network runs on
-    /// TensorRT, or if this machine or the target does not allow it.
+    /// Returns whether `name` may run on TensorRT and does not.
+    pub fn lacks_plan(&self, name: &str) -> bool {
+        let model = self.model(name).filter(|_| self.allows_tensorrt());
+        model.is_some_and(|model| model.backend().lacks_tensorrt())
+    }
+
+    /// Returns the work on the missing plan of `name`. Returns `None` if it lacks none, or if
+    /// another generation is live and its swap is due.
     ///
     /// # Errors
     /// [`OpenError::Flash`] if the flash directory of the model cannot be opened.
     pub fn plan_job(&self, name: &str) -> Result<Option<PlanJob>, OpenError> {
-        let is_wanted = |model: &Arc<Model>| model.backend().lacks_tensorrt();
-        let model = self.model(name).filter(is_wanted);
-        let Some(model) = model.filter(|_| self.allows_tensorrt()) else { return Ok(None) };
+        let Some(model) = self.model(name).filter(|_| self.lacks_plan(name)) else {
+            return Ok(None);
+        };
         let Some(flash) = self.flash(name) else { return Ok(None) };
         let flash = flash?;
         let (name, dense) = (name.to_owned(), self.dense().clone());

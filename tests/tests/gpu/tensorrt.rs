@@ -198,7 +198,7 @@ fn networks_with_other_inputs_or_outputs_than_the_build_are_refused() {
     let _turn = standin::shared();
     let tensorrt = open(&twin().shim, &twin().library).unwrap();
     let onnx = sum_network();
-    let refused = |build: &Build| tensorrt.build(build).unwrap_err();
+    let refused = |build: &Build| tensorrt.build(build, &mut Vec::new()).unwrap_err();
     let said = refused(&build(b"", "sum", false));
     assert!(matches!(&said, TensorRtError::Refused(t) if t == "ONNX: not a network"), "{said}");
     let said = refused(&build(&onnx, "score", false));
@@ -214,8 +214,8 @@ fn networks_with_other_inputs_or_outputs_than_the_build_are_refused() {
     let deep = Build { inputs: vec![input("x", &[1; 8])], ..build(&onnx, "sum", false) };
     assert!(matches!(refused(&deep), TensorRtError::Interface(_)));
     let newer = compile(11, 4, &[]);
-    let said =
-        open(&newer.shim, &newer.library).unwrap().build(&build(&onnx, "sum", true)).unwrap_err();
+    let newer = open(&newer.shim, &newer.library).unwrap();
+    let said = newer.build(&build(&onnx, "sum", true), &mut Vec::new()).unwrap_err();
     assert!(matches!(said, TensorRtError::NoFp16(v) if v.to_string() == "11.4.3"), "{said}");
 }
 
@@ -230,7 +230,7 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
         if let Some(plan) = plans.kept(&path).unwrap() {
             return (plan, false);
         }
-        let plan = tensorrt.build(build).unwrap();
+        let plan = tensorrt.build(build, &mut Vec::new()).unwrap();
         plans.keep(&path, &plan);
         (plan, true)
     };
@@ -366,7 +366,10 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
     // A kept plan that the library refuses is built again, once.
     let plans = Plans::new(folder.path());
     for entry in std::fs::read_dir(folder.path()).unwrap() {
-        plans.keep(&entry.unwrap().path(), b"whole, and no plan");
+        let path = entry.unwrap().path();
+        if path.extension().unwrap() == "plan" {
+            plans.keep(&path, b"whole, and no plan");
+        }
     }
 
     let options = options(false, folder.path());
@@ -402,6 +405,33 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
     let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
     let said = &engine.rejected()[0];
     assert!(said.contains("other scores than the CPU"), "{said}");
+}
+
+/// The twin counts the builds of a cache. A damaged cache, or one of another release, is made
+/// again.
+#[test]
+fn the_timings_of_a_build_are_kept_for_the_next() {
+    let _turn = standin::shared();
+    let gpu = standin::gpu(3);
+    let folder = tempfile::tempdir().unwrap();
+    let plans = Plans::new(folder.path());
+    let tensorrt = open(&twin().shim, &twin().library).unwrap();
+    let at = plans.timings(&tensorrt, gpu.name());
+    let build = |width| {
+        let onnx = sum_network_of(width);
+        let (inputs, activation) = ([("x", width)], Activation::None);
+        let network =
+            DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output: "sum", activation };
+        built(&gpu, &network, &options(false, folder.path()));
+        String::from_utf8(plans.kept(&at).unwrap().unwrap()).unwrap()
+    };
+    assert_eq!([build(5), build(6)], ["timings 8603 1", "timings 8603 2"]);
+    plans.keep(&at, b"timings 8503 7");
+    assert_eq!(build(7), "timings 8603 1");
+    plans.keep(&at, b"no timings");
+    assert_eq!(build(8), "timings 8603 1");
+    std::fs::write(&at, b"damaged").unwrap();
+    assert_eq!(build(9), "timings 8603 1");
 }
 
 /// Device memory of a context of `twin.cpp`.
@@ -667,16 +697,16 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
             ..build(&onnx, "logit", false)
         };
 
-        let plan = tensorrt.build(&asked).unwrap_or_else(|e| panic!("{path}: {e}"));
+        let build = |asked: &Build| tensorrt.build(asked, &mut Vec::new());
+        let plan = build(&asked).unwrap_or_else(|e| panic!("{path}: {e}"));
         println!("TensorRT for RTX {}: {path}: a plan of {} bytes", tensorrt.version(), plan.len());
         assert!(plan.len() > onnx.len());
 
-        let said = tensorrt.build(&Build { types: Types::F16, ..asked.clone() }).unwrap_err();
+        let said = build(&Build { types: Types::F16, ..asked.clone() }).unwrap_err();
         assert!(matches!(said, TensorRtError::NoFp16(_)), "{said}");
-        let torn =
-            tensorrt.build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();
+        let torn = build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();
         assert!(matches!(torn, TensorRtError::Refused(_)), "{torn}");
-        let unknown = tensorrt.build(&Build { output: "score", ..asked }).unwrap_err();
+        let unknown = build(&Build { output: "score", ..asked }).unwrap_err();
 
         assert!(
             matches!(&unknown, TensorRtError::Interface(t) if t.contains("`score`")),

@@ -37,12 +37,12 @@ impl TensorRt {
     }
 
     /// Builds a plan, which takes seconds to minutes. The plan only runs with this release on this
-    /// GPU.
+    /// GPU. `timings` are those of earlier builds here, or empty. The build adds its own.
     ///
     /// # Errors
     /// [`TensorRtError::Refused`], [`TensorRtError::Interface`] or [`TensorRtError::NoFp16`].
-    pub fn build(&self, build: &Build) -> Result<Vec<u8>, TensorRtError> {
-        self.shim.build(build)
+    pub fn build(&self, build: &Build, timings: &mut Vec<u8>) -> Result<Vec<u8>, TensorRtError> {
+        self.shim.build(build, timings)
     }
 
     /// Loads a plan of `build`. The GPU must be open: without a driver some releases crash instead

@@ -1,8 +1,8 @@
 //! A folder of TensorRT plans that were built on this machine, so that a start need not build them
 //! again. A file's name is the hash of everything that the plan depends on. Its last 32 bytes are
 //! the hash of the plan; a damaged plan is built again. An empty plan records that the built one
-//! was useless: its scores differed from the CPU's. Every plan can be built again, so the folder
-//! may be lost.
+//! was useless: its scores differed from the CPU's. Beside the plans are the timings that builds
+//! measured. All of it can be made again, so the folder may be lost.
 
 use crate::gpu::tensorrt::build::Build;
 use crate::gpu::tensorrt::error::TensorRtError;
@@ -82,6 +82,13 @@ impl Plans {
             .iter()
             .filter(|(_, old)| old != path)
             .try_for_each(|(_, old)| fs::remove_file(old))
+    }
+
+    /// Returns the file of the timings of all builds by `tensorrt` for the GPU with the name `gpu`.
+    pub fn timings(&self, tensorrt: &TensorRt, gpu: &str) -> PathBuf {
+        let name = format!("{} {gpu}", tensorrt.version());
+        let hash = Sha256::digest(name).iter().map(|b| format!("{b:02x}")).collect::<String>();
+        self.folder.join(format!("{hash}.timings"))
     }
 
     /// Returns the file of the plan of `build` for the GPU with the name `gpu`.

@@ -16,7 +16,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 4;
+const INTERFACE: i32 = 5;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -56,6 +56,8 @@ struct BuildArguments {
     workspace_bytes_max: u64,
     types: i32,
     compute_capability: i32,
+    timings: *const c_void,
+    timing_bytes: usize,
 }
 
 type Opaque = *mut c_void;
@@ -74,8 +76,14 @@ struct Calls {
         usize,
     ) -> i32,
     close: Drop1,
-    build:
-        unsafe extern "C" fn(Opaque, *const BuildArguments, *mut Opaque, *mut c_char, usize) -> i32,
+    build: unsafe extern "C" fn(
+        Opaque,
+        *const BuildArguments,
+        *mut Opaque,
+        *mut Opaque,
+        *mut c_char,
+        usize,
+    ) -> i32,
     plan_data: unsafe extern "C" fn(Opaque) -> *const u8,
     plan_bytes: unsafe extern "C" fn(Opaque) -> usize,
     drop_plan: Drop1,
@@ -311,8 +319,8 @@ impl Shim {
         })
     }
 
-    /// Builds a plan.
-    pub fn build(&self, build: &Build) -> Result<Vec<u8>, TensorRtError> {
+    /// Builds a plan with the timings of earlier builds. Adds its own to `timings`.
+    pub fn build(&self, build: &Build, timings: &mut Vec<u8>) -> Result<Vec<u8>, TensorRtError> {
         let inputs = c_inputs(build)?;
         let shapes: Vec<_> = inputs.iter().map(Input::shape).collect();
         let output = c_string(build.output)?;
@@ -329,9 +337,11 @@ impl Shim {
             workspace_bytes_max: build.workspace_bytes_max,
             types: build.types as i32,
             compute_capability: build.compute_capability.unwrap_or(0),
+            timings: timings.as_ptr().cast(),
+            timing_bytes: timings.len(),
         };
 
-        let (mut plan, mut problem) = (null_mut(), Problem::new());
+        let (mut plan, mut timed, mut problem) = (null_mut(), null_mut(), Problem::new());
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: everything that `arguments` points to outlives the call; the lock admits one
         // thread to the library.
@@ -340,19 +350,26 @@ impl Shim {
                 library.get(),
                 &arguments,
                 &mut plan,
+                &mut timed,
                 problem.0.as_mut_ptr(),
                 PROBLEM_BYTES,
             )
         };
         problem.check(code, self.versions())?;
-        let plan = Owned::new(plan, self.calls.drop_plan)?;
-        // SAFETY: the plan holds `plan_bytes` bytes at `plan_data` until it is dropped, which is
-        // after the copy.
-        let bytes = unsafe {
-            let data = (self.calls.plan_data)(plan.get());
-            std::slice::from_raw_parts(data, (self.calls.plan_bytes)(plan.get()))
+        let copied = |memory: Opaque| {
+            let owned = Owned::new(memory, self.calls.drop_plan)?;
+            // SAFETY: the memory holds `plan_bytes` bytes at `plan_data` until it is dropped, which
+            // is after the copy.
+            let bytes = unsafe {
+                let data = (self.calls.plan_data)(owned.get());
+                std::slice::from_raw_parts(data, (self.calls.plan_bytes)(owned.get()))
+            };
+            Ok(bytes.to_vec())
         };
-        Ok(bytes.to_vec())
+        if !timed.is_null() {
+            *timings = copied(timed)?;
+        }
+        copied(plan)
     }
 
     /// Loads `plan`, which this machine built from `build`. CUDA must be initialized.
