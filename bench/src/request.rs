@@ -1,6 +1,6 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key
 //! distributions, cache sizes and batch sizes. The bench opens the model again for every cache
-//! size. `--peers` compares with other runtimes (`request_peers`), and so does `--shared`, for dense
+//! size. `--peers` compares with other runtimes (`request_peers`). So does `--shared`, for dense
 //! networks alone (`request_shared`).
 
 use super::load::{ClosedLoop, LoadTotals};

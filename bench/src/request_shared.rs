@@ -280,6 +280,12 @@ fn hstu() -> Network {
     network.with_output(&logit, 1)
 }
 
+/// A family of models.
+struct Family {
+    name: &'static str,
+    network: Network,
+}
+
 /// The inputs of a request, each as one row and as a copy for each candidate.
 struct Inputs {
     one: Vec<Vec<f32>>,
@@ -314,7 +320,7 @@ impl Inputs {
 /// Returns the figures of `network` over this number of rounds.
 /// Returns the figures of `network` over this number of rounds.
 fn measure(
-    (family, network): &(&'static str, Network),
+    Family { name: family, network }: &Family,
     rounds: usize,
     peer: &mut Option<Peer>,
 ) -> Result<SharedFigures> {
@@ -367,17 +373,17 @@ fn measure(
 }
 
 /// Starts ONNX Runtime with `families`, or prints why it does not run.
-fn start(families: &[(&'static str, Network)], venv: &Path) -> Result<Option<Peer>> {
+fn start(families: &[Family], venv: &Path) -> Result<Option<Peer>> {
     let folder = tempfile::tempdir()?;
-    for (family, network) in families {
-        Inputs::draw(network).write(family, network, folder.path())?;
+    for Family { name, network } in families {
+        Inputs::draw(network).write(name, network, folder.path())?;
     }
     let setup = || {
         let mut peer = Peer::start(venv, peer::CANDIDATES)?;
         let _: PeerAbout = peer.request("setup", &json!({ "folder": folder.path() }))?;
         anyhow::Ok(peer)
     };
-    Ok(setup().inspect_err(|e| report::note(&report::explain(e))).ok())
+    Ok(setup().inspect_err(|e| report::note(report::explain(e))).ok())
 }
 
 /// Measures all families, beside ONNX Runtime of the environment `venv`.
@@ -392,7 +398,8 @@ pub fn run(is_quick: bool, venv: &Path, json: Option<&PathBuf>) -> Result<()> {
         ("MMoE", mmoe()),
         ("DIN", din()),
         ("HSTU", hstu()),
-    ];
+    ]
+    .map(|(name, network)| Family { name, network });
     let mut peer = start(&families, venv)?;
     let measured = families.iter().map(|family| measure(family, rounds, &mut peer));
     let points = measured.collect::<Result<Vec<_>>>()?;

@@ -100,7 +100,7 @@ impl MeasuredNetwork {
         // Measured is the network with its plan, as it is a while after a start.
         match DeviceEngine::build_plan(gpu, &network, &device) {
             Ok(plan) => plan.into_iter().for_each(BuiltPlan::keep),
-            Err(e) => println!("no plan: {e}"),
+            Err(e) => hatchback_tools::report::note(format!("no plan: {e}")),
         }
         Ok(Arc::new(DeviceEngine::load(gpu, &network, &device)?))
     }

@@ -1,7 +1,7 @@
 //! The open connections, at most `server.connections_max`. If few places are left, the connection
-//! that was silent longest is closed for the next caller. A connection that has a request in progress is
-//! never closed for that. If too many bytes wait for callers, the connection that holds most of
-//! them is closed. Never reads or writes the bytes of a connection.
+//! that was silent longest is closed for the next caller. A connection that has a request in
+//! progress is never closed for that. If too many bytes wait for callers, the connection that holds
+//! most of them is closed. Never reads or writes the bytes of a connection.
 
 pub mod alarm;
 pub mod gate;
@@ -428,7 +428,9 @@ mod tests {
 
     /// Admits `count` connections. Returns their places, and a reservation of each.
     fn admitted(count: usize) -> (Arc<Connections>, Vec<Place>, Vec<Reservation>) {
-        let connections = Connections::new(count, &ByteBudget::new(6400, 1600));
+        // So that the last of them leaves enough places free.
+        let max = if count < SPARE_PLACES { count } else { 2 * count };
+        let connections = Connections::new(max, &ByteBudget::new(6400, 1600));
         let places: Vec<Place> = (0..count).map(|_| connections.admit(PEER).unwrap()).collect();
         let memory = places.iter().map(|place| place.connection.share.reservation()).collect();
         (connections, places, memory)
@@ -553,10 +555,10 @@ mod tests {
             connection.count_used(if is_used { bytes } else { 0 });
             bytes
         };
-        let last = (0..1000).map(|_| turn(true)).last();
-        assert_eq!(last, Some(TURN_BYTES_MAX), "bytes of requests are no flood");
-        let last = (0..100).map(|_| turn(false)).last();
-        assert_eq!(last, Some(TURN_BYTES_MIN));
+        let most = (0..1000).map(|_| turn(true)).max();
+        assert_eq!(most, Some(TURN_BYTES_MAX), "bytes of requests are no flood");
+        let least = (0..100).map(|_| turn(false)).min();
+        assert_eq!(least, Some(TURN_BYTES_MIN));
 
         connection.begin_period().unwrap();
         connection.count_read(FLOOD_BYTES_MAX).unwrap();
