@@ -1,8 +1,7 @@
 //! The safe wrapper of CUDA. It knows no table and no network.
 //!
 //! * [`driver`]: the GPU, its streams, events and kernels; [`memory`]: device memory and pinned
-//!   host memory; [`graph`]: recorded work;
-//!   `branch`: a second stream beside one.
+//!   host memory; [`graph`]: recorded work; `branch`: a second stream beside one.
 //! * [`cublas`]: matrix products by NVIDIA's library, with weights as [`matrix`] holds them.
 //! * `calls`: the driver's functions; `context`: the context on a GPU, and its streams.
 //! * `device`: the choice between CPU and GPU; `error`: why a GPU cannot be used.
