@@ -11,6 +11,7 @@ use crate::dense::matrix::sparse_rows::{Ahead, BLOCK_MAX, Nonzero, SparseRows, W
 use crate::dense::matrix::tiling::{ProductShape, padded, panels, tiles, width_for};
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;
+use crate::simd::{Job, Simd, dispatch};
 use std::ops::Range;
 
 /// Values of a block of weights at most: 32 KiB of f32.
@@ -100,18 +101,55 @@ impl BlockScratch {
     }
 }
 
-/// The sums that the rows of a product continue, from a product with other columns of the left
-/// operand: `[.., rows, n]`, where a sample has `rows` rows.
+/// The sums that the rows of a product continue, from products with other columns of the left
+/// operand.
 #[derive(Clone, Copy)]
 pub(in crate::dense) struct Start<'a> {
+    /// `[.., rows, n]`.
     pub values: &'a [f32],
+    /// Rows of a sample.
     pub rows: usize,
     /// The request whose sums a sample takes; `None` if each sample has its own.
     pub requests: Option<&'a [u32]>,
+    /// Added to the sums of all rows of a sample: `[samples, n]`.
+    pub repeated: Option<&'a [f32]>,
+}
+
+/// Writes the sums of the rows `rows` of a product of `n` columns, from column `first` on.
+struct Begin<'a> {
+    start: Start<'a>,
+    rows: Range<usize>,
+    n: usize,
+    first: usize,
+    width: usize,
+    /// `[rows, SUMS_WIDTH]`.
+    sums: &'a mut [f32],
+}
+
+impl Job for Begin<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let Self { start, rows, n, first, width, sums } = self;
+        let columns = first..n.min(first + width);
+        for (row, to) in rows.zip(sums.chunks_exact_mut(SUMS_WIDTH)) {
+            let to = &mut to[..columns.len()];
+            let from = &start.row(row, n)[columns.clone()];
+            match start.repeated(row, n) {
+                None => to.copy_from_slice(from),
+                Some(repeated) => {
+                    let both = repeated[columns.clone()].iter().zip(from);
+                    to.iter_mut().zip(both).for_each(|(to, (a, b))| *to = a + b);
+                }
+            }
+        }
+    }
 }
 
 impl<'a> Start<'a> {
     /// Returns the sums of row `row` of a product of `n` columns.
+    #[inline(always)]
     fn row(&self, row: usize, n: usize) -> &'a [f32] {
         let row = match self.requests {
             Some(requests) => requests[row / self.rows] as usize * self.rows + row % self.rows,
@@ -120,10 +158,23 @@ impl<'a> Start<'a> {
         &self.values[row * n..][..n]
     }
 
+    /// Returns what is added to them.
+    #[inline(always)]
+    fn repeated(&self, row: usize, n: usize) -> Option<&'a [f32]> {
+        self.repeated.map(|repeated| &repeated[row / self.rows * n..][..n])
+    }
+
     /// Adds the sums to the complete products `out` `[m, n]`.
     pub fn add(&self, n: usize, relu: bool, out: &mut [f32]) {
         for (row, out) in out.chunks_exact_mut(n).enumerate() {
-            out.iter_mut().zip(self.row(row, n)).for_each(|(out, x)| *out += x);
+            let sums = self.row(row, n).iter();
+            match self.repeated(row, n) {
+                None => out.iter_mut().zip(sums).for_each(|(out, x)| *out += x),
+                Some(repeated) => {
+                    let both = repeated.iter().zip(sums);
+                    out.iter_mut().zip(both).for_each(|(out, (a, b))| *out += a + b);
+                }
+            }
             if relu {
                 out.iter_mut().for_each(|x| *x = math::relu(*x));
             }
@@ -211,7 +262,7 @@ impl<W: Stored> BlockedProduct<'_, W> {
             let rows = rows.min(m - first);
             let (a, out) = (&a[first * a_stride..], &mut out[first * out_stride..]);
             if skips_zeros {
-                scratch.nonzero.find(self.isa, &a[..rows * k], k, block_len(n));
+                scratch.nonzero.look(self.isa, &a[..rows * k], k, block_len(n));
                 let nonzero = (0..k.div_ceil(block_len(n))).map(|i| scratch.nonzero.count(i));
                 if m <= STREAMED_ROWS && 100 * nonzero.sum::<usize>() > SPARSE_PERCENT * m * k {
                     return self.stream(a, out, scratch);
@@ -228,11 +279,9 @@ impl<W: Stored> BlockedProduct<'_, W> {
 
     /// Writes the sums of the rows `rows` that the `width` columns from `first` on continue.
     fn begin(&self, rows: Range<usize>, first: usize, width: usize, scratch: &mut BlockScratch) {
-        let n = self.shape.n;
-        let Some(start) = self.start else { return };
-        for (row, to) in rows.zip(scratch.partial.chunks_exact_mut(SUMS_WIDTH)) {
-            let sums = &start.row(row, n)[first..n.min(first + width)];
-            to[..sums.len()].copy_from_slice(sums);
+        let (n, sums) = (self.shape.n, &mut scratch.partial[..]);
+        if let Some(start) = self.start {
+            dispatch(self.isa, Begin { start, rows, n, first, width, sums });
         }
     }
 

@@ -5,12 +5,14 @@
 //! never allocates.
 
 use crate::dense::matrix::blocks::{BlockScratch, BlockSizes, BlockedProduct, Start, Strides};
+use crate::dense::matrix::column::{self, Column};
 use crate::dense::matrix::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::matrix::lanes::Stored;
 use crate::dense::matrix::microkernel::{Finish, NonzeroRow, Row};
 use crate::dense::matrix::tiling::{ProductShape, padded, panels};
 use crate::dense::matrix::transpose::transpose;
 use crate::dense::weights::Weights;
+use crate::simd::dispatch;
 use crate::simd::huge_pages::{Zeroable, Zeroed};
 use crate::simd::isa::Isa;
 use half::f16;
@@ -51,7 +53,13 @@ impl GemmSizes {
         let Matrix { k, n, .. } = *matrix;
         self.k = self.k.max(k);
         match matrix.panels {
-            Panels::F32(_) => self.blocks.add(ProductShape { m, k, n }, true),
+            Panels::F32(_) => {
+                self.blocks.add(ProductShape { m, k, n }, true);
+                // Fewer rows are a product by blocks.
+                if is_column(m, n) {
+                    self.add_values(k * column::ROWS);
+                }
+            }
             Panels::F16(_) => {
                 self.blocks.add(ProductShape { m, k, n }, true);
                 self.blocks.add_decoded(m);
@@ -224,6 +232,11 @@ impl Matrix {
     /// Computes `out[m, n] = start + rows x self`.
     pub fn multiply_rows(&self, rows: Rows, out: &mut [f32], isa: Isa, scratch: &mut GemmScratch) {
         match &self.panels {
+            Panels::F32(panel) if is_column(rows.m, self.n) && rows.start.is_none() => {
+                let finish = Finish { scale: &self.scale, bias: &self.bias, relu: self.relu };
+                let (a, k, turned) = (&rows.a[..rows.m * self.k], self.k, &mut *scratch.packed);
+                dispatch(isa, Column { a, k, panel, finish, out, turned });
+            }
             Panels::F32(p) => self.multiply_by(p, rows, out, isa, scratch),
             Panels::F16(p) => self.multiply_by(p, rows, out, isa, scratch),
             Panels::Int8(p) => {
@@ -281,6 +294,11 @@ pub(crate) struct Rows<'a> {
     pub a: &'a [f32],
     /// `None` starts the sums at zero.
     pub(in crate::dense) start: Option<Start<'a>>,
+}
+
+/// Returns whether `column.rs` computes a product of `m` rows by `n` columns.
+fn is_column(m: usize, n: usize) -> bool {
+    n == 1 && m >= column::ROWS
 }
 
 /// Returns the panels of the rows `rows` of a matrix `[k, n]`.
@@ -371,7 +389,7 @@ mod tests {
         fn every_instruction_set_and_batch_gives_the_same_bits(
             m in prop_oneof![1..70usize, 90..110usize],
             k in prop_oneof![1..4usize, 1..90usize, 120..140usize, 500..530usize],
-            n in 1..150usize,
+            n in prop_oneof![1 => Just(1), 3 => 1..150usize],
             seed: u64,
             relu: bool,
         ) {

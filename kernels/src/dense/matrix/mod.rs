@@ -2,6 +2,7 @@
 //! allocates nothing, and knows no graph.
 
 pub(in crate::dense) mod blocks;
+mod column;
 pub(crate) mod gemm;
 mod int8;
 mod int8_kernel;

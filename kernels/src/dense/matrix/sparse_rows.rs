@@ -22,6 +22,8 @@ pub(in crate::dense) const WORD: usize = u64::BITS as usize;
 pub(in crate::dense) const BLOCK_MAX: usize = 4 * WORD;
 /// Rows below which a block is multiplied faster than memory can load the next one.
 const FEW_ROWS: usize = 48;
+/// Rows that are searched for zeros before all are.
+const SAMPLED_ROWS: usize = 4;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -49,6 +51,17 @@ impl Nonzero {
         rows * k.div_ceil(WORD) * size_of::<u64>() + blocks * size_of::<usize>()
     }
 
+    /// Finds the values as `find`, if one of some rows has a zero. Else all values count as not
+    /// zero: a Relu or the padding of a sequence leaves zeros in most rows, other values have none.
+    pub fn look(&mut self, isa: Isa, a: &[f32], k: usize, block: usize) {
+        let step = (a.len() / k).div_ceil(SAMPLED_ROWS).max(1);
+        let zeros = |row: &[f32]| row.iter().filter(|x| **x == 0.0).count();
+        if a.chunks_exact(k).rev().step_by(step).any(|row| zeros(row) > 0) {
+            return self.find(isa, a, k, block);
+        }
+        self.totals[..k.div_ceil(block)].fill(a.len());
+    }
+
     /// Finds the values of `a` `[rows, k]` that are not zero, for blocks of `block`. NaN is not
     /// zero.
     pub fn find(&mut self, isa: Isa, a: &[f32], k: usize, block: usize) {
@@ -64,6 +77,10 @@ impl Nonzero {
             _ => find_plainly(a, k, words),
         }
 
+        if blocks == 1 {
+            self.totals[0] = words.iter().map(|word| word.count_ones() as usize).sum();
+            return;
+        }
         self.totals[..blocks].fill(0);
         for row in words.chunks_exact(row_words) {
             for (total, block) in self.totals.iter_mut().zip(row.chunks(self.block_words)) {

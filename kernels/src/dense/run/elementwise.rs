@@ -22,6 +22,13 @@ impl Side<'_> {
         if let Self::Values(values) = self { Self::Constant(values) } else { self }
     }
 
+    /// Returns the values that a table reads, or all.
+    fn values(&self) -> &[f32] {
+        match self {
+            Self::Values(values) | Self::Picked(values, ..) | Self::Constant(values) => values,
+        }
+    }
+
     /// Returns value `i` of sample `sample` of `n`. A sample's result has `width` values.
     #[inline(always)]
     fn at(&self, sample: usize, n: usize, width: usize, i: usize) -> f32 {
@@ -140,6 +147,11 @@ fn pairs(
 ) {
     let n = out.len() / width;
     let sides = match sides {
+        // A row that is repeated needs no copy.
+        [Side::Picked(.., Pattern::Rows(_)), Side::Values(_) | Side::Constant(_)]
+        | [Side::Values(_) | Side::Constant(_), Side::Picked(.., Pattern::Rows(_))] => {
+            sides.map(Some)
+        }
         // A table is read into the result first, which then stands for the operand.
         [left @ Side::Values(_), Side::Picked(values, picks, pattern)] => {
             pattern.copy(picks, values, values.len() / n, out);
@@ -196,6 +208,16 @@ impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
                     out.iter_mut().zip(right).for_each(|(out, b)| *out = f(*out, *b));
                 }
             }
+            [Some(Side::Picked(rows, _, Pattern::Rows(row))), Some(right)]
+                if !matches!(right, Side::Picked(..)) =>
+            {
+                each_row([rows, right.values()], row, width, out, f);
+            }
+            [Some(left), Some(Side::Picked(rows, _, Pattern::Rows(row)))]
+                if !matches!(left, Side::Picked(..)) =>
+            {
+                each_row([rows, left.values()], row, width, out, |b, a| f(a, b));
+            }
             [Some(left), Some(right)] => {
                 let n = out.len() / width;
                 for (sample, out) in out.chunks_exact_mut(width).enumerate() {
@@ -205,6 +227,28 @@ impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
                 }
             }
             _ => unreachable!("only a side beside values stands in the result"),
+        }
+    }
+}
+
+/// Computes `function` of the first `row` values of each sample of `rows`, again and again, and of
+/// `others`: the values of each sample, or those that all samples have.
+#[inline(always)]
+fn each_row(
+    [rows, others]: [&[f32]; 2],
+    row: usize,
+    width: usize,
+    out: &mut [f32],
+    function: impl Fn(f32, f32) -> f32,
+) {
+    let stride = rows.len() / (out.len() / width);
+    let others = others.chunks_exact(width).cycle();
+    for ((out, rows), others) in
+        out.chunks_exact_mut(width).zip(rows.chunks_exact(stride)).zip(others)
+    {
+        for (out, others) in out.chunks_exact_mut(row).zip(others.chunks_exact(row)) {
+            let pairs = rows[..row].iter().zip(others);
+            out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = function(*a, *b));
         }
     }
 }

@@ -8,6 +8,7 @@ use crate::dense::graph::node::{Node, Op, Operand, VALUE};
 use crate::dense::graph::onnx_graph::Graph;
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::pairs::pair;
+use crate::dense::run::moves::Pattern;
 use crate::dense::run::sharing;
 use std::collections::HashMap;
 
@@ -56,6 +57,8 @@ impl Layout {
             true => sharing::split(&mut graph, shared),
             false => vec![false; graph.widths.len()],
         };
+        fuse_rows(&mut graph, &shared);
+        fuse_repeated(&mut graph, &shared);
         drop_unused(&mut graph);
         Self::with_buffers(graph, shared)
     }
@@ -122,6 +125,11 @@ impl Operand {
     fn is_whole(&self) -> bool {
         matches!(self, Self::Value { picks: None, .. })
     }
+
+    /// Returns whether this reads neither a table nor operand number `number`.
+    fn is_apart(&self, number: usize) -> bool {
+        !matches!(self, Self::Value { input, picks } if *input == number || picks.is_some())
+    }
 }
 
 impl Node {
@@ -146,6 +154,64 @@ impl Node {
                 }
             }
             _ => false,
+        }
+    }
+}
+
+impl Node {
+    /// Returns the result and the operands of a sum of values and a row that is repeated.
+    fn repeated_sums(&self) -> Option<(Id, [Id; 2])> {
+        let Op::Zip { zip: Zip::Add, left, right } = &self.op else { return None };
+        let (
+            Operand::Value { input: row, picks: Some(picks) },
+            Operand::Value { input: sums, picks: None },
+        ) = (left, right)
+        else {
+            return None;
+        };
+        matches!(Pattern::of(picks), Pattern::Rows(_))
+            .then(|| (self.output, [self.inputs[*sums], self.inputs[*row]]))
+    }
+}
+
+/// Lets functions of two values read a row that a node repeats, so that no run copies it. A row of
+/// a request stays a copy: a run makes it once.
+fn fuse_rows(graph: &mut Graph, shared: &[bool]) {
+    let mut repeated: HashMap<Id, (Id, Vec<u32>)> = HashMap::new();
+    for node in &mut graph.nodes {
+        match &mut node.op {
+            Op::Pick(picks)
+                if !shared[node.output] && matches!(Pattern::of(picks), Pattern::Rows(_)) =>
+            {
+                repeated.insert(node.output, (node.inputs[0], picks.clone()));
+            }
+            Op::Zip { left, right, .. } => {
+                let mut take = |one: &mut Operand, other: &Operand| {
+                    if let Operand::Value { input, picks: picks @ None } = one
+                        && other.is_apart(*input)
+                        && let Some((from, of_row)) = repeated.get(&node.inputs[*input])
+                    {
+                        (node.inputs[*input], *picks) = (*from, Some(of_row.clone()));
+                    }
+                };
+                take(left, right);
+                take(right, left);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Lets a product that continues the sum of other sums and a row of the sample add both itself.
+fn fuse_repeated(graph: &mut Graph, shared: &[bool]) {
+    let sums: HashMap<Id, [Id; 2]> = graph.nodes.iter().filter_map(Node::repeated_sums).collect();
+    for node in &mut graph.nodes {
+        if let (Op::Matrix { matrix, .. }, &[own, before]) = (&node.op, node.inputs.as_slice())
+            && let Some(&[sums, row]) = sums.get(&before)
+            && graph.widths[row] == matrix.n
+            && !shared[row]
+        {
+            node.inputs = vec![own, sums, row];
         }
     }
 }

@@ -7,6 +7,8 @@
 pub(in crate::dense) enum Pattern {
     /// Runs of this many neighbours.
     Runs(usize),
+    /// The first values, this many, again and again.
+    Rows(usize),
     /// Value `(i / each) % of` at position `i`: each value `each` times.
     Repeats { each: usize, of: usize },
 }
@@ -24,7 +26,9 @@ impl Pattern {
         }
 
         let breaks = (1..picks.len()).filter(|&i| picks[i] != picks[i - 1].wrapping_add(1));
-        Self::Runs(breaks.fold(picks.len(), gcd))
+        let run = breaks.fold(picks.len(), gcd);
+        let is_row = run < picks.len() && picks.iter().step_by(run).all(|first| *first == 0);
+        if is_row { Self::Rows(run) } else { Self::Runs(run) }
     }
 
     /// Copies value `picks[i]` of each sample of `from`, which has `from_width` values, to value
@@ -42,6 +46,11 @@ impl Pattern {
                     for (to, first) in to.chunks_exact_mut(run).zip(picks.iter().step_by(run)) {
                         to.copy_from_slice(&from[*first as usize..][..run]);
                     }
+                }
+            }
+            Self::Rows(row) => {
+                for (from, to) in samples {
+                    to.chunks_exact_mut(row).for_each(|to| to.copy_from_slice(&from[..row]));
                 }
             }
             Self::Repeats { each, of } => {
@@ -66,7 +75,7 @@ mod tests {
     #[test]
     fn patterns_are_found() {
         assert_eq!(Pattern::of(&[4, 5, 0, 1]), Pattern::Runs(2));
-        assert_eq!(Pattern::of(&[0, 1, 2, 0, 1, 2]), Pattern::Runs(3));
+        assert_eq!(Pattern::of(&[0, 1, 2, 0, 1, 2]), Pattern::Rows(3));
         assert_eq!(Pattern::of(&[0, 0, 1, 1, 0, 0, 1, 1]), Pattern::Repeats { each: 2, of: 2 });
         assert_eq!(Pattern::of(&[0, 0, 0]), Pattern::Repeats { each: 3, of: 1 });
         assert_eq!(Pattern::of(&[3, 1, 2]), Pattern::Runs(1));

@@ -169,7 +169,14 @@ impl Plan {
         let Layout { nodes, widths, shared, .. } = &self.layout;
         let sum = |of_requests: bool| {
             let nodes = nodes.iter().filter(|node| shared[node.output] == of_requests);
-            nodes.map(|node| node.op.multiply_adds(widths[node.output])).sum()
+            let each = nodes.map(|node| match (&node.op, widths[node.output]) {
+                // It also adds a row to the sums that it continues.
+                (Op::Matrix { .. }, width) if node.inputs.len() == 3 => {
+                    node.op.multiply_adds(width) + width as u64
+                }
+                (op, width) => op.multiply_adds(width),
+            });
+            each.sum()
         };
         MultiplyAdds { sample: sum(false), request: sum(true) }
     }
@@ -491,6 +498,7 @@ impl Plan {
                     values: read(1),
                     rows: *rows,
                     requests: self.layout.shared[sums].then_some(&scratch.requests),
+                    repeated: node.inputs.get(2).map(|_| read(2)),
                 });
                 let rows = Rows { m: out.len() / matrix.n, a: read(0), start };
                 matrix.multiply_rows(rows, out, self.isa, &mut scratch.gemm);
