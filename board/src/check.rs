@@ -18,6 +18,9 @@ pub struct Checked {
     models: Vec<CheckedModel>,
     memory_bytes: u64,
     memory_bytes_max: u64,
+    /// The release of TensorRT, or why it cannot be used.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tensorrt: Option<String>,
 }
 
 /// A model and the check of its probe set.
@@ -78,7 +81,9 @@ pub fn run(
     let last = faults.pop();
     faults.iter().for_each(|fault| log::error!("{}", explain(fault)));
     let (memory_bytes, memory_bytes_max) = (serving.memory_taken(), serving.memory_bytes_max());
-    Ok((Checked { models: checked, memory_bytes, memory_bytes_max }, last.map_or(Ok(()), Err)))
+    let tensorrt = serving.tensorrt().map(|found| found.unwrap_or_else(|why| why));
+    let checked = Checked { models: checked, memory_bytes, memory_bytes_max, tensorrt };
+    Ok((checked, last.map_or(Ok(()), Err)))
 }
 
 /// Scores the probe set, one sample a request.

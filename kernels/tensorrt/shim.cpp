@@ -40,7 +40,7 @@ using namespace nvinfer1;
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 5;
+constexpr int32_t INTERFACE = 6;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -112,6 +112,12 @@ struct Context {
     std::unique_ptr<ICudaEngine> own; // null where contexts share profiles
     std::unique_ptr<IExecutionContext> context;
     int32_t profile = -1;
+};
+
+// Device memory.
+struct RunMemory {
+    void* address;
+    uint64_t bytes;
 };
 
 // One input of a network: `[batch, shape]`.
@@ -350,25 +356,40 @@ API int32_t hatchback_trt_check(Engine const* engine, InputShape const* inputs, 
 // plan itself where it is kept. TensorRT does not report them.
 API uint64_t hatchback_trt_engine_bytes(Engine const* engine) { return engine->plan_bytes + engine->plan.size(); }
 
-// Returns the bytes that a context takes: its device memory, and its own weights where contexts do not share profiles.
-API uint64_t hatchback_trt_context_bytes(Engine const* engine) {
+// Returns the bytes of device memory in which contexts run.
+API uint64_t hatchback_trt_run_bytes(Engine const* engine) {
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
     return static_cast<uint64_t>(engine->engine->getDeviceMemorySizeV2());
 #else
-    return engine->engine->getDeviceMemorySize() + engine->plan.size();
+    return engine->engine->getDeviceMemorySize();
 #endif
 }
 
-// Creates one worker's context, which allocates its device memory.
-API int32_t hatchback_trt_context(Library* library, Engine* engine, Context** out, char* text, size_t size) {
+// Returns the bytes that a context takes beside that: its own weights where contexts do not share profiles.
+API uint64_t hatchback_trt_context_bytes(Engine const* engine) { return engine->plan.size(); }
+
+// Creates one worker's context, which runs in `memory`. All contexts of a worker can run in the same memory, one
+// at a time.
+API int32_t hatchback_trt_context(
+    Library* library, Engine* engine, RunMemory const* memory, Context** out, char* text, size_t size) {
     Problem const problem{text, size};
     std::unique_ptr<ICudaEngine> own;
 #if !SHARES_PROFILES
     own.reset(library->runtime->deserializeCudaEngine(engine->plan.data(), engine->plan.size()));
     if (!own) return library->log.refused("plan", problem);
 #endif
-    std::unique_ptr<IExecutionContext> context{(own ? own : engine->engine)->createExecutionContext()};
+    ICudaEngine& of = own ? *own : *engine->engine;
+#if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 10
+    std::unique_ptr<IExecutionContext> context{of.createExecutionContext(ExecutionContextAllocationStrategy::kUSER_MANAGED)};
+#else
+    std::unique_ptr<IExecutionContext> context{of.createExecutionContextWithoutDeviceMemory()};
+#endif
     if (!context) return library->log.refused("context", problem);
+#if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
+    context->setDeviceMemoryV2(memory->address, static_cast<int64_t>(memory->bytes));
+#else
+    context->setDeviceMemory(memory->address);
+#endif
     *out = new Context{std::move(own), std::move(context)};
     return DONE;
 }

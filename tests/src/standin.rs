@@ -129,6 +129,24 @@ impl StandIn {
         Counts { launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain }
     }
 
+    /// Holds every call that frees memory, or lets all go.
+    pub fn hold_frees(&self, hold: bool) {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp.
+        unsafe { self.0.get::<extern "C" fn(i32)>(b"standin_hold_frees\0").unwrap()(hold.into()) };
+    }
+
+    /// Lets the oldest call go that is held.
+    pub fn let_free(&self) {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp.
+        unsafe { self.0.get::<extern "C" fn()>(b"standin_let_free\0").unwrap()() }
+    }
+
+    /// Returns the calls that are held.
+    pub fn frees_held(&self) -> i32 {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp.
+        unsafe { self.0.get::<extern "C" fn() -> i32>(b"standin_frees_held\0").unwrap()() }
+    }
+
     /// Makes the calls that [`StandIn::fault`] lets fail return `code`; at first it is
     /// `CUDA_ERROR_OUT_OF_MEMORY`, which is 2.
     pub fn fault_code(&self, code: i32) {

@@ -11,6 +11,7 @@
 // STANDIN_DEVICE chooses the GPU: see `devices`.
 #include "host.h"
 
+#include <atomic>
 #include <deque>
 #include <list>
 #include <map>
@@ -31,13 +32,17 @@ namespace {
 std::recursive_mutex lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(lock)
 
+// Whether frees are held, those that came since, and those that were let go.
+std::atomic<int> frees_hold, frees_come, frees_let;
+
 std::vector<sim::Named>& table() { static std::vector<sim::Named> t; return t; }
 
-// The GPUs: the board's, a desk's with its own machine code, one that needs the PTX, and two that are
-// too old.
+// The GPUs: the board's, a desk's with its own machine code, one that needs the PTX, two that are too
+// old, a later board's, and one that runs the machine code of 12.0.
 struct Device { const char* name; int sm, driver, integrated, processors; };
 const Device devices[] = {{"board", 87, 11040, 1, 1}, {"desk", 90, 13000, 0, 1}, {"ptx", 89, 12040, 0, 132},
-                          {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2}};
+                          {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2},
+                          {"thor", 110, 13000, 1, 1}, {"spark", 121, 13000, 0, 1}};
 const Device* device_named(const char* name) {
     for (auto& d : devices) if (!name || !strcmp(d.name, name)) return &d;
     sim::fail("STANDIN_DEVICE names none of its devices");
@@ -251,6 +256,9 @@ API void standin_device(const char* name) { LOCKED; device() = device_named(name
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
 API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; out[7] = last_nodes; out[8] = last_longest; }
 API void standin_fault(const char* what, unsigned after, unsigned times) { LOCKED; fault = what, fault_after = after, fault_times = times; }
+API void standin_hold_frees(int hold) { frees_come = frees_let = 0, frees_hold = hold; }
+API int standin_frees_held() { return frees_hold ? frees_come - frees_let : 0; }
+API void standin_let_free() { frees_let++; }
 API void standin_fault_code(int code) { LOCKED; fault_code = (Result)code; }
 
 API Result cuInit(unsigned) { return SUCCESS; }
@@ -389,12 +397,17 @@ API Result cuEventQuery(void* e) {
 API Result cuEventElapsedTime(float* ms, void*, void*) { *ms = 0; return SUCCESS; }
 
 API Result cuMemAlloc_v2(Address* p, size_t n) { return allocate(p, n, 256, false); }
-API Result cuMemFree_v2(Address p) { return release(p, false); }
+// Waits, if the test holds frees, without the lock of the other calls.
+static void hold_free() {
+    int const number = frees_come++;
+    while (frees_hold && frees_let <= number) std::this_thread::yield();
+}
+API Result cuMemFree_v2(Address p) { hold_free(); return release(p, false); }
 API Result cuMemHostAlloc(void** p, size_t n, unsigned flags) {
     if (flags != 2) sim::fail("pinned memory that is not mapped, or that the host reads slowly");
     return allocate((Address*)p, n, 4096, true);
 }
-API Result cuMemFreeHost(void* p) { return release((Address)p, true); }
+API Result cuMemFreeHost(void* p) { hold_free(); return release((Address)p, true); }
 API Result cuMemHostGetDevicePointer_v2(Address* d, void* p, unsigned) { *d = (Address)p; return SUCCESS; }
 API Result cuMemcpyHtoDAsync_v2(Address d, const void* p, size_t n, void* s) {
     BOUND;
@@ -439,7 +452,9 @@ API Result cuModuleLoadData(void** m, const void* image) {
     if ((Address)image % 8) sim::fail("an image that does not begin on a multiple of 8");
     unsigned flags;
     memcpy(&flags, p + 48, 4);
-    if ((int)(flags & 0xff) != device()->sm) return NO_BINARY;
+    // CUDA 13 has the capability in the second byte of the flags.
+    int const sm = p[8] == 8 ? flags >> 8 & 0xff : flags & 0xff;
+    if (sm / 10 != device()->sm / 10 || sm > device()->sm) return NO_BINARY;
     uint64_t sections, programs;
     uint16_t size, count, psize, pcount;
     memcpy(&programs, p + 32, 8), memcpy(&sections, p + 40, 8);

@@ -20,6 +20,7 @@ enum class MemoryPoolType { kWORKSPACE };
 enum class BuilderFlag { kFP16, kTF32 };
 enum class NetworkDefinitionCreationFlag { kEXPLICIT_BATCH };
 enum class TensorFormat { kLINEAR };
+enum class ExecutionContextAllocationStrategy { kSTATIC, kON_PROFILE_CHANGE, kUSER_MANAGED };
 #if TWIN_MAJOR < 10 && (TWIN_MAJOR > 8 || TWIN_MINOR >= 6)
 enum class PreviewFeature { kPROFILE_SHARING_0806 };
 #endif
@@ -83,6 +84,11 @@ struct IExecutionContext : Base {
     virtual bool setOptimizationProfileAsync(int32_t profile, cudaStream_t stream) noexcept = 0;
     virtual bool setInputShape(char const* name, Dims const& dims) noexcept = 0;
     virtual bool setTensorAddress(char const* name, void* address) noexcept = 0;
+#if TWIN_MAJOR >= 11
+    virtual void setDeviceMemoryV2(void* memory, int64_t bytes) noexcept = 0;
+#else
+    virtual void setDeviceMemory(void* memory) noexcept = 0;
+#endif
     virtual bool enqueueV3(cudaStream_t stream) noexcept = 0;
 };
 struct ICudaEngine : Base {
@@ -94,7 +100,11 @@ struct ICudaEngine : Base {
 #else
     virtual size_t getDeviceMemorySize() const noexcept = 0;
 #endif
-    virtual IExecutionContext* createExecutionContext() noexcept = 0;
+#if TWIN_MAJOR >= 10
+    virtual IExecutionContext* createExecutionContext(ExecutionContextAllocationStrategy strategy) noexcept = 0;
+#else
+    virtual IExecutionContext* createExecutionContextWithoutDeviceMemory() noexcept = 0;
+#endif
 };
 struct IRuntime : Base {
     virtual void setEngineHostCodeAllowed(bool allowed) noexcept = 0;

@@ -18,18 +18,18 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_020),
-    ("runtime", 19_645),
+    ("kernels", 20_190),
+    ("runtime", 19_810),
     ("link", 620),
     ("server", 4_805),
-    ("board", 1_900),
+    ("board", 1_915),
     ("capi", 890),
     ("python", 495),
     ("tools", 15_740),
     ("bench", 11_450),
-    ("tests", 6_255),
+    ("tests", 6_265),
 ];
-const WORDS_MAX: usize = 48_995;
+const WORDS_MAX: usize = 49_260;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 437;

@@ -10,8 +10,13 @@ use crate::machine::root::Root;
 const INSTRUCTIONS: [&str; 10] =
     ["asimd", "aes", "pmull", "sha1", "sha2", "crc32", "atomics", "fphp", "asimdhp", "asimddp"];
 
-/// Libraries of DRIVE OS 6 that the GPU path opens at run time.
-const LIBRARIES: [&str; 3] = ["libcuda.so.1", "libnvinfer.so.8", "libnvonnxparser.so.8"];
+/// Libraries that the GPU path opens at run time, and their major versions: TensorRT is 8 in DRIVE
+/// OS 6, and 10 or 11 in 7.
+const LIBRARIES: [(&str, &[&str]); 3] = [
+    ("libcuda.so", &["1"]),
+    ("libnvinfer.so", &["8", "10", "11"]),
+    ("libnvonnxparser.so", &["8", "10", "11"]),
+];
 
 const FOLDERS: [&str; 5] = [
     "/usr/lib/aarch64-linux-gnu",
@@ -30,9 +35,11 @@ pub fn readings(root: &Root) -> Vec<Reading> {
         reading("gpu", "load per mille", load(root)),
         reading("gpu", "frequency MHz", frequency(root)),
     ];
-    all.extend(LIBRARIES.iter().map(|library| {
-        let paths = FOLDERS.map(|folder| format!("{folder}/{library}"));
-        reading("gpu", library, root.first(&paths.each_ref().map(String::as_str)))
+    all.extend(LIBRARIES.iter().map(|(library, majors)| {
+        let of_major = |major| FOLDERS.map(|folder| format!("{folder}/{library}.{major}"));
+        let paths: Vec<String> = majors.iter().flat_map(of_major).collect();
+        let paths: Vec<&str> = paths.iter().map(String::as_str).collect();
+        reading("gpu", library, root.first(&paths))
     }));
     all
 }

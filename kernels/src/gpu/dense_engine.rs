@@ -5,6 +5,7 @@
 //! the kernels alone, and within the bound of its precision for the others. The engine logs the
 //! backend that it uses. `dense_loader.rs` chooses it.
 
+use crate::cuda::Device;
 use crate::cuda::cublas::Cublas;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
@@ -17,7 +18,7 @@ use crate::gpu::input_type::InputType;
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::samples::RequestSize;
-use crate::gpu::tensorrt;
+use crate::gpu::tensorrt::{self, TensorRt, TensorRtError};
 use serde::Deserialize;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -56,6 +57,20 @@ pub struct TensorRtOptions {
     pub workspace_bytes_max: u64,
 }
 
+impl TensorRtOptions {
+    /// Opens TensorRT for `gpu`.
+    ///
+    /// # Errors
+    /// As [`TensorRt::open`], or [`TensorRtError::UnknownGpu`] if the release is older than `gpu`.
+    pub fn open(&self, gpu: &Gpu) -> Result<TensorRt, TensorRtError> {
+        let libraries = self.libraries.as_ref();
+        let libraries = libraries.map(|(core, parser)| (core.as_path(), parser.as_path()));
+        let tensorrt = TensorRt::open(&self.shim, libraries)?;
+        tensorrt.version().check_gpu(gpu.sm())?;
+        Ok(tensorrt)
+    }
+}
+
 /// A target's options for dense networks on a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuDense {
@@ -70,6 +85,15 @@ impl GpuDense {
     pub fn tensorrt(&self) -> Option<(&TensorRtOptions, Precision)> {
         let options = self.tensorrt.as_ref().filter(|_| self.precision != Precision::Exact)?;
         Some((options, self.precision))
+    }
+
+    /// Returns the release of TensorRT, or why it cannot be used on `device`; `None` if the target
+    /// does not allow it there.
+    pub fn release_on(&self, device: &Device) -> Option<Result<String, TensorRtError>> {
+        let (Some((options, _)), Device::Cuda(gpu)) = (self.tensorrt(), device) else {
+            return None;
+        };
+        Some(options.open(gpu).map(|tensorrt| tensorrt.version().to_string()))
     }
 }
 
@@ -186,8 +210,17 @@ impl DeviceEngine {
         }
     }
 
-    /// Returns the bytes of device memory of a scratch for up to `batch_max` samples.
-    pub fn scratch_bytes(&self, batch_max: usize) -> u64 {
+    /// Returns the bytes of device memory of a worker's scratches for up to `batches` samples each.
+    pub fn scratch_bytes(&self, batches: impl Iterator<Item = usize>) -> u64 {
+        let common = match &self.backend {
+            Backend::TensorRt { engine, .. } => engine.run_bytes(),
+            Backend::Plan { .. } => 0,
+        };
+        common + batches.map(|batch_max| self.own_scratch_bytes(batch_max)).sum::<u64>()
+    }
+
+    /// Returns the bytes of a scratch without those that a worker's scratches have in common.
+    fn own_scratch_bytes(&self, batch_max: usize) -> u64 {
         match &self.backend {
             Backend::TensorRt { engine, .. } => {
                 let joined: usize = self.joined_words().iter().flatten().sum();
@@ -204,19 +237,48 @@ impl DeviceEngine {
     /// [`GpuDenseError`]: there is not enough memory, or the network was loaded for smaller
     /// batches.
     pub fn scratch(&self, batch_max: usize) -> Result<DeviceScratch, GpuDenseError> {
+        Ok(self.scratches([batch_max].into_iter())?.remove(0))
+    }
+
+    /// Allocates the scratches of a worker, for runs of up to `batches` samples each. The runs are
+    /// one after the other on one stream, because contexts of TensorRT share their memory.
+    ///
+    /// # Errors
+    /// As [`DeviceEngine::scratch`].
+    pub(crate) fn scratches(
+        &self,
+        batches: impl Iterator<Item = usize>,
+    ) -> Result<Vec<DeviceScratch>, GpuDenseError> {
+        let memory = match &self.backend {
+            Backend::TensorRt { engine, .. } => {
+                let words = (engine.run_bytes() as usize).div_ceil(size_of::<f32>());
+                Some(Arc::new(self.gpu.buffer(words)?))
+            }
+            Backend::Plan { .. } => None,
+        };
+        batches.map(|batch_max| self.scratch_in(batch_max, memory.as_ref())).collect()
+    }
+
+    /// Allocates a scratch whose context of TensorRT, if it has one, runs in `memory`.
+    fn scratch_in(
+        &self,
+        batch_max: usize,
+        memory: Option<&Arc<Buffer<f32>>>,
+    ) -> Result<DeviceScratch, GpuDenseError> {
         if batch_max > self.batch_max {
             return Err(DenseError::Batch { batch: batch_max, max: self.batch_max }.into());
         }
-        let backend = match &self.backend {
-            Backend::TensorRt { engine, .. } => {
+        let backend = match (&self.backend, memory) {
+            (Backend::TensorRt { engine, .. }, Some(memory)) => {
                 let buffer = |words: usize| self.gpu.buffer(batch_max * words);
                 let joined = self.joined_words().into_iter();
                 let joined = joined.map(|words| words.map(buffer).transpose());
                 let joined = joined.collect::<Result<_, _>>()?;
                 let logits = self.logit_words().map(buffer).transpose()?;
-                BackendScratch::TensorRt { context: engine.context()?, joined, logits }
+                BackendScratch::TensorRt { context: engine.context(memory)?, joined, logits }
             }
-            Backend::Plan { plan, precision } => {
+            (Backend::TensorRt { .. }, None) => unreachable!("`scratches` allocates memory"),
+            (Backend::Plan { plan, precision }, _) => {
                 let mut scratch = plan.scratch(&self.gpu, batch_max)?;
                 let cublas = precision.factors().map(|factors| Cublas::open(&self.gpu, factors));
                 scratch.cublas = cublas.transpose()?;

@@ -30,7 +30,6 @@ pub struct BuiltPlan {
     engine: DeviceEngine,
     plans: Plans,
     path: PathBuf,
-    plan: Vec<u8>,
 }
 
 impl BuiltPlan {
@@ -41,12 +40,12 @@ impl BuiltPlan {
 
     /// Keeps the plan for every later [`DeviceEngine::load`].
     pub fn keep(self) {
-        self.plans.keep(&self.path, &self.plan);
+        self.plans.settle(&self.path, true);
     }
 
     /// Records that the scores of this plan are wrong, so that it is not built again.
     pub fn reject(self) {
-        self.plans.keep(&self.path, &[]);
+        self.plans.settle(&self.path, false);
     }
 }
 
@@ -65,8 +64,8 @@ impl DeviceEngine {
         Loader::of(gpu, network, options, |loader| loader.load(&options.dense))
     }
 
-    /// Builds the plan of `network` for TensorRT, which may take minutes. Returns `None` if the
-    /// kept plan is good, or if `options` do not allow TensorRT.
+    /// Builds the plan of `network` for TensorRT, which may take minutes, unless one waits for its
+    /// proof. Returns `None` if the kept plan is good, or if `options` do not allow TensorRT.
     ///
     /// # Errors
     /// [`GpuDenseError`]: TensorRT is missing or refuses, or its scores are not the CPU's.
@@ -79,6 +78,26 @@ impl DeviceEngine {
         Loader::of(gpu, network, options, |loader| {
             let build = |inputs: &Inputs<'_>| loader.build_plan(inputs);
             loader.on_tensorrt(tensorrt, precision, &mut Vec::new(), build)
+        })
+    }
+
+    /// Loads the plan of `network` that was built before and waits for its proof. Never builds one.
+    /// Returns `None` if no plan waits for a proof.
+    ///
+    /// # Errors
+    /// [`GpuDenseError`], with [`TensorRtError::NoPlan`] if only other plans wait.
+    pub fn unproven_plan(
+        gpu: &Arc<Gpu>,
+        network: &DenseNetwork,
+        options: &DeviceOptions,
+    ) -> Result<Option<BuiltPlan>, GpuDenseError> {
+        let Some((tensorrt, precision)) = options.dense.tensorrt() else { return Ok(None) };
+        if !Plans::new(&tensorrt.plans).has_unproven() {
+            return Ok(None);
+        }
+        Loader::of(gpu, network, options, |loader| {
+            let find = |inputs: &Inputs<'_>| loader.load_unproven(inputs);
+            loader.on_tensorrt(tensorrt, precision, &mut Vec::new(), find).map(Some)
         })
     }
 }
@@ -218,10 +237,8 @@ impl Loader<'_> {
         rejected: &mut Vec<String>,
         work: impl Fn(&Inputs<'_>) -> Result<T, GpuDenseError>,
     ) -> Result<T, GpuDenseError> {
-        let libraries =
-            options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
         // Each call has a library of its own: a start never waits for the lock that a build holds.
-        let tensorrt = &TensorRt::open(&options.shim, libraries)?;
+        let tensorrt = &options.open(self.gpu)?;
         let with = |f16_inputs: &[usize]| {
             let mut inputs = Vec::with_capacity(self.inputs.len());
             for (i, (name, shape)) in self.inputs.iter().enumerate() {
@@ -265,17 +282,46 @@ impl Loader<'_> {
             Err(e) if e.is_final() => return Err(e),
             Err(e) => log::info!("{e}"),
         }
-        let at = inputs.plans.timings(inputs.tensorrt, self.gpu.name());
-        let mut timings = inputs.plans.kept(&at).ok().flatten().unwrap_or_default();
-        let plan = inputs.tensorrt.build(&inputs.build, &mut timings)?;
-        inputs.plans.keep(&at, &timings);
+        match self.load_unproven(inputs) {
+            Ok(plan) => return Ok(Some(plan)),
+            Err(e @ GpuDenseError::ScoresDiffer { .. }) => return Err(e),
+            Err(e) => log::debug!("{e}"),
+        }
+
+        let Inputs { tensorrt, plans, path, build, .. } = inputs;
+        let at = plans.timings(tensorrt, self.gpu.name());
+        let mut timings = plans.kept(&at).ok().flatten().unwrap_or_default();
+        plans.begin_build(path)?;
+        let built = tensorrt.build(build, &mut timings);
+        plans.end_build(path, built.as_deref().ok());
+        let plan = built?;
+        plans.keep(&at, &timings);
+        self.load_built(inputs, &plan, "built now").map(Some)
+    }
+
+    /// Loads the plan that was built before and waits for its proof.
+    fn load_unproven(&self, inputs: &Inputs<'_>) -> Result<BuiltPlan, GpuDenseError> {
+        let Inputs { plans, path, .. } = inputs;
+        let plan = plans.unproven(path);
+        let plan = plan.ok_or_else(|| TensorRtError::NoPlan { path: path.clone() })?;
+        self.load_built(inputs, &plan, "built before")
+    }
+
+    fn load_built(
+        &self,
+        inputs: &Inputs<'_>,
+        plan: &[u8],
+        origin: &str,
+    ) -> Result<BuiltPlan, GpuDenseError> {
         let (plans, path) = (inputs.plans.clone(), inputs.path.clone());
-        match self.load_plan(inputs, &plan, "built now") {
-            Ok(engine) => Ok(Some(BuiltPlan { engine, plans, path, plan })),
+        match self.load_plan(inputs, plan, origin) {
+            Ok(engine) => Ok(BuiltPlan { engine, plans, path }),
             Err(e) => {
                 if matches!(e, GpuDenseError::ScoresDiffer { .. }) {
-                    // Another build would give the same scores. An empty plan records that.
-                    plans.keep(&path, &[]);
+                    // Another build would give the same scores.
+                    plans.settle(&path, false);
+                } else {
+                    plans.forget(&path);
                 }
                 Err(e)
             }

@@ -331,7 +331,6 @@ impl Step {
             inputs: buffers()?,
             scores: gpu.mapped(batch_max * engine.outputs())?,
         };
-        let scratches = scratch_batches(engine, batch_max).map(|batch| engine.scratch(batch));
         let features = features(&addresses);
         // TensorRT computes each sample, however many requests there are.
         let has_requests = limits.is_shared && !engine.graphs_own_scratch();
@@ -339,7 +338,7 @@ impl Step {
             lookup: GpuLookup::new(tables, &features, limits)?,
             network: Network {
                 engine: Arc::clone(engine),
-                scratches: scratches.collect::<Result<_, _>>()?,
+                scratches: engine.scratches(scratch_batches(engine, batch_max))?,
                 words,
                 shared: parts.iter().map(|part| part.shared).collect(),
                 copies: copies.to_vec(),
@@ -396,8 +395,7 @@ impl Step {
     /// Returns the bytes of device memory of one worker's step. `width` is the sum of the widths of
     /// the network's inputs.
     pub fn bytes(engine: &DeviceEngine, width: usize, batch_max: usize) -> u64 {
-        let scratches: u64 =
-            scratch_batches(engine, batch_max).map(|batch| engine.scratch_bytes(batch)).sum();
+        let scratches = engine.scratch_bytes(scratch_batches(engine, batch_max));
         scratches + 2 * 4 * (batch_max * width) as u64
     }
 

@@ -1,5 +1,6 @@
-//! Builds the TensorRT plans that served models lack, one at a time, and takes them into service.
-//! Each generation gets one attempt in a process: a build that fails would fail again.
+//! Builds the TensorRT plans that served models lack, and then those of their next releases, one at
+//! a time, and takes them into service. Each generation gets one attempt before it is live, and one
+//! after, in a process: a build that fails would fail again.
 
 use crate::flash::live::LiveId;
 use crate::maintenance::share::Urgency;
@@ -52,7 +53,7 @@ impl PlanSteps {
             }
             return true;
         }
-        false
+        serving.names().iter().find_map(|name| serving.next_plan_job(name)).is_some_and(build_next)
     }
 
     fn take(&mut self, serving: &Serving, mut job: PlanJob, yield_now: &dyn Fn(Urgency)) -> bool {
@@ -75,6 +76,15 @@ impl PlanSteps {
         }
         true
     }
+}
+
+/// Builds the plan of a release before it is live. The swap to the release proves the plan.
+fn build_next(mut job: PlanJob) -> bool {
+    log::info!("`{}`: TensorRT builds the plan of the next release", job.name());
+    if let Err(e) = job.build() {
+        log::warn!("`{}`: no plan of TensorRT for the next release: {e}", job.name());
+    }
+    true
 }
 
 /// Records why `name` stays without a plan.

@@ -2,7 +2,7 @@
 //! probe and probation. They also serve the live generation of the flash directory, whichever
 //! process made it live. Never opens a link.
 
-use crate::bundle::manifest::Generation;
+use crate::bundle::manifest::{Generation, Hash};
 use crate::car::follower::{Changed, open_changed};
 use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
@@ -103,6 +103,8 @@ pub struct UpdateSteps {
     update: ModelUpdates,
     serving: Arc<Serving>,
     latency_us_p99: LatencyP99,
+    /// The release whose network was offered for a plan of TensorRT.
+    offered: Option<Hash>,
     /// Why the live generation could not be served at the last look.
     failure: Option<Failure>,
     /// Calls of [`UpdateSteps::step`] in a row that failed.
@@ -126,6 +128,7 @@ impl UpdateSteps {
             update,
             serving,
             latency_us_p99,
+            offered: None,
             failure: None,
             failed_steps: 0,
             looks: 0,
@@ -196,6 +199,15 @@ impl UpdateSteps {
         }
         if updater.is_paused(now)? {
             return Ok(false);
+        }
+        if self.serving.allows_tensorrt()
+            && let Some(release) = updater.release_in_hand(self.offered)?
+        {
+            self.offered = Some(release.manifest);
+            match updater.staged_network(&release, root.as_deref()) {
+                Ok(network) => self.serving.offer_next(&self.update.name, network),
+                Err(e) => log::debug!("`{}`: no plan before the swap: {e}", self.update.name),
+            }
         }
         let stats = self.serving.stats(&self.update.name);
         let pages_damaged = stats.map_or(0, |stats| stats.counters.pages_damaged);

@@ -260,27 +260,6 @@ impl Model {
         self.parts.iter().map(|part| part.width).collect()
     }
 
-    /// Returns the inputs of the dense network that a GPU may fill with f16. Only lookups may fill
-    /// such an input, and each vector in it must start and end at a multiple of [`PIECE_COLUMNS`].
-    /// No vector may be copied from or to it.
-    pub(crate) fn f16_inputs(&self) -> Vec<usize> {
-        let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
-        let fits = |(number, part): (usize, &InputPart)| {
-            let of_lookup = |l: usize| {
-                let (at, dim) = (self.columns[l], self.schema.table_of(l).dim as usize);
-                at.part != number || (in_pieces(at.column) && in_pieces(dim))
-            };
-            let input = &self.schema.network.inputs[part.input];
-            let filled = matches!(input.source, InputSource::Vectors(_))
-                && in_pieces(part.width)
-                && part.width == self.schema.input_width(input)
-                && self.copies.iter().all(|c| c.from.part != number && c.to.part != number)
-                && (0..self.columns.len()).all(of_lookup);
-            filled.then_some(part.input)
-        };
-        self.parts.iter().enumerate().filter_map(fits).collect()
-    }
-
     /// Returns the bytes of the widest row of any table, which one row of a miss list takes.
     pub(crate) fn staging_row_bytes(&self) -> usize {
         self.tables.iter().map(|t| t.format.row_bytes()).max().unwrap_or(0)
@@ -321,6 +300,29 @@ impl Model {
     pub(crate) fn miss_policy(&self, table: u16) -> MissPolicy {
         self.schema.tables[usize::from(table)].miss
     }
+}
+
+/// Returns the inputs of the dense network that a GPU may fill with f16. Only lookups may fill such
+/// an input, and each vector in it must start and end at a multiple of [`PIECE_COLUMNS`]. No vector
+/// may be copied from or to it.
+pub(crate) fn f16_inputs(schema: &Schema) -> Vec<usize> {
+    let (parts, placed) = schema.placed_inputs();
+    let (columns, copies) = columns_of(schema, &placed);
+    let in_pieces = |columns: usize| columns.is_multiple_of(PIECE_COLUMNS);
+    let fits = |(number, part): (usize, &InputPart)| {
+        let of_lookup = |l: usize| {
+            let (at, dim) = (columns[l], schema.table_of(l).dim as usize);
+            at.part != number || (in_pieces(at.column) && in_pieces(dim))
+        };
+        let input = &schema.network.inputs[part.input];
+        let filled = matches!(input.source, InputSource::Vectors(_))
+            && in_pieces(part.width)
+            && part.width == schema.input_width(input)
+            && copies.iter().all(|c| c.from.part != number && c.to.part != number)
+            && (0..columns.len()).all(of_lookup);
+        filled.then_some(part.input)
+    };
+    parts.iter().enumerate().filter_map(fits).collect()
 }
 
 /// Returns the first column of each lookup in the inputs of the dense network, and the copies to

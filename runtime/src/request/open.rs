@@ -1,6 +1,7 @@
 //! Opens a model for serving: on the CPU first, then on a device if there is one. A model beyond
 //! its budget is refused before it serves.
 
+use crate::bundle::manifest::Hash;
 use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::DeviceDepth;
@@ -8,20 +9,20 @@ use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
 use crate::model::budget::Budget;
 use crate::model::memory_plan::Part;
-use crate::model::opened::ModelParts;
+use crate::model::opened::{ModelParts, f16_inputs};
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::memory::{check_total, sum_memory};
 use crate::request::precision_check;
 use crate::request::worker::lookup_limits;
-use crate::schema::{InputSource, SingleOutput};
+use crate::schema::{InputSource, Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::{
-    BuiltPlan, DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -35,6 +36,52 @@ struct Placed<'a> {
     is_resident: &'a [bool],
     /// The same tables in an earlier generation, or empty.
     before: &'a [ServedTable],
+}
+
+/// The network of a release that is not live yet.
+pub struct NextNetwork {
+    /// SHA-256 of the release's manifest.
+    pub manifest: Hash,
+    /// Its schema.
+    pub schema: Schema,
+    /// Its ONNX file.
+    pub onnx: Vec<u8>,
+}
+
+/// The dense network of a generation, as a GPU loads it. It needs none of the generation's tables.
+pub(crate) struct GpuNetwork {
+    pub schema: Arc<Schema>,
+    /// The ONNX file.
+    pub onnx: Vec<u8>,
+    pub batch_max: usize,
+}
+
+impl GpuNetwork {
+    /// Returns the result of `load` on `gpu`, with the options `dense` of the target.
+    pub fn on<T>(
+        &self,
+        gpu: &Arc<Gpu>,
+        dense: &GpuDense,
+        load: impl FnOnce(&Arc<Gpu>, &DenseNetwork, &DeviceOptions) -> Result<T, GpuDenseError>,
+    ) -> Result<T, OpenError> {
+        let Self { schema, onnx, batch_max } = self;
+        let (parts, network) = (&schema.input_parts(), &schema.network);
+        let is_fed = |part: &usize| {
+            !matches!(network.inputs[parts[*part].input].source, InputSource::Vectors(_))
+        };
+        let fed = (0..parts.len()).filter(is_fed).collect();
+        let (batch_max, f16_inputs) = (*batch_max, f16_inputs(schema));
+        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs, fed };
+        let inputs: Vec<(&str, usize)> =
+            network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
+        let SingleOutput { onnx, name: output, activation } = schema.single_output(onnx.clone())?;
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts, output, activation };
+        match load(gpu, &network, &options) {
+            Ok(loaded) => Ok(loaded),
+            Err(GpuDenseError::Cuda(e)) => Err(OpenError::Cuda(*e)),
+            Err(e) => Err(e.into()),
+        }
+    }
 }
 
 impl Model {
@@ -249,16 +296,6 @@ impl Model {
         }
     }
 
-    /// Builds the plan of the dense network for TensorRT, unless a good one is kept. The tables
-    /// must be on a GPU.
-    pub(crate) fn build_plan(
-        &self,
-        flash: &Flash,
-        dense: &GpuDense,
-    ) -> Result<Option<BuiltPlan>, OpenError> {
-        Ok(self.on_gpu(flash, dense, DeviceEngine::build_plan)?.flatten())
-    }
-
     /// Returns the result of `load` for the dense network on the GPU that has the tables; `None` if
     /// they are on the CPU.
     fn on_gpu<T>(
@@ -268,24 +305,12 @@ impl Model {
         load: impl FnOnce(&Arc<Gpu>, &DenseNetwork, &DeviceOptions) -> Result<T, GpuDenseError>,
     ) -> Result<Option<T>, OpenError> {
         let Some(tables) = self.backend().device_tables() else { return Ok(None) };
-        let (schema, batch_max) = (self.schema(), self.budget().batch_max as usize);
-        let f16_inputs = self.f16_inputs();
-        let (parts, network) = (&schema.input_parts(), &schema.network);
-        let is_fed = |part: &usize| {
-            !matches!(network.inputs[parts[*part].input].source, InputSource::Vectors(_))
+        let network = GpuNetwork {
+            schema: Arc::clone(self.schema()),
+            onnx: flash.dense()?,
+            batch_max: self.budget().batch_max as usize,
         };
-        let fed = (0..parts.len()).filter(is_fed).collect();
-        let options = DeviceOptions { dense: dense.clone(), batch_max, f16_inputs, fed };
-        let inputs: Vec<(&str, usize)> =
-            network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
-        let SingleOutput { onnx, name: output, activation } =
-            schema.single_output(flash.dense()?)?;
-        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts, output, activation };
-        match load(tables.gpu(), &network, &options) {
-            Ok(loaded) => Ok(Some(loaded)),
-            Err(GpuDenseError::Cuda(e)) => Err(OpenError::Cuda(*e)),
-            Err(e) => Err(e.into()),
-        }
+        network.on(tables.gpu(), dense, load).map(Some)
     }
 
     /// Replaces the dense network on the CPU with `engine`, if there is one.

@@ -1,20 +1,29 @@
-//! The TensorRT plans of the served models. A start and a swap use only a plan that is kept. If it
-//! is missing, the network runs on our kernels or on the CPU. Another thread builds the plan here,
-//! proves it on the probe set, and swaps the model to itself. No request waits for a build.
+//! The TensorRT plans of the served models, and of their next releases. A start and a swap use only
+//! a plan that is kept. If it is missing, the network runs on our kernels or on the CPU. Another
+//! thread builds the plan here. A plan that was built before its release becomes live is proven at
+//! the start of the swap. One that was built later is proven here, and the model is swapped to
+//! itself. No request and no swap waits for a build.
 
+use crate::bundle::manifest::Hash;
 use crate::flash::{Flash, FlashError};
 use crate::maintenance::share::Urgency;
+use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
+use crate::request::open::{GpuNetwork, NextNetwork};
 use crate::request::precision_check;
 use crate::request::serving::{Serving, ServingError, Swapped};
-use hatchback_kernels::gpu::{BuiltPlan, GpuDense};
+use crate::schema::Schema;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::gpu::{BuiltPlan, DeviceEngine, GpuDense};
 use std::sync::Arc;
 
-/// The missing plan of a served model.
+/// The missing plan of a network.
 pub struct PlanJob {
     name: String,
-    flash: Flash,
-    model: Arc<Model>,
+    manifest: Hash,
+    network: GpuNetwork,
+    gpu: Arc<Gpu>,
     dense: GpuDense,
     built: Option<BuiltPlan>,
 }
@@ -33,12 +42,12 @@ pub enum PlanTaken {
 }
 
 impl PlanJob {
-    /// Builds the plan, unless a good one is kept. This may take minutes.
+    /// Builds the plan, unless a good one is kept or waits for its proof. This may take minutes.
     ///
     /// # Errors
     /// [`OpenError`]: TensorRT is missing or refuses, or its scores are not the CPU's.
     pub fn build(&mut self) -> Result<(), OpenError> {
-        self.built = self.model.build_plan(&self.flash, &self.dense)?;
+        self.built = self.network.on(&self.gpu, &self.dense, DeviceEngine::build_plan)?;
         Ok(())
     }
 
@@ -66,10 +75,32 @@ impl Serving {
         };
         let Some(flash) = self.flash(name) else { return Ok(None) };
         let flash = flash?;
-        let (name, dense) = (name.to_owned(), self.dense().clone());
         // Otherwise an update has installed another generation, and its swap is due.
-        let is_live = flash.record().id() == model.id();
-        Ok(is_live.then_some(PlanJob { name, flash, model, dense, built: None }))
+        if flash.record().id() != model.id() {
+            return Ok(None);
+        }
+        let (schema, onnx) = (Arc::clone(model.schema()), flash.dense()?);
+        Ok(self.job_of(name, model.id().manifest, schema, onnx))
+    }
+
+    /// Returns the work on the plan of the next release of `name`, once for each that was offered.
+    pub fn next_plan_job(&self, name: &str) -> Option<PlanJob> {
+        let NextNetwork { manifest, schema, onnx } = self.take_next(name)?;
+        self.job_of(name, manifest, Arc::new(schema), onnx)
+    }
+
+    fn job_of(
+        &self,
+        name: &str,
+        manifest: Hash,
+        schema: Arc<Schema>,
+        onnx: Vec<u8>,
+    ) -> Option<PlanJob> {
+        let Device::Cuda(gpu) = self.lookups() else { return None };
+        let batch_max = self.budget(name)?.batch_max as usize;
+        let network = GpuNetwork { schema, onnx, batch_max };
+        let (name, gpu, dense) = (name.to_owned(), Arc::clone(gpu), self.dense().clone());
+        Some(PlanJob { name, manifest, network, gpu, dense, built: None })
     }
 
     /// Keeps the plan of `job` if it gives the probe set the CPU's scores within the bound of the
@@ -83,30 +114,74 @@ impl Serving {
         job: &mut PlanJob,
         yield_now: &dyn Fn(Urgency),
     ) -> Result<PlanTaken, ServingError> {
-        let (name, id) = (&job.name, job.model.id());
+        let name = job.name.clone();
         let refuse = |source| ServingError::Open { name: name.clone(), source };
+        let (Some(flash), Some(served)) = (self.flash(&name), self.model(&name)) else {
+            return Ok(PlanTaken::Outdated);
+        };
         // A merge may have replaced segments during the build, and must not do so now.
-        let lock = job.flash.lock();
+        let lock = flash.map_err(|e| refuse(e.into()))?.lock();
         if matches!(lock, Err(FlashError::Busy { .. })) {
             return Ok(PlanTaken::Busy);
         }
-        let Some(flash) = self.flash(name) else { return Ok(PlanTaken::Outdated) };
+        let Some(flash) = self.flash(&name) else { return Ok(PlanTaken::Outdated) };
         let flash = flash.map_err(|e| refuse(e.into()))?;
-        if flash.record().id() != id || self.id(name) != Some(id) {
+        if flash.record().id() != served.id() || served.id().manifest != job.manifest {
             return Ok(PlanTaken::Outdated);
         }
 
-        let (budget, rest) = (*job.model.budget(), &|| yield_now(Urgency::Unawaited));
-        if let Some(plan) = job.built.take() {
-            let probe = Model::open_to_probe(&flash, budget, rest).map_err(refuse)?;
-            let precision = job.dense.precision;
-            let keeps = precision_check::keeps_scores(probe, &flash, plan.engine(), precision);
-            if !keeps.map_err(refuse)?.1 {
-                plan.reject();
-                return Ok(PlanTaken::Rejected);
-            }
-            plan.keep();
+        let (budget, rest) = (*served.budget(), &|| yield_now(Urgency::Unawaited));
+        drop(served);
+        if let Some(plan) = job.built.take()
+            && !self.prove(plan, &flash, budget, rest).map_err(refuse)?
+        {
+            return Ok(PlanTaken::Rejected);
         }
-        self.swap(name, &flash, budget, yield_now).map(PlanTaken::Swapped)
+        self.swap(&name, &flash, budget, yield_now).map(PlanTaken::Swapped)
+    }
+
+    /// Proves the plan that was built for the live generation of `flash` before that became live,
+    /// so that the swap to it finds the plan. Does nothing if there is none.
+    pub(crate) fn prove_next(&self, flash: &Flash, budget: Budget, rest: &dyn Fn()) {
+        let Device::Cuda(gpu) = self.lookups() else { return };
+        if !self.allows_tensorrt() {
+            return;
+        }
+        let find = || {
+            let manifest = flash.manifest();
+            let (schema, batch_max) = (Arc::new(manifest.schema.clone()), budget.batch_max);
+            let batch_max = batch_max as usize;
+            let network = GpuNetwork { schema, onnx: flash.dense()?, batch_max };
+            network.on(gpu, self.dense(), DeviceEngine::unproven_plan)
+        };
+        match find() {
+            Ok(Some(plan)) => {
+                if let Err(e) = self.prove(plan, flash, budget, rest) {
+                    log::warn!("a plan of TensorRT waits for its proof: {e}");
+                }
+            }
+            Ok(None) => {}
+            Err(e) => log::debug!("no plan of TensorRT was built before: {e}"),
+        }
+    }
+
+    /// Keeps `plan` if it gives the probe set of `flash` the CPU's scores within the bound of the
+    /// precision. Otherwise records that it is useless.
+    fn prove(
+        &self,
+        plan: BuiltPlan,
+        flash: &Flash,
+        budget: Budget,
+        rest: &dyn Fn(),
+    ) -> Result<bool, OpenError> {
+        let probe = Model::open_to_probe(flash, budget, rest)?;
+        let precision = self.dense().precision;
+        let keeps = precision_check::keeps_scores(probe, flash, plan.engine(), precision)?.1;
+        if keeps {
+            plan.keep();
+        } else {
+            plan.reject();
+        }
+        Ok(keeps)
     }
 }

@@ -13,6 +13,7 @@ use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::preload::preload_hot_keys;
 use crate::model::{CacheUse, Model, OpenError};
+use crate::request::open::NextNetwork;
 use crate::request::pipeline::{Pipeline, PipelineStarter, Queued, RequestError, Stats, Ticket};
 use crate::request::successor::{self, OpenOptions, can_follow};
 use crate::request::transition;
@@ -66,6 +67,8 @@ struct Served {
     directory: PathBuf,
     /// Why the network runs without TensorRT; empty if it does not, or need not.
     plan_note: Mutex<String>,
+    /// The network of the next release, until its plan is built.
+    next: Mutex<Option<NextNetwork>>,
     pipeline: Pipeline,
 }
 
@@ -157,8 +160,8 @@ impl Serving {
         let pipeline = self.open(name, flash, budget, None)?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         let (disk, directory) = (Arc::clone(flash.disk()), flash.directory().to_owned());
-        let (name, plan_note) = (name.to_owned(), Mutex::default());
-        models.push(Served { name: name.clone(), disk, directory, plan_note, pipeline });
+        let (name, plan_note, next) = (name.to_owned(), Mutex::default(), Mutex::default());
+        models.push(Served { name: name.clone(), disk, directory, plan_note, next, pipeline });
         drop(models);
         self.unloaded().remove(&name);
         Ok(())
@@ -182,6 +185,8 @@ impl Serving {
         yield_now: &dyn Fn(Urgency),
     ) -> Result<Swapped, ServingError> {
         let yield_awaited = &|| yield_now(Urgency::Awaited);
+        // Before the lock: other models may be loaded during a proof.
+        self.prove_next(flash, budget, yield_awaited);
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(old) = self.with(name, Pipeline::model) else {
             return Err(ServingError::NotLoaded(name.to_owned()));
@@ -404,8 +409,30 @@ impl Serving {
         matches!(self.lookups, Device::Cuda(_)) && self.dense.tensorrt().is_some()
     }
 
+    /// Returns the release of TensorRT, or why it cannot be used; `None` if it is not allowed.
+    pub fn tensorrt(&self) -> Option<Result<String, String>> {
+        Some(self.dense.release_on(&self.lookups)?.map_err(|e| e.to_string()))
+    }
+
     pub(crate) fn dense(&self) -> &GpuDense {
         &self.dense
+    }
+
+    pub(crate) fn lookups(&self) -> &Device {
+        &self.lookups
+    }
+
+    /// Offers the network of the next release of `name`: its plan is built while this one serves.
+    pub fn offer_next(&self, name: &str, network: NextNetwork) {
+        if let Some(served) = self.models().iter().find(|m| m.name == name) {
+            *served.next.lock().unwrap_or_else(PoisonError::into_inner) = Some(network);
+        }
+    }
+
+    pub(crate) fn take_next(&self, name: &str) -> Option<NextNetwork> {
+        let models = self.models();
+        let served = models.iter().find(|m| m.name == name)?;
+        served.next.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Records why the network of `name` runs without TensorRT.

@@ -310,7 +310,7 @@ mod tests {
             }
         }
         names.sort();
-        assert_eq!(names, ["cpu", "drive-orin", "x86-cuda"]);
+        assert_eq!(names, ["cpu", "drive-orin", "drive-thor", "x86-cuda"]);
         let orin = Target::load(&targets().join("drive-orin.toml")).unwrap();
         assert_eq!((orin.device, orin.sm, orin.tegra_profile), (DeviceKind::Cuda, Some(87), true));
         assert_eq!(

@@ -37,6 +37,7 @@ pub mod program;
 pub mod release;
 pub mod rollback_floor;
 mod run;
+mod staged_network;
 pub mod staging;
 pub mod status;
 pub mod trust;

@@ -148,3 +148,54 @@ fn a_swap_asks_the_gpu_for_what_changed() {
         assert_eq!(of_residents.len(), if placement == Placement::Resident { 2 } else { 0 });
     }
 }
+
+/// The thread of a swap frees what the old generation had. Requests are answered while the driver
+/// keeps that thread in a free, whichever it is.
+#[test]
+fn no_request_waits_for_a_free() {
+    let _turn = standin::alone();
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a driver's frees cannot be held");
+    };
+    let kind = Kind { placement: Placement::Resident, changes_keys: false };
+    let versions = Versions::of(kind, &[0, 100], 2_000, 5);
+    let folder = tempfile::tempdir().unwrap();
+    let install = |bundle: &Path| {
+        let mut bundle = BundleReader::open(bundle).unwrap();
+        Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
+    };
+    let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
+    let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+    let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
+    serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
+    let schema = serving.schema("m").unwrap();
+    let mut batch = Batch::new(&schema, 1);
+    let first = *versions.rows[1][0].keys().next().unwrap();
+    let second = hatchback::unmix(*versions.rows[1][1].keys().next().unwrap());
+    let sample = Sample { sparse: vec![vec![first], vec![second]], ..Sample::default() };
+    batch.push(&schema, &sample).unwrap();
+    let score = || {
+        serving.submit("m", &batch, None).unwrap().wait().unwrap();
+    };
+    score();
+
+    let delta = install(&versions.deltas[1]);
+    stand_in.hold_frees(true);
+    let mut of_new = 0;
+    std::thread::scope(|scope| {
+        let swap = scope.spawn(|| serving.swap("m", &delta, budget, &|_| ()).unwrap());
+        while !swap.is_finished() {
+            // Each worker has a turn. One that freed would never answer.
+            for _ in 0..8 {
+                score();
+            }
+            if stand_in.frees_held() > 0 {
+                of_new += usize::from(serving.generation("m").unwrap().sequence == 2);
+                stand_in.let_free();
+            }
+        }
+    });
+    stand_in.hold_frees(false);
+    assert!(of_new > 20, "{of_new} frees after the switch");
+}

@@ -1,13 +1,17 @@
 //! Plans of TensorRT that take ten minutes to build, on its twin: a build lasts until the test ends
 //! it. A start, a swap and every answer come before that. A GPU that TensorRT does not know, a plan
-//! that it refuses and wrong scores leave what served before.
+//! that it refuses and wrong scores leave what served before. The plan of the next release is built
+//! while the old one serves, and the swap proves it.
 
 use crate::tensorrt::{Twin, compile_into, twin};
+use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::sha256;
 use hatchback::car::plan_steps::PlanSteps;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
+use hatchback::request::open::NextNetwork;
 use hatchback::request::serving::Serving;
 use hatchback::request::worker::Worker;
 use hatchback::schema::KeySpace;
@@ -48,6 +52,14 @@ impl SlowTwin {
     /// Waits until a build has begun. The build ends when the returned file gets a letter.
     fn begun(&self) -> File {
         OpenOptions::new().write(true).open(&self.fifo).unwrap()
+    }
+
+    /// Ends the build that has begun, and waits until it has read that.
+    fn end(&self, mut build: File, letter: &[u8]) {
+        build.write_all(letter).unwrap();
+        while rustix::io::ioctl_fionread(&build).unwrap() > 0 {
+            std::thread::yield_now();
+        }
     }
 
     /// Returns a server whose networks may run on this twin, with plans in `plans`.
@@ -215,6 +227,83 @@ fn a_swap_does_not_wait_for_the_build_of_the_old_plan_or_of_the_new_one() {
         while build.write_all(b"g").is_err() {
             std::thread::yield_now();
         }
+    });
+    assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+}
+
+/// Returns the network of `release`, as an update offers it before the release is live.
+fn next_network(release: &Release) -> NextNetwork {
+    let mut bundle = BundleReader::open(&release.packed.bundle).unwrap();
+    let manifest = sha256(bundle.manifest_bytes());
+    let (schema, dense) = (bundle.manifest().schema.clone(), bundle.manifest().dense);
+    NextNetwork { manifest, schema, onnx: bundle.blob(dense).unwrap() }
+}
+
+#[test]
+fn the_plan_of_the_next_release_is_built_before_its_swap_which_proves_it() {
+    let _turn = standin::alone();
+    let slow = SlowTwin::new();
+    for (letter, serves) in [(b"g", "TensorRT 8.6.3"), (b"w", "Hatchback's kernels")] {
+        let (old, new) = (release(1, true), release(2, true));
+        let (plans, folder) = (tempfile::tempdir().unwrap(), old.packed.install());
+        let serving = slow.serving(plans.path());
+        let flash = Flash::open(&disk::system(), &folder).unwrap();
+        serving.load("m", &flash, budget()).unwrap();
+        let expected = on_cpu(&flash, &old, budget());
+        std::thread::scope(|scope| {
+            scope.spawn(|| take_steps(&serving));
+            slow.end(slow.begun(), b"g");
+        });
+        assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+
+        // The old release serves during the build, and after it.
+        serving.offer_next("m", next_network(&new));
+        std::thread::scope(|scope| {
+            scope.spawn(|| take_steps(&serving));
+            let build = slow.begun();
+            assert!(largest_difference(&answers(&serving, &old), &expected) <= BOUND);
+            slow.end(build, letter);
+        });
+        assert_eq!(serving.generation("m").unwrap().sequence, 1);
+
+        // The swap has the plan at once, if its scores are right. No other build begins.
+        install(&folder, &new.packed.bundle);
+        let flash = Flash::open(&disk::system(), &folder).unwrap();
+        serving.swap("m", &flash, budget(), &|_| ()).unwrap();
+        let runs_on = serving.dense_runs_on("m").unwrap();
+        assert!(runs_on.starts_with(serves), "{runs_on}");
+        let far = largest_difference(&answers(&serving, &new), &on_cpu(&flash, &new, budget()));
+        assert!(far <= BOUND, "{runs_on}: {far}");
+        take_steps(&serving);
+        assert!(serving.dense_runs_on("m").unwrap().starts_with(serves));
+    }
+}
+
+#[test]
+fn a_swap_does_not_wait_for_the_plan_of_its_release_which_is_built_once() {
+    let _turn = standin::alone();
+    let (slow, plans) = (SlowTwin::new(), tempfile::tempdir().unwrap());
+    let (old, new) = (release(1, true), release(2, true));
+    let folder = old.packed.install();
+    let serving = slow.serving(plans.path());
+    let flash = Flash::open(&disk::system(), &folder).unwrap();
+    serving.load("m", &flash, budget()).unwrap();
+    let mut steps = PlanSteps::default();
+    let mut take_steps = || while steps.step(&serving, &|_| ()) {};
+    std::thread::scope(|scope| {
+        scope.spawn(&mut take_steps);
+        // The GPU is refused for the old release, so that the next one is built.
+        slow.end(slow.begun(), b"u");
+    });
+    serving.offer_next("m", next_network(&new));
+    std::thread::scope(|scope| {
+        scope.spawn(&mut take_steps);
+        let build = slow.begun();
+        install(&folder, &new.packed.bundle);
+        let flash = Flash::open(&disk::system(), &folder).unwrap();
+        serving.swap("m", &flash, budget(), &|_| ()).unwrap();
+        assert_eq!(answers(&serving, &new), on_cpu(&flash, &new, budget()));
+        slow.end(build, b"g");
     });
     assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
 }

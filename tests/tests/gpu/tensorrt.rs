@@ -15,7 +15,7 @@ use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits, Reques
 use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::tensorrt::{
-    BatchClass, Build, BuildInput, Plans, TensorRt, TensorRtError, Types,
+    BatchClass, Build, BuildInput, Plans, TensorRt, TensorRtError, Types, Version,
 };
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision, RunShape,
@@ -434,7 +434,7 @@ fn the_timings_of_a_build_are_kept_for_the_next() {
     assert_eq!(build(9), "timings 8603 1");
 }
 
-/// Device memory of a context of `twin.cpp`.
+/// Device memory in which contexts of `twin.cpp` run.
 const CONTEXT_BYTES: u64 = 4096;
 
 /// Contexts of several workers use the profiles of an engine at the same time: of their own engines
@@ -459,7 +459,9 @@ fn several_contexts_run_batches_of_every_class() {
         // The engine keeps its plan in 8.5, and each context has its own weights.
         let own_weights = if (major, minor) == (8, 5) { engine.bytes() / 2 } else { 0 };
         assert!(engine.bytes() > 0);
-        assert_eq!(engine.scratch_bytes(40), CONTEXT_BYTES + own_weights, "{major}.{minor}");
+        // The contexts of a worker share the memory of their runs.
+        let bytes = engine.scratch_bytes([1, 8, 40].into_iter());
+        assert_eq!(bytes, CONTEXT_BYTES + 3 * own_weights, "{major}.{minor}");
 
         let mut scratches = [(); 3].map(|()| engine.scratch(40).unwrap());
         let stream = gpu.stream().unwrap();
@@ -739,4 +741,56 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
     assert!(matches!(&said, TensorRtError::NoLibrary(_)), "{said}");
 
     println!("{said}");
+}
+
+#[test]
+fn a_release_that_is_older_than_the_gpu_is_refused_by_name() {
+    for (release, sm, is_known) in [
+        (8_601, 90, true),
+        (8_601, 100, false),
+        (100_700, 120, false),
+        (100_800, 120, true),
+        (101_010, 101, true),
+        (110_400, 110, true),
+        (10_701, 120, true),
+    ] {
+        let checked = Version(release).check_gpu(sm);
+        assert_eq!(checked.is_ok(), is_known, "{release}, {sm}");
+        let said = checked.err().map_or(String::new(), |e| e.to_string());
+        assert!(
+            is_known || said.contains("10.8.0") && said.contains("2.0") == (sm == 120),
+            "{said}"
+        );
+    }
+}
+
+/// A network that crashes TensorRT must not crash each process that serves another one.
+#[test]
+fn a_build_that_ended_with_the_process_too_often_is_not_tried_again() {
+    let _turn = standin::shared();
+    let (gpu, onnx, folder) = (standin::gpu(3), sum_network(), tempfile::tempdir().unwrap());
+    let (inputs, activation) = ([("x", 5)], Activation::None);
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output: "sum", activation };
+    let build = || DeviceEngine::build_plan(&gpu, &network, &options(false, folder.path()));
+    drop(build().unwrap().unwrap());
+    let of_kind = |kind: &str| {
+        let files = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path());
+        files.filter(|file| file.extension().is_some_and(|end| end == kind)).collect::<Vec<_>>()
+    };
+    // A plan waits for its proof across processes, and is not built twice.
+    assert_eq!((of_kind("unproven").len(), of_kind("plan").len()), (1, 0));
+    assert!(build().unwrap().unwrap().engine().runs_on().contains("built before"));
+
+    let unproven = &of_kind("unproven")[0];
+    std::fs::write(unproven.with_extension("builds"), [b'.'; 8]).unwrap();
+    std::fs::remove_file(unproven).unwrap();
+    let said = build().err().unwrap().to_string();
+    assert!(said.contains("8 builds") && said.contains(".builds"), "{said}");
+    std::fs::remove_file(unproven.with_extension("builds")).unwrap();
+    build().unwrap().unwrap().keep();
+    assert_eq!(
+        [of_kind("plan"), of_kind("unproven"), of_kind("builds")].map(|k| k.len()),
+        [1, 0, 0]
+    );
 }

@@ -2,6 +2,7 @@
 //! backends.
 
 use crate::cuda::driver::Gpu;
+use crate::cuda::memory::Buffer;
 use crate::gpu::tensorrt::build::Build;
 use crate::gpu::tensorrt::error::{TensorRtError, Version};
 use crate::gpu::tensorrt::shim;
@@ -69,17 +70,23 @@ impl Engine {
         self.engine.bytes()
     }
 
-    /// Returns the bytes that one context takes: its device memory, and with TensorRT 8.5 a copy of
-    /// the weights, counted as the bytes of the plan.
+    /// Returns the bytes of device memory in which contexts run, one at a time.
+    pub fn run_bytes(&self) -> u64 {
+        self.engine.run_bytes()
+    }
+
+    /// Returns the bytes that one context takes beside [`Engine::run_bytes`]: with TensorRT 8.5 a
+    /// copy of the weights, counted as the bytes of the plan.
     pub fn context_bytes(&self) -> u64 {
         self.engine.context_bytes()
     }
 
-    /// Creates a context for one worker.
+    /// Creates a context whose runs use `memory`, which has [`Engine::run_bytes`] bytes at least.
+    /// No two contexts with the same memory may run at the same time.
     ///
     /// # Errors
     /// [`TensorRtError::Refused`] if there is not enough device memory.
-    pub fn context(&self) -> Result<shim::Context, TensorRtError> {
-        self.engine.context()
+    pub fn context(&self, memory: &Arc<Buffer<f32>>) -> Result<shim::Context, TensorRtError> {
+        self.engine.context(memory)
     }
 }

@@ -1,8 +1,9 @@
 //! A folder of TensorRT plans that were built on this machine, so that a start need not build them
 //! again. A file's name is the hash of everything that the plan depends on. Its last 32 bytes are
 //! the hash of the plan; a damaged plan is built again. An empty plan records that the built one
-//! was useless: its scores differed from the CPU's. Beside the plans are the timings that builds
-//! measured. All of it can be made again, so the folder may be lost.
+//! was useless: its scores differed from the CPU's. A plan is `.unproven` until the probe set of
+//! its network has proven it. Beside the plans are the timings that builds measured. All of it can
+//! be made again, so the folder may be lost.
 
 use crate::gpu::tensorrt::build::Build;
 use crate::gpu::tensorrt::error::TensorRtError;
@@ -18,6 +19,15 @@ const HASH_BYTES: usize = 32;
 
 /// Plans that a folder keeps: the most recently used ones.
 const KEPT_PLANS: usize = 8;
+
+/// Builds of one plan that may end with the process: a network that crashes TensorRT would
+/// otherwise crash each process that serves another.
+const BUILDS_MAX: usize = 8;
+
+/// Endings of the files of plans. The folder has [`KEPT_PLANS`] files of each.
+const PLAN: &str = "plan";
+const UNPROVEN: &str = "unproven";
+const BUILDS: &str = "builds";
 
 /// A folder of plans.
 #[derive(Clone, Debug)]
@@ -56,23 +66,74 @@ impl Plans {
         Ok(None)
     }
 
-    /// Writes `plan` to file `path`, and removes all but the most recently used plans. A failure is
-    /// logged; the next start then builds the plan again.
-    pub fn keep(&self, path: &Path, plan: &[u8]) {
-        self.write(path, plan)
-            .unwrap_or_else(|e| log::warn!("{}: the plan cannot be kept: {e}", path.display()));
+    /// Returns the plan of file `path` that was built and not proven yet.
+    pub fn unproven(&self, path: &Path) -> Option<Vec<u8>> {
+        self.kept(&path.with_extension(UNPROVEN)).ok().flatten()
     }
 
-    fn write(&self, path: &Path, plan: &[u8]) -> io::Result<()> {
+    /// Returns whether any plan was built and not proven yet.
+    pub fn has_unproven(&self) -> bool {
+        let mut files = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        files.any(|file| file.path().extension().is_some_and(|end| end == UNPROVEN))
+    }
+
+    /// Counts a build of the plan in file `path` that begins.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Crashes`] if too many builds ended with the process.
+    pub fn begin_build(&self, path: &Path) -> Result<(), TensorRtError> {
+        let path = path.with_extension(BUILDS);
+        let builds = fs::read(&path).map_or(0, |counted| counted.len());
+        if builds >= BUILDS_MAX {
+            return Err(TensorRtError::Crashes { path, builds });
+        }
+        self.log_failure(&path, self.replace(&path, &vec![b'.'; builds + 1]));
+        Ok(())
+    }
+
+    /// Ends the build of the plan in file `path`, and keeps `built` until it is proven.
+    pub fn end_build(&self, path: &Path, built: Option<&[u8]>) {
+        if let Some(plan) = built {
+            self.keep(&path.with_extension(UNPROVEN), plan);
+        }
+        let _ = fs::remove_file(path.with_extension(BUILDS));
+    }
+
+    /// Keeps the unproven plan of file `path` for use if `is_good`. Otherwise the file records that
+    /// it is useless.
+    pub fn settle(&self, path: &Path, is_good: bool) {
+        if is_good {
+            return self.log_failure(path, fs::rename(path.with_extension(UNPROVEN), path));
+        }
+        self.keep(path, &[]);
+        self.forget(path);
+    }
+
+    /// Removes the unproven plan of file `path`.
+    pub fn forget(&self, path: &Path) {
+        let _ = fs::remove_file(path.with_extension(UNPROVEN));
+    }
+
+    /// Writes `plan` to file `path`, and removes all but the most recently used of its kind. A
+    /// failure is logged; the next start then builds the plan again.
+    pub fn keep(&self, path: &Path, plan: &[u8]) {
+        self.log_failure(path, self.replace(path, &[plan, &Sha256::digest(plan)].concat()));
+    }
+
+    fn log_failure(&self, path: &Path, kept: io::Result<()>) {
+        kept.unwrap_or_else(|e| log::warn!("{}: the plan cannot be kept: {e}", path.display()));
+    }
+
+    fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         fs::create_dir_all(&self.folder)?;
         let unfinished = path.with_extension("unfinished");
-        fs::write(&unfinished, [plan, &Sha256::digest(plan)].concat())?;
+        fs::write(&unfinished, bytes)?;
         fs::rename(&unfinished, path)?;
 
         let mut plans = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
-            if entry.path().extension().is_some_and(|end| end == "plan") {
+            if entry.path().extension() == path.extension() {
                 plans.push((entry.metadata()?.modified()?, entry.path()));
             }
         }
@@ -113,7 +174,7 @@ impl Plans {
         take(&[build.types as u8]);
         take(&build.compute_capability.unwrap_or(0).to_le_bytes());
         let name: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
-        self.folder.join(format!("{name}.plan"))
+        self.folder.join(name).with_extension(PLAN)
     }
 }
 

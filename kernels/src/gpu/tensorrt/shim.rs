@@ -5,7 +5,7 @@
 
 use crate::cuda::driver::Stream;
 use crate::cuda::error::load_problem;
-use crate::cuda::memory::View;
+use crate::cuda::memory::{Buffer, View};
 use crate::gpu::input_type::InputType;
 use crate::gpu::tensorrt::build::{BatchClass, Build, BuildInput};
 use crate::gpu::tensorrt::error::{TensorRtError, Version};
@@ -16,7 +16,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 5;
+const INTERFACE: i32 = 6;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -60,6 +60,12 @@ struct BuildArguments {
     timing_bytes: usize,
 }
 
+#[repr(C)]
+struct RunMemory {
+    address: *mut c_void,
+    bytes: u64,
+}
+
 type Opaque = *mut c_void;
 type Drop1 = unsafe extern "C" fn(Opaque);
 
@@ -99,8 +105,16 @@ struct Calls {
         usize,
     ) -> i32,
     engine_bytes: unsafe extern "C" fn(Opaque) -> u64,
+    run_bytes: unsafe extern "C" fn(Opaque) -> u64,
     context_bytes: unsafe extern "C" fn(Opaque) -> u64,
-    context: unsafe extern "C" fn(Opaque, Opaque, *mut Opaque, *mut c_char, usize) -> i32,
+    context: unsafe extern "C" fn(
+        Opaque,
+        Opaque,
+        *const RunMemory,
+        *mut Opaque,
+        *mut c_char,
+        usize,
+    ) -> i32,
     drop_context: Drop1,
     choose: unsafe extern "C" fn(Opaque, i32, *mut c_void) -> i32,
     bind: unsafe extern "C" fn(Opaque, *const InputShape, i64, *mut c_void) -> i32,
@@ -155,7 +169,7 @@ pub(super) struct Engine {
 }
 
 // SAFETY: TensorRT documents an engine as usable from several threads. Of a shared engine this file
-// only calls `getDeviceMemorySize` and, under the shim's lock, `createExecutionContext`.
+// only reads sizes and, under the shim's lock, creates contexts.
 unsafe impl Sync for Engine {}
 
 /// An input, as the shim takes it.
@@ -181,11 +195,12 @@ impl Input {
     }
 }
 
-/// One worker's execution context of an engine, with its device memory.
+/// One worker's execution context of an engine. Its device memory is the worker's.
 pub struct Context {
-    // Dropped before its engine.
+    // Dropped before its engine and its memory.
     context: Owned,
     engine: Arc<Engine>,
+    _memory: Arc<Buffer<f32>>,
 }
 
 /// The releases of the shim's headers and of the library.
@@ -261,6 +276,7 @@ impl Calls {
                 drop_engine: call(library, "hatchback_trt_drop_engine")?,
                 check: call(library, "hatchback_trt_check")?,
                 engine_bytes: call(library, "hatchback_trt_engine_bytes")?,
+                run_bytes: call(library, "hatchback_trt_run_bytes")?,
                 context_bytes: call(library, "hatchback_trt_context_bytes")?,
                 context: call(library, "hatchback_trt_context")?,
                 drop_context: call(library, "hatchback_trt_drop_context")?,
@@ -414,24 +430,35 @@ impl Engine {
         unsafe { (self.shim.calls.engine_bytes)(self.engine.get()) }
     }
 
-    /// Returns the bytes that one context takes.
+    /// Returns the bytes of device memory in which contexts run.
+    pub fn run_bytes(&self) -> u64 {
+        // SAFETY: the call reads a number that never changes.
+        unsafe { (self.shim.calls.run_bytes)(self.engine.get()) }
+    }
+
+    /// Returns the bytes that one context takes beside the memory of its runs.
     pub fn context_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
     }
 
-    /// Creates a context for one worker.
-    pub fn context(self: &Arc<Self>) -> Result<Context, TensorRtError> {
+    /// Creates a context whose runs use `memory`.
+    pub fn context(self: &Arc<Self>, memory: &Arc<Buffer<f32>>) -> Result<Context, TensorRtError> {
         let (mut context, mut problem) = (null_mut(), Problem::new());
+        let bytes = 4 * memory.len() as u64;
+        assert!(bytes >= self.run_bytes(), "the contexts' memory is too small");
+        let own = RunMemory { address: memory.address() as *mut c_void, bytes };
         let library = self.shim.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the engine belongs to this library; the lock admits one thread to its log.
+        // SAFETY: the engine belongs to this library; the lock admits one thread to its log. The
+        // memory is as large as the engine's runs demand, and the context keeps it.
         let code = unsafe {
             let (engine, text) = (self.engine.get(), problem.0.as_mut_ptr());
-            (self.shim.calls.context)(library.get(), engine, &mut context, text, PROBLEM_BYTES)
+            let out = &mut context;
+            (self.shim.calls.context)(library.get(), engine, &own, out, text, PROBLEM_BYTES)
         };
         problem.check(code, self.shim.versions())?;
         let context = Owned::new(context, self.shim.calls.drop_context)?;
-        Ok(Context { context, engine: Arc::clone(self) })
+        Ok(Context { context, engine: Arc::clone(self), _memory: Arc::clone(memory) })
     }
 }
 
