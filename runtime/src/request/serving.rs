@@ -126,9 +126,9 @@ impl Serving {
 
     /// Counts `bytes` that the process takes beside the models. The rest of the memory is for the
     /// models.
-    pub fn beside(mut self, part: &'static str, bytes: u64) -> Self {
-        self.beside.set(Part::Beside(part), bytes);
-        self
+    pub fn beside(self, part: &'static str, bytes: u64) -> Self {
+        let beside = self.beside.and(Part::Beside(part), bytes);
+        Self { beside, ..self }
     }
 
     fn models(&self) -> RwLockReadGuard<'_, Vec<Served>> {
