@@ -64,7 +64,7 @@ impl Serving {
         let Some(model) = self.model(name).filter(|_| self.lacks_plan(name)) else {
             return Ok(None);
         };
-        let Some(flash) = self.flash(name) else { return Ok(None) };
+        let Some(flash) = self.get(name).map(|served| served.flash()) else { return Ok(None) };
         let flash = flash?;
         let (name, dense) = (name.to_owned(), self.dense().clone());
         // Otherwise an update has installed another generation, and its swap is due.
@@ -90,9 +90,11 @@ impl Serving {
         if matches!(lock, Err(FlashError::Busy { .. })) {
             return Ok(PlanTaken::Busy);
         }
-        let Some(flash) = self.flash(name) else { return Ok(PlanTaken::Outdated) };
+        let Some(flash) = self.get(name).map(|served| served.flash()) else {
+            return Ok(PlanTaken::Outdated);
+        };
         let flash = flash.map_err(|e| refuse(e.into()))?;
-        if flash.record().id() != id || self.id(name) != Some(id) {
+        if flash.record().id() != id || self.model(name).map(|model| model.id()) != Some(id) {
             return Ok(PlanTaken::Outdated);
         }
 

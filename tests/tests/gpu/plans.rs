@@ -116,7 +116,7 @@ fn release(sequence: u64, is_ours: bool) -> Release {
 /// Returns the scores of `serving` for the samples of `release`.
 fn answers(serving: &Serving, release: &Release) -> Vec<f32> {
     let batch = batch_for(&release.packed.schema, 32, &release.samples);
-    serving.submit("m", &batch, None).unwrap().wait().unwrap().scores().values.to_vec()
+    serving.get("m").unwrap().submit(&batch, None).unwrap().wait().unwrap().scores().values.to_vec()
 }
 
 /// Returns the CPU's scores for the samples of `release`, which is live in `flash`.
@@ -155,7 +155,7 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
             let plans = tempfile::tempdir().unwrap();
             let serving = slow.serving(plans.path());
             serving.load("m", &flash, budget()).unwrap();
-            let before = serving.dense_runs_on("m").unwrap();
+            let before = serving.get("m").unwrap().dense_runs_on().unwrap();
             assert_eq!(before.starts_with("the CPU"), !is_ours, "{before}");
             assert!(!before.contains("TensorRT"), "{before}");
             assert_eq!(answers(&serving, &release), expected, "{before}");
@@ -163,13 +163,13 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
             std::thread::scope(|scope| {
                 scope.spawn(|| take_steps(&serving));
                 let mut build = slow.begun();
-                let during = serving.dense_runs_on("m").unwrap();
+                let during = serving.get("m").unwrap().dense_runs_on().unwrap();
                 assert!(during.contains("TensorRT builds a plan"), "{during}");
                 assert_eq!(answers(&serving, &release), expected, "{during}");
                 build.write_all(letter.as_bytes()).unwrap();
             });
 
-            let after = serving.dense_runs_on("m").unwrap();
+            let after = serving.get("m").unwrap().dense_runs_on().unwrap();
             println!("{letter}: {before} -> {after}");
             assert_eq!(after.starts_with("TensorRT 8.6.3"), reason.is_empty(), "{after}");
             assert!(after.contains(reason), "{after}");
@@ -180,7 +180,7 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
             if reason.is_empty() {
                 let next = slow.serving(plans.path());
                 next.load("m", &flash, budget()).unwrap();
-                assert!(next.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+                assert!(next.get("m").unwrap().dense_runs_on().unwrap().starts_with("TensorRT"));
                 take_steps(&next);
             }
         }
@@ -216,5 +216,5 @@ fn a_swap_does_not_wait_for_the_build_of_the_old_plan_or_of_the_new_one() {
             std::thread::yield_now();
         }
     });
-    assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+    assert!(serving.get("m").unwrap().dense_runs_on().unwrap().starts_with("TensorRT"));
 }
