@@ -5,20 +5,21 @@
 //! it measures.
 
 use super::bars::Bar;
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::load::all_at_once;
+use super::results::{BenchReport, HostMachine};
 use super::synthetic_model::SyntheticModel;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::clock::SystemClock;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::{Pipeline, RequestError, Stats};
 use hatchback::schema::batch::Batch;
+use hatchback_tools::report;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
 use hatchback_tools::report::plot::{self, Axis, Panel, Series};
 use hatchback_tools::serve::{self, ServeArgs};
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
-use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
@@ -225,18 +226,9 @@ fn draw(
 /// Runs all callers concurrently for `time`.
 fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<TurnTotals> {
     let (before, start) = (pipeline.stats(), Barrier::new(requests.len()));
-    let callers = thread::scope(|scope| {
-        let start = &start;
-        let spawn = |own| {
-            scope.spawn(move || {
-                start.wait();
-                call(pipeline, own, time)
-            })
-        };
-        let callers: Vec<_> = requests.iter().map(Vec::as_slice).map(spawn).collect();
-        let joined =
-            callers.into_iter().map(|c| c.join().map_err(|_| anyhow!("a caller panicked"))?);
-        joined.collect::<Result<Vec<_>>>()
+    let callers = all_at_once(requests, |own| {
+        start.wait();
+        call(pipeline, own, time)
     })?;
 
     let mut sum = TurnTotals::default();
@@ -332,19 +324,9 @@ fn publish(
         plot::panels(path, &format!("{}: {title}", report.model), &charts(&report.points))?;
     }
 
-    if prints_tables(args.json.as_ref()) {
-        say!("{}: {title}, keys {keys}", report.model)?;
-        say!("{}", report.machine)?;
-
-        let heads =
-            ["callers", "requests/s", "p50", "p99", "p99.9", "busy", "requests/batch", "hit rate"];
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(ConcurrencyStep::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-
-    report.write_to(args.json.as_ref())
+    let about = format!("{}: {title}, keys {keys}\n{}", report.model, report.machine);
+    let heads = "callers, requests/s, p50, p99, p99.9, busy, requests/batch, hit rate";
+    report.publish(&about, heads, ConcurrencyStep::cells, args.json.as_ref())
 }
 
 impl ConcurrencyStep {

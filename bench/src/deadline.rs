@@ -9,7 +9,7 @@
 use super::bars::Bar;
 use super::delta::pack_generations;
 use super::punctuality::{Lateness, Overruns, Sleeper, Timeline};
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine};
 use super::stalling_disk::StallingDisk;
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
@@ -24,14 +24,14 @@ use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::{BusyBounds, Urgency};
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{MissPolicy, Schema};
+use hatchback_tools::report;
 use hatchback_tools::report::metrics::Lookups;
 use hatchback_tools::serve::progress_bar;
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
-use hatchback_tools::{report, say};
 use indicatif::ProgressBar;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -143,12 +143,13 @@ pub fn run(args: &DeadlineArgs) -> Result<()> {
     };
     let clock = Arc::new(SystemClock::default());
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-    serving.load(NAME, &flash, budget)?;
+    let served = serving.load(NAME, &flash, budget)?;
     let keys = Distribution::PowerLaw { alpha: ALPHA };
     let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
 
     let progress = progress_bar(requests, "sending", "{human_pos}/{human_len} requests");
-    let mut run = Run { serving, stalling, disk, flash, budget, workload, bundles, progress };
+    let mut run =
+        Run { serving, served, stalling, disk, flash, budget, workload, bundles, progress };
     let share = requests / PHASES.len() as u64;
     let figures = PHASES.map(|phase| run.phase(phase, share, args.callers));
     run.progress.finish_and_clear();
@@ -162,6 +163,7 @@ pub fn run(args: &DeadlineArgs) -> Result<()> {
 /// The served model and what is done to it.
 struct Run {
     serving: Serving,
+    served: Arc<Served>,
     stalling: StallingDisk,
     disk: Arc<dyn Disk>,
     flash: Flash,
@@ -208,7 +210,8 @@ impl Run {
         let [answers, sleepers, controls] = [(); 3].map(|()| Timeline::start());
         let (stop, left) = (AtomicBool::new(false), AtomicU64::new(requests));
         let (start, bundles) = (Instant::now(), &mut self.bundles);
-        let (serving, stalling, progress) = (&self.serving, &self.stalling, &self.progress);
+        let (serving, served) = (&self.serving, &*self.served);
+        let (stalling, progress) = (&self.stalling, &self.progress);
         let updates =
             Updates { disk: &self.disk, flash: &self.flash, serving, budget: self.budget };
         let (workload, schema) = (&self.workload, &self.flash.manifest().schema);
@@ -216,7 +219,8 @@ impl Run {
         let (seen, stalled, updates) = thread::scope(|scope| {
             let stop = &stop;
             let caller = |seed| {
-                let caller = Caller { serving, left: &left, answers: &answers, progress };
+                let caller =
+                    Caller { serving, served, schema, left: &left, answers: &answers, progress };
                 let workload = workload.with_seed(u64::from(seed));
                 scope.spawn(move || caller.send(workload, u64::from(seed)))
             };
@@ -289,6 +293,8 @@ fn next_deadline(
 /// A caller that sends one request after another.
 struct Caller<'a> {
     serving: &'a Serving,
+    served: &'a Served,
+    schema: &'a Schema,
     /// Requests that no caller has sent yet.
     left: &'a AtomicU64,
     answers: &'a Timeline,
@@ -299,8 +305,7 @@ impl Caller<'_> {
     /// Sends requests of one sample until none is left.
     fn send(&self, mut workload: Workload, seed: u64) -> Result<Seen> {
         let mut rng = StdRng::seed_from_u64(seed);
-        let schema = self.serving.schema(NAME).context("no model is served")?;
-        let (mut batch, mut seen) = (Batch::new(&schema, 1), Seen::default());
+        let (mut batch, mut seen) = (Batch::new(self.schema, 1), Seen::default());
         let take = |left: u64| left.checked_sub(1);
         while self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
             workload.fill(&mut batch, 1)?;
@@ -315,7 +320,7 @@ impl Caller<'_> {
     /// Sends `batch` with a deadline after `time`. Returns false if every slot was taken.
     fn send_one(&self, batch: &Batch, time: Duration, seen: &mut Seen) -> Result<bool> {
         let (due, deadline) = (Instant::now() + time, self.serving.now() + time);
-        let answered = self.serving.submit(NAME, batch, Some(deadline)).and_then(|ticket| {
+        let answered = self.served.submit(batch, Some(deadline)).and_then(|ticket| {
             let answer = ticket.wait()?;
             let mut lookups = Lookups::default();
             lookups.count(answer.scores().statuses);
@@ -344,9 +349,8 @@ impl Caller<'_> {
     /// row is missing. The model has every key, and its pages are sound.
     fn is_exact(&self, lookups: &Lookups, batch: &Batch) -> Result<bool> {
         let Lookups { fresh, defaulted, absent, damaged, late_samples } = *lookups;
-        let schema = self.serving.schema(NAME).context("no model is served")?;
         let keys = |lookup: &Lookup| batch.bags(lookup.feature.into()).keys.len();
-        let sent: usize = schema.lookups.iter().map(keys).sum();
+        let sent: usize = self.schema.lookups.iter().map(keys).sum();
         Ok(fresh + defaulted == sent as u64
             && absent + damaged == 0
             && (defaulted > 0) == (late_samples > 0))
@@ -441,33 +445,11 @@ fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
 fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result<()> {
     let answered: u64 = report.points.iter().map(|p| p.seen.whole + p.seen.late).sum();
     ensure!(answered > 0, "no request had scores; the device stalled all the time");
-    if prints_tables(args.json.as_ref()) {
-        let bound = Lateness::BOUND.as_micros();
-        say!("{}: deadlines of 1 to 50 ms, stalls of 10 ms to 2 s", report.model)?;
-        say!("An answer may be {bound} us late. Sleepers and controls send nothing.")?;
-        let heads = [
-            "beside",
-            "stalled",
-            "updates",
-            "requests",
-            "whole",
-            "late rows",
-            "no scores",
-            "busy",
-            "answers over",
-            "sleepers over",
-            "controls over",
-            "latest answer",
-            "latest sleeper",
-            "overruns",
-            "of controls",
-        ];
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(DeadlineFigures::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-    report.write_to(args.json.as_ref())
+    let heads = "beside, stalled, updates, requests, whole, late rows, no scores, busy, \
+                 answers over, sleepers over, controls over, latest answer, latest sleeper, \
+                 overruns, of controls";
+    let about = Lateness::about(&format!("{}:", report.model));
+    report.publish(&about, heads, DeadlineFigures::cells, args.json.as_ref())
 }
 
 impl DeadlineFigures {

@@ -120,9 +120,9 @@ impl ClosedLoop {
     /// The model refuses a batch, or its dense network fails.
     pub fn window(&mut self, batch: usize) -> Result<LoadTotals> {
         let (limit, start) = (self.window, Barrier::new(self.workers.len()));
-        self.each_worker(|worker| worker.draw(batch))?;
+        all_at_once(&mut self.workers, |worker| worker.draw(batch))?;
 
-        let found = self.each_worker(|worker| {
+        let found = all_at_once(&mut self.workers, |worker| {
             start.wait();
             worker.send(limit)
         })?;
@@ -162,22 +162,23 @@ impl ClosedLoop {
         }
         Ok(false)
     }
+}
 
-    /// Calls `work` for all workers concurrently, each on a thread of its own.
-    fn each_worker<T: Send>(
-        &mut self,
-        work: impl Fn(&mut LoadWorker) -> Result<T> + Sync,
-    ) -> Result<Vec<T>> {
-        let work = &work;
-        thread::scope(|scope| {
-            let started: Vec<_> =
-                self.workers.iter_mut().map(|worker| scope.spawn(move || work(worker))).collect();
-            started
-                .into_iter()
-                .map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?)
-                .collect()
-        })
-    }
+/// Does `work` for all `callers` at the same time, each on a thread of its own. Returns the results
+/// in the order of `callers`.
+///
+/// # Errors
+/// A thread panicked, and the errors of `work`.
+pub fn all_at_once<C: Send, T: Send>(
+    callers: impl IntoIterator<Item = C>,
+    work: impl Fn(C) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let work = &work;
+    thread::scope(|scope| {
+        let start = |caller| scope.spawn(move || work(caller));
+        let started: Vec<_> = callers.into_iter().map(start).collect();
+        started.into_iter().map(|t| t.join().map_err(|_| anyhow!("a caller panicked"))?).collect()
+    })
 }
 
 /// Returns whether the later half of `rates` has the same mean as the earlier half.

@@ -4,7 +4,7 @@
 //! parts, one after the other. Never trains a model.
 
 use super::bars::Bar;
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 use clap::{Args, Parser};
@@ -13,7 +13,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::mix;
 use hatchback::model::budget::Budget;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::KeySpace;
 use hatchback::schema::batch::Batch;
 use hatchback::unmix;
@@ -22,7 +22,6 @@ use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::now;
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
-use hatchback_tools::say;
 use hatchback_tools::select::{SelectArgs, Selection, select};
 use hatchback_tools::serve::{install, progress_bar};
 use hatchback_tools::sync::{SyncArgs, update_car};
@@ -230,6 +229,7 @@ fn peak_mib() -> Result<f64> {
 struct ClosedLoop {
     desk: Desk,
     serving: Serving,
+    served: Arc<Served>,
     workload: Workload,
     budget: Budget,
     published: Vec<PathBuf>,
@@ -255,11 +255,12 @@ impl ClosedLoop {
         let budget = Budget { memory_bytes_max: 16 << 30, ..Budget::default() };
         let clock = Arc::new(SystemClock::default());
         let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-        serving.load(NAME, &Flash::open(&disk::system(), &desk.path("car"))?, budget)?;
+        let served =
+            serving.load(NAME, &Flash::open(&disk::system(), &desk.path("car"))?, budget)?;
         let keys = Distribution::PowerLaw { alpha: ALPHA };
         let workload = Workload::new(&desk.flash, &keys, BagSizes::Full, 0)?;
         desk.select(None, Vec::new())?;
-        Ok(Self { desk, serving, workload, budget, published: Vec::new() })
+        Ok(Self { desk, serving, served, workload, budget, published: Vec::new() })
     }
 
     fn rows(&self) -> u64 {
@@ -290,7 +291,7 @@ impl ClosedLoop {
         self.serving.swap(NAME, &live, self.budget, &|_| ())?;
         let mut batch = Batch::new(&live.manifest().schema, 1);
         self.workload.fill(&mut batch, 1)?;
-        self.serving.submit(NAME, &batch, None)?.wait()?;
+        self.served.submit(&batch, None)?.wait()?;
         Ok(WindowFigures {
             candidates: done.candidates,
             bytes: done.bytes,
@@ -340,27 +341,21 @@ fn bars(points: &[WindowFigures]) -> Vec<Bar> {
 }
 
 fn print(args: &PublishBenchArgs, report: &BenchReport<WindowFigures>) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
-        say!("{}", report.model)?;
-        let heads = ["changed", "delta", "select", "memory", "publish", "sync", "step to score"];
-        let mut table = report::table(&heads);
-        for point in &report.points {
-            let s = |s: f64| if s > 0.0 { format!("{s:.2} s") } else { "-".to_owned() };
-            let memory = format!("{:.0} MiB", point.memory_mib);
-            table.add_row([
-                report::count(point.candidates),
-                report::bytes(point.bytes),
-                s(point.select_s),
-                if point.memory_mib > 0.0 { memory } else { "-".to_owned() },
-                s(point.publish_s),
-                s(point.sync_s),
-                s(point.score_s),
-            ]);
-        }
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-    report.write_to(args.json.as_ref())
+    let cells = |point: &WindowFigures| {
+        let s = |s: f64| if s > 0.0 { format!("{s:.2} s") } else { "-".to_owned() };
+        let memory = format!("{:.0} MiB", point.memory_mib);
+        [
+            report::count(point.candidates),
+            report::bytes(point.bytes),
+            s(point.select_s),
+            if point.memory_mib > 0.0 { memory } else { "-".to_owned() },
+            s(point.publish_s),
+            s(point.sync_s),
+            s(point.score_s),
+        ]
+    };
+    let heads = "changed, delta, select, memory, publish, sync, step to score";
+    report.publish(&report.model, heads, cells, args.json.as_ref())
 }
 
 #[cfg(test)]

@@ -52,6 +52,15 @@ pub struct Lateness {
 impl Lateness {
     /// Time after its deadline by which a request is answered.
     pub const BOUND: Duration = Duration::from_micros(DEADLINE_GRACE_US);
+
+    /// Returns what stands above the table of a run: `of`, and how to read the table.
+    pub fn about(of: &str) -> String {
+        let bound = Self::BOUND.as_micros();
+        format!(
+            "{of} deadlines of 1 to 50 ms, stalls of 10 ms to 2 s\n\
+             An answer may be {bound} us late. Sleepers and controls send nothing."
+        )
+    }
 }
 
 impl Timeline {

@@ -7,7 +7,7 @@ use super::load::{ClosedLoop, LoadTotals};
 use super::peer_figures::PeersPlan;
 use super::request_peers;
 use super::request_shared;
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine, prints_tables, table};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -329,21 +329,8 @@ impl RequestFigures {
     }
 }
 
-const HEADS: [&str; 13] = [
-    "keys",
-    "cache",
-    "batch",
-    "requests/s",
-    "samples/s",
-    "lookups/s",
-    "p50",
-    "p90",
-    "p99",
-    "p99.9",
-    "hit rate",
-    "pages/request",
-    "not fresh",
-];
+const HEADS: &str = "keys, cache, batch, requests/s, samples/s, lookups/s, p50, p90, p99, p99.9, \
+                     hit rate, pages/request, not fresh";
 
 fn print_report(report: &BenchReport<RequestFigures>, flash: &Flash) -> Result<()> {
     let tables = &flash.manifest().schema.tables;
@@ -352,9 +339,7 @@ fn print_report(report: &BenchReport<RequestFigures>, flash: &Flash) -> Result<(
     say!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model)?;
     say!("{}", report.machine)?;
 
-    let mut table = report::table(&HEADS);
-    table.add_rows(report.points.iter().map(RequestFigures::cells));
-    say!("{table}")?;
+    say!("{}", table(HEADS, report.points.iter().map(RequestFigures::cells)))?;
     say!("Closed loop; the hit rate is that of lookups of cached tables.")?;
     if report.points.iter().any(|p| !p.steady) {
         say!("~ The hit rate was still changing when the measurement began.")?;

@@ -3,7 +3,8 @@
 
 use super::bars::Bar;
 use anyhow::{Context, Result};
-use hatchback_tools::report;
+use comfy_table::Table;
+use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
@@ -31,6 +32,32 @@ impl<P: Serialize> BenchReport<P> {
     pub fn write_to(&self, json: Option<&PathBuf>) -> Result<()> {
         json.map_or(Ok(()), |path| report::write_json(path, self))
     }
+
+    /// Prints `about`, a table with a row of `cells` for each point, and the bars. Then writes the
+    /// report to `json`. `heads` are separated by commas.
+    ///
+    /// # Errors
+    /// The file cannot be written, or standard output is closed.
+    pub fn publish<const N: usize>(
+        &self,
+        about: &str,
+        heads: &str,
+        cells: impl Fn(&P) -> [String; N],
+        json: Option<&PathBuf>,
+    ) -> Result<()> {
+        if prints_tables(json) {
+            say!("{about}\n{}", table(heads, self.points.iter().map(cells)))?;
+            self.bars.iter().try_for_each(|bar| say!("{bar}"))?;
+        }
+        self.write_to(json)
+    }
+}
+
+/// Returns a table of `rows`. `heads` are separated by commas.
+pub fn table<const N: usize>(heads: &str, rows: impl Iterator<Item = [String; N]>) -> Table {
+    let mut table = report::table(&heads.split(", ").collect::<Vec<_>>());
+    table.add_rows(rows);
+    table
 }
 
 /// Returns whether standard output is free for tables: `--json` does not write there.

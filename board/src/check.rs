@@ -5,7 +5,7 @@ use crate::cli::NamedDirectory;
 use crate::models;
 use anyhow::{Context, Result, ensure};
 use hatchback::flash::Flash;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::batch::Batch;
 use hatchback::targets::Target;
 use hatchback_link::program::explain;
@@ -58,20 +58,20 @@ pub fn run(
     models: &[NamedDirectory],
     tolerance: f32,
 ) -> Result<(Checked, Result<()>)> {
-    models.iter().try_for_each(|model| models::load(serving, target, model))?;
+    let load = |model| models::load(serving, target, model);
+    let served = models.iter().map(load).collect::<Result<Vec<_>>>()?;
     models::log_memory(serving);
 
-    let plans = serving.memory();
     let (mut checked, mut faults) = (Vec::new(), Vec::new());
     // Every model is checked: the first fault must not hide those of the others.
-    for model in models {
+    for (model, served) in models.iter().zip(served) {
         let (name, flash) = models::open(model)?;
-        let probe = check(serving, &name, &flash, tolerance);
+        let probe = check(&served, &flash, tolerance);
         let probe = probe.with_context(|| format!("model `{name}`")).map_err(|e| faults.push(e));
-        let plan = plans.iter().find(|(planned, _)| *planned == name);
+        let memory = served.model().map(|model| model.memory().lines()).unwrap_or_default();
         checked.push(CheckedModel {
             generation: flash.manifest().generation.to_string(),
-            memory: plan.map(|(_, plan)| plan.lines().into_iter().collect()).unwrap_or_default(),
+            memory: memory.into_iter().collect(),
             error: probe.is_err().then(|| faults.last().map(explain)).flatten(),
             probe: probe.ok(),
             name,
@@ -87,13 +87,13 @@ pub fn run(
 }
 
 /// Scores the probe set, one sample a request.
-fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result<Probe> {
-    let schema = &flash.manifest().schema;
+fn check(served: &Served, flash: &Flash, tolerance: f32) -> Result<Probe> {
+    let (name, schema) = (served.name(), &flash.manifest().schema);
     let (mut batch, mut difference, mut compared) = (Batch::new(schema, 1), 0f32, 0);
     for (number, sample) in flash.probe()?.iter().enumerate() {
         batch.clear();
         batch.push(schema, sample)?;
-        let ticket = serving.submit(name, &batch, None)?;
+        let ticket = served.submit(&batch, None)?;
         let answer = ticket.wait().with_context(|| format!("probe sample {number}"))?;
 
         let damaged = answer.scores().status().damaged;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::targets::{DeviceKind, Target};
 use std::io::ErrorKind::NotFound;
 use std::path::Path;
@@ -79,20 +79,19 @@ pub fn new_serving(
 
     let (budget, clock) = (target.budget, Arc::new(SystemClock::default()));
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-    let beside = |serving: Serving, (line, bytes): (&'static str, u64)| serving.beside(line, bytes);
-    let serving = front.iter().copied().fold(serving, beside);
+    let serving = front.iter().fold(serving, |serving, (line, bytes)| serving.beside(line, *bytes));
     Ok(Arc::new(serving.on(device, target.gpu_dense())))
 }
 
-/// Loads `model` into `serving`.
+/// Loads `model` into `serving`. Returns its handle.
 ///
 /// # Errors
 /// The model cannot be opened, or does not fit the budget beside the others.
-pub fn load(serving: &Serving, target: &Target, model: &NamedDirectory) -> Result<()> {
+pub fn load(serving: &Serving, target: &Target, model: &NamedDirectory) -> Result<Arc<Served>> {
     let (name, flash) = open(model)?;
-    serving.load(&name, &flash, target.budget)?;
+    let served = serving.load(&name, &flash, target.budget)?;
     log::info!("serving {} as `{name}` for {}", flash.manifest().generation, target.triple);
-    Ok(())
+    Ok(served)
 }
 
 /// Logs the memory of every model, line by line, and the sum.

@@ -70,7 +70,7 @@ fn load_models(car: &Car<'_>, updates: &[ModelUpdates], serving: &Serving) -> Re
     let (mut loaded, mut fault) = (0, None);
     for model in car.models.iter().filter(|model| !is_awaited(model)) {
         match models::load(serving, car.target, model) {
-            Ok(()) => loaded += 1,
+            Ok(_) => loaded += 1,
             Err(e) => {
                 log::error!("{model} is not served: {}", explain(&e));
                 fault = Some(e);

@@ -3,7 +3,7 @@
 //! systemd restarts the unit. Without systemd nothing is sent.
 
 use hatchback::request::pipeline::RequestError;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use sd_notify::NotifyState;
@@ -30,7 +30,7 @@ pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> io::Result<T>) 
         if let Some(timeout) = sd_notify::watchdog_enabled() {
             let feed = move || {
                 while stopped.recv_timeout(timeout / 3) == Err(RecvTimeoutError::Timeout) {
-                    match serving.names().iter().try_for_each(|name| score_sample(serving, name)) {
+                    match serving.served().iter().try_for_each(|served| score_sample(served)) {
                         Ok(()) => notify(NotifyState::Watchdog),
                         Err(e) => log::error!("the watchdog is not fed: {e}"),
                     }
@@ -47,34 +47,35 @@ pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> io::Result<T>) 
     result
 }
 
-/// Scores a sample without keys, to prove that the model `name` answers. If all slots are taken, a
+/// Scores a sample without keys, to prove that `served` answers. If all slots are taken, a
 /// worker that still takes requests is proof enough.
 ///
 /// # Errors
 /// The model does not answer.
-fn score_sample(serving: &Serving, name: &str) -> Result<(), RequestError> {
-    let Some(schema) = serving.schema(name) else { return Ok(()) };
+fn score_sample(served: &Served) -> Result<(), RequestError> {
+    let Some(model) = served.model() else { return Ok(()) };
+    let (name, schema) = (served.name(), model.schema());
     let sample = Sample {
         dense: vec![0.0; schema.dense_features.len()],
         sparse: vec![Vec::new(); schema.features.len()],
         ..Sample::default()
     };
-    let mut batch = Batch::new(&schema, 1);
-    if let Err(e) = batch.push(&schema, &sample) {
+    let mut batch = Batch::new(schema, 1);
+    if let Err(e) = batch.push(schema, &sample) {
         log::warn!("`{name}` accepts no sample without keys, so the watchdog cannot test it: {e}");
         return Ok(());
     }
 
-    let requests = || serving.stats(name).map_or(0, |stats| stats.requests);
+    let requests = || served.stats().map_or(0, |stats| stats.requests);
     let before = requests();
     // No deadline: if the workers hang, this thread must hang too, so that the watchdog is not fed.
-    match serving.submit(name, &batch, None) {
+    match served.submit(&batch, None) {
         Ok(ticket) => ticket.wait().map(drop),
         Err(RequestError::Busy(slots)) => {
             std::thread::sleep(Duration::from_millis(100));
             if requests() > before { Ok(()) } else { Err(RequestError::Busy(slots)) }
         }
-        // The model was unloaded since `names`.
+        // The model was unloaded since `served`.
         Err(RequestError::NotServed) => Ok(()),
         Err(e) => Err(e),
     }

@@ -212,12 +212,11 @@ extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
 extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outcome {
     answer(|| {
         let model = model(handle)?;
-        let opened = model.process.serving.model(&model.name).ok_or_else(|| closed("model"))?;
         let described = Shape {
             dense_features: model.shape.dense as u32,
             sparse_features: model.shape.features.len() as u32,
             outputs: model.shape.outputs.len() as u32,
-            batch_max: opened.budget().batch_max,
+            batch_max: model.model()?.budget().batch_max,
             shared_dense_features: model.shape.shared_dense as u32,
         };
         write("shape", shape, described)
@@ -365,13 +364,13 @@ extern "C" fn hatchback_score(
 ) -> Outcome {
     answer(|| {
         let model = model(handle)?;
-        let serving = &model.process.serving;
+        let (serving, served) = (&model.process.serving, &model.served);
         let deadline = (timeout_us > 0).then(|| serving.now() + Duration::from_micros(timeout_us));
         let shape = &model.shape;
         let request = Request { shape, samples: samples as usize, dense, sparse };
         let to = Destination { shape, scores, statuses, generation };
 
-        let ticket = serving.submit_with(&model.name, deadline, |model, batch| {
+        let ticket = served.submit_with(deadline, |model, batch| {
             request.fill(model, batch)?;
             to.check(request.samples)
         })?;
@@ -462,10 +461,9 @@ extern "C" fn hatchback_prefetch(
 ) -> Outcome {
     answer(|| {
         let model = model(handle)?;
-        let serving = &model.process.serving;
         model.check_feature(feature as usize)?;
         let keys = values("keys", keys, count as usize)?;
-        let taken = serving.prefetch(&model.name, feature as usize, keys);
+        let taken = model.served.prefetch(feature as usize, keys);
         if let Some(queued) = place("queued", queued)? {
             queued.write(taken as u32);
         }
@@ -481,14 +479,10 @@ extern "C" fn hatchback_get_statistics(
 ) -> Outcome {
     answer(|| {
         let model = model(handle)?;
-        let (serving, name) = (&model.process.serving, &model.name);
-        let (Some(stats), Some(generation)) = (serving.stats(name), serving.generation(name))
-        else {
-            return Err(closed("model"));
-        };
+        let stats = model.served.stats().ok_or_else(|| closed("model"))?;
         let counters = stats.counters;
         let found = Statistics {
-            generation: generation.sequence,
+            generation: model.model()?.generation().sequence,
             requests: stats.requests,
             batches: stats.batches,
             busy: stats.busy,

@@ -11,7 +11,7 @@ use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::explain_served;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::Schema;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
@@ -50,8 +50,8 @@ pub struct Shared {
 pub struct ServedModel {
     /// The process that serves it.
     pub process: Arc<Shared>,
-    /// The name that it is served under.
-    pub name: String,
+    /// The handle of its requests.
+    pub served: Arc<Served>,
     /// The flash directory that it follows.
     flash: PathBuf,
     /// The shape of requests when the model was loaded. A later generation may have more at the end
@@ -165,12 +165,11 @@ impl Process {
     pub fn load(&self, flash: &Path, name: Option<&str>) -> Result<ServedModel, Refusal> {
         let Shared { serving, disk, budget, .. } = &*self.shared;
         let follower = Follower::load(disk, flash, name, serving, *budget)?;
-        let name = follower.name().to_owned();
+        let served = serving.get(follower.name()).ok_or_else(|| closed("model"))?;
         self.shared.followers().push(follower);
-        let model = serving.model(&name).ok_or_else(|| closed("model"))?;
-        let shape = CallerShape::of(&model);
+        let shape = CallerShape::of(&*served.model().ok_or_else(|| closed("model"))?);
         let (process, flash) = (Arc::clone(&self.shared), flash.to_owned());
-        Ok(ServedModel { process, name, flash, shape })
+        Ok(ServedModel { process, served, flash, shape })
     }
 
     /// Returns whether this process serves `model`.
@@ -207,13 +206,22 @@ impl Shared {
 }
 
 impl ServedModel {
+    /// Returns the model that is served now.
+    ///
+    /// # Errors
+    /// It was unloaded.
+    pub fn model(&self) -> Result<Arc<Model>, Refusal> {
+        self.served.model().ok_or_else(|| closed("model"))
+    }
+
     /// Ends serving the model, after its requests are answered.
     ///
     /// # Errors
     /// The model is not served.
     pub fn unload(&self) -> Result<(), Refusal> {
-        self.process.followers().retain(|follower| follower.name() != self.name);
-        self.process.serving.unload(&self.name).map_err(|_| closed("model"))
+        let name = self.served.name();
+        self.process.followers().retain(|follower| follower.name() != name);
+        self.process.serving.unload(name).map_err(|_| closed("model"))
     }
 
     /// Explains the score of the sample in `line`. Returns the report of `hatchback explain`.
@@ -221,7 +229,8 @@ impl ServedModel {
     /// # Errors
     /// The line is not a sample of the model, or the flash directory cannot be read.
     pub fn explain(&self, line: &str) -> Result<String, Refusal> {
-        let explained = explain_served(&self.process.serving, &self.name, &self.flash, line)?;
+        let explained =
+            explain_served(&self.process.serving, self.served.name(), &self.flash, line)?;
         serde_json::to_string(&explained).map_err(|e| Refusal(Outcome::Failed, e.to_string()))
     }
 
@@ -231,10 +240,10 @@ impl ServedModel {
     /// # Errors
     /// The model has no such feature, or the feature does not take the value.
     pub fn key(&self, feature: usize, value: &RawValue<'_>) -> Result<u64, Refusal> {
-        let schema = self.process.serving.schema(&self.name).ok_or_else(|| closed("model"))?;
+        let model = self.model()?;
         self.check_feature(feature)?;
         // After a rollback the feature may be gone, and its keys are not read.
-        let Some(feature) = schema.features.get(feature) else { return Ok(0) };
+        let Some(feature) = model.schema().features.get(feature) else { return Ok(0) };
         let key = feature.key_of(value);
         key.map_err(|e| request(format!("feature `{}`: {e}", feature.name)))
     }

@@ -242,8 +242,7 @@ impl Model {
         let open = opened.map_err(errors::of)?;
 
         let Open { model, .. } = &open;
-        let served = model.process.serving.model(&model.name);
-        let served = served.ok_or_else(|| errors::of(closed("model")))?;
+        let served = model.model().map_err(errors::of)?;
         let schema = served.schema();
         let names = |shared, taken| {
             schema.dense_of(shared).map(|feature| feature.name.clone()).take(taken).collect()
@@ -309,7 +308,7 @@ impl Model {
             .transpose()
             .map_err(|e| errors::of(request(format!("timeout: {e}"))))?
             .map(|timeout| serving.now().saturating_add(timeout));
-        let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
+        let ticket = open.model.served.submit_with(deadline, |model, batch| {
             let schema = model.schema();
             let shape = &open.model.shape;
             let is_once = offsets.len() != shape.shared.len() * samples + 1;
@@ -360,23 +359,20 @@ impl Model {
         let (open, keys) = (self.opened()?, Array::open_line("keys", keys)?);
         let number = open.model.feature(feature).map_err(errors::of)?;
         let keys = keys.keys()?;
-        let serving = &open.model.process.serving;
-        Ok(serving.prefetch(&open.model.name, number as usize, keys))
+        Ok(open.model.served.prefetch(number as usize, keys))
     }
 
     /// The generation that is served.
     #[getter]
     fn generation(&self) -> PyResult<u64> {
         let open = self.opened()?;
-        let served = open.model.process.serving.generation(&open.model.name);
-        served.map(|generation| generation.sequence).ok_or_else(|| errors::of(closed("model")))
+        Ok(open.model.model().map_err(errors::of)?.generation().sequence)
     }
 
     /// Counters of the model since its generation was loaded or swapped in.
     fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let open = self.opened()?;
-        let stats = open.model.process.serving.stats(&open.model.name);
-        let stats = stats.ok_or_else(|| errors::of(closed("model")))?;
+        let stats = open.model.served.stats().ok_or_else(|| errors::of(closed("model")))?;
         let (found, counters) = (PyDict::new(py), stats.counters);
         found.set_item("requests", stats.requests)?;
         found.set_item("batches", stats.batches)?;

@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("installed {generation} from {path}: {bytes} bytes written");
 
         // The first generation is loaded; each later one is swapped in with its caches warm.
-        if serving.generation("model").is_none() {
+        if serving.get("model").is_none() {
             serving.load("model", &flash, budget)?;
         } else {
             let swapped = serving.swap("model", &flash, budget, &|_| {})?;
@@ -39,8 +39,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
 
-    if let Some(generation) = serving.generation("model") {
-        println!("serving {generation}");
+    if let Some(model) = serving.model("model") {
+        println!("serving {}", model.generation());
     }
     Ok(())
 }

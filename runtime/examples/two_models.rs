@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (name, directory) in [("left", left), ("right", right)] {
         let flash = Flash::open(&system_disk(), Path::new(directory))?;
         // A model that does not fit beside the others is refused, and the others are served.
-        serving.load(name, &flash, budget)?;
+        let served = serving.load(name, &flash, budget)?;
         println!("serving {} as `{name}`", flash.manifest().generation);
 
         // The probe set is stored with the model: samples with the trainer's own scores.
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if let Some(sample) = flash.probe()?.first() {
             let mut batch = Batch::new(schema, 1);
             batch.push(schema, sample)?;
-            let ticket = serving.submit(name, &batch, None)?;
+            let ticket = served.submit(&batch, None)?;
             let answer = ticket.wait()?;
             println!("`{name}` scores {:?}; recorded {:?}", answer.scores().values, sample.scores);
         }

@@ -1,7 +1,7 @@
 //! Hatchback: an inference runtime for recommendation models with huge embedding tables, in a car.
 //!
 //! **Request flow.** [`Flash::open`] opens a model's directory. [`Serving::load`] takes the model's
-//! memory within a [`Budget`]. [`Serving::submit`] queues a [`Batch`] of dense features and sparse
+//! memory within a [`Budget`]. [`Served::submit`] queues a [`Batch`] of dense features and sparse
 //! keys. A worker probes the embedding caches, reads missing rows from flash, pools the rows and
 //! runs the dense network. [`Ticket::wait`] returns the scores, each with a [`LookupStatus`].
 //!
@@ -18,13 +18,13 @@
 //! let flash = Flash::open(&system_disk(), Path::new("coupon.flash"))?;
 //! let (budget, clock) = (Budget::default(), Arc::new(SystemClock::default()));
 //! let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-//! serving.load("coupon", &flash, budget)?;
+//! let model = serving.load("coupon", &flash, budget)?;
 //!
 //! let schema = &flash.manifest().schema;
 //! let mut batch = Batch::new(schema, 1);
 //! let line = r#"{"dense": [0.5], "sparse": {"user": [7]}}"#;
 //! batch.push(schema, &Sample::from_json(line, schema)?)?;
-//! let ticket = serving.submit("coupon", &batch, None)?;
+//! let ticket = model.submit(&batch, None)?;
 //! println!("{:?}", ticket.wait()?.scores().values);
 //! # Ok(())
 //! # }
@@ -84,11 +84,11 @@ pub use model::budget::Budget;
 pub use model::memory_plan::MemoryPlan;
 pub use model::{CacheUse, Model, OpenError};
 
-// Submit: requests to one model (`Pipeline`) or to several by name (`Serving`).
+// Submit: requests to one model (`Pipeline`) or to several, each with a handle (`Serving`).
 pub use hatchback_kernels::lookup::LookupStatus;
 pub use request::error::NotFinite;
 pub use request::pipeline::{Answer, Pipeline, Queued, RequestError, Stats, Ticket};
-pub use request::serving::{Serving, ServingError, Swapped};
+pub use request::serving::{Served, Serving, ServingError, Swapped};
 pub use request::worker::{Scores, TableCounts};
 pub use schema::batch::{Batch, BatchError};
 pub use schema::raw_value::Shortened;

@@ -10,9 +10,9 @@ use crate::metrics::facts::{CarFacts, ModelFolder};
 use crate::metrics::history::History;
 use crate::metrics::scrape::Scrape;
 use crate::metrics::slowest::Slowest;
-use crate::problem::Problem;
+use crate::problem::{Problem, not_served};
 use crate::tensors::Layout;
-use hatchback::{Budget, Generation, Schema, ServerRules, Serving};
+use hatchback::{Budget, Generation, Schema, Served, ServerRules, Serving};
 use hyper::body::Bytes;
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -149,11 +149,19 @@ impl Front {
         }
     }
 
-    /// Returns when a caller that the model `name` refused should retry: after the time that the
-    /// waiting requests need at the pace of the requests before them.
-    pub(crate) fn retry_after(&self, name: &str) -> Duration {
-        let Some(stats) = self.serving.stats(name) else { return RETRY_MAX };
-        let (model, workers) = (self.metrics.model(name), self.budget.workers.max(1));
+    /// Returns the handle of the model `name`.
+    ///
+    /// # Errors
+    /// There is no such model.
+    pub(crate) fn served(&self, name: &str) -> Result<Arc<Served>, Problem> {
+        self.serving.get(name).ok_or_else(|| not_served(name))
+    }
+
+    /// Returns when a caller that `served` refused should retry: after the time that the waiting
+    /// requests need at the pace of the requests before them.
+    pub(crate) fn retry_after(&self, served: &Served) -> Duration {
+        let Some(stats) = served.stats() else { return RETRY_MAX };
+        let (model, workers) = (self.metrics.model(served.name()), self.budget.workers.max(1));
         let [.., score_ns, _] = model.stages_ns();
         let mean_ns = score_ns / model.answered().max(1);
         let waiting = stats.waiting as u64 + 1;

@@ -145,16 +145,12 @@ pub struct Submitted<'a> {
 /// request.
 pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a>, Problem> {
     let front = call.front;
-    if front.serving.schema(order.model).is_none() {
-        return Err(not_served(order.model));
-    }
+    let served = front.served(order.model)?;
     // Only now: metrics are kept by this name, so it must be that of a served model.
     order.model.clone_into(&mut call.model);
-    if !order.version.is_empty() {
-        describe::version(front, order.model, order.version)?;
-    }
+    describe::version(&served, order.version)?;
 
-    let busy = |message: String| Problem::busy(message, front.retry_after(order.model));
+    let busy = |message: String| Problem::busy(message, front.retry_after(&served));
     let work = call.connection.begin_work()?;
     let turn = front.gate.turn().ok_or_else(|| busy("busy: the car sheds load".to_owned()))?;
 
@@ -166,7 +162,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     }
     let (mut view, memory) = (None, &mut call.memory);
     let deadline = left.map(|left| at_clock + left);
-    let queued = front.serving.queue_with(order.model, deadline, |model, batch| {
+    let queued = served.queue_with(deadline, |model, batch| {
         let layout = front.layout(order.model, model.schema());
         let wants = Wants::new(&layout.outputs, &order.asked, order.every, order.top_k.is_some())?;
         let batch_max = model.budget().batch_max as usize;
@@ -181,14 +177,12 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         e => e,
     })?;
 
-    let at = Instant::now();
-    let gone = || not_served(order.model);
     Ok(Submitted {
         queued,
         // Never missing: `queue_with` succeeded, so the closure has run.
-        view: view.ok_or_else(gone)?,
+        view: view.ok_or_else(|| not_served(order.model))?,
         deadline: left.map(|left| call.received + received + left),
-        at,
+        at: Instant::now(),
         at_clock: front.serving.now(),
         model: front.metrics.model(order.model),
         _turn: turn,

@@ -328,17 +328,25 @@ impl ModelPlan {
 
 fn table_spec((t, plan): (usize, &TablePlan)) -> TableSpec {
     let far = |column: usize| 1000.0 + 100.0 * t as f32 + column as f32;
+    let TablePlan { keys, dim, codec, placement, miss, .. } = *plan;
+    let default = match plan.default_zeros {
+        true => DefaultRow::Zeros,
+        false => DefaultRow::Values((0..dim).map(far).collect()),
+    };
+    TableSpec { placement, miss, default, ..cached_table(&format!("t{t}"), keys, dim, codec) }
+}
+
+/// Returns the spec of a cached table that waits for its misses, with a default row of zeros. A
+/// test gives the rows.
+pub fn cached_table(name: &str, keys: KeySpace, dim: usize, codec: CodecChoice) -> TableSpec {
     TableSpec {
-        name: format!("t{t}"),
-        dim: plan.dim,
-        keys: plan.keys,
-        codec: plan.codec,
-        placement: plan.placement,
-        miss: plan.miss,
-        default: match plan.default_zeros {
-            true => DefaultRow::Zeros,
-            false => DefaultRow::Values((0..plan.dim).map(far).collect()),
-        },
+        name: name.to_owned(),
+        dim,
+        keys,
+        codec,
+        placement: Placement::Cached,
+        miss: MissPolicy::Wait,
+        default: DefaultRow::Zeros,
         source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
     }
 }

@@ -1,15 +1,16 @@
 //! A small model in several generations: a snapshot, and deltas that update, insert and delete rows
 //! of an index table and of a sparse one. Each generation has the rows that it must show.
 
+use crate::models::cached_table;
 use crate::onnx;
 use crate::random::Random;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::schema::{KeySpace, Placement};
 use hatchback::{Activation, mix};
-use hatchback_tools::import::{RowSource, Source, TakeBlock};
+use hatchback_tools::import::{RowSource, TakeBlock};
 use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
+    CodecChoice, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
 use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
@@ -241,14 +242,8 @@ fn change_keys(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
 
 fn spec(sequence: u64, placement: Placement) -> ModelSpec {
     let table = |t: usize| TableSpec {
-        name: format!("t{t}"),
-        dim: DIMS[t],
-        keys: KEYS[t],
-        codec: CodecChoice::F32,
         placement,
-        miss: MissPolicy::Wait,
-        default: DefaultRow::Zeros,
-        source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
+        ..cached_table(&format!("t{t}"), KEYS[t], DIMS[t], CodecChoice::F32)
     };
     let feature = |t: usize| FeatureSpec::sum(&format!("f{t}"), &format!("t{t}"), 1);
     let input = |name: &str, f: usize| InputSpec::vectors(name, vec![format!("f{f}")]);

@@ -158,7 +158,7 @@ fn answer(serving: &Serving, batch: &Batch, timeout: Option<Duration>) {
     let deadline = timeout.map(|timeout| serving.now().saturating_add(timeout));
     // A request whose caller stopped waiting keeps its slot until a worker takes it.
     let ticket = loop {
-        match serving.submit(NAME, batch, deadline) {
+        match serving.get(NAME).unwrap().submit(batch, deadline) {
             Err(RequestError::Busy(_)) => std::thread::yield_now(),
             submitted => break submitted.unwrap(),
         }
@@ -176,8 +176,8 @@ fn wait_for_deferred(serving: &Serving) {
     let mut before = 0;
     loop {
         answer_nothing(serving);
-        let now = serving.stats(NAME).unwrap().counters.pages;
-        if now == before && serving.stats(NAME).unwrap().prefetch_waiting == 0 {
+        let now = serving.get(NAME).unwrap().stats().unwrap().counters.pages;
+        if now == before && serving.get(NAME).unwrap().stats().unwrap().prefetch_waiting == 0 {
             return;
         }
         before = now;
@@ -186,7 +186,11 @@ fn wait_for_deferred(serving: &Serving) {
 }
 
 fn answer_nothing(serving: &Serving) {
-    let empty = serving.submit(NAME, &Batch::new(&serving.schema(NAME).unwrap(), 0), None).unwrap();
+    let empty = serving
+        .get(NAME)
+        .unwrap()
+        .submit(&Batch::new(&serving.model(NAME).unwrap().schema().clone(), 0), None)
+        .unwrap();
     drop(empty.wait().unwrap());
 }
 
@@ -196,10 +200,10 @@ fn phase(what: &str, serving: &Serving, batches: &[Batch], timeout: Option<Durat
     let (first, second) = batches.split_at(batches.len() / 2);
     first.iter().for_each(|b| answer(serving, b, timeout));
     wait_for_deferred(serving);
-    let before = serving.stats(NAME).unwrap().counters;
+    let before = serving.get(NAME).unwrap().stats().unwrap().counters;
     let counted = allocations(|| second.iter().for_each(|b| answer(serving, b, timeout)));
     wait_for_deferred(serving);
-    let counters = serving.stats(NAME).unwrap().counters.since(&before);
+    let counters = serving.get(NAME).unwrap().stats().unwrap().counters.since(&before);
     assert_eq!(counted, 0, "{what}: {counters:?}");
     assert_eq!(counters.missed_lookups == 0, what.ends_with("hits"), "{what}: {counters:?}");
 }
@@ -364,16 +368,16 @@ fn merged(fixture: &Fixture) {
     let serving = fixture.serving(|b| b.batch_delay_us_max = u32::MAX);
     let requests: Vec<Batch> = (0..4).map(|i| fixture.batch(1, 3 * i, Some(0))).collect();
     let round = || {
-        let submit = |b| serving.submit(NAME, b, None).unwrap();
+        let submit = |b| serving.get(NAME).unwrap().submit(b, None).unwrap();
         let tickets: [Ticket; 4] = std::array::from_fn(|i| submit(&requests[i]));
-        let refused = serving.submit(NAME, &requests[0], None);
+        let refused = serving.get(NAME).unwrap().submit(&requests[0], None);
         // Requests that are served keep their slots until their tickets are dropped.
         assert!(matches!(refused, Err(RequestError::Busy(4))));
         tickets.iter().for_each(|t| drop(t.wait().unwrap()));
     };
     (0..20).for_each(|_| round());
     let counted = allocations(|| (0..50).for_each(|_| round()));
-    let stats = serving.stats(NAME).unwrap();
+    let stats = serving.get(NAME).unwrap().stats().unwrap();
     assert_eq!((stats.requests, stats.batches), (280, 70));
     assert_eq!(counted, 0, "merged");
 }
@@ -401,7 +405,8 @@ fn not_finite(fixture: &Fixture) {
     };
     let [small, large] = [2.0, 1e30].map(request);
     let round = || {
-        let tickets = [&large, &small].map(|batch| serving.submit(NAME, batch, None).unwrap());
+        let tickets =
+            [&large, &small].map(|batch| serving.get(NAME).unwrap().submit(batch, None).unwrap());
         let refused = tickets[0].wait().err().unwrap();
         assert!(matches!(
             refused,
@@ -411,22 +416,22 @@ fn not_finite(fixture: &Fixture) {
     };
     (0..20).for_each(|_| round());
     assert_eq!(allocations(|| (0..50).for_each(|_| round())), 0, "not finite");
-    let stats = serving.stats(NAME).unwrap();
+    let stats = serving.get(NAME).unwrap().stats().unwrap();
     assert_eq!((stats.requests, stats.batches, stats.failed), (140, 70, 70));
 }
 
 fn prefetch(fixture: &Fixture) {
     let serving = fixture.serving(|_| ());
     let prefetch = |keys: &[u64]| {
-        assert_eq!(serving.prefetch(NAME, 0, keys), keys.len());
-        while serving.stats(NAME).unwrap().prefetch_waiting > 0 {
+        assert_eq!(serving.get(NAME).unwrap().prefetch(0, keys), keys.len());
+        while serving.get(NAME).unwrap().stats().unwrap().prefetch_waiting > 0 {
             std::thread::yield_now();
         }
     };
     fixture.keys[0][..300].chunks(50).for_each(prefetch);
     let counted = allocations(|| fixture.keys[0][300..900].chunks(50).for_each(prefetch));
     assert_eq!(counted, 0, "prefetch");
-    assert!(serving.stats(NAME).unwrap().counters.pages > 0);
+    assert!(serving.get(NAME).unwrap().stats().unwrap().counters.pages > 0);
 }
 
 /// Two workers and three callers use every path at the same time. A batch is one request.

@@ -18,16 +18,16 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_190),
+    ("kernels", 20_195),
     ("runtime", 19_810),
     ("link", 620),
     ("server", 4_805),
     ("board", 1_915),
     ("capi", 890),
-    ("python", 495),
+    ("python", 490),
     ("tools", 15_740),
-    ("bench", 11_450),
-    ("tests", 6_265),
+    ("bench", 11_280),
+    ("tests", 6_260),
 ];
 const WORDS_MAX: usize = 49_260;
 const TARGET_KEYS_MAX: usize = 42;

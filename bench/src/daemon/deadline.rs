@@ -5,12 +5,12 @@
 
 use super::args::DaemonArgs;
 use super::caller::{Caller, Outcome, on_event_loop};
-use super::front_door::{Daemon, MODEL, RULES, Requests};
+use super::front_door::{Daemon, RULES, Requests};
 use crate::bars::Bar;
 use crate::deadline::{BUSY_PAUSE_S, DEADLINE_S, draw, stall_until};
 use crate::delta::pack_generations;
 use crate::punctuality::{Lateness, Overruns, Sleeper, Timeline};
-use crate::results::{BenchReport, HostMachine, prints_tables};
+use crate::results::{BenchReport, HostMachine};
 use crate::stalling_disk::StallingDisk;
 use anyhow::{Context, Result, anyhow};
 use hatchback::bundle::BundleReader;
@@ -20,7 +20,6 @@ use hatchback::model::budget::Budget;
 use hatchback::schema::MissPolicy;
 use hatchback::{Flash, RequestError};
 use hatchback_tools::report;
-use hatchback_tools::say;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
@@ -198,7 +197,7 @@ impl Stage<'_> {
         for batch in self.requests.batches.iter().cycle().skip(37 * seed as usize) {
             let time = draw(&mut rng, DEADLINE_S);
             let due = Instant::now() + time;
-            let ticket = serving.submit(MODEL, batch, Some(serving.now() + time));
+            let ticket = self.daemon.served.submit(batch, Some(serving.now() + time));
             let answered = ticket.and_then(|ticket| ticket.wait().map(drop));
             answers.record(due);
             match answered {
@@ -281,29 +280,8 @@ impl PunctualityStep {
 }
 
 fn publish(args: &DaemonArgs, report: &BenchReport<PunctualityStep>) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
-        let bound = Lateness::BOUND.as_micros();
-        say!(
-            "{}: {CALLERS} callers, deadlines of 1 to 50 ms, stalls of 10 ms to 2 s",
-            report.model
-        )?;
-        say!("An answer may be {bound} us late. Sleepers and controls send nothing.")?;
-        let heads = [
-            "way",
-            "requests",
-            "no scores",
-            "busy",
-            "answers over",
-            "sleepers over",
-            "latest answer",
-            "latest sleeper",
-            "overruns",
-            "of controls",
-        ];
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(PunctualityStep::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-    report.write_to(args.json.as_ref())
+    let about = Lateness::about(&format!("{}: {CALLERS} callers,", report.model));
+    let heads = "way, requests, no scores, busy, answers over, sleepers over, latest answer, \
+                 latest sleeper, overruns, of controls";
+    report.publish(&about, heads, PunctualityStep::cells, args.json.as_ref())
 }

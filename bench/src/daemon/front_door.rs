@@ -5,7 +5,7 @@ use anyhow::{Context, Result, anyhow};
 use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
 use hatchback::schema::batch::Batch;
-use hatchback::{Flash, Schema, ServerRules, Serving};
+use hatchback::{Flash, Schema, Served, ServerRules, Serving};
 use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
 use hatchback_tools::report;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
@@ -87,6 +87,7 @@ impl WayTotals {
 /// A front door on a socket in a temporary folder, with one model.
 pub struct Daemon {
     pub serving: Arc<Serving>,
+    pub served: Arc<Served>,
     schema: Arc<Schema>,
     folder: tempfile::TempDir,
 }
@@ -99,10 +100,10 @@ impl Daemon {
     pub fn new(flash: &Flash, budget: Budget) -> Result<Self> {
         let clock = Arc::new(SystemClock::default());
         let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-        serving.load(MODEL, flash, budget)?;
-        let schema = serving.schema(MODEL).context("the model is loaded")?;
+        let served = serving.load(MODEL, flash, budget)?;
+        let schema = Arc::clone(served.model().context("the model is loaded")?.schema());
         let folder = tempfile::tempdir().context("a temporary folder")?;
-        Ok(Self { serving: Arc::new(serving), schema, folder })
+        Ok(Self { serving: Arc::new(serving), served, schema, folder })
     }
 
     fn socket(&self) -> PathBuf {

@@ -13,7 +13,7 @@ use clap::Args;
 use hatchback::clock::SystemClock;
 use hatchback::schema::batch::Batch;
 use hatchback::targets::Target;
-use hatchback::{Flash, Serving};
+use hatchback::{Flash, Served, Serving};
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -91,7 +91,7 @@ impl Way {
 }
 
 enum Caller {
-    Library(Box<Serving>),
+    Library(Arc<Served>),
     Program(Program),
 }
 
@@ -162,7 +162,7 @@ fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, turns: u32) -> Result<(
             let Way { caller, totals, median_us, .. } = &mut ways[(turn as usize + number) % count];
             let start = Instant::now();
             let times = match caller {
-                Caller::Library(serving) => call_library(serving, plan, first, CALLS)?,
+                Caller::Library(served) => call_library(served, plan, first, CALLS)?,
                 Caller::Program(program) => program.call(CALLS)?,
             };
             let us = |time: &Duration| time.as_secs_f64() * 1e6;
@@ -186,21 +186,21 @@ fn library(plan: &LanguagePlan<'_>, target: &Path) -> Result<(Caller, u64, Durat
     let budget = Target::load(target)?.budget;
     let clock = Arc::new(SystemClock::default());
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-    serving.load(MODEL, plan.flash, budget)?;
+    let served = serving.load(MODEL, plan.flash, budget)?;
 
     let (mut hash, start) = (14_695_981_039_346_656_037_u64, Instant::now());
     for batch in plan.batches {
-        let ticket = serving.submit(MODEL, batch, None)?;
+        let ticket = served.submit(batch, None)?;
         for byte in ticket.wait()?.scores().values.iter().flat_map(|v| v.to_le_bytes()) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(1_099_511_628_211);
         }
     }
     let each = start.elapsed() / u32::try_from(plan.batches.len().max(1))?;
-    Ok((Caller::Library(Box::new(serving)), hash, each))
+    Ok((Caller::Library(served), hash, each))
 }
 
 fn call_library(
-    serving: &Serving,
+    served: &Served,
     plan: &LanguagePlan<'_>,
     first: usize,
     calls: usize,
@@ -208,7 +208,7 @@ fn call_library(
     let mut times = Vec::with_capacity(calls);
     for number in first..first + calls {
         let start = Instant::now();
-        serving.submit(MODEL, &plan.batches[number % plan.batches.len()], None)?.wait()?;
+        served.submit(&plan.batches[number % plan.batches.len()], None)?.wait()?;
         times.push(start.elapsed());
     }
     Ok(times)

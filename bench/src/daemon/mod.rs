@@ -19,13 +19,12 @@ mod stage;
 mod swaps;
 
 use super::bars::Bar;
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 pub use args::DaemonArgs;
-use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
+use front_door::{Daemon, DaemonStep, RULES, Requests, WayTotals, call_grpc};
 use hatchback_tools::serve::ServeArgs;
-use hatchback_tools::{report, say};
 use hyper::body::Bytes;
 use languages::LanguagePlan;
 use paired::Pairs;
@@ -165,7 +164,7 @@ fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<
     let (mut totals, start) = (WayTotals::default(), Instant::now());
     for batch in requests.batches.iter().cycle() {
         let sent = Instant::now();
-        daemon.serving.submit(MODEL, batch, None)?.wait()?;
+        daemon.served.submit(batch, None)?.wait()?;
         totals.latencies.record(sent.elapsed());
         totals.time = start.elapsed();
         if totals.time >= time {
@@ -207,16 +206,9 @@ fn call_echo(messages: &[Bytes], time: Duration) -> Result<WayTotals> {
 }
 
 fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
-        say!("{}: {} samples a request", report.model, args.batch)?;
-        say!("{}", report.machine)?;
-        let mut table =
-            report::table(&["way", "callers", "requests/s", "p50", "p99", "p99.9", "busy"]);
-        table.add_rows(report.points.iter().map(DaemonStep::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-    report.write_to(args.json.as_ref())
+    let about = format!("{}: {} samples a request\n{}", report.model, args.batch, report.machine);
+    let heads = "way, callers, requests/s, p50, p99, p99.9, busy";
+    report.publish(&about, heads, DaemonStep::cells, args.json.as_ref())
 }
 
 #[cfg(test)]

@@ -10,10 +10,9 @@ use super::front_door::{DaemonStep, call_grpc};
 use super::hostile::attack;
 use super::stage::{LOOK, OTHER, Stage, change};
 use crate::bars::Bar;
-use crate::results::{BenchReport, HostMachine, prints_tables};
+use crate::results::{BenchReport, HostMachine};
 use anyhow::{Result, anyhow};
 use hatchback_tools::report;
-use hatchback_tools::say;
 use serde::Serialize;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -159,29 +158,10 @@ fn bars(points: &[SoakPart]) -> Vec<Bar> {
 }
 
 fn publish(args: &DaemonArgs, report: &BenchReport<SoakPart>) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
-        say!("{}: {CALLERS} good callers", report.model)?;
-        say!("{}", report.machine)?;
-        let heads = [
-            "requests/s",
-            "p50",
-            "p99",
-            "control",
-            "attacked p50",
-            "p99",
-            "refused",
-            "memory",
-            "files",
-            "loads",
-            "swaps",
-            "attacks",
-        ];
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(SoakPart::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-    report.write_to(args.json.as_ref())
+    let about = format!("{}: {CALLERS} good callers\n{}", report.model, report.machine);
+    let heads = "requests/s, p50, p99, control, attacked p50, p99, refused, memory, files, loads, \
+                 swaps, attacks";
+    report.publish(&about, heads, SoakPart::cells, args.json.as_ref())
 }
 
 impl SoakPart {

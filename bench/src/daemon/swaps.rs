@@ -11,10 +11,10 @@ use super::soak::GROWTH_PERCENT_MAX;
 use super::stage::Stage;
 use crate::bars::Bar;
 use crate::peer::percentile;
-use crate::results::{BenchReport, HostMachine, prints_tables};
+use crate::results::{BenchReport, HostMachine};
 use anyhow::{Result, anyhow};
+use hatchback_tools::report;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
-use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
@@ -142,27 +142,9 @@ fn bars(points: &[SwapPart]) -> Vec<Bar> {
 }
 
 fn publish(args: &DaemonArgs, report: &BenchReport<SwapPart>) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
-        say!("{}: {CALLERS} good callers", report.model)?;
-        say!("{}", report.machine)?;
-        let heads = [
-            "requests/s",
-            "p50",
-            "p99",
-            "control",
-            "swap p50",
-            "p99",
-            "refused",
-            "memory",
-            "files",
-            "swaps",
-        ];
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(SwapPart::cells));
-        say!("{table}")?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-    report.write_to(args.json.as_ref())
+    let about = format!("{}: {CALLERS} good callers\n{}", report.model, report.machine);
+    let heads = "requests/s, p50, p99, control, swap p50, p99, refused, memory, files, swaps";
+    report.publish(&about, heads, SwapPart::cells, args.json.as_ref())
 }
 
 impl SwapPart {

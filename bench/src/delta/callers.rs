@@ -3,10 +3,11 @@
 
 use anyhow::{Result, anyhow};
 use hatchback::request::pipeline::RequestError;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::Served;
 use hatchback::schema::batch::Batch;
 use hatchback_tools::report::metrics::Latencies;
 use hatchback_tools::workload::key_distributions::Workload;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,9 +42,9 @@ impl CurrentStep {
     }
 }
 
-/// A caller that sends one request after another to the model `name`.
+/// A caller that sends one request after another to a model.
 pub struct PacedCaller {
-    pub name: &'static str,
+    pub served: Arc<Served>,
     pub workload: Workload,
     pub batch: Batch,
     pub samples: usize,
@@ -67,7 +68,7 @@ impl PacedCaller {
                 thread::sleep(due.saturating_duration_since(Instant::now()));
             }
             let step = until.step.get(sent.changed.is_some());
-            match until.serving.submit(self.name, &self.batch, None) {
+            match self.served.submit(&self.batch, None) {
                 Ok(ticket) => {
                     let sequence = Some(ticket.wait()?.generation().sequence);
                     if generation.is_some() && generation != sequence {
@@ -84,10 +85,9 @@ impl PacedCaller {
     }
 }
 
-/// What callers send to, and until when.
+/// Until when callers send.
 #[derive(Clone, Copy)]
 struct Until<'a> {
-    serving: &'a Serving,
     step: &'a CurrentStep,
     stop: &'a AtomicBool,
 }
@@ -123,11 +123,10 @@ impl Sent {
 /// A request fails, and the errors of `work`.
 pub fn send_during<T: Send>(
     callers: &mut [PacedCaller],
-    serving: &Serving,
     work: impl FnOnce(&CurrentStep) -> Result<T> + Send,
 ) -> Result<(Sent, T)> {
     let (stop, step) = (AtomicBool::new(false), CurrentStep::default());
-    let until = Until { serving, step: &step, stop: &stop };
+    let until = Until { step: &step, stop: &stop };
     thread::scope(|scope| {
         let send = |caller| scope.spawn(move || PacedCaller::send_until(caller, &until));
         let senders: Vec<_> = callers.iter_mut().map(send).collect();

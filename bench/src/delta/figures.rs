@@ -5,7 +5,7 @@
 use super::args::DeltaArgs;
 use super::callers::Sent;
 use crate::bars::Bar;
-use crate::results::{BenchReport, prints_tables};
+use crate::results::{BenchReport, prints_tables, table};
 use anyhow::Result;
 use hatchback::request::serving::Swapped;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
@@ -247,33 +247,11 @@ pub fn publish(
             args.batch
         )?;
 
-        let heads = [
-            "to",
-            "load",
-            "rows",
-            "written",
-            "install",
-            "swap",
-            "served after",
-            "memory",
-            "CPU",
-            "pause",
-            "idle p99",
-            "applying p99",
-            "idle p99 after",
-            "read anew",
-            "hits before",
-            "after",
-        ];
-
-        let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(UpdateFigures::cells));
-        say!("{table}")?;
-
-        let heads = ["load", "requests of", "number", "p50", "p90", "p99", "p99.9", "most"];
-        let mut table = report::table(&heads);
-        table.add_rows(loads.iter().filter(|load| load.updates > 0).flat_map(AtLoad::rows));
-        say!("{table}")?;
+        let heads = "to, load, rows, written, install, swap, served after, memory, CPU, pause, \
+                     idle p99, applying p99, idle p99 after, read anew, hits before, after";
+        say!("{}", table(heads, report.points.iter().map(UpdateFigures::cells)))?;
+        let rows = loads.iter().filter(|load| load.updates > 0).flat_map(AtLoad::rows);
+        say!("{}", table("load, requests of, number, p50, p90, p99, p99.9, most", rows))?;
         loads.iter().filter(|load| load.updates > 0).try_for_each(|load| say!("{load}"))?;
         report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
     }

@@ -25,7 +25,7 @@ use hatchback::io::disk;
 use hatchback::maintenance::background::{Background, outside_idle_class};
 use hatchback::maintenance::share::{BusyBounds, Urgency};
 use hatchback::model::budget::Budget;
-use hatchback::request::serving::Serving;
+use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::MissPolicy;
 use hatchback::schema::batch::Batch;
 use hatchback_tools::report::metrics::Percentiles;
@@ -69,9 +69,9 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     };
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
-    serving.load(NAME, &flash, budget)?;
+    let served = serving.load(NAME, &flash, budget)?;
     let busy = BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
-    let updates = Updates { serving: &serving, flash: &flash, budget, busy };
+    let updates = Updates { serving: &serving, served, flash: &flash, budget, busy };
     let Measured { points, loads, last } = measure(args, &updates, &bundles[1..])?;
     let mut bars = bars(&points, &loads);
     if args.swaps > 0 {
@@ -135,6 +135,7 @@ pub fn pack_generations(
 /// The served model and the terms of its updates.
 struct Updates<'a> {
     serving: &'a Serving,
+    served: Arc<Served>,
     flash: &'a Flash,
     budget: Budget,
     /// Share of the time that an update works.
@@ -148,7 +149,7 @@ impl Updates<'_> {
         let workload = Workload::new(self.flash, &keys, BagSizes::Full, 0)?;
         let samples = args.batch as usize;
         let caller = |seed| PacedCaller {
-            name: NAME,
+            served: Arc::clone(&self.served),
             workload: workload.with_seed(seed),
             batch: Batch::new(&self.flash.manifest().schema, samples),
             samples,
@@ -165,15 +166,14 @@ fn measure(args: &DeltaArgs, updates: &Updates<'_>, deltas: &[PathBuf]) -> Resul
     let mut callers = updates.callers(args)?;
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
     let window_min = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
-    let serving = updates.serving;
     let idle_for = |callers: &mut [PacedCaller], time: Duration| {
-        let (sent, ()) = send_during(callers, serving, move |_| {
+        let (sent, ()) = send_during(callers, move |_| {
             thread::sleep(time);
             Ok(())
         })?;
         anyhow::Ok(sent)
     };
-    let counters = || serving.stats(NAME).unwrap_or_default().counters;
+    let counters = || updates.served.stats().unwrap_or_default().counters;
 
     // The cache fills before the first window.
     idle_for(&mut callers, WARM_WINDOWS * window_min)?;
@@ -193,8 +193,7 @@ fn measure(args: &DeltaArgs, updates: &Updates<'_>, deltas: &[PathBuf]) -> Resul
         let hit_rate_before = counters().since(&start).hit_rate();
 
         let start = Instant::now();
-        let (applying, applied) =
-            send_during(&mut callers, serving, |step| updates.apply(delta, step))?;
+        let (applying, applied) = send_during(&mut callers, |step| updates.apply(delta, step))?;
         let Applied { mut figures, installed } = applied;
         last.truncate(1);
         last.insert(0, installed);
@@ -246,7 +245,7 @@ fn swap_often(args: &DeltaArgs, updates: &Updates<'_>, last: &[Flash]) -> Result
     let some = SWAPS_COMPARED.min(args.swaps as usize / 2).max(1);
     let mut done = 0;
     let mut swap = |count: usize| {
-        let (sent, ()) = send_during(&mut callers, updates.serving, |_| {
+        let (sent, ()) = send_during(&mut callers, |_| {
             for _ in 0..count {
                 let to = if done % 2 == 0 { previous } else { live };
                 updates.serving.swap(NAME, to, updates.budget, &|_| {})?;

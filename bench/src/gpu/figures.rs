@@ -2,6 +2,7 @@
 
 use super::keys::Rotation;
 use crate::bars::Bar;
+use crate::results::table;
 use anyhow::Result;
 use hatchback_tools::{report, say};
 use serde::Serialize;
@@ -79,23 +80,10 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
 /// # Errors
 /// Standard output is closed.
 pub fn print_table(points: &[GpuFigures]) -> Result<()> {
-    let heads = [
-        "",
-        "batch",
-        "hit rate",
-        "p50",
-        "p99",
-        "on the GPU",
-        "launches",
-        "waits",
-        "GB/s",
-        "key sets touch",
-    ];
-    let mut table = report::table(&heads);
-    for p in points {
+    let cells = |p: &GpuFigures| {
         let time =
             |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
-        table.add_row([
+        [
             p.what.clone(),
             report::count(p.batch as u64),
             format!("{:.3}", p.hit_rate),
@@ -106,9 +94,10 @@ pub fn print_table(points: &[GpuFigures]) -> Result<()> {
             format!("{:.0}", p.waits),
             p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
             p.rotation.map_or(String::new(), |r| report::bytes(r.bytes_a_rotation as u64)),
-        ]);
-    }
-    say!("{table}")
+        ]
+    };
+    let heads = ", batch, hit rate, p50, p99, on the GPU, launches, waits, GB/s, key sets touch";
+    say!("{}", table(heads, points.iter().map(cells)))
 }
 
 #[cfg(test)]

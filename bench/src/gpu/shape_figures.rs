@@ -2,6 +2,7 @@
 
 use super::keys::Rotation;
 use crate::bars::Bar;
+use crate::results::table;
 use anyhow::Result;
 use hatchback_tools::{report, say};
 use serde::Serialize;
@@ -86,25 +87,9 @@ pub fn bars(points: &[ShapeFigures]) -> Vec<Bar> {
 /// # Errors
 /// Standard output is closed.
 pub fn print_table(points: &[ShapeFigures]) -> Result<()> {
-    let heads = [
-        "rows",
-        "bytes",
-        "keys a bag",
-        "keys",
-        "batch",
-        "p50",
-        "p99",
-        "GB/s",
-        "gather",
-        "share",
-        "tile",
-        "best tile",
-        "key sets touch",
-    ];
-    let mut table = report::table(&heads);
-    for p in points {
+    let cells = |p: &ShapeFigures| {
         let best = p.best_tile();
-        table.add_row([
+        [
             format!("{} x {}", p.dim, p.codec),
             p.row_bytes.to_string(),
             p.hotness.to_string(),
@@ -118,9 +103,11 @@ pub fn print_table(points: &[ShapeFigures]) -> Result<()> {
             p.tile.to_string(),
             format!("{}: {:.1} µs", best.tile, best.gpu_us_p50),
             report::bytes(p.rotation.bytes_a_rotation as u64),
-        ]);
-    }
-    say!("{table}")
+        ]
+    };
+    let heads = "rows, bytes, keys a bag, keys, batch, p50, p99, GB/s, gather, share, tile, \
+                 best tile, key sets touch";
+    say!("{}", table(heads, points.iter().map(cells)))
 }
 
 #[cfg(test)]

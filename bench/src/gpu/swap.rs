@@ -8,7 +8,7 @@ use super::opening::OpeningTimes;
 use crate::bars::{Bar, bars_table};
 use crate::delta::callers::{PacedCaller, send_during};
 use crate::filled_cache::TABLES;
-use crate::results::{BenchReport, HostMachine, prints_tables};
+use crate::results::{BenchReport, HostMachine, prints_tables, table};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleReader;
 use hatchback::car::plan_steps::PlanSteps;
@@ -16,7 +16,7 @@ use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
-use hatchback::request::serving::{Serving, Swapped};
+use hatchback::request::serving::{Served, Serving, Swapped};
 use hatchback::schema::Placement;
 use hatchback::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
@@ -112,11 +112,11 @@ pub fn run(gpu: &Arc<Gpu>, gpu_opened: Duration, options: &SwapOptions) -> Resul
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
     let serving = serving.on(device, dense);
-    serving.load(NAME, &first, budget)?;
+    let served = serving.load(NAME, &first, budget)?;
     // Every generation has the same network, so the swaps find the plan of TensorRT.
     let mut plans = PlanSteps::default();
     while plans.step(&serving, &|_| ()) {}
-    let runs_on = serving.model(NAME).map_or(String::new(), |model| model.dense_runs_on());
+    let runs_on = served.dense_runs_on().unwrap_or_default();
     let swaps = measure(options, &car, &serving, first)?;
 
     let bars = bars(&swaps);
@@ -173,7 +173,8 @@ fn measure(
     serving: &Serving,
     first: Flash,
 ) -> Result<Vec<SwapFigures>> {
-    let mut callers = callers(&first, options.batch)?;
+    let served = serving.get(NAME).context("the model is not served")?;
+    let mut callers = callers(&served, &first, options.batch)?;
     let (mut points, mut live) = (Vec::new(), first);
     for (number, changed) in options.changes().into_iter().enumerate() {
         let next = car.install(number as u64 + 2, Some(&live))?;
@@ -185,11 +186,11 @@ fn measure(
 }
 
 /// Returns a caller for each worker, which sends requests without a pause.
-fn callers(flash: &Flash, batch: usize) -> Result<Vec<PacedCaller>> {
+fn callers(served: &Arc<Served>, flash: &Flash, batch: usize) -> Result<Vec<PacedCaller>> {
     let keys = Distribution::PowerLaw { alpha: ALPHA };
     let workload = Workload::new(flash, &keys, BagSizes::Full, 0)?;
     let caller = |seed| PacedCaller {
-        name: NAME,
+        served: Arc::clone(served),
         workload: workload.with_seed(seed),
         batch: Batch::new(&flash.manifest().schema, batch),
         samples: batch,
@@ -212,9 +213,9 @@ impl SwappedPair<'_> {
         options: &SwapOptions,
     ) -> Result<SwapFigures> {
         let Self { serving, generations } = self;
-        let budget = serving.budget(NAME).context("the model is not served")?;
+        let budget = *serving.model(NAME).context("the model is not served")?.budget();
         let window = options.window();
-        let (idle, ()) = send_during(callers, serving, |_| {
+        let (idle, ()) = send_during(callers, |_| {
             thread::sleep(2 * window);
             Ok(())
         })?;
@@ -222,7 +223,7 @@ impl SwappedPair<'_> {
         let mut swapping = Latencies::default();
         let (mut swap_ms, mut pause_us, mut last) = (0.0f64, 0.0f64, Swapped::default());
         for number in 0..SWAPS {
-            let (sent, (swapped, time)) = send_during(callers, serving, |_| {
+            let (sent, (swapped, time)) = send_during(callers, |_| {
                 thread::sleep(window);
                 let start = Instant::now();
                 let swapped = serving.swap(NAME, generations[number % 2], budget, &|_| ())?;
@@ -257,24 +258,10 @@ fn bars(points: &[SwapFigures]) -> Vec<Bar> {
 }
 
 fn print_table(points: &[SwapFigures]) -> Result<()> {
-    let heads = [
-        "changed rows",
-        "tables",
-        "patched",
-        "read anew",
-        "swap",
-        "pause",
-        "idle p50",
-        "idle p99",
-        "idle most",
-        "swapping p99",
-        "longest request",
-    ];
-    let mut table = report::table(&heads);
-    for p in points {
+    let cells = |p: &SwapFigures| {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let tables = format!("{:?}", p.changed.placement).to_lowercase();
-        table.add_row([
+        [
             report::count(p.changed.rows as u64),
             tables,
             report::count(p.swapped.patched as u64),
@@ -286,9 +273,11 @@ fn print_table(points: &[SwapFigures]) -> Result<()> {
             us(p.idle.max_us),
             us(p.swapping.p99_us),
             us(p.swapping.max_us),
-        ]);
-    }
-    say!("{table}")
+        ]
+    };
+    let heads = "changed rows, tables, patched, read anew, swap, pause, idle p50, idle p99, \
+                 idle most, swapping p99, longest request";
+    say!("{}", table(heads, points.iter().map(cells)))
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use super::model::{GpuModel, ModelOptions};
 use super::updater::under_updates;
 use crate::dlrm;
 use crate::filled_cache::TABLES;
-use crate::results::{BenchReport, HostMachine, prints_tables};
-use anyhow::{Result, anyhow, ensure};
+use crate::load::all_at_once;
+use crate::results::{BenchReport, HostMachine, prints_tables, table};
+use anyhow::{Result, ensure};
 use hatchback::LookupStatus;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::step::Step;
@@ -19,7 +20,6 @@ use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// Workers of a car's target; beside them one alone.
@@ -160,14 +160,7 @@ fn measure(workers: &mut [Worker], batch: usize, time: Duration) -> Result<Worke
     };
 
     let (mut latencies, start) = (Latencies::default(), Instant::now());
-    thread::scope(|scope| {
-        let senders: Vec<_> =
-            workers.iter_mut().map(|worker| scope.spawn(|| send(worker))).collect();
-        for sender in senders {
-            latencies.add(&sender.join().map_err(|_| anyhow!("a worker panicked"))??);
-        }
-        Ok::<_, anyhow::Error>(())
-    })?;
+    all_at_once(workers, send)?.iter().for_each(|sent| latencies.add(sent));
 
     let latency = latencies.percentiles();
     let requests_per_s = latency.requests as f64 / start.elapsed().as_secs_f64();
@@ -175,22 +168,10 @@ fn measure(workers: &mut [Worker], batch: usize, time: Duration) -> Result<Worke
 }
 
 fn print_table(points: &[WorkerFigures]) -> Result<()> {
-    let heads = [
-        "workers",
-        "batch",
-        "rows updated a second",
-        "requests",
-        "p50",
-        "p99",
-        "most",
-        "requests a second",
-        "samples a second",
-    ];
-    let mut table = report::table(&heads);
-    for p in points {
+    let cells = |p: &WorkerFigures| {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let latency = &p.latency;
-        table.add_row([
+        [
             p.workers.to_string(),
             p.batch.to_string(),
             report::count(p.updated_rows_per_s as u64),
@@ -200,7 +181,9 @@ fn print_table(points: &[WorkerFigures]) -> Result<()> {
             us(latency.max_us),
             report::digits(p.requests_per_s),
             report::digits(p.requests_per_s * p.batch as f64),
-        ]);
-    }
-    say!("{table}")
+        ]
+    };
+    let heads = "workers, batch, rows updated a second, requests, p50, p99, most, \
+                 requests a second, samples a second";
+    say!("{}", table(heads, points.iter().map(cells)))
 }

@@ -70,6 +70,7 @@ struct Shared {
     kernels: Kernels,
     storages: Vec<TableStorage>,
     caches: Vec<DeviceCache>,
+    cache_bytes: usize,
     /// The stream of all changes to the caches and the resident tables.
     changes: Mutex<Stream>,
     turns: Turns,
@@ -173,13 +174,14 @@ impl DeviceTables {
     ) -> Result<Self> {
         let (stream, kernels) = (gpu.stream()?, Kernels::load(gpu)?);
         kernels.warm(&stream)?;
+        let cache_bytes = caches.iter().map(Cache::bytes).sum();
         let on_device = |c| DeviceCache::new(&stream, c);
         let caches = caches.into_iter().map(on_device).collect::<Result<_>>()?;
         let on_device = |r: &&Resident| DeviceResident::new(&stream, r).map(Arc::new);
         let residents = residents.iter().map(on_device).collect::<Result<_>>()?;
 
         let (gpu, changes, turns) = (Arc::clone(gpu), Mutex::new(stream), Turns::new(gpu)?);
-        let shared = Shared { gpu, kernels, storages, caches, changes, turns };
+        let shared = Shared { gpu, kernels, storages, caches, cache_bytes, changes, turns };
         Ok(Self { shared: Arc::new(shared), residents })
     }
 
@@ -196,6 +198,11 @@ impl DeviceTables {
             residents[*number] = Arc::new(DeviceResident::new(&stream, table)?);
         }
         Ok(Self { shared: Arc::clone(&self.shared), residents })
+    }
+
+    /// Returns the bytes of all caches, as they were in host memory.
+    pub fn cache_bytes(&self) -> usize {
+        self.shared.cache_bytes
     }
 
     /// Returns the bytes of all resident tables.

@@ -71,7 +71,9 @@ impl Follower {
         serving: &Serving,
         yield_now: &dyn Fn(Urgency),
     ) -> Result<Option<(Generation, Swapped)>, FollowError> {
-        let Some(served) = serving.id(&self.name) else { return Ok(None) };
+        let Some(served) = serving.model(&self.name).map(|model| model.id()) else {
+            return Ok(None);
+        };
         let refused = &mut self.refused;
         let is_refused = |live: LiveId| match refused {
             Some((refused, looks)) if *refused == live && *looks < REFUSED_LOOKS => {

@@ -5,6 +5,7 @@
 use crate::flash::live::LiveId;
 use crate::maintenance::share::Urgency;
 use crate::request::plans::{PlanJob, PlanTaken};
+use crate::request::served::Served;
 use crate::request::serving::Serving;
 use std::collections::BTreeMap;
 
@@ -26,30 +27,27 @@ impl PlanSteps {
     }
 
     fn build(&mut self, serving: &Serving) -> bool {
-        let untried = |name: &String| {
-            let served = serving.id(name);
-            let is_new = self.tried.get(name) != served.as_ref();
-            served.filter(|_| is_new).map(|served| (name.clone(), served))
-        };
-        for (name, served) in serving.names().iter().filter_map(untried).collect::<Vec<_>>() {
-            let job = serving.plan_job(&name);
+        for served in serving.served() {
+            let (name, id) = (served.name(), served.model().map(|model| model.id()));
+            let Some(id) = id.filter(|id| self.tried.get(name) != Some(id)) else { continue };
+            let job = serving.plan_job(name);
             let Ok(job) = job.inspect_err(|e| log::debug!("`{name}`: its plan waits: {e}")) else {
                 continue;
             };
-            if job.is_none() && serving.lacks_plan(&name) {
+            if job.is_none() && serving.lacks_plan(name) {
                 // The swap to another generation is due. If it fails, this one is looked at again.
                 continue;
             }
-            self.tried.insert(name.clone(), served);
+            self.tried.insert(name.to_owned(), id);
             let Some(mut job) = job else {
-                serving.note_plan(&name, String::new());
+                served.note_plan(String::new());
                 continue;
             };
             log::info!("`{name}`: TensorRT builds a plan; requests do not wait for it");
-            serving.note_plan(&name, "TensorRT builds a plan".to_owned());
+            served.note_plan("TensorRT builds a plan".to_owned());
             match job.build() {
                 Ok(()) => self.built = Some(job),
-                Err(e) => refuse(serving, &name, &e.to_string()),
+                Err(e) => refuse(&served, &e.to_string()),
             }
             return true;
         }
@@ -59,20 +57,21 @@ impl PlanSteps {
     fn take(&mut self, serving: &Serving, mut job: PlanJob, yield_now: &dyn Fn(Urgency)) -> bool {
         let taken = serving.take_plan(&mut job, yield_now);
         let name = job.name();
+        let Some(served) = serving.get(name) else { return true };
         match taken {
             Ok(PlanTaken::Swapped(swapped)) => {
-                serving.note_plan(name, String::new());
+                served.note_plan(String::new());
                 log::info!("`{name}`: the plan of TensorRT is in service; {swapped}");
             }
             Ok(PlanTaken::Rejected) => {
-                refuse(serving, name, "the scores of the probe set are beyond the bound");
+                refuse(&served, "the scores of the probe set are beyond the bound");
             }
             Ok(PlanTaken::Outdated) => {}
             Ok(PlanTaken::Busy) => {
                 self.built = Some(job);
                 return false;
             }
-            Err(e) => refuse(serving, name, &e.to_string()),
+            Err(e) => refuse(&served, &e.to_string()),
         }
         true
     }
@@ -87,8 +86,8 @@ fn build_next(mut job: PlanJob) -> bool {
     true
 }
 
-/// Records why `name` stays without a plan.
-fn refuse(serving: &Serving, name: &str, reason: &str) {
-    log::warn!("`{name}`: the network does not run on TensorRT: {reason}");
-    serving.note_plan(name, format!("no plan of TensorRT: {reason}"));
+/// Records why `served` stays without a plan.
+fn refuse(served: &Served, reason: &str) {
+    log::warn!("`{}`: the network does not run on TensorRT: {reason}", served.name());
+    served.note_plan(format!("no plan of TensorRT: {reason}"));
 }

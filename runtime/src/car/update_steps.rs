@@ -11,6 +11,7 @@ use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
 use crate::maintenance::share::Urgency;
 use crate::model::OpenError;
 use crate::model::budget::Budget;
+use crate::request::pipeline::Stats;
 use crate::request::serving::{Serving, ServingError, Swapped};
 use crate::update::Updater;
 use crate::update::apply::{Cause, Host, Policy, Unservable, Watched};
@@ -201,15 +202,16 @@ impl UpdateSteps {
             return Ok(false);
         }
         if self.serving.allows_tensorrt()
+            && let Some(served) = self.serving.get(&self.update.name)
             && let Some(release) = updater.release_in_hand(self.offered)?
         {
             self.offered = Some(release.manifest);
             match updater.staged_network(&release, root.as_deref()) {
-                Ok(network) => self.serving.offer_next(&self.update.name, network),
+                Ok(network) => served.offer_next(network),
                 Err(e) => log::debug!("`{}`: no plan before the swap: {e}", self.update.name),
             }
         }
-        let stats = self.serving.stats(&self.update.name);
+        let stats = self.stats();
         let pages_damaged = stats.map_or(0, |stats| stats.counters.pages_damaged);
         if pages_damaged > self.pages_damaged {
             updater.require_repair(Repair::NewerSnapshot)?;
@@ -249,8 +251,7 @@ impl UpdateSteps {
     /// Ends the trial that began with this process if the model answers requests, or if it has been
     /// served for a while without any. Returns whether it ended.
     fn end_trial(&self, updater: &Updater) -> Result<bool, UpdateError> {
-        let answers = self.serving.stats(&self.update.name);
-        let answers = answers.map_or(0, |stats| stats.requests.saturating_sub(stats.failed));
+        let answers = self.stats().map_or(0, |stats| stats.requests.saturating_sub(stats.failed));
         let is_proven = answers >= TRIAL_ANSWERS || self.looks >= TRIAL_S;
         if is_proven {
             updater.end_trial()?;
@@ -283,8 +284,8 @@ impl UpdateSteps {
             self.update.name.clone_from(&live.lineage);
         }
         let (name, budget) = (&self.update.name, self.update.budget);
-        let result = if self.serving.generation(name).is_none() {
-            self.serving.load(name, &flash, budget).map(|()| Swapped::default())
+        let result = if self.serving.get(name).is_none() {
+            self.serving.load(name, &flash, budget).map(|_| Swapped::default())
         } else {
             self.serving.swap(name, &flash, budget, yield_now)
         };
@@ -305,7 +306,7 @@ impl UpdateSteps {
     /// already or was rejected.
     fn open_changed(&mut self) -> Result<Option<(Flash, Lock)>, FlashError> {
         let ModelUpdates { name, updater, .. } = &self.update;
-        let served = if name.is_empty() { None } else { self.serving.id(name) };
+        let served = self.serving.model(name).map(|model| model.id());
         let failure = self.failure.as_ref();
         let is_rejected =
             |live: LiveId| failure.is_some_and(|f| f.id == live && f.cause == Cause::Release);
@@ -359,14 +360,19 @@ impl UpdateSteps {
         }
     }
 
+    /// Returns the statistics of the model; `None` if it is not served.
+    fn stats(&self) -> Option<Stats> {
+        self.serving.get(&self.update.name)?.stats()
+    }
+
     /// Returns the counts of the live generation for its probation.
     fn watched(&self) -> Watched {
         let name = &self.update.name;
-        match (self.serving.stats(name), self.serving.generation(name)) {
-            (Some(stats), Some(generation)) if self.failure.is_none() => Watched {
+        match (self.stats(), self.serving.model(name)) {
+            (Some(stats), Some(model)) if self.failure.is_none() => Watched {
                 requests: stats.requests,
                 faults: stats.failed,
-                latency_us_p99: (self.latency_us_p99)(name, &generation),
+                latency_us_p99: (self.latency_us_p99)(name, model.generation()),
             },
             _ => Watched::default(),
         }

@@ -47,6 +47,14 @@ impl ModelBackend {
         }
     }
 
+    /// Returns the dense network if it is in host memory.
+    pub fn cpu_dense(&self) -> Option<&DenseEngine> {
+        match self {
+            Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => Some(dense),
+            Self::Gpu { .. } => None,
+        }
+    }
+
     /// Returns the caches in host memory; none if they are on a GPU.
     pub fn cpu_caches(&self) -> &[Arc<Cache>] {
         self.cpu_tables().map_or(&[], |tables| &tables.caches)

@@ -6,7 +6,7 @@ use crate::limits::{BATCH_MAX, SLOTS_MAX};
 use crate::model::backend::ModelBackend;
 use crate::model::budget::Budget;
 use crate::model::error::OpenError;
-use crate::model::memory_plan::MemoryPlan;
+use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::schema::{KeySpace, Placement, Schema, Table};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
@@ -48,22 +48,17 @@ pub(crate) fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenE
     }
 }
 
-/// Checks the sum of `plan` against the budget. `cache_bytes` is the part of the sum that a smaller
-/// `cache_bytes_max` can reduce.
+/// Checks the sum of `plan` against the budget.
 ///
 /// # Errors
 /// [`OpenError::Budget`] with the field to lower and the whole plan.
-pub(crate) fn check_total(
-    budget: &Budget,
-    plan: &MemoryPlan,
-    cache_bytes: u64,
-) -> Result<(), OpenError> {
+pub(crate) fn check_total(budget: &Budget, plan: &MemoryPlan) -> Result<(), OpenError> {
     let (total, max) = (plan.total(), budget.memory_bytes_max);
     if total <= max {
         return Ok(());
     }
     let excess = total - max;
-    let lower = match cache_bytes.checked_sub(excess) {
+    let lower = match plan.bytes_of(&[Part::Caches]).checked_sub(excess) {
         Some(fits) if fits > 0 => format!("lower cache_bytes_max to {fits}"),
         // Even a model without a cache would be too large.
         _ => {

@@ -1,5 +1,5 @@
-//! The memory plan: the bytes of each part of a model. `request/memory.rs` computes them. Never
-//! allocates what it counts.
+//! The memory plan: the bytes of each part of a model. `request/memory.rs` computes it before each
+//! step of opening. A plan is replaced whole, and never edited.
 
 use std::fmt;
 
@@ -59,27 +59,25 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Sets the bytes of a part. A new part comes last.
-    pub(crate) fn set(&mut self, part: Part, bytes: u64) {
-        match self.parts.iter_mut().find(|(own, _)| *own == part) {
-            Some((_, before)) => *before = bytes,
-            None => self.parts.push((part, bytes)),
-        }
+    /// Returns the plan of `parts`. Opening takes `opening_bytes` more for a while.
+    pub(crate) fn new(parts: Vec<(Part, u64)>, opening_bytes: u64) -> Self {
+        Self { parts, opening_bytes }
     }
 
-    /// Removes a part whose memory was freed.
-    pub(crate) fn remove(&mut self, part: Part) {
-        self.parts.retain(|(own, _)| *own != part);
+    /// Returns the plan if opening takes at least `bytes` more for a while.
+    pub(crate) fn with_opening(self, bytes: u64) -> Self {
+        Self { opening_bytes: self.opening_bytes.max(bytes), ..self }
+    }
+
+    /// Returns the plan with one more part, the last.
+    pub(crate) fn and(mut self, part: Part, bytes: u64) -> Self {
+        self.parts.push((part, bytes));
+        self
     }
 
     /// Returns the bytes of `parts` together.
     pub(crate) fn bytes_of(&self, parts: &[Part]) -> u64 {
         self.parts.iter().filter(|(own, _)| parts.contains(own)).map(|(_, bytes)| bytes).sum()
-    }
-
-    /// Records memory that opening took temporarily beside the total. The largest record counts.
-    pub(crate) fn record_peak(&mut self, bytes: u64) {
-        self.opening_bytes = self.opening_bytes.max(bytes);
     }
 
     /// Returns the name of each part of the model that takes memory, with its bytes.

@@ -201,12 +201,18 @@ impl Model {
         Self { backend, budget, ..self }
     }
 
-    /// Replaces the backend with the result of `change`.
+    /// Replaces the memory plan.
+    pub(crate) fn with_memory(self, memory: MemoryPlan) -> Self {
+        Self { memory, ..self }
+    }
+
+    /// Replaces the backend with the result of `change`, which `memory` is the plan of.
     pub(crate) fn map_backend<E>(
         self,
+        memory: MemoryPlan,
         change: impl FnOnce(ModelBackend) -> Result<ModelBackend, E>,
     ) -> Result<Self, E> {
-        Ok(Self { backend: change(self.backend)?, ..self })
+        Ok(Self { backend: change(self.backend)?, memory, ..self })
     }
 
     /// Returns the read depth of the device, which the models on it share.
@@ -222,15 +228,6 @@ impl Model {
     /// Returns a reader for a background thread, which leaves the device's depth to requests.
     pub(crate) fn background_reader(&self) -> PageReader {
         PageReader::with_depth(&self.read_depth, BACKGROUND_READS_MAX, self.read_method)
-    }
-
-    pub(crate) fn memory_mut(&mut self) -> &mut MemoryPlan {
-        &mut self.memory
-    }
-
-    /// Records memory that opening took temporarily beside the plan's total.
-    pub(crate) fn record_peak(&mut self, bytes: u64) {
-        self.memory.record_peak(bytes);
     }
 
     /// Returns the first column of lookup `l` in the inputs of the dense network.

@@ -2,15 +2,20 @@
 //! workers and the queue, and allocates nothing.
 
 use crate::io::reader::PageReader;
+use crate::model::Model;
 use crate::model::backend::{CpuTables, ModelBackend};
 use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::row_writer::RowWriter;
-use crate::model::{Model, OpenError, capacity};
 use crate::request::changed_rows::list_bytes_max;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
-use crate::request::worker::TableCounters;
+use crate::request::worker::{TableCounters, lookup_limits};
 use crate::schema::batch::Batch;
+use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::dense::DenseEngine;
+use hatchback_kernels::gpu::DeviceEngine;
+use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
+use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 
@@ -28,12 +33,18 @@ impl Model {
     }
 }
 
-fn cache_bytes(model: &Model) -> u64 {
-    model.backend().cpu_caches().iter().map(|cache| cache.bytes() as u64).sum()
+/// Where the tables and the network of a model are, or would be.
+#[derive(Clone, Copy)]
+pub(crate) enum Backing<'a> {
+    Host,
+    /// The tables are on the GPU, the network is in host memory.
+    GpuTables(&'a Gpu),
+    Gpu(&'a Gpu, &'a DeviceEngine),
 }
 
-pub(crate) fn check_total(model: &Model) -> Result<(), OpenError> {
-    capacity::check_total(model.budget(), model.memory(), cache_bytes(model))
+fn cache_bytes(backend: &ModelBackend) -> u64 {
+    let on_gpu = backend.device_tables().map_or(0, |tables| tables.cache_bytes());
+    (on_gpu + backend.cpu_caches().iter().map(|cache| cache.bytes()).sum::<usize>()) as u64
 }
 
 /// Returns the bytes of all resident tables of `backend`.
@@ -43,41 +54,66 @@ fn resident_bytes(backend: &ModelBackend) -> u64 {
     backend.cpu_tables().map_or_else(on_gpu, in_memory) as u64
 }
 
-fn index_bytes(model: &Model) -> u64 {
-    model.tables().iter().map(|table| table.rows.index_bytes() as u64).sum()
+/// Returns the memory plan of `model`, with its workers and request slots, if it were at
+/// `backing`. Moving it there takes `opening_bytes` more for a while. The tables of `model` may
+/// be elsewhere yet.
+pub(crate) fn plan_memory(model: &Model, backing: Backing<'_>, opening_bytes: u64) -> MemoryPlan {
+    let mut parts = vec![
+        (Part::Caches, cache_bytes(model.backend())),
+        (Part::Residents, resident_bytes(model.backend())),
+        (Part::Indexes, model.tables().iter().map(|table| table.rows.index_bytes() as u64).sum()),
+    ];
+    // Few models have vocabularies.
+    let vocabularies = model.schema().features.iter().map(|f| f.key.bytes() as u64).sum();
+    parts.extend((vocabularies > 0).then_some((Part::Vocabularies, vocabularies)));
+    add_network(&mut parts, model, backing);
+    add_workers(&mut parts, model);
+    add_queue(&mut parts, model);
+    add_gpu(&mut parts, model, backing);
+    MemoryPlan::new(parts, model.memory().opening_bytes().max(opening_bytes))
 }
 
-/// Sets the line of the vocabularies, which only a model with vocabularies has.
-fn set_vocabularies(plan: &mut MemoryPlan, model: &Model) {
-    match model.schema().features.iter().map(|f| f.key.bytes() as u64).sum() {
-        0 => plan.remove(Part::Vocabularies),
-        bytes => plan.set(Part::Vocabularies, bytes),
+/// Adds the network's inputs, and what the network takes if it is in host memory.
+fn add_network(parts: &mut Vec<(Part, u64)>, model: &Model, backing: Backing<'_>) {
+    let (workers, batch) = (u64::from(model.budget().workers), model.budget().batch_max);
+    let inputs = 4 * u64::from(batch) * input_width(model) as u64;
+    let on_host = match (backing, model.backend().cpu_dense()) {
+        (Backing::Gpu(..), _) | (_, None) => None,
+        (_, dense) => dense,
+    };
+    parts.extend(on_host.map(|dense| (Part::DenseWeights, dense.bytes() as u64)));
+    parts.push((Part::DenseInputs, workers * inputs));
+    let results = |dense: &DenseEngine| workers * dense.scratch_bytes(batch as usize) as u64;
+    parts.extend(on_host.map(|dense| (Part::DenseResults, results(dense))));
+}
+
+fn input_width(model: &Model) -> usize {
+    model.input_widths().iter().sum()
+}
+
+/// Adds what workers share with a GPU that has the tables, and the network there.
+fn add_gpu(parts: &mut Vec<(Part, u64)>, model: &Model, backing: Backing<'_>) {
+    let workers = u64::from(model.budget().workers);
+    let (gpu, engine) = match backing {
+        Backing::Host => return,
+        Backing::GpuTables(gpu) => (gpu, None),
+        Backing::Gpu(gpu, engine) => (gpu, Some(engine)),
+    };
+    let schema = model.schema();
+    let room = RequestRoom {
+        features: schema.lookups.len(),
+        lookups: schema.lookups_max(),
+        weights: schema.weights_max(),
+        is_shared: schema.has_shared(),
+    };
+    let shared = GpuLookup::bytes(room, lookup_limits(model, gpu));
+    parts.push((Part::GpuShared, workers * shared as u64));
+    if let Some(engine) = engine {
+        let batch_max = model.budget().batch_max as usize;
+        let per_worker = Step::bytes(engine, input_width(model), batch_max);
+        parts.push((Part::GpuWeights, engine.bytes()));
+        parts.push((Part::GpuDense, workers * per_worker));
     }
-}
-
-/// Sets the lines that another generation of the same model changes. The dense network of `model`
-/// is in host memory.
-fn set_generation(plan: &mut MemoryPlan, model: &Model) {
-    let (workers, dense) = (u64::from(model.budget().workers), cpu_dense_bytes(model));
-    let batch = u64::from(model.budget().batch_max);
-    let widths = model.input_widths().iter().sum::<usize>();
-    let inputs = 4 * batch * widths as u64;
-    plan.set(Part::Residents, resident_bytes(model.backend()));
-    plan.set(Part::Indexes, index_bytes(model));
-    set_vocabularies(plan, model);
-    plan.set(Part::DenseWeights, dense.weights);
-    plan.set(Part::DenseInputs, workers * inputs);
-    plan.set(Part::DenseResults, workers * dense.scratch as u64);
-}
-
-/// Returns the memory plan of `model`, whose dense network is in host memory. The caches and
-/// workers are those of an earlier generation, whose plan is `before`.
-pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
-    let mut plan = before.clone();
-    plan.remove(Part::GpuWeights);
-    plan.remove(Part::GpuDense);
-    set_generation(&mut plan, model);
-    plan
 }
 
 /// Returns the bytes of `model` that it does not share with `before`, the previous generation.
@@ -97,18 +133,8 @@ const NOT_SHARED: [Part; 6] = [
     Part::GpuDense,
 ];
 
-/// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.
-pub(crate) fn sum_memory(model: &Model) -> MemoryPlan {
-    let mut plan = MemoryPlan::default();
-    plan.set(Part::Caches, cache_bytes(model));
-    set_generation(&mut plan, model);
-    add_workers(&mut plan, model);
-    add_queue(&mut plan, model);
-    plan
-}
-
 /// Adds the memory of one worker that every generation takes, times the workers.
-fn add_workers(plan: &mut MemoryPlan, model: &Model) {
+fn add_workers(parts: &mut Vec<(Part, u64)>, model: &Model) {
     let budget = model.budget();
     let (workers, batch) = (u64::from(budget.workers), budget.batch_max as usize);
     let misses_max = budget.misses_max as usize;
@@ -116,7 +142,7 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
         + misses_max * size_of::<Miss>()
         + TableCounters::bytes(model.schema().tables.len())
         + NegativeCache::bytes();
-    let mut add = |part, bytes: usize| plan.set(part, workers * bytes as u64);
+    let mut add = |part, bytes: usize| parts.push((part, workers * bytes as u64));
 
     add(Part::Misses, misses);
     add(Part::PageBuffers, PageReader::bytes(budget.reads_max as usize));
@@ -127,33 +153,15 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
 }
 
 /// Adds the request slots and the queue.
-fn add_queue(plan: &mut MemoryPlan, model: &Model) {
+fn add_queue(parts: &mut Vec<(Part, u64)>, model: &Model) {
     let budget = model.budget();
     let batch = budget.batch_max as usize;
     let slot = Batch::bytes(model.schema(), batch) + batch * sample_bytes(model);
-    plan.set(Part::Slots, u64::from(budget.slots) * slot as u64);
-    plan.set(Part::Queues, RequestQueue::queue_bytes(budget.workers as usize) as u64);
+    parts.push((Part::Slots, u64::from(budget.slots) * slot as u64));
+    parts.push((Part::Queues, RequestQueue::queue_bytes(budget.workers as usize) as u64));
 }
 
 /// Bytes of the scores and the status of one sample.
 fn sample_bytes(model: &Model) -> usize {
     size_of::<LookupStatus>() + 4 * model.outputs()
-}
-
-/// Bytes of a dense network in host memory.
-#[derive(Default)]
-struct DenseBytes {
-    weights: u64,
-    /// Of one worker.
-    scratch: usize,
-}
-
-fn cpu_dense_bytes(model: &Model) -> DenseBytes {
-    match model.backend() {
-        ModelBackend::Cpu { dense, .. } | ModelBackend::GpuTables { dense, .. } => DenseBytes {
-            weights: dense.bytes() as u64,
-            scratch: dense.scratch_bytes(model.budget().batch_max as usize),
-        },
-        ModelBackend::Gpu { .. } => DenseBytes::default(),
-    }
 }

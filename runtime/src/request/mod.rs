@@ -12,6 +12,7 @@ pub mod plans;
 pub(crate) mod precision_check;
 pub mod probe_inputs;
 pub(crate) mod queue;
+pub mod served;
 pub mod serving;
 pub(crate) mod slot;
 pub(crate) mod successor;

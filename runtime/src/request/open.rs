@@ -8,18 +8,14 @@ use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
 use crate::model::budget::Budget;
-use crate::model::memory_plan::Part;
 use crate::model::opened::{ModelParts, f16_inputs};
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
-use crate::request::memory::{check_total, sum_memory};
+use crate::request::memory::{Backing, plan_memory};
 use crate::request::precision_check;
-use crate::request::worker::lookup_limits;
 use crate::schema::{InputSource, Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
-use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
@@ -119,10 +115,10 @@ impl Model {
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
         let place = Placed { is_resident: &is_resident, before: &[] };
-        let mut model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
-        *model.memory_mut() = sum_memory(&model);
-        check_total(&model)?;
-        Ok(model)
+        let model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
+        let memory = plan_memory(&model, Backing::Host, 0);
+        capacity::check_total(model.budget(), &memory)?;
+        Ok(model.with_memory(memory))
     }
 
     /// Opens the live generation of `flash` to score the samples of its probe set, one at a time.
@@ -210,26 +206,16 @@ impl Model {
     /// # Errors
     /// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget
     /// has none for the workers beside the tables.
-    pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
+    pub fn move_to_device(self, device: &Device) -> Result<Self, OpenError> {
         let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
             return Ok(self);
         };
-        let schema = self.schema();
-        let room = RequestRoom {
-            features: schema.lookups.len(),
-            lookups: schema.lookups_max(),
-            weights: schema.weights_max(),
-            is_shared: schema.has_shared(),
-        };
-        let bytes = GpuLookup::bytes(room, lookup_limits(&self, gpu));
-        let bytes = u64::from(self.budget().workers) * bytes as u64;
-        self.memory_mut().set(Part::GpuShared, bytes);
-        check_total(&self)?;
-
-        let storages = self.tables().iter().map(device_storage).collect();
         // The host frees each cache after its copy, and all resident tables after the last copy.
-        self.record_peak(peak_of_move(self.backend()));
-        self.map_backend(|backend| match backend {
+        let peak = peak_of_move(self.backend());
+        let memory = plan_memory(&self, Backing::GpuTables(gpu), peak);
+        capacity::check_total(self.budget(), &memory)?;
+        let storages = self.tables().iter().map(device_storage).collect();
+        self.map_backend(memory, |backend| match backend {
             ModelBackend::Cpu { tables, dense } => {
                 let CpuTables { caches, residents } = sole_owner(tables);
                 let caches = caches.into_iter().map(sole_owner).collect();
@@ -314,26 +300,15 @@ impl Model {
     }
 
     /// Replaces the dense network on the CPU with `engine`, if there is one.
-    fn with_engine(mut self, engine: Option<DeviceEngine>) -> Result<Self, OpenError> {
-        let (ModelBackend::GpuTables { dense: on_cpu, .. }, Some(engine)) =
-            (self.backend(), engine)
+    fn with_engine(self, engine: Option<DeviceEngine>) -> Result<Self, OpenError> {
+        let (ModelBackend::GpuTables { tables, dense }, Some(engine)) = (self.backend(), engine)
         else {
             return Ok(self);
         };
-        let freed_bytes = on_cpu.bytes() as u64;
-        let Budget { batch_max, workers, .. } = *self.budget();
-        let batch_max = batch_max as usize;
-
-        let per_worker = Step::bytes(&engine, self.input_widths().iter().sum(), batch_max);
-        self.record_peak(freed_bytes);
-        let memory = self.memory_mut();
-        memory.remove(Part::DenseWeights);
-        memory.remove(Part::DenseResults);
-        memory.set(Part::GpuWeights, engine.bytes());
-        memory.set(Part::GpuDense, u64::from(workers) * per_worker);
-        check_total(&self)?;
-
-        self.map_backend(|backend| match backend {
+        let backing = Backing::Gpu(tables.gpu(), &engine);
+        let memory = plan_memory(&self, backing, dense.bytes() as u64);
+        capacity::check_total(self.budget(), &memory)?;
+        self.map_backend(memory, |backend| match backend {
             ModelBackend::GpuTables { tables, .. } => {
                 Ok(ModelBackend::Gpu { tables, dense: Arc::new(engine) })
             }

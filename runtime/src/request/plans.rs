@@ -73,7 +73,7 @@ impl Serving {
         let Some(model) = self.model(name).filter(|_| self.lacks_plan(name)) else {
             return Ok(None);
         };
-        let Some(flash) = self.flash(name) else { return Ok(None) };
+        let Some(flash) = self.get(name).map(|served| served.flash()) else { return Ok(None) };
         let flash = flash?;
         // Otherwise an update has installed another generation, and its swap is due.
         if flash.record().id() != model.id() {
@@ -85,7 +85,7 @@ impl Serving {
 
     /// Returns the work on the plan of the next release of `name`, once for each that was offered.
     pub fn next_plan_job(&self, name: &str) -> Option<PlanJob> {
-        let NextNetwork { manifest, schema, onnx } = self.take_next(name)?;
+        let NextNetwork { manifest, schema, onnx } = self.get(name)?.take_next()?;
         self.job_of(name, manifest, Arc::new(schema), onnx)
     }
 
@@ -97,7 +97,7 @@ impl Serving {
         onnx: Vec<u8>,
     ) -> Option<PlanJob> {
         let Device::Cuda(gpu) = self.lookups() else { return None };
-        let batch_max = self.budget(name)?.batch_max as usize;
+        let batch_max = self.model(name)?.budget().batch_max as usize;
         let network = GpuNetwork { schema, onnx, batch_max };
         let (name, gpu, dense) = (name.to_owned(), Arc::clone(gpu), self.dense().clone());
         Some(PlanJob { name, manifest, network, gpu, dense, built: None })
@@ -116,16 +116,15 @@ impl Serving {
     ) -> Result<PlanTaken, ServingError> {
         let name = job.name.clone();
         let refuse = |source| ServingError::Open { name: name.clone(), source };
-        let (Some(flash), Some(served)) = (self.flash(&name), self.model(&name)) else {
-            return Ok(PlanTaken::Outdated);
-        };
+        let Some(handle) = self.get(&name) else { return Ok(PlanTaken::Outdated) };
+        let Some(served) = handle.model() else { return Ok(PlanTaken::Outdated) };
         // A merge may have replaced segments during the build, and must not do so now.
-        let lock = flash.map_err(|e| refuse(e.into()))?.lock();
+        let flash = handle.flash().map_err(|e| refuse(e.into()))?;
+        let lock = flash.lock();
         if matches!(lock, Err(FlashError::Busy { .. })) {
             return Ok(PlanTaken::Busy);
         }
-        let Some(flash) = self.flash(&name) else { return Ok(PlanTaken::Outdated) };
-        let flash = flash.map_err(|e| refuse(e.into()))?;
+        let flash = handle.flash().map_err(|e| refuse(e.into()))?;
         if flash.record().id() != served.id() || served.id().manifest != job.manifest {
             return Ok(PlanTaken::Outdated);
         }

@@ -1,34 +1,27 @@
-//! Several models in one process, each with a name and a pipeline, within one memory budget. A swap
+//! Several models in one process, each with a name and a handle, within one memory budget. A swap
 //! opens the next generation with the caches of the served one, and exchanges the two between two
 //! batches. A change of one model never affects callers of another.
 
-use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
-use crate::flash::live::LiveId;
-use crate::flash::{Flash, FlashError};
-use crate::io::disk::Disk;
+use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
 use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::preload::preload_hot_keys;
-use crate::model::{CacheUse, Model, OpenError};
-use crate::request::open::NextNetwork;
-use crate::request::pipeline::{Pipeline, PipelineStarter, Queued, RequestError, Stats, Ticket};
+use crate::model::{Model, OpenError};
+use crate::request::pipeline::{Pipeline, PipelineStarter};
 use crate::request::successor::{self, OpenOptions, can_follow};
 use crate::request::transition;
-use crate::request::worker::TableCounts;
-use crate::schema::Schema;
-use crate::schema::batch::Batch;
 use crate::schema::change::{ChangeError, check_change};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::gpu::GpuDense;
 use std::collections::BTreeSet;
 use std::io;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
+pub use crate::request::served::Served;
 pub use crate::request::transition::Swapped;
 
 /// Why a model is not loaded, swapped or unloaded. The served models are unchanged.
@@ -61,21 +54,10 @@ pub enum ServingError {
 
 debug_as_display!(ServingError);
 
-struct Served {
-    name: String,
-    disk: Arc<dyn Disk>,
-    directory: PathBuf,
-    /// Why the network runs without TensorRT; empty if it does not, or need not.
-    plan_note: Mutex<String>,
-    /// The network of the next release, until its plan is built.
-    next: Mutex<Option<NextNetwork>>,
-    pipeline: Pipeline,
-}
-
 /// The models of one process.
 pub struct Serving {
-    /// Locked for reading while a request is submitted, and for writing while the list changes.
-    models: RwLock<Vec<Served>>,
+    /// Locked for writing while the list changes.
+    models: RwLock<Vec<Arc<Served>>>,
     /// Held during a load, swap or unload, so that there is one at a time.
     change: Mutex<()>,
     memory_bytes_max: u64,
@@ -87,7 +69,7 @@ pub struct Serving {
     lookups: Device,
     dense: GpuDense,
     clock: Arc<dyn Clock>,
-    /// Starts the threads of a pipeline; `None` if the caller calls [`Serving::step`].
+    /// Starts the threads of a pipeline; `None` if the caller calls [`Served::step`].
     starter: Option<PipelineStarter>,
 }
 
@@ -110,15 +92,9 @@ impl Serving {
         }
     }
 
-    /// Serves without threads: [`Serving::step`] does the work of the workers. For a simulation.
+    /// Serves without threads: [`Served::step`] does the work of the workers. For a simulation.
     pub fn stepped(self) -> Self {
         Self { starter: None, ..self }
-    }
-
-    /// Does one piece of work for the model `name`, as [`Pipeline::step`] does. Returns false if
-    /// there is none.
-    pub fn step(&self, name: &str) -> bool {
-        self.with(name, Pipeline::step).unwrap_or(false)
     }
 
     /// Sets the device on which every model looks up its rows. On a GPU the dense network runs
@@ -129,42 +105,54 @@ impl Serving {
 
     /// Counts `bytes` that the process takes beside the models. The rest of the memory is for the
     /// models.
-    pub fn beside(mut self, part: &'static str, bytes: u64) -> Self {
-        self.beside.set(Part::Beside(part), bytes);
-        self
+    pub fn beside(self, part: &'static str, bytes: u64) -> Self {
+        let beside = self.beside.and(Part::Beside(part), bytes);
+        Self { beside, ..self }
     }
 
-    fn models(&self) -> RwLockReadGuard<'_, Vec<Served>> {
+    fn models(&self) -> RwLockReadGuard<'_, Vec<Arc<Served>>> {
         self.models.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the result of `read` for the pipeline of `name`; `None` if the model is not served.
-    fn with<T>(&self, name: &str, read: impl FnOnce(&Pipeline) -> T) -> Option<T> {
-        self.models().iter().find(|m| m.name == name).map(|m| read(&m.pipeline))
+    /// Returns the handle of the model `name`; `None` if it is not served.
+    pub fn get(&self, name: &str) -> Option<Arc<Served>> {
+        self.models().iter().find(|served| served.name() == name).cloned()
+    }
+
+    /// Returns the handles of all models, in the order of their loads.
+    pub fn served(&self) -> Vec<Arc<Served>> {
+        self.models().clone()
+    }
+
+    /// Returns the model that `name` serves.
+    pub fn model(&self, name: &str) -> Option<Arc<Model>> {
+        self.get(name)?.model()
     }
 
     /// Serves the live generation of `flash` as `name`. The memory and the reads of `budget` are
-    /// replaced by those that [`Serving::new`] received.
+    /// replaced by those that [`Serving::new`] received. Returns the handle of the model.
     ///
     /// # Errors
     /// [`ServingError::Loaded`] if the name is taken; [`ServingError::Open`],
     /// [`ServingError::Memory`] or [`ServingError::Reads`] if the model cannot be opened within the
     /// budget.
-    pub fn load(&self, name: &str, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
+    pub fn load(
+        &self,
+        name: &str,
+        flash: &Flash,
+        budget: Budget,
+    ) -> Result<Arc<Served>, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.schema(name).is_some() {
+        if self.get(name).is_some() {
             return Err(ServingError::Loaded(name.to_owned()));
         }
 
         // Opening takes seconds, so the list of models is not locked. `change` keeps the name free.
         let pipeline = self.open(name, flash, budget, None)?;
-        let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
-        let (disk, directory) = (Arc::clone(flash.disk()), flash.directory().to_owned());
-        let (name, plan_note, next) = (name.to_owned(), Mutex::default(), Mutex::default());
-        models.push(Served { name: name.clone(), disk, directory, plan_note, next, pipeline });
-        drop(models);
-        self.unloaded().remove(&name);
-        Ok(())
+        let served = Arc::new(Served::new(name, flash, pipeline));
+        self.models.write().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&served));
+        self.unloaded().remove(name);
+        Ok(served)
     }
 
     /// Serves the live generation of `flash` in place of the one that `name` serves now. Both share
@@ -188,12 +176,12 @@ impl Serving {
         // Before the lock: other models may be loaded during a proof.
         self.prove_next(flash, budget, yield_awaited);
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(old) = self.with(name, Pipeline::model) else {
-            return Err(ServingError::NotLoaded(name.to_owned()));
-        };
+        let not_loaded = || ServingError::NotLoaded(name.to_owned());
+        let served = self.get(name).ok_or_else(not_loaded)?;
+        let old = served.model().ok_or_else(not_loaded)?;
         if !can_follow(&old, flash, &budget) {
             drop(old);
-            return self.replace(name, flash, budget, yield_awaited);
+            return self.replace(&served, flash, budget, yield_awaited);
         }
 
         let (budget, taken) = self.budget_beside(budget);
@@ -204,45 +192,37 @@ impl Serving {
         if old.outputs() != opened.model.outputs() {
             // The slots of the old pipeline have no room for other scores.
             drop((old, opened));
-            return self.replace(name, flash, budget, yield_awaited);
+            return self.replace(&served, flash, budget, yield_awaited);
         }
         drop(old);
 
         let run = |pipeline: &Pipeline| transition::run(pipeline, opened, &*self.clock, yield_now);
-        // The list stays locked for reading until the swap has ended. No writer waits for it,
+        // The pipeline stays locked for reading until the swap has ended. No writer waits for it,
         // because `change` admits one change at a time.
-        let swapped = self.with(name, run);
-        let swapped = swapped.ok_or_else(|| ServingError::NotLoaded(name.to_owned()))?;
-        swapped.map_err(|e| self.refusal(name, OpenError::Cuda(e), taken))
+        served
+            .with(run)
+            .ok_or_else(not_loaded)?
+            .map_err(|e| self.refusal(name, OpenError::Cuda(e), taken))
     }
 
-    /// Serves the live generation of `flash` as `name`, with caches of its own.
+    /// Serves the live generation of `flash` as `served`, with caches of its own.
     fn replace(
         &self,
-        name: &str,
+        served: &Served,
         flash: &Flash,
         budget: Budget,
         yield_now: &dyn Fn(),
     ) -> Result<Swapped, ServingError> {
-        let mut pipeline = self.open(name, flash, budget, Some(yield_now))?;
-        let old = self.with(name, Pipeline::model);
-        if let Some(old) = old {
-            check_shape(&old, &pipeline.model()).map_err(|e| e.of(name))?;
+        let pipeline = self.open(served.name(), flash, budget, Some(yield_now))?;
+        if let Some(old) = served.model() {
+            check_shape(&old, &pipeline.model()).map_err(|e| e.of(served.name()))?;
         }
 
         let start = self.clock.now();
-        {
-            let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
-            if let Some(served) = models.iter_mut().find(|m| m.name == name) {
-                // Nothing is dropped under the lock: the drop of the old pipeline waits for its
-                // requests.
-                std::mem::swap(&mut served.pipeline, &mut pipeline);
-            }
-        }
+        let old = served.exchange(Some(pipeline));
         let pause = self.clock.now().saturating_sub(start);
 
-        let dropped = pipeline.model().cache_slots();
-        drop(pipeline);
+        let dropped = old.map_or(0, |old| old.model().cache_slots());
         Ok(Swapped { dropped, pause, ..Swapped::default() })
     }
 
@@ -263,7 +243,7 @@ impl Serving {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         let removed = {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
-            let at = models.iter().position(|m| m.name == name);
+            let at = models.iter().position(|served| served.name() == name);
             let removed = at.map(|at| models.remove(at));
             if removed.is_some() {
                 // Under the lock of the list: whoever no longer finds the model finds this record.
@@ -272,8 +252,10 @@ impl Serving {
             removed
         };
         // The drop waits for the model's last requests, and must not keep requests to other models
-        // waiting.
-        removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
+        // waiting. Handles that are left have no pipeline.
+        let removed = removed.ok_or_else(|| ServingError::NotLoaded(name.to_owned()))?;
+        drop(removed.exchange(None));
+        Ok(())
     }
 
     /// Opens the live generation of `flash`, reads its hot keys into the caches and starts its
@@ -319,7 +301,8 @@ impl Serving {
     fn check_reads(&self, name: &str, workers: u32) -> Result<(), ServingError> {
         // A generation that replaces another counts beside it: until the exchange both have
         // workers.
-        let served = self.models().iter().map(|m| m.pipeline.model().budget().workers).sum::<u32>();
+        let models = self.served().into_iter().filter_map(|served| served.model());
+        let served = models.map(|model| model.budget().workers).sum::<u32>();
         let (workers, max) = ((served + workers) as usize, self.read_depth.max());
         if workers > max {
             return Err(ServingError::Reads { name: name.to_owned(), max, workers });
@@ -341,67 +324,9 @@ impl Serving {
         model.move_dense_to_gpu(flash, &self.dense)
     }
 
-    /// Submits a request to the model `name`, as [`Pipeline::submit`] does.
-    ///
-    /// # Errors
-    /// [`RequestError::NotServed`] if there is no such model, and the errors of
-    /// [`Pipeline::submit`].
-    pub fn submit(
-        &self,
-        name: &str,
-        batch: &Batch,
-        deadline: Option<Duration>,
-    ) -> Result<Ticket, RequestError> {
-        self.with(name, |p| p.submit(batch, deadline)).unwrap_or(Err(RequestError::NotServed))
-    }
-
-    /// Submits a request to the model `name`, as [`Pipeline::submit_with`] does.
-    ///
-    /// # Errors
-    /// [`RequestError::NotServed`] if there is no such model, and the errors of
-    /// [`Pipeline::submit_with`].
-    pub fn submit_with<E: From<RequestError>>(
-        &self,
-        name: &str,
-        deadline: Option<Duration>,
-        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
-    ) -> Result<Ticket, E> {
-        let submitted = self.with(name, |p| p.submit_with(deadline, fill));
-        submitted.unwrap_or_else(|| Err(RequestError::NotServed.into()))
-    }
-
-    /// Queues a request to the model `name`, as [`Pipeline::queue_with`] does.
-    ///
-    /// # Errors
-    /// Those of [`Serving::submit_with`].
-    pub fn queue_with<E: From<RequestError>>(
-        &self,
-        name: &str,
-        deadline: Option<Duration>,
-        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
-    ) -> Result<Queued, E> {
-        let queued = self.with(name, |p| p.queue_with(deadline, fill));
-        queued.unwrap_or_else(|| Err(RequestError::NotServed.into()))
-    }
-
     /// Returns the time of the clock that deadlines are times of.
     pub fn now(&self) -> Duration {
         self.clock.now()
-    }
-
-    /// Queues keys to prefetch for the model `name`, as [`Pipeline::prefetch`] does. Returns how
-    /// many keys were queued.
-    pub fn prefetch(&self, name: &str, feature: usize, keys: &[u64]) -> usize {
-        self.with(name, |p| p.prefetch(feature, keys)).unwrap_or(0)
-    }
-
-    /// Opens the flash directory that `name` was loaded from; `None` if the model is not served.
-    pub(crate) fn flash(&self, name: &str) -> Option<Result<Flash, FlashError>> {
-        let models = self.models();
-        let served = models.iter().find(|m| m.name == name)?;
-        let (disk, directory) = (Arc::clone(&served.disk), served.directory.clone());
-        drop(models);
-        Some(Flash::open(&disk, &directory))
     }
 
     /// Returns whether the target and the machine allow TensorRT.
@@ -422,83 +347,9 @@ impl Serving {
         &self.lookups
     }
 
-    /// Offers the network of the next release of `name`: its plan is built while this one serves.
-    pub fn offer_next(&self, name: &str, network: NextNetwork) {
-        if let Some(served) = self.models().iter().find(|m| m.name == name) {
-            *served.next.lock().unwrap_or_else(PoisonError::into_inner) = Some(network);
-        }
-    }
-
-    pub(crate) fn take_next(&self, name: &str) -> Option<NextNetwork> {
-        let models = self.models();
-        let served = models.iter().find(|m| m.name == name)?;
-        served.next.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    /// Records why the network of `name` runs without TensorRT.
-    pub(crate) fn note_plan(&self, name: &str, note: String) {
-        if let Some(served) = self.models().iter().find(|m| m.name == name) {
-            *served.plan_note.lock().unwrap_or_else(PoisonError::into_inner) = note;
-        }
-    }
-
-    /// Returns what runs the dense network of `name`, in words, with the state of its plan.
-    pub fn dense_runs_on(&self, name: &str) -> Option<String> {
-        let models = self.models();
-        let served = models.iter().find(|m| m.name == name)?;
-        let note = served.plan_note.lock().unwrap_or_else(PoisonError::into_inner);
-        let runs_on = served.pipeline.model().dense_runs_on();
-        Some(if note.is_empty() { runs_on } else { format!("{runs_on} ({note})") })
-    }
-
     /// Returns the names of the models.
     pub fn names(&self) -> Vec<String> {
-        self.models().iter().map(|m| m.name.clone()).collect()
-    }
-
-    /// Returns the model that `name` serves.
-    pub fn model(&self, name: &str) -> Option<Arc<Model>> {
-        self.with(name, Pipeline::model)
-    }
-
-    /// Returns the schema that requests to `name` follow.
-    pub fn schema(&self, name: &str) -> Option<Arc<Schema>> {
-        self.with(name, |p| Arc::clone(p.model().schema()))
-    }
-
-    /// Returns the generation that `name` serves.
-    pub fn generation(&self, name: &str) -> Option<Generation> {
-        self.with(name, |p| Generation::clone(p.model().generation()))
-    }
-
-    /// Returns the identity of the generation that `name` serves.
-    pub fn id(&self, name: &str) -> Option<LiveId> {
-        self.with(name, |p| p.model().id())
-    }
-
-    /// Returns the budget that `name` was opened with.
-    pub fn budget(&self, name: &str) -> Option<Budget> {
-        self.with(name, |p| *p.model().budget())
-    }
-
-    /// Returns the statistics of `name` since it was loaded or swapped.
-    pub fn stats(&self, name: &str) -> Option<Stats> {
-        self.with(name, Pipeline::stats)
-    }
-
-    /// Returns the counts of each table's lookups of `name` since it was loaded.
-    pub fn table_counts(&self, name: &str) -> Option<Vec<TableCounts>> {
-        self.with(name, Pipeline::table_counts)
-    }
-
-    /// Returns the use of the caches of `name`; `None` if they are on a GPU.
-    pub fn cache_use(&self, name: &str) -> Option<CacheUse> {
-        self.with(name, |p| p.model().cache_use()).flatten()
-    }
-
-    /// Returns the scores per sample of `name`.
-    pub fn outputs(&self, name: &str) -> Option<usize> {
-        self.with(name, |p| p.model().outputs())
+        self.models().iter().map(|served| served.name().to_owned()).collect()
     }
 
     /// Returns the bytes that all models together may take.
@@ -519,10 +370,10 @@ impl Serving {
 
     /// Returns the name and the memory plan of each model.
     pub fn memory(&self) -> Vec<(String, MemoryPlan)> {
-        self.models()
-            .iter()
-            .map(|m| (m.name.clone(), m.pipeline.model().memory().clone()))
-            .collect()
+        let plan = |served: Arc<Served>| {
+            Some((served.name().to_owned(), served.model()?.memory().clone()))
+        };
+        self.served().into_iter().filter_map(plan).collect()
     }
 }
 

@@ -12,7 +12,7 @@ use crate::model::row_writer::{ResidentPatch, RowWriter, resident_slots};
 use crate::model::served_tables::{ServedTable, Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
 use crate::request::changed_rows::list_bytes;
-use crate::request::memory::{own_bytes, plan_after};
+use crate::request::memory::{Backing, own_bytes, plan_memory};
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::gpu::GpuDense;
 use std::sync::Arc;
@@ -98,12 +98,13 @@ pub(crate) fn open(
 
     let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
     let backend = share_tables(old.backend(), &model, replaced)?;
-    let mut model = model.with_storage(&storage, backend, *old.budget());
-    *model.memory_mut() = plan_after(old.memory(), &model);
-    let mut model = model.load_dense_to_gpu(flash, options.dense)?;
+    let model = model.with_storage(&storage, backend, *old.budget());
+    let gpu = model.backend().device_tables().map(|tables| tables.gpu());
+    let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
+    let memory = plan_memory(&model, backing, 0);
+    let model = model.with_memory(memory).load_dense_to_gpu(flash, options.dense)?;
 
     let own = own_bytes(&model, old) + taken;
-    model.record_peak(own);
     if own > budget.memory_bytes_max {
         let problem = format!(
             "the next generation takes {own} bytes beside the one that is served; lower \
@@ -113,7 +114,8 @@ pub(crate) fn open(
         let (field, value) = ("memory_bytes_max", budget.memory_bytes_max);
         return Err(OpenError::Budget { field, value, problem });
     }
-    Ok(Opened { model, change, patches })
+    let memory = model.memory().clone().with_opening(own);
+    Ok(Opened { model: model.with_memory(memory), change, patches })
 }
 
 /// Reads the rows of resident tables that differ in `new`. A table whose keys differ is read whole.

@@ -5,7 +5,7 @@ use crate::connections::memory::Reservation;
 use crate::http::{Answered, header_text, reply};
 use crate::infer::{Call, Order, Shown, submit};
 use crate::models::describe;
-use crate::problem::{Problem, checked, not_served};
+use crate::problem::{Problem, checked};
 use crate::tensors::outputs::{Asked, Numbers, Want};
 use crate::tensors::values::{Tensor, write_null, write_text};
 use crate::tensors::{Read, batch_of};
@@ -194,14 +194,13 @@ pub fn prefetch(
     body: &[u8],
 ) -> Result<usize, Problem> {
     let Target { model, version } = target;
-    let front = call.front;
-    describe::version(front, model, version)?;
+    let served = call.front.served(model)?;
+    let opened = describe::version(&served, version)?;
     let order = order(target, json_bytes, body, &mut call.memory)?;
-    let schema = front.serving.schema(model).ok_or_else(|| not_served(model))?;
-    let layout = front.layout(model, &schema);
-    let batch_max = front.serving.budget(model).map_or(1, |budget| budget.batch_max as usize);
+    let layout = call.front.layout(model, opened.schema());
+    let batch_max = opened.budget().batch_max as usize;
     let batch = batch_of(&layout, &order.tensors, Read::Keys, batch_max, &mut call.memory)?;
-    let queue = |f: usize| front.serving.prefetch(model, f, batch.bags(f).keys);
+    let queue = |f: usize| served.prefetch(f, batch.bags(f).keys);
     Ok((0..batch.features()).map(queue).sum())
 }
 

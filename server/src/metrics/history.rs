@@ -37,12 +37,12 @@ pub struct History(Mutex<BTreeMap<String, Past>>);
 impl History {
     /// Adds the second that has passed. Forgets models that are not served any more.
     pub fn add_second(&self, serving: &Serving, metrics: &Metrics) {
-        let (names, mut models) = (serving.names(), lock(&self.0));
-        models.retain(|name, _| names.contains(name));
-        for name in names {
-            let counters = serving.stats(&name).unwrap_or_default().counters;
-            let requests = metrics.model(&name).take_recent();
-            let past = models.entry(name).or_default();
+        let (served, mut models) = (serving.served(), lock(&self.0));
+        models.retain(|name, _| served.iter().any(|served| served.name() == name));
+        for served in served {
+            let counters = served.stats().unwrap_or_default().counters;
+            let requests = metrics.model(served.name()).take_recent();
+            let past = models.entry(served.name().to_owned()).or_default();
             let since = counters.since(&past.counters);
             past.counters = counters;
 

@@ -6,7 +6,7 @@ use crate::connections::memory::ByteBudget;
 use crate::locks::lock;
 use crate::metrics::facts::{CarFacts, WearFacts};
 use hatchback::request::worker::Counters;
-use hatchback::{CacheUse, Generation, Serving, Stats, TableCounts, UpdateStatus};
+use hatchback::{CacheUse, Served, Serving, Stats, TableCounts, UpdateStatus};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType::{self, Counter, Gauge};
@@ -129,31 +129,32 @@ impl Collector for Scrape {
 
 impl Scrape {
     /// Returns what `read` finds of each model that is served.
-    fn models<T>(&self, read: impl Fn(&str) -> Option<T>) -> Rows<T> {
-        let names = self.serving.names().into_iter();
-        names.filter_map(|name| Some((model(&name), read(&name)?))).collect()
+    fn models<T>(&self, read: impl Fn(&Served) -> Option<T>) -> Rows<T> {
+        let models = self.serving.served().into_iter();
+        models.filter_map(|served| Some((model(served.name()), read(&served)?))).collect()
     }
 
     fn pipelines(&self, to: &mut Families<'_>) -> Result<(), Error> {
-        let stats = self.models(|name| self.serving.stats(name));
+        let stats = self.models(Served::stats);
         to.each(&stats, &PIPELINE)?;
         to.each(&stats.into_iter().map(|(labels, of)| (labels, of.counters)).collect(), &LOOKUPS)?;
-        to.each(&self.models(|name| self.serving.cache_use(name)), &CACHES)?;
-        let generations = self.models(|name| self.serving.generation(name));
-        let lineage = |(labels, of): (Vec<Label>, Generation)| {
-            let lineage = ("lineage", of.lineage);
-            (labels.into_iter().chain([lineage]).collect(), of.sequence)
-        };
-        let generations = generations.into_iter().map(lineage).collect();
-        to.each(&generations, &[(Gauge, "generation", "The sequence that a model serves", |n| *n)])
+        to.each(&self.models(|served| served.model()?.cache_use()), &CACHES)?;
+        let generations = self.serving.served().into_iter().filter_map(|served| {
+            let generation = Arc::clone(served.model()?.generation());
+            Some((with(served.name(), "lineage", &generation.lineage), generation.sequence))
+        });
+        to.each(
+            &generations.collect(),
+            &[(Gauge, "generation", "The sequence that a model serves", |n| *n)],
+        )
     }
 
     fn tables(&self, to: &mut Families<'_>) -> Result<(), Error> {
-        let of_model = |name: String| -> Rows<TableCounts> {
-            let counts = self.serving.table_counts(&name).unwrap_or_default().into_iter();
-            counts.map(|of| (with(&name, "table", &of.table), of)).collect()
+        let of_model = |served: Arc<Served>| -> Rows<TableCounts> {
+            let counts = served.table_counts().into_iter();
+            counts.map(|of| (with(served.name(), "table", &of.table), of)).collect()
         };
-        to.each(&self.serving.names().into_iter().flat_map(of_model).collect(), &TABLE)
+        to.each(&self.serving.served().into_iter().flat_map(of_model).collect(), &TABLE)
     }
 
     fn memory(&self, to: &mut Families<'_>) -> Result<(), Error> {

@@ -11,8 +11,9 @@ use crate::proto::{
 };
 use crate::tensors::Layout;
 use crate::tensors::outputs::Output;
-use hatchback::Shortened;
 use hatchback::schema::key_function::KeyFunction;
+use hatchback::{Model, Served, Shortened};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// The extensions of the protocol that the server has.
@@ -36,19 +37,32 @@ pub fn server() -> ServerMetadataResponse {
     }
 }
 
-/// Returns the version of the model `name`: the sequence of the generation that it serves.
+/// Returns the model of `served`. Its version is the sequence of its generation.
 ///
 /// # Errors
-/// There is no such model, or `version` is given and is another one.
-pub fn version(front: &Front, name: &str, version: &str) -> Result<String, Problem> {
-    let served = front.serving.generation(name);
-    let served = served.ok_or_else(|| not_served(name))?.sequence.to_string();
-    if !version.is_empty() && version != served {
-        let version = Shortened(version);
-        let message = format!("model `{name}` serves version {served}, not `{version}`");
-        return Err(Problem::new(Code::NotFound, message));
+/// The model was unloaded, or `version` is given and is another one.
+pub fn version(served: &Served, version: &str) -> Result<Arc<Model>, Problem> {
+    let name = served.name();
+    let model = served.model().ok_or_else(|| not_served(name))?;
+    if version.is_empty() || version == version_of(&model) {
+        return Ok(model);
     }
-    Ok(served)
+    let (sequence, version) = (version_of(&model), Shortened(version));
+    let message = format!("model `{name}` serves version {sequence}, not `{version}`");
+    Err(Problem::new(Code::NotFound, message))
+}
+
+/// Returns the model of the handle with this `name`, as [`version`] does.
+///
+/// # Errors
+/// There is no such model or version.
+pub fn opened(front: &Front, name: &str, asked: &str) -> Result<Arc<Model>, Problem> {
+    version(&*front.served(name)?, asked)
+}
+
+/// Returns the version of `model`.
+pub fn version_of(model: &Model) -> String {
+    model.generation().sequence.to_string()
 }
 
 fn tensor(name: &str, datatype: &str, shape: Vec<i64>) -> TensorMetadata {
@@ -97,15 +111,14 @@ fn outputs(layout: &Layout, width: usize) -> Vec<TensorMetadata> {
 /// # Errors
 /// There is no such model or version.
 pub fn model(front: &Front, name: &str, asked: &str) -> Result<ModelMetadataResponse, Problem> {
-    let version = version(front, name, asked)?;
-    let schema = front.serving.schema(name).ok_or_else(|| not_served(name))?;
-    let layout = front.layout(name, &schema);
+    let model = opened(front, name, asked)?;
+    let layout = front.layout(name, model.schema());
     Ok(ModelMetadataResponse {
         name: name.to_owned(),
-        versions: vec![version],
+        versions: vec![version_of(&model)],
         platform: PLATFORM.to_owned(),
         inputs: inputs(&layout),
-        outputs: outputs(&layout, front.serving.outputs(name).unwrap_or(1)),
+        outputs: outputs(&layout, model.outputs()),
     })
 }
 
@@ -114,8 +127,8 @@ pub fn model(front: &Front, name: &str, asked: &str) -> Result<ModelMetadataResp
 /// # Errors
 /// There is no such model or version.
 pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Problem> {
+    let batch_max = opened(front, name, asked)?.budget().batch_max;
     let ModelMetadataResponse { name, inputs, outputs, .. } = model(front, name, asked)?;
-    let batch_max = front.serving.budget(&name).map_or(1, |budget| budget.batch_max);
     let dims = |tensor: &TensorMetadata| match tensor.shape.as_slice() {
         [_, rest @ ..] if !rest.is_empty() => rest.to_vec(),
         // The output `generation` has no batch dimension, so nothing is left out.
@@ -157,7 +170,7 @@ pub fn statistics(
 }
 
 fn statistics_of(front: &Front, name: String, asked: &str) -> Result<ModelStatistics, Problem> {
-    let version = version(front, &name, asked)?;
+    let version = version_of(&*opened(front, &name, asked)?);
     let model = front.metrics.model(&name);
     let (answered, stages_ns) = (model.answered(), model.stages_ns());
     let of = |count: u64, ns: u64| Some(StatisticDuration { count, ns });

@@ -4,6 +4,7 @@
 use crate::front::Front;
 use crate::limits::RETRY_MAX;
 use crate::metrics::facts::ModelFolder;
+use crate::models::describe;
 use crate::problem::{Code, Problem, not_served};
 use crate::proto::ModelIndex;
 use hatchback::request::explain::{ExplainError, Explanation, explain_served};
@@ -12,14 +13,14 @@ use std::path::PathBuf;
 
 /// Returns the models that are served, and those of `folders` that are not.
 pub fn index(front: &Front, folders: &[ModelFolder]) -> Vec<ModelIndex> {
-    let served = front.serving.names();
-    let ready = served.iter().map(|name| ModelIndex {
-        name: name.clone(),
-        version: front.serving.generation(name).map_or(String::new(), |g| g.sequence.to_string()),
+    let served = front.serving.served();
+    let ready = served.iter().map(|served| ModelIndex {
+        name: served.name().to_owned(),
+        version: served.model().map_or(String::new(), |model| describe::version_of(&model)),
         state: "READY".to_owned(),
         ..ModelIndex::default()
     });
-    let others = folders.iter().filter(|folder| !served.contains(&folder.name));
+    let others = folders.iter().filter(|folder| !served.iter().any(|s| s.name() == folder.name));
     let others = others.map(|folder| {
         let is_unloaded = front.serving.is_unloaded(&folder.name);
         let reason = if is_unloaded { "unloaded" } else { "not loaded" };
@@ -42,11 +43,10 @@ pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
     let opened = open().and_then(|flash| flash.lock());
     let _lock = opened.map_err(|e| flash_problem(&e))?;
     let flash = open().map_err(|e| flash_problem(&e))?;
-    let live = flash.record().id();
-    let result = match front.serving.id(name) {
-        None => front.serving.load(name, &flash, front.budget),
+    let result = match front.serving.model(name).map(|model| model.id()) {
+        None => front.serving.load(name, &flash, front.budget).map(drop),
         // Not compared by the number: one that replaced a damaged generation has the same.
-        Some(served) if served == live => Ok(()),
+        Some(served) if served == flash.record().id() => Ok(()),
         Some(_) => front.serving.swap(name, &flash, front.budget, &|_| {}).map(drop),
     };
     result.map_err(|e| serving_problem(name, &e))?;

@@ -285,7 +285,7 @@ fn about_model(
     version: &str,
 ) -> Result<Answered, Problem> {
     match method {
-        "ModelReady" => Ok(health(describe::version(front, name, version).is_ok())),
+        "ModelReady" => Ok(health(describe::opened(front, name, version).is_ok())),
         "ModelMetadata" => Ok(message_reply(&describe::model(front, name, version)?)),
         "ModelConfig" => {
             let config = Some(describe::config(front, name, version)?);
@@ -406,12 +406,12 @@ async fn answer_model(
         ["explain"] => {
             head.check(&Method::POST)?;
             check_right(call)?;
-            describe::version(front, model, version)?;
+            describe::opened(front, model, version)?;
             let line = read_body(call, body, front.rules.request_bytes_max as usize).await?;
             Ok(json_reply(&control::explain(call, model, line).await?))
         }
         [] => head.get(|| Ok(json_reply(&describe::model(front, model, version)?))),
-        ["ready"] => head.get(|| ready_reply(describe::version(front, model, version).is_ok())),
+        ["ready"] => head.get(|| ready_reply(describe::opened(front, model, version).is_ok())),
         ["config"] => head.get(|| Ok(json_reply(&describe::config(front, model, version)?))),
         ["stats"] => head.get(|| Ok(json_reply(&describe::statistics(front, model, version)?))),
         _ => Err(head.unknown(None)),

@@ -9,6 +9,7 @@ use crate::metrics::facts::{CarFacts, ModelFolder};
 use crate::metrics::process::prometheus;
 use crate::models::repository::index;
 use crate::proto::RepositoryIndexResponse;
+use hatchback::Served;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -38,8 +39,8 @@ pub fn show(front: &Front) {
 /// Returns the status of the car.
 fn status(front: &Front, folders: &[ModelFolder]) -> Value {
     let facts = lock(&front.latest_facts).clone();
-    let models = front.serving.names();
-    let models: Value = models.iter().map(|name| model(front, &facts, name)).collect();
+    let models = front.serving.served();
+    let models: Value = models.iter().map(|served| model(front, &facts, served)).collect();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uptime_s": front.started.elapsed().as_secs(),
@@ -76,19 +77,16 @@ fn lines(lines: &[(&'static str, u64)]) -> Value {
     lines.iter().map(|(line, bytes)| json!({"line": line, "bytes": bytes})).collect()
 }
 
-fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
-    let serving = &front.serving;
-    let stats = serving.stats(name).unwrap_or_default();
-    let generation = serving.generation(name);
+fn model(front: &Front, facts: &CarFacts, served: &Served) -> Value {
+    let (name, opened, stats) = (served.name(), served.model(), served.stats().unwrap_or_default());
     let update = facts.updates.iter().find(|(of, _)| of == name).map(|(_, status)| status);
-    let memory = serving.memory().into_iter().find(|(of, _)| of == name);
-    let memory = memory.map(|(_, plan)| plan.lines()).unwrap_or_default();
+    let memory = opened.as_ref().map(|model| model.memory().lines()).unwrap_or_default();
     let metrics = front.metrics.model(name);
-    let cache = serving.cache_use(name).unwrap_or_default();
+    let cache = opened.as_ref().and_then(|model| model.cache_use()).unwrap_or_default();
     json!({
         "name": name,
-        "generation": generation.map(|generation| generation.to_string()),
-        "dense_network": serving.dense_runs_on(name),
+        "generation": opened.map(|model| model.generation().to_string()),
+        "dense_network": served.dense_runs_on(),
         "answered": metrics.answered(),
         "failed": metrics.failed.get(),
         "samples": metrics.samples.get(),
@@ -102,7 +100,7 @@ fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
         "cache_rows": cache.rows,
         "cache_rows_max": cache.rows_max,
         "memory": lines(&memory),
-        "tables": serving.table_counts(name).unwrap_or_default(),
+        "tables": served.table_counts(),
         "seconds": front.history.of(name),
         "update": update,
     })

@@ -154,11 +154,12 @@ impl World {
         }
         let Some(mut steps) = self.update.borrow_mut().take() else { return String::new() };
         let serving = self.serving.borrow().clone();
-        let served = || serving.as_ref().and_then(|s| s.generation(LINEAGE));
+        let served = || serving.as_ref().and_then(|s| Some(s.model(LINEAGE)?.generation().clone()));
         let before = served();
         self.checks.borrow_mut().begin_update();
 
-        let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
+        let answers =
+            serving.as_ref().and_then(|s| s.get(LINEAGE)?.stats()).map_or(0, |s| s.requests);
         let is_to_end = |flaw| matches!(flaw, Flaw::Kills | Flaw::Endless);
         let may_end = self.history().signed.values().any(|signed| is_to_end(signed.flaw));
         let yield_now = |_| {

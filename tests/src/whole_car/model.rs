@@ -2,19 +2,19 @@
 //! generation has for each key. The network puts the pooled rows side by side, so every score shows
 //! its rows bit for bit.
 
+use crate::models::cached_table;
 use crate::onnx;
 use crate::random::Random;
 use crate::rewrite::Parts;
 use hatchback::Activation;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
+use hatchback::schema::KeySpace;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::update::program::Program;
-use hatchback_tools::import::{RowSource, Source, TakeBlock};
+use hatchback_tools::import::{RowSource, TakeBlock};
 use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
-    ProbeSpec, TableSpec,
+    CodecChoice, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, ProbeSpec,
 };
 use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
@@ -267,16 +267,7 @@ fn change(t: usize, rows: &mut Rows, random: &mut Random) {
 }
 
 fn spec(sequence: u64, level: u8, probe: Option<&Path>) -> ModelSpec {
-    let table = |name: &str, t: usize| TableSpec {
-        name: name.to_owned(),
-        dim: DIMS[t],
-        keys: KEYS[t],
-        codec: CodecChoice::F32,
-        placement: Placement::Cached,
-        miss: MissPolicy::Wait,
-        default: DefaultRow::Zeros,
-        source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
-    };
+    let table = |name: &str, t: usize| cached_table(name, KEYS[t], DIMS[t], CodecChoice::F32);
     let feature = |t: usize| FeatureSpec::sum(&format!("f{t}"), &format!("t{t}"), 1);
     let input = |name: &str, f: usize| InputSpec::vectors(name, vec![format!("f{f}")]);
     let mut tables = vec![table("t0", 0), table("t1", 1)];

@@ -27,7 +27,8 @@ impl World {
     /// Submits a request, or scores one. Scoring is one step.
     pub fn step_requests(&self) -> String {
         let Some(serving) = self.serving.borrow().clone() else { return "no daemon".to_owned() };
-        let Some(schema) = serving.schema(LINEAGE) else { return "nothing is served".to_owned() };
+        let Some(served) = serving.get(LINEAGE) else { return "nothing is served".to_owned() };
+        let schema = Arc::clone(served.model().expect("a listed model is served").schema());
         self.step_hostile_callers();
 
         if self.pending.borrow().len() < PENDING_MAX && !self.one_in(3) {
@@ -39,15 +40,15 @@ impl World {
             if let Err(e) = batch.push(&schema, &sent) {
                 self.fail(format!("a sample does not fit the schema: {e}"));
             }
-            match serving.submit(LINEAGE, &batch, None) {
+            match served.submit(&batch, None) {
                 Ok(ticket) => self.pending.borrow_mut().push(Pending { ticket, sample }),
                 Err(_) => self.count("refused requests"),
             }
             return "submitted".to_owned();
         }
 
-        self.atomically(|| serving.step(LINEAGE));
-        drop(serving);
+        self.atomically(|| served.step());
+        drop((served, serving));
         self.take_answers()
     }
 
@@ -138,7 +139,7 @@ impl World {
     /// Returns the sequence that the daemon serves.
     pub fn served(&self) -> Option<u64> {
         let serving = self.serving.borrow().as_ref().map(Arc::clone)?;
-        serving.generation(LINEAGE).map(|generation| generation.sequence)
+        serving.model(LINEAGE).map(|model| model.generation().sequence)
     }
 }
 

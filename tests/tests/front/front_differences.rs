@@ -57,7 +57,7 @@ fn over_grpc(door: &FrontDoor, optional: ParameterValue) -> Result<ModelInferRes
 #[test]
 fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
     let door = open();
-    let schema = door.serving.schema("coupon").unwrap();
+    let schema = door.serving.model("coupon").unwrap().schema().clone();
     let features: Vec<&str> = schema.features.iter().map(|f| f.name.as_str()).collect();
     let absent = features.join(",");
 

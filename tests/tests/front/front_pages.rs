@@ -192,5 +192,5 @@ fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothi
         let error = answer["error"].as_str().unwrap();
         assert!(got == code && error.contains(said), "{path}: {got} {error}");
     }
-    assert_eq!(door.serving.stats("coupon").unwrap().counters.lookups, 0);
+    assert_eq!(door.serving.get("coupon").unwrap().stats().unwrap().counters.lookups, 0);
 }

@@ -135,7 +135,7 @@ fn a_connection_with_a_request_or_an_unload_in_work_makes_no_room() {
     model.stall.begin();
     let mut asking = Client::connect(&socket).unwrap();
     asking.send_sample("m", r#"{"dense": [0.5], "sparse": {"f0": [3]}}"#).unwrap();
-    wait_until(&|| serving.stats("m").unwrap().requests == 1);
+    wait_until(&|| serving.get("m").unwrap().stats().unwrap().requests == 1);
     let mut unloading = Client::connect(&socket).unwrap();
     unloading.send("/v2/repository/models/m/unload", Some(b"{}")).unwrap();
     wait_until(&|| serving.names().is_empty());

@@ -38,7 +38,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
     let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
     serving.load("m", &flash, budget).unwrap();
-    let schema = serving.schema("m").unwrap();
+    let schema = serving.model("m").unwrap().schema().clone();
 
     // The keys of both generations.
     let both = |t: usize| {
@@ -58,7 +58,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
                 batch.push(&schema, &Sample { sparse, ..Sample::default() }).unwrap();
             }
 
-            let ticket = serving.submit("m", &batch, None).unwrap();
+            let ticket = serving.get("m").unwrap().submit(&batch, None).unwrap();
             let answer = ticket.wait().unwrap();
             for ((index, hashed), found) in some.iter().zip(answer.scores().values.chunks(10)) {
                 let [a, b] = &versions.rows[generation];
@@ -84,7 +84,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     assert_eq!(swapped.read, changed, "{swapped:?}");
     assert!(changed > 20 && rested.load(Ordering::Relaxed) > 2);
     everything(1);
-    let counters = serving.stats("m").unwrap().counters;
+    let counters = serving.get("m").unwrap().stats().unwrap().counters;
 
     assert_eq!((counters.misses, counters.pages), (0, 0));
     assert!(serving.memory()[0].1.opening_bytes() > 0);
@@ -168,15 +168,15 @@ fn no_request_waits_for_a_free() {
     let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
     let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
-    serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
-    let schema = serving.schema("m").unwrap();
+    let served = serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
+    let schema = Arc::clone(served.model().unwrap().schema());
     let mut batch = Batch::new(&schema, 1);
     let first = *versions.rows[1][0].keys().next().unwrap();
     let second = hatchback::unmix(*versions.rows[1][1].keys().next().unwrap());
     let sample = Sample { sparse: vec![vec![first], vec![second]], ..Sample::default() };
     batch.push(&schema, &sample).unwrap();
     let score = || {
-        serving.submit("m", &batch, None).unwrap().wait().unwrap();
+        served.submit(&batch, None).unwrap().wait().unwrap();
     };
     score();
 
@@ -191,7 +191,7 @@ fn no_request_waits_for_a_free() {
                 score();
             }
             if stand_in.frees_held() > 0 {
-                of_new += usize::from(serving.generation("m").unwrap().sequence == 2);
+                of_new += usize::from(served.model().unwrap().generation().sequence == 2);
                 stand_in.let_free();
             }
         }

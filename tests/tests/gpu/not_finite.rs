@@ -73,8 +73,9 @@ fn only_the_request_whose_score_is_not_a_number_fails() {
                 request(&packed, &[-LARGE, 6.0]),
                 request(&packed, &[7.0, 8.0, 1.0, 3.0]),
             ];
-            let tickets: [Ticket; 4] =
-                std::array::from_fn(|i| serving.submit(NAME, &requests[i], None).unwrap());
+            let tickets: [Ticket; 4] = std::array::from_fn(|i| {
+                serving.get(NAME).unwrap().submit(&requests[i], None).unwrap()
+            });
 
             let squares = |ticket: &Ticket| -> Vec<f32> {
                 let answer = ticket.wait().unwrap();
@@ -93,7 +94,7 @@ fn only_the_request_whose_score_is_not_a_number_fails() {
             // The infinite score is the last of its sample, or the last but one.
             assert_eq!((place(&tickets[1]), place(&tickets[2])), ((1, 5), (0, 4)));
 
-            let stats = serving.stats(NAME).unwrap();
+            let stats = serving.get(NAME).unwrap().stats().unwrap();
             assert_eq!((stats.batches, stats.failed), (round, 2 * round), "one batch a round");
         }
     }

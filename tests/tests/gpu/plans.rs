@@ -128,7 +128,7 @@ fn release(sequence: u64, is_ours: bool) -> Release {
 /// Returns the scores of `serving` for the samples of `release`.
 fn answers(serving: &Serving, release: &Release) -> Vec<f32> {
     let batch = batch_for(&release.packed.schema, 32, &release.samples);
-    serving.submit("m", &batch, None).unwrap().wait().unwrap().scores().values.to_vec()
+    serving.get("m").unwrap().submit(&batch, None).unwrap().wait().unwrap().scores().values.to_vec()
 }
 
 /// Returns the CPU's scores for the samples of `release`, which is live in `flash`.
@@ -167,7 +167,7 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
             let plans = tempfile::tempdir().unwrap();
             let serving = slow.serving(plans.path());
             serving.load("m", &flash, budget()).unwrap();
-            let before = serving.dense_runs_on("m").unwrap();
+            let before = serving.get("m").unwrap().dense_runs_on().unwrap();
             assert_eq!(before.starts_with("the CPU"), !is_ours, "{before}");
             assert!(!before.contains("TensorRT"), "{before}");
             assert_eq!(answers(&serving, &release), expected, "{before}");
@@ -175,13 +175,13 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
             std::thread::scope(|scope| {
                 scope.spawn(|| take_steps(&serving));
                 let mut build = slow.begun();
-                let during = serving.dense_runs_on("m").unwrap();
+                let during = serving.get("m").unwrap().dense_runs_on().unwrap();
                 assert!(during.contains("TensorRT builds a plan"), "{during}");
                 assert_eq!(answers(&serving, &release), expected, "{during}");
                 build.write_all(letter.as_bytes()).unwrap();
             });
 
-            let after = serving.dense_runs_on("m").unwrap();
+            let after = serving.get("m").unwrap().dense_runs_on().unwrap();
             println!("{letter}: {before} -> {after}");
             assert_eq!(after.starts_with("TensorRT 8.6.3"), reason.is_empty(), "{after}");
             assert!(after.contains(reason), "{after}");
@@ -192,7 +192,7 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
             if reason.is_empty() {
                 let next = slow.serving(plans.path());
                 next.load("m", &flash, budget()).unwrap();
-                assert!(next.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+                assert!(next.get("m").unwrap().dense_runs_on().unwrap().starts_with("TensorRT"));
                 take_steps(&next);
             }
         }
@@ -228,7 +228,7 @@ fn a_swap_does_not_wait_for_the_build_of_the_old_plan_or_of_the_new_one() {
             std::thread::yield_now();
         }
     });
-    assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+    assert!(serving.get("m").unwrap().dense_runs_on().unwrap().starts_with("TensorRT"));
 }
 
 /// Returns the network of `release`, as an update offers it before the release is live.
@@ -248,34 +248,34 @@ fn the_plan_of_the_next_release_is_built_before_its_swap_which_proves_it() {
         let (plans, folder) = (tempfile::tempdir().unwrap(), old.packed.install());
         let serving = slow.serving(plans.path());
         let flash = Flash::open(&disk::system(), &folder).unwrap();
-        serving.load("m", &flash, budget()).unwrap();
+        let served = serving.load("m", &flash, budget()).unwrap();
         let expected = on_cpu(&flash, &old, budget());
         std::thread::scope(|scope| {
             scope.spawn(|| take_steps(&serving));
             slow.end(slow.begun(), b"g");
         });
-        assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+        assert!(served.dense_runs_on().unwrap().starts_with("TensorRT"));
 
         // The old release serves during the build, and after it.
-        serving.offer_next("m", next_network(&new));
+        served.offer_next(next_network(&new));
         std::thread::scope(|scope| {
             scope.spawn(|| take_steps(&serving));
             let build = slow.begun();
             assert!(largest_difference(&answers(&serving, &old), &expected) <= BOUND);
             slow.end(build, letter);
         });
-        assert_eq!(serving.generation("m").unwrap().sequence, 1);
+        assert_eq!(served.model().unwrap().generation().sequence, 1);
 
         // The swap has the plan at once, if its scores are right. No other build begins.
         install(&folder, &new.packed.bundle);
         let flash = Flash::open(&disk::system(), &folder).unwrap();
         serving.swap("m", &flash, budget(), &|_| ()).unwrap();
-        let runs_on = serving.dense_runs_on("m").unwrap();
+        let runs_on = served.dense_runs_on().unwrap();
         assert!(runs_on.starts_with(serves), "{runs_on}");
         let far = largest_difference(&answers(&serving, &new), &on_cpu(&flash, &new, budget()));
         assert!(far <= BOUND, "{runs_on}: {far}");
         take_steps(&serving);
-        assert!(serving.dense_runs_on("m").unwrap().starts_with(serves));
+        assert!(served.dense_runs_on().unwrap().starts_with(serves));
     }
 }
 
@@ -287,7 +287,7 @@ fn a_swap_does_not_wait_for_the_plan_of_its_release_which_is_built_once() {
     let folder = old.packed.install();
     let serving = slow.serving(plans.path());
     let flash = Flash::open(&disk::system(), &folder).unwrap();
-    serving.load("m", &flash, budget()).unwrap();
+    let served = serving.load("m", &flash, budget()).unwrap();
     let mut steps = PlanSteps::default();
     let mut take_steps = || while steps.step(&serving, &|_| ()) {};
     std::thread::scope(|scope| {
@@ -295,7 +295,7 @@ fn a_swap_does_not_wait_for_the_plan_of_its_release_which_is_built_once() {
         // The GPU is refused for the old release, so that the next one is built.
         slow.end(slow.begun(), b"u");
     });
-    serving.offer_next("m", next_network(&new));
+    served.offer_next(next_network(&new));
     std::thread::scope(|scope| {
         scope.spawn(&mut take_steps);
         let build = slow.begun();
@@ -305,5 +305,5 @@ fn a_swap_does_not_wait_for_the_plan_of_its_release_which_is_built_once() {
         assert_eq!(answers(&serving, &new), on_cpu(&flash, &new, budget()));
         slow.end(build, b"g");
     });
-    assert!(serving.dense_runs_on("m").unwrap().starts_with("TensorRT"));
+    assert!(served.dense_runs_on().unwrap().starts_with("TensorRT"));
 }

@@ -71,7 +71,7 @@ fn score(
 ) -> u64 {
     let batch = batch_for(schema, BATCH_MAX as usize, samples);
     let ticket = loop {
-        match serving.submit(name, &batch, None) {
+        match serving.get(name).unwrap().submit(&batch, None) {
             Ok(ticket) => break ticket,
             Err(RequestError::Busy(_)) => std::thread::yield_now(),
             Err(e) => panic!("{e}"),
@@ -110,7 +110,7 @@ fn the_first_request_after_a_swap_is_scored_by_the_new_generation() {
     let made = [&one, &two];
     let serving = Serving::new(1 << 30, 16, Arc::new(Still));
     serving.load("m", &one.flash, budget()).unwrap();
-    let (sample, schema) = (plan(1).sample(7), serving.schema("m").unwrap());
+    let (sample, schema) = (plan(1).sample(7), serving.model("m").unwrap().schema().clone());
     let ask = || score(&serving, "m", &schema, std::slice::from_ref(&sample), &made);
     for swap in 0..40 {
         // Afterwards the rows are in memory and the time of a request is known.
@@ -134,7 +134,7 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_no_request() {
         for caller in 0..3u64 {
             let (serving, stop, served) = (&serving, &stop, &served);
             scope.spawn(move || {
-                let (plan, schema) = (plan(1), serving.schema("m").unwrap());
+                let (plan, schema) = (plan(1), serving.model("m").unwrap().schema().clone());
                 for turn in 0.. {
                     let first = (caller * 31 + turn) % 200;
                     let samples: Vec<Sample> =
@@ -148,7 +148,7 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_no_request() {
             });
         }
 
-        let schema = serving.schema("m").unwrap();
+        let schema = serving.model("m").unwrap().schema().clone();
         for swap in 0..100 {
             let next = made[1 - swap % 2];
             serving.swap("m", &next.flash, budget(), &|_| {}).unwrap();
@@ -164,7 +164,7 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_no_request() {
         served.iter().all(|n| n.load(Ordering::Relaxed) > 0),
         "{served:?}: a generation was never seen"
     );
-    assert_eq!(serving.generation("m").unwrap().sequence, 1);
+    assert_eq!(serving.model("m").unwrap().generation().sequence, 1);
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn other_models_come_and_go_unnoticed() {
 
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (plan, schema) = (plan(1), serving.schema("stays").unwrap());
+            let (plan, schema) = (plan(1), serving.model("stays").unwrap().schema().clone());
             for id in 0.. {
                 score(&serving, "stays", &schema, &[plan.sample(id % 100)], &[&one]);
                 if stop.load(Ordering::Relaxed) {
@@ -187,13 +187,14 @@ fn other_models_come_and_go_unnoticed() {
 
         let sample = ModelPlan { dense: 0, ..plan(2) }.sample(3);
         for _ in 0..20 {
-            serving.load("comes", &other.flash, budget()).unwrap();
+            let comes = serving.load("comes", &other.flash, budget()).unwrap();
             assert_eq!(serving.names(), ["stays", "comes"]);
             let made = [&one, &other];
             score(&serving, "comes", &other.packed.schema, std::slice::from_ref(&sample), &made);
             serving.unload("comes").unwrap();
             let batch = batch_for(&other.packed.schema, 1, std::slice::from_ref(&sample));
-            assert!(matches!(serving.submit("comes", &batch, None), Err(RequestError::NotServed)));
+            assert!(serving.get("comes").is_none() && comes.model().is_none());
+            assert!(matches!(comes.submit(&batch, None), Err(RequestError::NotServed)));
         }
 
         stop.store(true, Ordering::Relaxed);
@@ -228,7 +229,11 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
         text.starts_with(&start) && text.contains("lower") && text.contains("embedding caches"),
         "{text}"
     );
-    assert_eq!(serving.generation("a").unwrap().sequence, 2, "a refused swap changes nothing");
+    assert_eq!(
+        serving.model("a").unwrap().generation().sequence,
+        2,
+        "a refused swap changes nothing"
+    );
 
     // Lowering the field that the error names, to the value that it names, makes the model fit.
     serving.unload("b").unwrap();
@@ -243,7 +248,7 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
             &|_| {},
         )
         .unwrap();
-    assert_eq!(serving.generation("a").unwrap().sequence, 1);
+    assert_eq!(serving.model("a").unwrap().generation().sequence, 1);
 }
 
 /// An update may look a feature up in other tables: requests stay the same. As with another
@@ -264,7 +269,7 @@ fn an_update_may_change_the_tables_of_a_feature() {
     let made = made.each_ref();
     let serving = serving(1 << 30);
     serving.load("m", &made[0].flash, budget()).unwrap();
-    let schema = serving.schema("m").unwrap();
+    let schema = serving.model("m").unwrap().schema().clone();
     let samples: Vec<Sample> = (0..8).map(|id| plans[0].sample(id)).collect();
     let directory = made[0].flash.directory();
 
@@ -291,7 +296,7 @@ fn what_callers_would_notice_is_refused() {
     assert!(matches!(serving.unload("n"), Err(ServingError::NotLoaded(_))));
 
     let many = Budget { workers: 15, ..budget() };
-    let error = serving.load("n", &two.flash, many).unwrap_err().to_string();
+    let error = serving.load("n", &two.flash, many).err().unwrap().to_string();
     assert_eq!(error, "model `n`: reads_max = 16: 17 workers of all models need a read each");
 
     let field = |plan: &ModelPlan, budget: Budget| match serving.swap(
@@ -321,7 +326,7 @@ fn what_callers_would_notice_is_refused() {
     assert_eq!(field(&wider, budget()), "outputs");
     assert_eq!(field(&ModelPlan { dense: 3, ..plan(2) }, budget()), "dense feature");
     assert_eq!(field(&plan(2), Budget { batch_max: BATCH_MAX - 1, ..budget() }), "batch_max");
-    assert_eq!(serving.generation("m").unwrap().sequence, 1);
+    assert_eq!(serving.model("m").unwrap().generation().sequence, 1);
 }
 
 #[test]
@@ -335,11 +340,12 @@ fn requests_are_scored_in_order_of_arrival() {
         ..Sample::default()
     };
     let batch = batch_for(&made.packed.schema, 1, &[sample]);
-    let tickets: Vec<_> = (0..4).map(|_| serving.submit("a", &batch, None).unwrap()).collect();
+    let tickets: Vec<_> =
+        (0..4).map(|_| serving.get("a").unwrap().submit(&batch, None).unwrap()).collect();
     for (number, ticket) in tickets.iter().enumerate() {
         while !ticket.is_done() {
             assert!(!tickets[number..].iter().any(|later| later.is_done()), "{number}");
-            serving.step("a");
+            serving.get("a").unwrap().step();
         }
     }
 }
@@ -351,6 +357,7 @@ fn what_a_process_takes_beside_its_models_counts() {
     alone.load("a", &made.flash, budget()).unwrap();
     let each = total(&alone);
     serving(each).load("a", &made.flash, budget()).unwrap();
-    let refused = serving(each).beside("the front door", 1).load("a", &made.flash, budget());
+    let refused =
+        serving(each).beside("the front door", 1).load("a", &made.flash, budget()).map(drop);
     assert!(matches!(refused, Err(ServingError::Memory { .. })), "{refused:?}");
 }

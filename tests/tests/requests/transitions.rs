@@ -39,7 +39,7 @@ fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64
         batch.push(schema, &sample).unwrap();
     }
     let ticket = loop {
-        match serving.submit("m", &batch, None) {
+        match serving.get("m").unwrap().submit(&batch, None) {
             Ok(ticket) => break ticket,
             Err(RequestError::Busy(_)) => std::thread::yield_now(),
             Err(e) => panic!("{e}"),
@@ -85,7 +85,7 @@ impl Car {
         let flash = install(folder.path(), &versions.snapshots[0]);
         let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
         serving.load("m", &flash, budget()).unwrap();
-        let schema = serving.schema("m").unwrap();
+        let schema = serving.model("m").unwrap().schema().clone();
 
         let orders = |table: usize| {
             let all = versions.rows.iter().flat_map(|rows| rows[table].keys().copied());
@@ -142,9 +142,9 @@ impl Car {
 
     /// Returns how many lookups of existing rows missed since `before`, of all lookups.
     fn missed(&self, generation: usize) -> f64 {
-        let before = self.serving.stats("m").unwrap().counters;
+        let before = self.serving.get("m").unwrap().stats().unwrap().counters;
         self.score_everything();
-        let counters = self.serving.stats("m").unwrap().counters.since(&before);
+        let counters = self.serving.get("m").unwrap().stats().unwrap().counters.since(&before);
         let rows = &self.versions.rows[generation - 1];
         let gone = |(i, h): &&(u64, u64)| {
             usize::from(!rows[0].contains_key(i)) + usize::from(!rows[1].contains_key(h))

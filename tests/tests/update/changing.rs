@@ -6,11 +6,10 @@ use hatchback::Activation;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::schema::KeySpace;
-use hatchback_tests::models::{TablePlan, TableRows, install};
-use hatchback_tools::import::{RowSource, Source};
+use hatchback_tests::models::{TableRows, cached_table, install};
+use hatchback_tools::import::RowSource;
 use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, DenseSpec, FeatureSpec, InputSpec, ModelSpec, NetworkSpec,
-    OutputsSpec, TableSpec,
+    CodecChoice, DenseSpec, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
 };
 use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::workload::onnx::{Graph, Type};
@@ -27,16 +26,7 @@ pub fn value(table: u64, key: u64) -> f32 {
 /// Returns the model of the release `sequence`.
 pub fn spec(sequence: u64) -> ModelSpec {
     let is_new = sequence > 1;
-    let table = |name: &str, codec| TableSpec {
-        name: name.to_owned(),
-        dim: DIM,
-        keys: KeySpace::Index,
-        codec,
-        placement: TablePlan::cached(KeySpace::Index, ROWS, DIM, codec).placement,
-        miss: hatchback::schema::MissPolicy::Wait,
-        default: DefaultRow::Zeros,
-        source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
-    };
+    let table = |name: &str, codec| cached_table(name, KeySpace::Index, DIM, codec);
     let first = if sequence > 2 { CodecChoice::F16 } else { CodecChoice::F32 };
     let mut tables = vec![table("first", first)];
     let mut features = vec![FeatureSpec::sum("a", "first", 1), FeatureSpec::sum("b", "first", 1)];

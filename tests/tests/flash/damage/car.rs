@@ -244,14 +244,15 @@ impl TestCar {
     pub fn ask(&mut self) -> Result<bool, Fault> {
         let samples: Vec<Sample> = (0..4).map(|_| self.sample()).collect();
         let serving = &self.processes.as_ref().unwrap().serving;
-        let Some(schema) = serving.schema(NAME) else { return Ok(false) };
-        let ticket = match serving.submit(NAME, &batch_for(&schema, 8, &samples), None) {
+        let Some(served) = serving.get(NAME) else { return Ok(false) };
+        let schema = served.model().unwrap().schema().clone();
+        let ticket = match served.submit(&batch_for(&schema, 8, &samples), None) {
             Ok(ticket) => ticket,
             Err(RequestError::NotServed) => return Ok(false),
             Err(e) => return Err(Outcome::Wrong(format!("a request failed: {e}"))),
         };
         while !ticket.is_done() {
-            if !serving.step(NAME) {
+            if !served.step() {
                 return Err(Outcome::Wrong("a request has no answer".to_owned()));
             }
         }
@@ -274,7 +275,7 @@ impl TestCar {
 
     /// Returns the served sequence.
     pub fn served(&self) -> Option<u64> {
-        self.processes.as_ref().unwrap().serving.generation(NAME).map(|g| g.sequence)
+        self.processes.as_ref().unwrap().serving.model(NAME).map(|m| m.generation().sequence)
     }
 
     /// Returns whether the car is at `newest`, committed, and serves it.
