@@ -145,8 +145,9 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
     chain.sort_unstable();
 
     let mut live = None;
+    let _claim = claim_new(directory);
     for (_, path) in chain {
-        let installed = install(path, directory);
+        let installed = install_claimed(path, directory);
         live = Some(installed.map_err(|error| match error.downcast_ref() {
             Some(FlashError::Parent { parent, live, .. }) => anyhow!(
                 "{option} {}: is a delta from sequence {parent}, and {live} is before it; pass \
@@ -164,6 +165,17 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
 /// # Errors
 /// The bundle is refused, or the directory cannot be written.
 pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
+    let _claim = claim_new(directory);
+    install_claimed(path, directory)
+}
+
+/// Claims a directory that does not exist yet. An interrupted install into a directory that holds a
+/// model is continued or repeated.
+fn claim_new(directory: &Path) -> Option<Claim> {
+    (!directory.exists()).then(|| Claim::new(directory))
+}
+
+fn install_claimed(path: &Path, directory: &Path) -> Result<Flash> {
     // The disk replaces a file that stands where it creates a directory. Here the path is a user's.
     let is_taken = directory.exists() && !directory.is_dir();
     ensure!(!is_taken, "{}: exists and is not a flash directory", directory.display());
@@ -172,8 +184,6 @@ pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
     let total = (0..manifest.tables.len()).map(|number| manifest.segment_bytes(number)).sum();
 
     let bar = progress_bar(total, "installing on flash", "{bytes}/{total_bytes}");
-    // An interrupted install into a directory that holds a model is continued or repeated.
-    let _claim = (!directory.exists()).then(|| Claim::new(directory));
     let flash = Flash::install(&disk::system(), directory, &mut bundle, |bytes| bar.inc(bytes));
     bar.finish_and_clear();
     flash.with_context(|| {

@@ -504,7 +504,13 @@ fn check_hash(
 
 /// Returns the content of a chunk from its `stored` bytes, whose hash was checked. Decompresses at
 /// most `chunk.raw` bytes.
-fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
+///
+/// # Errors
+/// The bytes do not decompress to the chunk's length.
+pub fn open_chunk<'a>(
+    chunk: &Chunk,
+    stored: &'a [u8],
+) -> Result<std::borrow::Cow<'a, [u8]>, String> {
     if chunk.stored == chunk.raw {
         return Ok(stored.into());
     }

@@ -1,15 +1,15 @@
-//! Single rows of a flash directory: their values, and the release that wrote each version. Reads
-//! segments as a request does, and never writes.
+//! Single rows of segments: their values, and the release that wrote each version. Reads as a
+//! request does, and never writes.
 
 use crate::flash::Flash;
 use crate::flash::live::SegmentRef;
 use crate::flash::overlay::Newest;
-use crate::flash::segment::SegmentError;
+use crate::flash::segment::{Part, Segment, SegmentError};
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::page::AlignedPage;
 use crate::schema::Table;
 use half::f16;
-use hatchback_kernels::cache::codec::{Codec, RowFormat};
+use hatchback_kernels::cache::codec::Codec;
 use serde::Serialize;
 
 /// What a request finds for a key.
@@ -57,12 +57,85 @@ impl RowVersion {
             _ => "absent".to_owned(),
         }
     }
+
+    /// Returns what a request finds for a key of `table` that no segment has.
+    pub fn absent(table: &Table) -> Self {
+        let (values, norm) = (table.default_row.clone(), norm(&table.default_row));
+        let (release, file, codec_error_max, damage) = (None, None, None, None);
+        let status = RowStatus::Absent;
+        Self { status, release, file, values, norm, codec_error_max, damage }
+    }
+}
+
+/// A segment of a table, and what brought it.
+#[derive(Clone, Copy)]
+pub struct RowSource<'a> {
+    /// The table.
+    pub table: &'a Table,
+    /// Its segment.
+    pub segment: &'a Segment,
+    /// The release that brought the segment.
+    pub file: SegmentRef,
+}
+
+impl RowSource<'_> {
+    /// Returns what the segment says of `key`; `None` if it does not have the key.
+    ///
+    /// # Errors
+    /// The device refused, or an index page is damaged.
+    pub fn version(&self, key: u64) -> Result<Option<RowVersion>, SegmentError> {
+        if self.segment.kind().part == Part::Base {
+            let mut page = [None];
+            self.segment.locate(&[key], &mut page);
+            return page[0].map_or(Ok(None), |page| self.read(page, key));
+        }
+        let (wanted, mut change) = (self.table.keys.order(key), None);
+        let is_it = |order| order == wanted;
+        self.segment.each_key(|order, page| change = is_it(order).then_some(page).or(change))?;
+        match change {
+            None => Ok(None),
+            Some(Some(page)) => self.read(page, key),
+            Some(None) => Ok(Some(self.without_row(RowStatus::Deleted))),
+        }
+    }
+
+    /// Reads the row of `key` from data page `number`, if the page has it.
+    fn read(&self, number: u32, key: u64) -> Result<Option<RowVersion>, SegmentError> {
+        let mut page = AlignedPage::zeroed();
+        self.segment.read_page(number, &mut page)?;
+        let checked = match self.segment.check(number, &page.0) {
+            Ok(checked) => checked,
+            Err(e @ SegmentError::Page { .. }) => {
+                let lost = self.without_row(RowStatus::Damaged);
+                return Ok(Some(RowVersion { damage: Some(e.to_string()), ..lost }));
+            }
+            Err(e) => return Err(e),
+        };
+        Ok(self.segment.row(&checked, key).map(|row| {
+            let format = self.segment.kind().format();
+            let mut values = vec![0.0; format.dim()];
+            format.decode(row, &mut values);
+            let codec_error_max = Some(error_max(self.table, row, &values));
+            let place = self.without_row(RowStatus::Fresh);
+            RowVersion { norm: norm(&values), values, codec_error_max, ..place }
+        }))
+    }
+
+    /// Returns a version with the default row, for which the segment is responsible.
+    fn without_row(&self, status: RowStatus) -> RowVersion {
+        let kind = match (self.segment.kind().part, self.file.serial) {
+            (Part::Base, 0) => "snapshot",
+            (Part::Base, _) => "merged",
+            _ => "delta",
+        };
+        let (release, file) = (Some(self.file.sequence), Some(kind));
+        RowVersion { status, release, file, ..RowVersion::absent(self.table) }
+    }
 }
 
 /// A table of the live generation.
 pub struct TableReader<'a> {
     table: &'a Table,
-    format: RowFormat,
     rows: &'a TableRows,
     /// The base, then the deltas from the oldest.
     files: Vec<SegmentRef>,
@@ -72,8 +145,7 @@ impl<'a> TableReader<'a> {
     /// Returns a reader of table `number` of `flash`, which has `rows`.
     pub fn new(flash: &'a Flash, number: usize, rows: &'a TableRows) -> Self {
         let files = flash.record().live.tables[number].segments().map(|(file, _)| file).collect();
-        let table = &flash.manifest().schema.tables[number];
-        Self { table, format: rows.segments()[0].kind().format(), files, rows }
+        Self { table: &flash.manifest().schema.tables[number], files, rows }
     }
 
     /// Returns what a request finds for `key`.
@@ -81,16 +153,17 @@ impl<'a> TableReader<'a> {
     /// # Errors
     /// The device refused, or an index page is damaged.
     pub fn newest(&self, key: u64) -> Result<RowVersion, SegmentError> {
-        let Some(location) = self.rows.locate(key) else {
+        let found = match self.rows.locate(key) {
+            Some(RowLocation { segment, page }) => {
+                self.source(usize::from(segment)).read(page, key)?
+            }
             // Only the segments know which of them deleted the key.
-            return Ok(match self.rows.newest(self.table.keys.order(key)) {
+            None => match self.rows.newest(self.table.keys.order(key)) {
                 Some(Newest::Deleted) => self.history(key)?.pop(),
                 _ => None,
-            }
-            .unwrap_or_else(|| self.without_row(RowStatus::Absent, None)));
+            },
         };
-        let found = self.read(location, key)?;
-        Ok(found.unwrap_or_else(|| self.without_row(RowStatus::Absent, None)))
+        Ok(found.unwrap_or_else(|| RowVersion::absent(self.table)))
     }
 
     /// Returns the versions of the row of `key` that the live generation's segments hold, from the
@@ -99,69 +172,13 @@ impl<'a> TableReader<'a> {
     /// # Errors
     /// As [`TableReader::newest`].
     pub fn history(&self, key: u64) -> Result<Vec<RowVersion>, SegmentError> {
-        let mut page = [None];
-        self.rows.segments()[0].locate(&[key], &mut page);
-        let base = page[0].map(|page| self.read(RowLocation { segment: 0, page }, key));
-        let mut versions: Vec<RowVersion> = base.transpose()?.flatten().into_iter().collect();
-
-        let wanted = self.table.keys.order(key);
-        for (segment, delta) in (1..).zip(&self.rows.segments()[1..]) {
-            let mut change = None;
-            delta.each_key(|order, page| {
-                if order == wanted {
-                    change = Some(page);
-                }
-            })?;
-            match change {
-                None => {}
-                Some(Some(page)) => {
-                    versions.extend(self.read(RowLocation { segment, page }, key)?);
-                }
-                Some(None) => versions.push(self.without_row(RowStatus::Deleted, Some(segment))),
-            }
-        }
-        Ok(versions)
+        let versions = (0..self.files.len()).map(|n| self.source(n).version(key));
+        versions.filter_map(Result::transpose).collect()
     }
 
-    /// Reads the row of `key` from the page at `location`, if the page has it.
-    fn read(&self, location: RowLocation, key: u64) -> Result<Option<RowVersion>, SegmentError> {
-        let segment = self.rows.segment(location);
-        let mut page = AlignedPage::zeroed();
-        segment.read_page(location.page, &mut page)?;
-        let checked = match segment.check(location.page, &page.0) {
-            Ok(checked) => checked,
-            Err(e @ SegmentError::Page { .. }) => {
-                let lost = self.without_row(RowStatus::Damaged, Some(location.segment));
-                return Ok(Some(RowVersion { damage: Some(e.to_string()), ..lost }));
-            }
-            Err(e) => return Err(e),
-        };
-        Ok(segment.row(&checked, key).map(|row| {
-            let mut values = vec![0.0; self.format.dim()];
-            self.format.decode(row, &mut values);
-            let codec_error_max = Some(error_max(self.table, row, &values));
-            let place = self.without_row(RowStatus::Fresh, Some(location.segment));
-            RowVersion { norm: norm(&values), values, codec_error_max, ..place }
-        }))
-    }
-
-    /// Returns a version with the default row, of `segment` if one is responsible.
-    fn without_row(&self, status: RowStatus, segment: Option<u8>) -> RowVersion {
-        let file = segment.map(|segment| (segment, self.files[usize::from(segment)]));
-        let kind = |(segment, file): (u8, SegmentRef)| match (segment, file.serial) {
-            (0, 0) => "snapshot",
-            (0, _) => "merged",
-            _ => "delta",
-        };
-        RowVersion {
-            status,
-            release: file.map(|(_, file)| file.sequence),
-            file: file.map(kind),
-            values: self.table.default_row.clone(),
-            norm: norm(&self.table.default_row),
-            codec_error_max: None,
-            damage: None,
-        }
+    fn source(&self, n: usize) -> RowSource<'_> {
+        let (segment, file) = (&self.rows.segments()[n], self.files[n]);
+        RowSource { table: self.table, segment, file }
     }
 }
 
@@ -190,12 +207,7 @@ fn error_max(table: &Table, row: &[u8], values: &[f32]) -> f32 {
     let ends = half_step(bias.abs()).max(code_max * half_step(scale));
     let bound = (scale / 2.0).max(ends) * 2f32.powi(i32::from(table.unit_exp));
     // `pack` and the decoder each round in f32.
-    bound + f32_steps(magnitude)
-}
-
-/// Returns the most that two roundings in f32 of a value of this magnitude move it.
-fn f32_steps(magnitude: f32) -> f32 {
-    2.0 * magnitude * f32::EPSILON
+    bound + 2.0 * magnitude * f32::EPSILON
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! `explain`: says why a sample has its score. `row` does so for one row. Both read a flash
-//! directory without a lock, also one that a daemon serves.
+//! directory without a lock, also one that a daemon serves. `row` also reads a repository.
 
 mod difference;
 mod explanation;
+mod listed;
 pub mod row;
 
 use crate::explain::difference::Difference;
@@ -10,9 +11,10 @@ use crate::report::Json;
 use crate::serve;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::Flash;
 use hatchback::flash::read_settled;
+use hatchback::flash::row_version::norm;
 use hatchback::request::explain::{Explanation, explain};
+use hatchback::{Flash, Schema};
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -88,4 +90,21 @@ fn read_line(sample: &str) -> Result<String> {
     };
     ensure!(read.with_context(|| sample.to_owned())? > 0, "{sample}: holds no sample");
     Ok(line)
+}
+
+/// Returns the Euclidean distance of two rows; `None` if they differ in width.
+fn distance(row: &[f32], before: &[f32]) -> Option<f32> {
+    let both = row.iter().zip(before).map(|(a, b)| a - b);
+    (row.len() == before.len()).then(|| norm(&both.collect::<Vec<_>>()))
+}
+
+/// Returns the number of the table with this name.
+///
+/// # Errors
+/// The model has no such table.
+fn table_number(schema: &Schema, name: &str) -> Result<usize> {
+    let number = schema.tables.iter().position(|table| table.name == name);
+    let names = || schema.tables.iter().map(|t| t.name.as_str()).collect::<Vec<_>>().join(", ");
+    ensure!(number.is_some(), "TABLE {name}: the model has the tables {}", names());
+    Ok(number.unwrap_or_default())
 }

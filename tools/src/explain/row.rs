@@ -1,26 +1,32 @@
 //! `row`: shows a row as a request finds it, the error of its codec, and its versions in the
-//! releases that the flash directory still holds.
+//! releases that the flash directory still holds, or that a repository lists.
 
-use crate::explain::open;
+use crate::explain::listed::ListedRow;
+use crate::explain::{distance, open, table_number};
 use crate::report::Json;
 use crate::{report, say};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::Args;
+use hatchback::Flash;
 use hatchback::flash::read_settled;
-use hatchback::flash::row_version::{RowVersion, TableReader, norm};
-use hatchback::{Flash, Schema};
+use hatchback::flash::row_version::{RowVersion, TableReader};
 use serde::Serialize;
 use std::path::PathBuf;
 
 /// Shows a row: its values, the error of its codec, and its versions by release
 #[derive(Args, Debug)]
 pub struct RowArgs {
-    /// A bundle (installed into a flash directory first) or a flash directory
+    /// A bundle (installed into a flash directory first) or a flash directory; with --from the
+    /// name of a model
     model: PathBuf,
     /// The name of the table
     table: String,
     /// The key, as `explain` prints it
     key: u64,
+    /// A repository, as for `publish --to`: shows the row in each release that it lists. Only the
+    /// chunks that the row needs are read
+    #[arg(long, value_name = "REPOSITORY")]
+    from: Option<String>,
     #[command(flatten)]
     json: Json,
 }
@@ -44,6 +50,12 @@ struct RowReport {
 /// # Errors
 /// A model is refused, or it has no such table.
 pub fn run(args: &RowArgs) -> Result<()> {
+    if let Some(from) = &args.from {
+        let model = args.model.to_string_lossy();
+        let report = ListedRow::read(from, &model, &args.table, args.key);
+        let report = report.with_context(|| from.clone())?;
+        return args.json.write(&report, || report.print());
+    }
     let read = |flash: &Flash| RowReport::read(flash, &args.table, args.key);
     let report = read_settled(|| open(&args.model), read, |_| true)
         .with_context(|| args.model.display().to_string())?;
@@ -82,22 +94,11 @@ impl RowReport {
         let mut versions = report::table(&["version", "norm", "distance from the one before"]);
         let mut before: Option<&RowVersion> = None;
         for version in &self.history {
-            let distance = |before: &RowVersion| {
-                let both = version.values.iter().zip(&before.values);
-                norm(&both.map(|(a, b)| a - b).collect::<Vec<_>>())
-            };
-            let distance = report::or_dash(before.map(distance), |d| format!("{d:.6}"));
+            let distance = before.and_then(|before| distance(&version.values, &before.values));
+            let distance = report::or_dash(distance, |d| format!("{d:.6}"));
             versions.add_row([version.origin(), format!("{:.6}", version.norm), distance]);
             before = Some(version);
         }
         say!("{versions}")
     }
-}
-
-/// Returns the number of the table with this name.
-fn table_number(schema: &Schema, name: &str) -> Result<usize> {
-    let number = schema.tables.iter().position(|table| table.name == name);
-    let names = || schema.tables.iter().map(|t| t.name.as_str()).collect::<Vec<_>>().join(", ");
-    ensure!(number.is_some(), "TABLE {name}: the model has the tables {}", names());
-    Ok(number.unwrap_or_default())
 }

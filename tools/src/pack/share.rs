@@ -9,13 +9,11 @@ use super::job::OpenedSource;
 use super::learn::learn;
 use super::table::{Destination, write_table};
 use crate::limits::HEADER_BYTES_MAX;
-use crate::report::temporary::Claim;
+use crate::report::temporary::{Claim, write_file};
 use crate::report::{self, input};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Blob, TableBlobs};
-use hatchback::io::atomic_write::replace;
-use hatchback::io::disk::SystemDisk;
 use hatchback::schema::Table;
 use hatchback::schema::key_function::KeyFunction;
 use serde::{Deserialize, Serialize};
@@ -142,7 +140,7 @@ impl Work<'_> {
         };
         let path = head_path(self.folder, number);
         let bytes = postcard::to_allocvec(&head)?;
-        replace(&SystemDisk, &path, &bytes).with_context(|| path.display().to_string())
+        write_file(&path, &bytes)
     }
 }
 

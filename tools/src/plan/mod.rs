@@ -12,13 +12,11 @@ use crate::plan::stream::{StreamRules, draw_counts, read_log};
 use crate::report::Json;
 use crate::report::args::mib_to_bytes;
 use crate::report::plot::{self, Axis, Panel, Series};
-use crate::report::temporary::Claim;
+use crate::report::temporary::{Claim, write_file};
 use crate::{report, say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::flash::Flash;
-use hatchback::io::atomic_write;
-use hatchback::io::disk::SystemDisk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::model::capacity::least_cache_bytes;
@@ -312,10 +310,12 @@ fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Res
 
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let name = path.file_stem().unwrap_or_default();
-    let draft = tempfile::Builder::new().prefix(name).suffix(".toml").tempfile_in(folder);
-    let draft = draft.with_context(place)?;
-    let _claim = Claim::new(draft.path());
-    std::fs::write(&draft, text(Some(1 << 50))).with_context(place)?;
+    let mut file = None;
+    let draft = Claim::of(|| {
+        let new = tempfile::Builder::new().prefix(name).suffix(".toml").tempfile_in(folder);
+        Ok(file.insert(new.with_context(place)?).path().to_owned())
+    })?;
+    std::fs::write(draft.path(), text(Some(1 << 50))).with_context(place)?;
     let inherits = || format!("--inherits {}", args.inherits);
     let target = Target::load(draft.path()).with_context(inherits)?;
     let is_base = |file: &PathBuf| file.file_name() == path.file_name();
@@ -330,7 +330,7 @@ fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Res
             Some(model.memory().total() + model.update_bytes() + front)
         }
     };
-    atomic_write::replace(&SystemDisk, path, text(memory).as_bytes()).with_context(place)
+    write_file(path, text(memory).as_bytes())
 }
 
 impl Plan {

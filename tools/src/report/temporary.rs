@@ -68,6 +68,31 @@ impl Claim {
         Self(path)
     }
 
+    /// Claims the path that `create` makes, before a signal can end the program between the two.
+    ///
+    /// # Errors
+    /// Those of `create`.
+    pub fn of(create: impl FnOnce() -> Result<PathBuf>) -> Result<Self> {
+        let mut claimed = claimed();
+        let path = create()?;
+        claimed.insert(path.clone());
+        Ok(Self(path))
+    }
+
+    /// Returns the claimed path.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Lets `work` move what is claimed to its place. A signal comes before all of it or after.
+    pub fn complete<T>(self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let claimed = claimed();
+        let moved = work();
+        // `self` takes the lock when it is dropped.
+        drop(claimed);
+        moved
+    }
+
     /// Claims the file that is written before it is renamed to `path`.
     pub fn part_of(path: &Path) -> Self {
         Self::new(part_of(path))
@@ -107,16 +132,16 @@ impl TemporaryFolder {
         let named = || format!("{}: a temporary folder", base.display());
         let random = tempfile::Builder::new();
         let name = format!("{PREFIX}{}-", std::process::id());
-        let folder = { random }.prefix(&name).tempdir_in(base).with_context(named)?.keep();
-        let claim = Claim::new(&folder);
-        let lock = File::open(&folder).with_context(named)?;
+        let create = || Ok({ random }.prefix(&name).tempdir_in(base).with_context(named)?.keep());
+        let claim = Claim::of(create)?;
+        let lock = File::open(claim.path()).with_context(named)?;
         lock.try_lock().with_context(named)?;
         Ok(Self { claim, _lock: lock })
     }
 
     /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
-        &self.claim.0
+        self.claim.path()
     }
 }
 

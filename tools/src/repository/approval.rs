@@ -2,11 +2,10 @@
 //! bundle and has the hashes of manifest, policy and samples. `gate` writes it, and `publish
 //! --policy` refuses a bundle without it. Never evaluates a model.
 
+use crate::report::temporary::write_file;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::sha256;
-use hatchback::io::atomic_write::replace;
-use hatchback::io::disk::SystemDisk;
 use hatchback::update::release::hex;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -62,7 +61,7 @@ pub fn approve(bundle: &Path, policy: &Path, samples: &Path) -> Result<()> {
     let path = approval_path(bundle);
     let mut text = serde_json::to_vec_pretty(&approval)?;
     text.push(b'\n');
-    replace(&SystemDisk, &path, &text).with_context(|| path.display().to_string())
+    write_file(&path, &text)
 }
 
 /// Removes the approval of `bundle`, if it has one.

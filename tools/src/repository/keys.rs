@@ -31,6 +31,7 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tough::editor::signed::SignedRole;
 use tough::key_source::KeySource;
+use tough::schema::key::Key;
 use tough::schema::{KeyHolder, RoleKeys, RoleType, Root, Signed};
 use tough::sign::parse_keypair;
 
@@ -113,6 +114,8 @@ struct ListedKey {
     role: String,
     /// Start of the key's id.
     id: String,
+    /// `ed25519`, `ecdsa` or `rsa`.
+    kind: &'static str,
     /// Its file in the folder; `None` if the private key is elsewhere.
     file: Option<PathBuf>,
     /// Whether the file has the key `plain`, `encrypted`, or names a `token`.
@@ -134,8 +137,9 @@ impl KeysReport {
                 let form = found.map(|found| found.form.word());
                 let written = file.as_ref().and_then(|path| path.metadata().ok()?.modified().ok());
                 let written = written.map(|time| utc(unix_s(time)));
+                let kind = root.signed.keys.get(id).map_or("-", kind_of);
                 let (role, id) = (role.to_string(), hex(&id[..4]));
-                keys.push(ListedKey { role, id, file, form, written });
+                keys.push(ListedKey { role, id, kind, file, form, written });
             }
         }
         let version = root.signed.version.get();
@@ -146,12 +150,13 @@ impl KeysReport {
     fn print(&self, is_list: bool) -> Result<()> {
         say!("{}", self.root.display())?;
         if is_list {
-            let mut table = report::table(&["role", "key", "form", "written", "file"]);
+            let mut table = report::table(&["role", "key", "kind", "form", "written", "file"]);
             for key in &self.keys {
                 let file = key.file.as_ref().and_then(|path| path.file_name());
                 table.add_row([
                     key.role.clone(),
                     key.id.clone(),
+                    key.kind.to_owned(),
                     report::or_dash(key.form, str::to_owned),
                     report::or_dash(key.written.clone(), |written| written),
                     report::or_dash(file, |name| name.to_string_lossy().into_owned()),
@@ -160,6 +165,14 @@ impl KeysReport {
             say!("{table}")?;
         }
         say!("the root expires at {}", self.expires)
+    }
+}
+
+fn kind_of(key: &Key) -> &'static str {
+    match key {
+        Key::Ed25519 { .. } => "ed25519",
+        Key::Rsa { .. } => "rsa",
+        _ => "ecdsa",
     }
 }
 
@@ -286,6 +299,7 @@ fn new_root(
     expires: u64,
     secrets: &mut Passphrases,
 ) -> Result<PathBuf> {
+    let _claim = (!folder.exists()).then(|| Claim::new(folder));
     create_folder(folder, PRIVATE)?;
     let _lock = FolderLock::take(folder)?;
     ensure!(
@@ -539,7 +553,7 @@ fn write_root(
 ) -> Result<PathBuf> {
     // The folder has the same name each time, so a command removes what a killed one left.
     let _ = std::fs::remove_dir_all(folder.join(STAGING));
-    let _claim = Claim::new(folder.join(STAGING));
+    let claim = Claim::new(folder.join(STAGING));
     let mut staging = tempfile::Builder::new();
     staging.prefix(STAGING).rand_bytes(0).permissions(Permissions::from_mode(PRIVATE));
     let staged = staging.tempdir_in(folder).with_context(|| folder.display().to_string())?;
@@ -583,10 +597,12 @@ fn write_root(
     // private keys would lock the fleet out.
     let needed = 1 + fresh.iter().map(NewKeys::count).sum::<usize>();
     ensure!(moved.len() == needed, "{}: the staged keys have changed", folder.display());
-    for file in moved {
-        std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
-        File::open(folder)?.sync_all()?;
-    }
-    retire_unlisted(folder, &root)?;
-    Ok(path)
+    claim.complete(|| {
+        for file in moved {
+            std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
+            File::open(folder)?.sync_all()?;
+        }
+        retire_unlisted(folder, &root)?;
+        Ok(path)
+    })
 }

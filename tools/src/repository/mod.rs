@@ -3,6 +3,7 @@
 
 pub mod approval;
 mod clock;
+pub mod content;
 mod der;
 mod encrypted_key;
 mod key_files;

@@ -16,6 +16,7 @@
 use crate::limits::ROOT_DAYS_MIN;
 use crate::report;
 use crate::report::Json;
+use crate::report::temporary::TemporaryFolder;
 use crate::repository::approval::check_approval;
 use crate::repository::clock::{ClockError, DAY_S, now, signing_time, timestamp};
 use crate::repository::keys::{block_on, release_keys, root_expiry, roots};
@@ -27,11 +28,11 @@ use crate::{say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Blob, Chunk, Generation, Hash, Manifest, sha256};
+use hatchback::bundle::manifest::{Blob, Chunk, Manifest, sha256};
 use hatchback::clock::utc;
 use hatchback::schema::change::check_change;
 use hatchback::update::program::needs_of;
-use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path, parse_name};
+use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path};
 use hatchback::update::trust::PUBLISHED;
 use serde::Serialize;
 use serde_json::Value;
@@ -131,8 +132,8 @@ pub struct Published {
     /// Targets that only replaced keys had signed and that the new keys have signed now: name and
     /// SHA-256 of the manifest.
     pub resigned: Vec<String>,
-    /// Added targets whose callers could not be compared with those of the release before them: its
-    /// manifest is lost or damaged.
+    /// Added targets that could not be compared with what callers of the release before them send:
+    /// its manifest is lost or damaged.
     pub not_compared: Vec<String>,
     /// Chunks that were uploaded.
     pub chunks: u64,
@@ -193,7 +194,9 @@ impl Published {
         self.revoked.iter().try_for_each(|name| say!("- {name}"))?;
         self.resigned.iter().try_for_each(|target| say!("= {target}"))?;
         for name in &self.not_compared {
-            say!("{name}: not compared with what callers send: no release before it can be read")?;
+            say!(
+                "{name}: not compared with what callers send: the release before it cannot be read"
+            )?;
         }
 
         let (chunks, bytes) = (report::count(self.chunks), report::bytes(self.chunk_bytes));
@@ -360,6 +363,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         _ => ReleaseNames::read(store, &state)?,
     };
     let revoked = find_releases(&state, &change.revoke, "--revoke")?;
+    let before = names.clone();
     let mut offers = match &change.restore {
         Some(release) => restored_offers(store, change, release, &mut names, &state, &revoked)?,
         None => open_offers(change, &mut names, &state)?,
@@ -369,7 +373,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     resigned
         .iter()
         .try_for_each(|resigned| names.hold(&resigned.name, &resigned.target.hashes.sha256))?;
-    let not_compared = check_callers(store, &state, &revoked, &offers)?;
+    let not_compared = check_callers(store, &before, &offers)?;
     let mut done = Published {
         added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
@@ -399,7 +403,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         now,
         expires_s: change.expires_s,
     };
-    let folder = tempfile::tempdir()?;
+    let folder = TemporaryFolder::new()?;
     block_on(signing.sign(folder.path()))??;
 
     upload_metadata(store, keys, &next, folder.path())?;
@@ -415,37 +419,29 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     Ok(done)
 }
 
-/// Checks that the callers of each lineage's newest listed release can use the bundles: every car
-/// would fetch a bundle that they cannot use, and reject it. Returns the names of the bundles whose
-/// release before them has no readable manifest.
-fn check_callers(
-    store: &dyn Store,
-    state: &RepositoryState,
-    revoked: &[TargetName],
-    offers: &[Offer],
-) -> Result<Vec<String>> {
+/// Checks that the callers of the release before each of `offers` can use it, in the repository or
+/// in the same publish: every car would fetch a bundle that they cannot use, and reject it.
+/// Returns the names of the offers whose release before them has no readable manifest. `names` are
+/// those before this publish.
+fn check_callers(store: &dyn Store, names: &ReleaseNames, offers: &[Offer]) -> Result<Vec<String>> {
     let mut not_compared = Vec::new();
     for offer in offers {
-        let Manifest { generation, schema, .. } = offer.content.manifest();
-        let is_before = |listed: &Generation| {
-            listed.lineage == generation.lineage && listed.sequence < generation.sequence
-        };
-        let listed = state.listed().filter(|(name, _)| !revoked.contains(name));
-        let named = listed.filter_map(|(name, t)| Some((parse_name(name.raw())?.0, name, t)));
-        let newest = named.filter(|(listed, ..)| is_before(listed));
-        let newest = newest.max_by_key(|(listed, ..)| listed.sequence);
-        let Some((Generation { sequence: before, .. }, name, target)) = newest else { continue };
-        let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
-        let path = manifest_path(name.raw(), &hash);
+        let new = offer.content.manifest();
+        let before = names.before(store, &new.generation)?;
         // A lost or damaged object must not keep a publisher from replacing it.
-        let old = store.get(&path)?.and_then(|bytes| Manifest::decode(&bytes).ok());
-        let Some(Manifest { schema: old, .. }) = old else {
+        if before.is_lost {
             not_compared.push(offer.name.raw().to_owned());
-            continue;
-        };
-        if let Err(problem) = check_change(&old, schema) {
-            let ((what, remedy), lineage) = (offer.content.words(), &generation.lineage);
-            bail!("{what}: callers of {lineage}@{before} cannot use it: {problem}; {remedy}");
+        }
+        let others = offers.iter().map(|other| other.content.manifest());
+        let others = others.filter(|other| {
+            other.generation.lineage == new.generation.lineage
+                && other.generation.sequence < new.generation.sequence
+        });
+        for old in before.manifests.iter().chain(others) {
+            if let Err(problem) = check_change(&old.schema, &new.schema) {
+                let ((what, remedy), old) = (offer.content.words(), &old.generation);
+                bail!("{what}: callers of {old} cannot use it: {problem}; {remedy}");
+            }
         }
     }
     Ok(not_compared)

@@ -73,10 +73,7 @@ pub fn run(args: &ReleasesArgs) -> Result<()> {
 
 impl ReleasesReport {
     fn read(store: &dyn Store) -> Result<Self> {
-        let Some(stamp) = store.get(TIMESTAMP)? else { bail!("nothing is published here") };
-        let stamp: Signed<Timestamp> = serde_json::from_slice(&stamp).context(TIMESTAMP)?;
-        let snapshot = stamp.signed.meta.get("snapshot.json").map_or(0, |meta| meta.version.get());
-        let now = Past::read(store, snapshot)?.context("the newest metadata are missing")?;
+        let (stamp, now) = listed(store)?;
         let listed = releases_of(&now.targets)?;
 
         let mut all: BTreeMap<String, (Release, bool)> = BTreeMap::new();
@@ -99,7 +96,7 @@ impl ReleasesReport {
         Ok(Self {
             releases: all.into_values().map(one).collect(),
             ways: ways(&listed),
-            timestamp_expires: stamp.signed.expires.to_string(),
+            timestamp_expires: stamp.expires.to_string(),
             metadata_expire: now.targets.expires.to_string(),
             root_expires: newest_root(store)?.map_or_else(String::new, |r| r.expires.to_string()),
         })
@@ -130,8 +127,23 @@ impl ReleasesReport {
     }
 }
 
+/// Returns the timestamp and the metadata to which it leads.
+///
+/// # Errors
+/// Nothing is published, or the metadata cannot be read.
+pub fn listed(store: &dyn Store) -> Result<(Timestamp, Past)> {
+    let Some(stamp) = store.get(TIMESTAMP)? else { bail!("nothing is published here") };
+    let stamp: Signed<Timestamp> = serde_json::from_slice(&stamp).context(TIMESTAMP)?;
+    let snapshot = stamp.signed.meta.get("snapshot.json").map_or(0, |meta| meta.version.get());
+    let now = Past::read(store, snapshot)?.context("the newest metadata are missing")?;
+    Ok((stamp.signed, now))
+}
+
 /// Returns the releases that `targets` lists, as a car reads them.
-pub(super) fn releases_of(targets: &Targets) -> Result<Vec<Release>> {
+///
+/// # Errors
+/// The metadata are not those of a repository.
+pub fn releases_of(targets: &Targets) -> Result<Vec<Release>> {
     let targets = serde_json::from_value(serde_json::to_value(targets)?)?;
     Ok(release::releases(&targets, &Program::this()))
 }

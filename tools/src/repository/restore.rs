@@ -2,10 +2,12 @@
 //! the next sequence. A car never installs an older sequence, so a release that committed can only
 //! be taken back by a newer one. The restored release has two forms for each variant: a snapshot of
 //! the chunks that the repository has, and a delta without changes for the cars at the earlier
-//! release. Neither needs the trainer's files, and no row is uploaded.
+//! release. Neither needs the trainer's files, and no row is uploaded. Features that a release
+//! between them added stay in the lists as retired, so that callers may go on sending them.
 
+use crate::repository::content::{find_manifest, read_blob};
 use crate::repository::releases::releases_of;
-use crate::repository::state::{ReleaseNames, RepositoryState};
+use crate::repository::state::{Before, ReleaseNames, RepositoryState};
 use crate::repository::store::Store;
 use crate::repository::variants::{Named, add_parents};
 use anyhow::{Context, Result, ensure};
@@ -15,7 +17,9 @@ use hatchback::bundle::manifest::{
 };
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
-use hatchback::limits::DELTAS_MAX;
+use hatchback::limits::{CHUNK_BYTES, DELTAS_MAX};
+use hatchback::schema::sample::Sample;
+use hatchback::schema::{DenseFeature, Feature, Schema};
 use hatchback::update::program::needs_of_manifest;
 use hatchback::update::release::{
     NEEDS, ORDER, Release, cheapest_path, manifest_path, parse_name, target_name,
@@ -76,21 +80,82 @@ pub fn restore(
             |name: &TargetName, target: &Target| name == own && *target.hashes.sha256 == hash[..];
         !revoked.contains(own) && state.listed().any(|(name, target)| is_own(name, target))
     };
-    let again = restorations(&sources, newest, names)?;
-    if again.iter().all(is_listed) { Ok(again) } else { restorations(&sources, newest + 1, names) }
+    let again = restorations(store, &sources, newest, names)?;
+    let is_again = again.iter().all(is_listed);
+    if is_again { Ok(again) } else { restorations(store, &sources, newest + 1, names) }
 }
 
 /// Returns the targets of release `sequence`, which restores `sources`.
 fn restorations(
+    store: &dyn Store,
     sources: &[Source],
     sequence: u64,
     names: &ReleaseNames,
 ) -> Result<Vec<Restoration>> {
-    let both = |source: &Source| [source.snapshot(sequence), source.delta(sequence)];
-    let mut made = sources.iter().flat_map(both).collect::<Result<Vec<_>>>()?;
+    let mut made = Vec::new();
+    for source in sources {
+        let generation = Generation { sequence, ..source.last().generation.clone() };
+        let schema = with_retired(&source.last().schema, &names.before(store, &generation)?);
+        let next = Next { store, generation, schema };
+        made.extend([source.snapshot(&next)?, source.delta(&next)?]);
+    }
     made.iter_mut()
         .try_for_each(|made| add_parents(std::slice::from_mut(&mut made.named), names))?;
     Ok(made)
+}
+
+/// Returns `schema` with the features that a release after it added, as retired ones. Whether
+/// callers then lose nothing is for the check of every publish to say.
+fn with_retired(schema: &Schema, before: &Before) -> Schema {
+    let mut schema = schema.clone();
+    for later in before.manifests.iter().map(|manifest| &manifest.schema) {
+        for feature in &later.features {
+            if !schema.features.iter().any(|own| own.name == feature.name) {
+                let plain = Feature::plain(&feature.name, feature.hotness_max);
+                schema.features.push(Feature { retired: true, ..plain });
+            }
+        }
+        for feature in &later.dense_features {
+            if !schema.dense_names().any(|own| *own == feature.name) {
+                schema.dense_features.push(DenseFeature { retired: true, ..feature.clone() });
+            }
+        }
+    }
+    schema
+}
+
+/// A restored release that is being made.
+struct Next<'a> {
+    store: &'a dyn Store,
+    generation: Generation,
+    /// The schema of the earlier release, with the features that are retired since.
+    schema: Schema,
+}
+
+/// The blobs of a manifest, and the chunks that the repository may lack.
+#[derive(Default)]
+struct Blobs {
+    blobs: Vec<Blob>,
+    chunks: Vec<StoredChunk>,
+}
+
+impl Blobs {
+    /// Adds a blob that the repository has, and returns its number.
+    fn put(&mut self, blob: &Blob) -> u32 {
+        self.blobs.push(blob.clone());
+        self.blobs.len() as u32 - 1
+    }
+
+    /// Adds a blob with this content, and returns its number.
+    fn put_new(&mut self, content: &[u8]) -> Result<u32> {
+        let mut blob = Blob { sha256: sha256(content), chunks: Vec::new() };
+        for raw in content.chunks(CHUNK_BYTES) {
+            let stored = StoredChunk::new(raw.to_vec())?;
+            blob.chunks.push(stored.chunk.clone());
+            self.chunks.push(stored);
+        }
+        Ok(self.put(&blob))
+    }
 }
 
 impl Source {
@@ -135,79 +200,62 @@ impl Source {
         &self.chain[self.chain.len() - 1]
     }
 
-    /// Returns the snapshot of release `sequence`: every segment of the chain, as it is stored.
-    fn snapshot(&self, sequence: u64) -> Result<Restoration> {
-        let last = self.last();
-        let mut blobs = Vec::new();
-        let mut put = |blob: &Blob| {
-            blobs.push(blob.clone());
-            blobs.len() as u32 - 1
-        };
-        let (mut tables, mut layers) = (Vec::new(), Vec::new());
+    /// Returns the snapshot of release `next`: every segment of the chain, as it is stored.
+    fn snapshot(&self, next: &Next<'_>) -> Result<Restoration> {
+        let (mut blobs, mut tables, mut layers) = (Blobs::default(), Vec::new(), Vec::new());
         for table in stacks(&self.chain)? {
             let placed = table.segments.iter();
             let placed: Vec<Layer> =
-                placed.map(|(layer, blob)| Layer { segment: put(blob), ..*layer }).collect();
+                placed.map(|(layer, blob)| Layer { segment: blobs.put(blob), ..*layer }).collect();
             let segment = placed.first().map_or(0, |base| base.segment);
-            tables.push(TableBlobs { segment, hot: table.hot.map(&mut put), whole: false });
+            let hot = table.hot.map(|hot| blobs.put(hot));
+            tables.push(TableBlobs { segment, hot, whole: false });
             layers.push(placed);
         }
-
-        let blob = |number: u32| &last.blobs[number as usize];
-        let (dense, probe) = (put(blob(last.dense)), last.probe.map(|probe| put(blob(probe))));
-        let restored = Restored { sequence: last.generation.sequence, tables: layers };
-        let manifest = Manifest {
-            generation: Generation { sequence, ..last.generation.clone() },
-            parent: None,
-            schema: last.schema.clone(),
-            blobs,
-            tables,
-            dense,
-            probe,
-            deferral: None,
-            restored: Some(restored),
-        };
-        self.target(manifest, Vec::new())
+        let sequence = self.last().generation.sequence;
+        self.target(next, blobs, tables, Some(Restored { sequence, tables: layers }))
     }
 
-    /// Returns the delta without changes that leads from the earlier release to `sequence`.
-    fn delta(&self, sequence: u64) -> Result<Restoration> {
-        let last = self.last();
-        let generation = Generation { sequence, ..last.generation.clone() };
-        let (mut blobs, mut chunks, mut tables) = (Vec::new(), Vec::new(), Vec::new());
-        for (number, table) in last.schema.tables.iter().enumerate() {
-            let kind = SegmentKind::new(&generation, 0, number, table, Part::Delta);
+    /// Returns the delta without changes that leads from the earlier release to `next`.
+    fn delta(&self, next: &Next<'_>) -> Result<Restoration> {
+        let (mut blobs, mut tables) = (Blobs::default(), Vec::new());
+        for (number, table) in next.schema.tables.iter().enumerate() {
+            let kind = SegmentKind::new(&next.generation, 0, number, table, Part::Delta);
             let kind = kind.with_context(|| format!("table {}: its unit", table.name))?;
             let (page, _) = SegmentWriter::new(Vec::new(), kind).finish()?;
-            let hash = sha256(&page);
-            let stored = StoredChunk::new(page)?;
-            blobs.push(Blob { sha256: hash, chunks: vec![stored.chunk.clone()] });
-            chunks.push(stored);
-            tables.push(TableBlobs { segment: number as u32, hot: None, whole: false });
+            tables.push(TableBlobs { segment: blobs.put_new(&page)?, hot: None, whole: false });
         }
-
-        let mut put = |number: u32| {
-            blobs.push(last.blobs[number as usize].clone());
-            blobs.len() as u32 - 1
-        };
-        let (dense, probe) = (put(last.dense), last.probe.map(&mut put));
-        let manifest = Manifest {
-            generation,
-            parent: Some(last.generation.sequence),
-            schema: last.schema.clone(),
-            blobs,
-            tables,
-            dense,
-            probe,
-            deferral: None,
-            restored: None,
-        };
-        self.target(manifest, chunks)
+        self.target(next, blobs, tables, None)
     }
 
-    /// Returns the target of `manifest`. It needs what the earlier release needs: the network is
-    /// the same, so its operators are too.
-    fn target(&self, manifest: Manifest, chunks: Vec<StoredChunk>) -> Result<Restoration> {
+    /// Adds the network and the probe set to `blobs`, and returns the target: a snapshot if it is
+    /// `restored`, else a delta. It needs what the earlier release needs: the network is the same,
+    /// so its operators are too.
+    fn target(
+        &self,
+        next: &Next<'_>,
+        mut blobs: Blobs,
+        tables: Vec<TableBlobs>,
+        restored: Option<Restored>,
+    ) -> Result<Restoration> {
+        let last = self.last();
+        let dense = blobs.put(&last.blobs[last.dense as usize]);
+        let probe = last.probe.map(|probe| {
+            let probe = &last.blobs[probe as usize];
+            let is_same = next.schema == last.schema;
+            if is_same { Ok(blobs.put(probe)) } else { blobs.put_new(&next.probe(probe)?) }
+        });
+        let manifest = Manifest {
+            generation: next.generation.clone(),
+            parent: restored.is_none().then_some(last.generation.sequence),
+            schema: next.schema.clone(),
+            blobs: blobs.blobs,
+            tables,
+            dense,
+            probe: probe.transpose()?,
+            deferral: None,
+            restored,
+        };
         let bytes = manifest.encode()?;
         Manifest::decode(&bytes)
             .with_context(|| format!("the manifest of {}", manifest.generation))?;
@@ -221,7 +269,23 @@ impl Source {
 
         let name = target_name(&manifest.generation, manifest.parent, self.variant);
         let named = Named { name: TargetName::new(name)?, custom: custom.into() };
-        Ok(Restoration { named, manifest, bytes, chunks })
+        Ok(Restoration { named, manifest, bytes, chunks: blobs.chunks })
+    }
+}
+
+impl Next<'_> {
+    /// Returns the probe set in `blob`, encoded for the schema. A sample has a place for each
+    /// retired feature, and nothing in it.
+    fn probe(&self, blob: &Blob) -> Result<Vec<u8>> {
+        let mut samples = Sample::decode_set(&read_blob(self.store, blob)?)?;
+        for sample in &mut samples {
+            sample.dense.resize(self.schema.dense_features.len(), 0.0);
+            sample.sparse.resize(self.schema.features.len(), Vec::new());
+            if !sample.weights.is_empty() {
+                sample.weights.resize(self.schema.features.len(), Vec::new());
+            }
+        }
+        Ok(Sample::encode_set(&samples)?)
     }
 }
 
@@ -260,10 +324,8 @@ fn stacks(chain: &[Manifest]) -> Result<Vec<Stack<'_>>> {
 
 /// Reads the manifest of a listed release.
 fn read_manifest(store: &dyn Store, release: &Release) -> Result<Manifest> {
-    let path = manifest_path(&release.name(), &release.manifest);
-    let bytes = store.get(&path)?.filter(|bytes| sha256(bytes) == release.manifest);
-    let bytes = bytes.with_context(|| {
+    find_manifest(store, &release.name(), &release.manifest)?.with_context(|| {
+        let path = manifest_path(&release.name(), &release.manifest);
         format!("{path}: is missing or damaged; publish the bundle of {} again", release.generation)
-    })?;
-    Manifest::decode(&bytes).with_context(|| path.clone())
+    })
 }

@@ -1,13 +1,16 @@
 //! The state of a repository: the verified metadata in force, and earlier metadata that a timestamp
 //! led cars to, as far as `prune` has kept them. Only reads.
 
+use crate::repository::content::find_manifest;
 use crate::repository::keys::{RootFile, roots};
 use crate::repository::store::Store;
 use anyhow::{Context, Result, bail, ensure};
+use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::update::release::parse_name;
 use hatchback::update::trust::PUBLISHED;
 use serde_json::Value;
 use sigstore_tuf::{Metadata, TrustedMetadataSet};
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::path::Path;
 use tough::TargetName;
@@ -92,8 +95,17 @@ impl Past {
     }
 }
 
-/// The content of every release name since the oldest metadata in the store: SHA-256 of manifests.
+/// The newest release before another.
 #[derive(Default)]
+pub struct Before {
+    /// The manifests of its targets; empty if there is none.
+    pub manifests: Vec<Manifest>,
+    /// Whether a later one has no readable manifest.
+    pub is_lost: bool,
+}
+
+/// The content of every release name since the oldest metadata in the store: SHA-256 of manifests.
+#[derive(Clone, Default)]
 pub struct ReleaseNames(HashMap<TargetName, Vec<u8>>);
 
 impl ReleaseNames {
@@ -118,6 +130,35 @@ impl ReleaseNames {
     pub fn newest(&self, lineage: &str) -> Option<u64> {
         let releases = self.0.keys().filter_map(|name| Some(parse_name(name.raw())?.0));
         releases.filter(|release| release.lineage == lineage).map(|r| r.sequence).max()
+    }
+
+    /// Reads the manifests of the newest release before `generation` that has a readable one.
+    /// Revoked releases count: a car may serve one still, and it refuses what its callers cannot
+    /// use. Each release was compared with the one before it, so one comparison is enough.
+    ///
+    /// # Errors
+    /// The store fails.
+    pub fn before(&self, store: &dyn Store, generation: &Generation) -> Result<Before> {
+        let earlier = |(name, hash)| {
+            let known: Generation = parse_name(TargetName::raw(name))?.0;
+            let Generation { lineage, sequence } = known;
+            let is_earlier = lineage == generation.lineage && sequence < generation.sequence;
+            is_earlier.then_some((sequence, name, hash))
+        };
+        let mut earlier: Vec<(u64, &TargetName, &Vec<u8>)> =
+            self.0.iter().filter_map(earlier).collect();
+        earlier.sort_by_key(|release| Reverse(release.0));
+        let mut before = Before::default();
+        for release in earlier.chunk_by(|a, b| a.0 == b.0) {
+            for (_, name, hash) in release {
+                before.manifests.extend(find_manifest(store, name.raw(), hash)?);
+            }
+            if !before.manifests.is_empty() {
+                break;
+            }
+            before.is_lost = true;
+        }
+        Ok(before)
     }
 
     /// Returns whether the target `name` had the content `hash`.

@@ -1,8 +1,11 @@
 //! `explain` and `row`: contributions sum to the score, and each row names its release.
 
 use crate::cli::{Desk, coupon, hatchback, printed, refused};
+use hatchback::bundle::BundleReader;
 use hatchback::io::disk;
+use hatchback::update::release::chunk_path;
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -158,4 +161,83 @@ fn a_row_names_the_delta_that_wrote_it_beside_a_daemon_that_holds_the_lock() {
     assert!(said.contains("no feature `wether`") || said.contains("dense"), "{said}");
     assert_eq!(files(), before);
     drop(held);
+}
+
+/// A snapshot, a delta, a delta that does not carry the key, and the snapshot restored. Only the
+/// chunks of the table are there.
+#[test]
+fn a_repository_tells_the_history_of_a_row_without_the_chunks_of_other_tables() {
+    let desk = Desk::new();
+    let first = desk.pack(&["--codec", "f32"]);
+    let delta = second(&desk, &first, "weather", |values| {
+        values[2 * 64..2 * 64 + 4].copy_from_slice(&1.5f32.to_le_bytes());
+    });
+    let [keys, repository, flash] = ["keys", "repository", "car"].map(|name| desk.path(name));
+    printed(&["keys", "new", &keys, "--plain"]);
+    let to = ["publish", "--keys", &keys, "--to", &repository];
+    for change in [&[&first[..]][..], &[&delta[..]], &["--restore", "1"]] {
+        printed(&[&to[..], change].concat());
+    }
+    printed(&["install", &first, &delta, "--flash", &flash]);
+    let packed = json(&["row", &flash, "weather", "2"])["history"].clone();
+
+    // Every chunk but those of the table's segments is removed.
+    let folder = Path::new(&repository).join("chunks");
+    let mut wanted = BTreeSet::new();
+    for bundle in [&first, &delta] {
+        let bundle = BundleReader::open(Path::new(bundle)).unwrap();
+        let manifest = bundle.manifest();
+        let table = manifest.schema.tables.iter().position(|t| t.name == "weather").unwrap();
+        let segment = &manifest.blobs[manifest.tables[table].segment as usize];
+        wanted.extend(segment.chunks.iter().map(|chunk| chunk_path(&chunk.sha256)));
+    }
+    let chunks = std::fs::read_dir(&folder).unwrap().flat_map(|entry| {
+        std::fs::read_dir(entry.unwrap().path()).unwrap().map(|chunk| chunk.unwrap().path())
+    });
+    let is_wanted = |path: &Path| wanted.iter().any(|wanted| path.ends_with(wanted));
+    let (kept, others): (Vec<_>, Vec<_>) = chunks.partition(|path| is_wanted(path));
+    assert!(kept.len() == 2 && others.len() > 2);
+    others.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+
+    let row = |key: &str| {
+        json(&["row", "coupon-dlrm", "weather", key, "--from", &repository])["releases"].clone()
+    };
+    let column = |rows: &Value, field: &str| -> Vec<Value> {
+        rows.as_array().unwrap().iter().map(|row| row[field].clone()).collect()
+    };
+    let rows = row("2");
+    assert_eq!(
+        column(&rows, "origin"),
+        ["snapshot 1", "delta 2", "snapshot 1", "unchanged"].map(Value::from)
+    );
+    let names = ["1-snapshot", "2-from-000000000001", "3-snapshot", "3-from-000000000001"];
+    for (release, name) in column(&rows, "release").iter().zip(names) {
+        assert!(release.as_str().unwrap().ends_with(name), "{release} is not {name}");
+    }
+    for (at, version) in [(0, 0), (1, 1), (2, 0)] {
+        for field in ["values", "norm", "codec_error_max", "status"] {
+            assert_eq!(rows[at]["row"][field], packed[version][field], "{at}: {field}");
+        }
+    }
+    let distance = rows[1]["distance"].as_f64().unwrap();
+    let [a, b] = [0, 1].map(|at| numbers(&packed[at]["values"]));
+    let squares: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
+    assert!((distance - squares.sqrt()).abs() < 1e-5, "{distance}");
+    assert_eq!(
+        column(&row("1"), "origin"),
+        ["snapshot 1", "unchanged", "snapshot 1", "unchanged"].map(Value::from)
+    );
+    assert_eq!(column(&row("999"), "origin")[0], "absent");
+
+    let text = printed(&["row", "coupon-dlrm", "weather", "2", "--from", &repository]);
+    assert!(text.contains("delta 2") && text.contains("unchanged"), "{text}");
+    let other = ["row", "coupon", "weather", "2", "--from", &repository];
+    assert!(refused(&other).contains("MODEL coupon: the repository has the models coupon-dlrm"));
+    let other = ["row", "coupon-dlrm", "wheather", "2", "--from", &repository];
+    assert!(refused(&other).contains("the model has the tables destination,"));
+    let other = ["row", "coupon-dlrm", "driver", "2", "--from", &repository];
+    assert!(refused(&other).contains("is missing or damaged; publish the bundle"));
+    std::fs::write(&kept[0], "<html>").unwrap();
+    let said = refused(&["row", "coupon-dlrm", "weather", "2", "--from", &repository]);
+    assert!(said.contains("table weather") && said.contains("chunks/"), "{said}");
 }
