@@ -145,7 +145,7 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
     chain.sort_unstable();
 
     let mut live = None;
-    let _claim = claim_new(directory);
+    let _claim = claim_new(directory)?;
     for (_, path) in chain {
         let installed = install_claimed(path, directory);
         live = Some(installed.map_err(|error| match error.downcast_ref() {
@@ -165,14 +165,28 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
 /// # Errors
 /// The bundle is refused, or the directory cannot be written.
 pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
-    let _claim = claim_new(directory);
+    let _claim = claim_new(directory)?;
     install_claimed(path, directory)
 }
 
-/// Claims a directory that does not exist yet. An interrupted install into a directory that holds a
-/// model is continued or repeated.
-fn claim_new(directory: &Path) -> Option<Claim> {
-    (!directory.exists()).then(|| Claim::new(directory))
+/// A directory that an install created. It is removed if nothing was installed.
+struct NewDirectory(Claim);
+
+impl Drop for NewDirectory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(self.0.path());
+    }
+}
+
+/// Creates and claims a directory that does not exist yet. An interrupted install into a directory
+/// that holds a model is continued or repeated.
+fn claim_new(directory: &Path) -> Result<Option<NewDirectory>> {
+    let create = || {
+        disk::create_directories(directory, 0o777)
+            .with_context(|| directory.display().to_string())?;
+        Ok(directory.to_owned())
+    };
+    (!directory.exists()).then(|| Claim::of(create).map(NewDirectory)).transpose()
 }
 
 fn install_claimed(path: &Path, directory: &Path) -> Result<Flash> {

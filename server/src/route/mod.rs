@@ -47,6 +47,9 @@ const JSON_TYPE: &str = "application/json";
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PROMETHEUS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
+const UNKNOWN_PATH: &str = "no such path; a model is at /v2/models/NAME, and POST \
+                            /v2/repository/index lists the models";
+
 /// A request whose headers were read. Their other parts are dropped before the body arrives, so
 /// that a caller cannot make the server keep headers.
 pub struct Received {
@@ -141,18 +144,11 @@ impl Head {
     /// Returns the problem of a path that does not exist, or has the method `allowed` only.
     fn unknown(&self, allowed: Option<&Method>) -> Problem {
         let (method, path) = (Shortened(self.method.as_str()), Shortened(&self.path));
-        match allowed {
-            Some(allowed) => {
-                Problem::new(Code::Method, format!("{method} {path}: use the method {allowed}"))
-            }
-            None => {
-                let message = format!(
-                    "{method} {path}: no such path; a model is at /v2/models/NAME, and POST \
-                     /v2/repository/index lists the models"
-                );
-                Problem::new(Code::NotFound, message)
-            }
-        }
+        let (code, what) = match allowed {
+            Some(allowed) => (Code::Method, format!("use the method {allowed}")),
+            None => (Code::NotFound, UNKNOWN_PATH.to_owned()),
+        };
+        Problem::new(code, format!("{method} {path}: {what}"))
     }
 }
 
@@ -312,10 +308,7 @@ async fn change_grpc(
     let RepositoryModelRequest { model_name, parameters } = decode(message)?;
     let overrides = ["config", "file:"];
     if let Some(name) = parameters.keys().find(|key| overrides.iter().any(|o| key.starts_with(o))) {
-        let name = Shortened(name);
-        return Err(Problem::invalid(format!(
-            "parameter `{name}`: not supported; a model is loaded from its own files only"
-        )));
+        return Err(overrides_files(name));
     }
     control::change(call, checked(&model_name)?, change).await?;
     Ok(message_reply(&Empty {}))
@@ -363,13 +356,12 @@ async fn answer_http(
         ["v2", "models", "stats"] => {
             head.get(|| Ok(json_reply(&describe::statistics(front, "", "")?)))
         }
-        ["v2", "models", model, "versions", version, rest @ ..] => {
-            let target = Target { model, version };
-            answer_model(call, target, head, rest, body).await
-        }
         ["v2", "models", model, rest @ ..] => {
-            let target = Target { model, version: "" };
-            answer_model(call, target, head, rest, body).await
+            let (version, rest) = match rest {
+                ["versions", version, rest @ ..] => (*version, rest),
+                _ => ("", rest),
+            };
+            answer_model(call, Target { model, version }, head, rest, body).await
         }
         ["v2", "repository", "index"] => {
             head.check(&Method::POST)?;
@@ -419,10 +411,14 @@ async fn answer_model(
 }
 
 fn ready_reply(is_ready: bool) -> Result<Answered, Problem> {
-    if is_ready {
-        return Ok(json_reply(&json!({"ready": true})));
-    }
-    Err(Problem::new(Code::Unavailable, "not ready"))
+    let ready = is_ready.then(|| json_reply(&json!({"ready": true})));
+    ready.ok_or_else(|| Problem::new(Code::Unavailable, "not ready"))
+}
+
+/// Returns the problem of a load whose parameter `name` would replace a file of the model.
+fn overrides_files(name: &str) -> Problem {
+    let what = "not supported; a model is loaded from its own files only";
+    Problem::invalid(format!("parameter `{}`: {what}", Shortened(name)))
 }
 
 async fn change_http(
@@ -439,9 +435,7 @@ async fn change_http(
         false => serde_json::from_slice(&body).map_err(|e| Problem::invalid(e.to_string()))?,
     };
     if !parameters["parameters"]["config"].is_null() {
-        return Err(Problem::invalid(
-            "parameter `config`: not supported; a model is loaded from its own files only",
-        ));
+        return Err(overrides_files("config"));
     }
     control::change(call, name, change).await?;
     Ok(json_reply(&json!({})))

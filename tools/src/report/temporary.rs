@@ -17,6 +17,10 @@ use std::time::Duration;
 
 /// Start of the names of temporary folders.
 const PREFIX: &str = ".hatchback-";
+/// A signal looks for claimed paths until it finds none this many times in a row, or gives up.
+const QUIET_ROUNDS: usize = 3;
+const ROUNDS_MAX: usize = 500;
+const ROUND: Duration = Duration::from_millis(1);
 /// A younger folder may be one whose command has not locked it yet.
 const AGE_MIN: Duration = Duration::from_secs(60);
 
@@ -48,8 +52,17 @@ pub fn remove_at_signals() -> io::Result<()> {
     let wait = move || {
         let Some(signal) = signals.forever().next() else { return };
         let claimed = claimed();
-        // Twice: other threads may write into a folder while it is removed.
-        (0..2).for_each(|_| claimed.iter().for_each(|path| remove(path)));
+        // The other threads run on, and may create again what was removed, until they fail or need
+        // the lock.
+        let mut quiet = 0;
+        for _ in 0..ROUNDS_MAX {
+            let left = claimed.iter().filter(|path| path.symlink_metadata().is_ok());
+            quiet = if left.inspect(|path| remove(path)).count() == 0 { quiet + 1 } else { 0 };
+            if quiet == QUIET_ROUNDS {
+                break;
+            }
+            std::thread::sleep(ROUND);
+        }
         // The shell must see that the signal ended the program.
         let _ = emulate_default_handler(signal);
     };

@@ -400,6 +400,15 @@ impl SoftToken<'_> {
     }
 }
 
+/// Returns the kind of a listed key of the test below.
+fn kind_of(key: &Value) -> &'static str {
+    match key["role"].as_str().unwrap() {
+        "targets" => "ecdsa",
+        "snapshot" => "rsa",
+        _ => "ed25519",
+    }
+}
+
 #[test]
 fn keys_that_a_token_holds_sign_releases_that_a_car_verifies() {
     let libraries = ["", "x86_64-linux-gnu/", "aarch64-linux-gnu/"];
@@ -445,6 +454,12 @@ fn keys_that_a_token_holds_sign_releases_that_a_car_verifies() {
     let forms = forms(&keys);
     assert_eq!([&forms["targets"], &forms["snapshot"]], [&only("token"), &only("token")]);
     assert_eq!(forms["root"], only("plain"));
+    let listed: Value = serde_json::from_str(&printed(&["keys", "list", &keys, "--json"])).unwrap();
+    for key in listed["keys"].as_array().unwrap() {
+        assert!(key["kind"] == kind_of(key) && key["written"].is_string(), "{key}");
+    }
+    let on_token = only(if timestamp.is_some() { "token" } else { "plain" });
+    assert_eq!(forms["timestamp"], on_token);
 
     let (repository, car) = (desk.path("repository"), desk.path("car"));
     let publish = ["publish", "--keys", &keys, "--to", &repository];

@@ -6,9 +6,11 @@ use clap::CommandFactory;
 use hatchback_tools::cli::Cli;
 use hatchback_tools::repository::publish::check_root;
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 impl Desk {
     /// Writes the coupon model of this `sequence`, and returns its model.toml.
@@ -286,6 +288,98 @@ fn an_interrupt_leaves_nothing() {
         assert_eq!(pack.wait().unwrap().signal(), Some(number));
         assert_eq!(desk.names(), before);
         assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0);
+    }
+}
+
+/// The moments of each command's run at which it is interrupted.
+const MOMENTS: u32 = 10;
+
+/// Returns the paths of all files below `folder`.
+fn files(folder: &Path) -> BTreeSet<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { [path].into() }).collect()
+}
+
+/// Returns the paths of all files below `folder`, from there.
+fn files_in(folder: &str) -> BTreeSet<PathBuf> {
+    let all = files(Path::new(folder)).into_iter();
+    all.map(|path| path.strip_prefix(folder).unwrap().to_owned()).collect()
+}
+
+/// The kill table. A command leaves what was there, or what it leaves when it ends by itself. A
+/// repository may have more objects, each of them whole: no car sees them before the timestamp.
+#[test]
+fn no_command_leaves_a_file_behind_at_any_moment() {
+    let desk = Desk::new();
+    let model = desk.model(2);
+    let [base, first, second] = ["base", "base/1.hatch", "base/2.hatch"].map(|n| desk.path(n));
+    std::fs::create_dir_all(desk.path("base/tmp")).unwrap();
+    printed(&["pack", &coupon("model.toml"), "--out", &first]);
+    printed(&["pack", &model, "--parent", &first, "--out", &second]);
+    let (keys, repository) = (desk.path("base/keys"), desk.path("base/repository"));
+    printed(&["keys", "new", &keys, "--plain"]);
+    printed(&["publish", &first, "--keys", &keys, "--to", &repository]);
+    printed(&["publish", &second, "--keys", &keys, "--to", &repository]);
+
+    let line = std::fs::read_to_string(coupon("heldout.jsonl")).unwrap();
+    let line = line.lines().next().unwrap();
+    let publish = ["publish", "--keys", "keys", "--to", "new"];
+    let restore = ["publish", "--keys", "keys", "--to", "repository", "--restore", "1"];
+    let from = ["row", "coupon-dlrm", "weather", "2", "--from", "repository"];
+    let commands: [&[&str]; 10] = [
+        &["pack", &model, "--out", "new.hatch"],
+        &["install", "1.hatch", "2.hatch", "--flash", "new"],
+        &["row", "1.hatch", "weather", "2"],
+        &from,
+        &["explain", "1.hatch", line],
+        &["keys", "new", "new", "--plain"],
+        &["keys", "rotate", "keys", "timestamp"],
+        &[&publish[..], &["1.hatch"]].concat(),
+        &restore,
+        &["prune", "--keys", "keys", "--to", "repository", "--releases", "1"],
+    ];
+    for command in commands {
+        let run = |name: &str, moment: Option<Duration>| {
+            let folder = desk.path(name);
+            assert!(Command::new("cp").args(["-r", &base, &folder]).status().unwrap().success());
+            let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+                .args(command)
+                .current_dir(&folder)
+                .env("TMPDIR", "tmp")
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+            if let Some(moment) = moment {
+                std::thread::sleep(moment);
+                Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+            }
+            let status = child.wait().unwrap();
+            let left = files_in(&folder);
+            std::fs::remove_dir_all(&folder).unwrap();
+            (status, left)
+        };
+        let started = Instant::now();
+        let (status, complete) = run("whole", None);
+        assert!(status.success(), "{command:?}");
+        let before = files_in(&base);
+        let step = started.elapsed() / MOMENTS;
+        for moment in (0..=MOMENTS).map(|n| n * step) {
+            let (status, left) = run("killed", Some(moment));
+            let is_of_store = |path: &PathBuf| {
+                let to = command.iter().skip_while(|word| **word != "--to").nth(1);
+                to.is_some_and(|to| path.starts_with(to))
+            };
+            let new: Vec<_> = left.difference(&before).filter(|path| !is_of_store(path)).collect();
+            let is_part = |path: &&PathBuf| {
+                let name = path.to_string_lossy();
+                [".part", "#", ".hatchback-", ".new"].iter().any(|part| name.contains(part))
+            };
+            assert!(!left.iter().any(|path| is_part(&path)), "{command:?} at {moment:?}: {left:?}");
+            // The names of keys are random.
+            let is_complete = status.success() || left.len() == complete.len();
+            assert!(new.is_empty() || is_complete, "{command:?} at {moment:?}: {new:?}");
+        }
     }
 }
 
