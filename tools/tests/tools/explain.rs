@@ -6,7 +6,7 @@ use hatchback::io::disk;
 use hatchback::update::release::chunk_path;
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const FAMILIES: [&str; 9] =
@@ -163,6 +163,28 @@ fn a_row_names_the_delta_that_wrote_it_beside_a_daemon_that_holds_the_lock() {
     drop(held);
 }
 
+/// Removes every chunk of a repository but those of the segments of `table` in `bundles`. Returns
+/// the paths of what is left.
+fn keep_only(repository: &str, table: &str, bundles: [&String; 2]) -> Vec<PathBuf> {
+    let mut wanted = BTreeSet::new();
+    for bundle in bundles {
+        let bundle = BundleReader::open(Path::new(bundle)).unwrap();
+        let manifest = bundle.manifest();
+        let number = manifest.schema.tables.iter().position(|t| t.name == table).unwrap();
+        let segment = &manifest.blobs[manifest.tables[number].segment as usize];
+        wanted.extend(segment.chunks.iter().map(|chunk| chunk_path(&chunk.sha256)));
+    }
+    let folders = std::fs::read_dir(Path::new(repository).join("chunks")).unwrap();
+    let chunks = folders.flat_map(|entry| {
+        std::fs::read_dir(entry.unwrap().path()).unwrap().map(|chunk| chunk.unwrap().path())
+    });
+    let is_wanted = |path: &Path| wanted.iter().any(|wanted| path.ends_with(wanted));
+    let (kept, others): (Vec<_>, Vec<_>) = chunks.partition(|path| is_wanted(path));
+    assert!(others.len() > 2);
+    others.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+    kept
+}
+
 /// A snapshot, a delta, a delta that does not carry the key, and the snapshot restored. Only the
 /// chunks of the table are there.
 #[test]
@@ -181,23 +203,8 @@ fn a_repository_tells_the_history_of_a_row_without_the_chunks_of_other_tables() 
     printed(&["install", &first, &delta, "--flash", &flash]);
     let packed = json(&["row", &flash, "weather", "2"])["history"].clone();
 
-    // Every chunk but those of the table's segments is removed.
-    let folder = Path::new(&repository).join("chunks");
-    let mut wanted = BTreeSet::new();
-    for bundle in [&first, &delta] {
-        let bundle = BundleReader::open(Path::new(bundle)).unwrap();
-        let manifest = bundle.manifest();
-        let table = manifest.schema.tables.iter().position(|t| t.name == "weather").unwrap();
-        let segment = &manifest.blobs[manifest.tables[table].segment as usize];
-        wanted.extend(segment.chunks.iter().map(|chunk| chunk_path(&chunk.sha256)));
-    }
-    let chunks = std::fs::read_dir(&folder).unwrap().flat_map(|entry| {
-        std::fs::read_dir(entry.unwrap().path()).unwrap().map(|chunk| chunk.unwrap().path())
-    });
-    let is_wanted = |path: &Path| wanted.iter().any(|wanted| path.ends_with(wanted));
-    let (kept, others): (Vec<_>, Vec<_>) = chunks.partition(|path| is_wanted(path));
-    assert!(kept.len() == 2 && others.len() > 2);
-    others.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+    let kept = keep_only(&repository, "weather", [&first, &delta]);
+    assert_eq!(kept.len(), 2);
 
     let row = |key: &str| {
         json(&["row", "coupon-dlrm", "weather", key, "--from", &repository])["releases"].clone()

@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 impl Desk {
@@ -306,6 +306,33 @@ fn files_in(folder: &str) -> BTreeSet<PathBuf> {
     all.map(|path| path.strip_prefix(folder).unwrap().to_owned()).collect()
 }
 
+/// Runs `command` in a copy of the folder `base`, with an interrupt at `moment`. Returns how it
+/// ended and the files that it left.
+fn interrupted(
+    base: &str,
+    command: &[&str],
+    moment: Option<Duration>,
+) -> (ExitStatus, BTreeSet<PathBuf>) {
+    let folder = format!("{base}-copy");
+    assert!(Command::new("cp").args(["-r", base, &folder]).status().unwrap().success());
+    let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+        .args(command)
+        .current_dir(&folder)
+        .env("TMPDIR", "tmp")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    if let Some(moment) = moment {
+        std::thread::sleep(moment);
+        Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    }
+    let status = child.wait().unwrap();
+    let left = files_in(&folder);
+    std::fs::remove_dir_all(&folder).unwrap();
+    (status, left)
+}
+
 /// The kill table. A command leaves what was there, or what it leaves when it ends by itself. A
 /// repository may have more objects, each of them whole: no car sees them before the timestamp.
 #[test]
@@ -339,33 +366,13 @@ fn no_command_leaves_a_file_behind_at_any_moment() {
         &["prune", "--keys", "keys", "--to", "repository", "--releases", "1"],
     ];
     for command in commands {
-        let run = |name: &str, moment: Option<Duration>| {
-            let folder = desk.path(name);
-            assert!(Command::new("cp").args(["-r", &base, &folder]).status().unwrap().success());
-            let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
-                .args(command)
-                .current_dir(&folder)
-                .env("TMPDIR", "tmp")
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap();
-            if let Some(moment) = moment {
-                std::thread::sleep(moment);
-                Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-            }
-            let status = child.wait().unwrap();
-            let left = files_in(&folder);
-            std::fs::remove_dir_all(&folder).unwrap();
-            (status, left)
-        };
         let started = Instant::now();
-        let (status, complete) = run("whole", None);
+        let (status, complete) = interrupted(&base, command, None);
         assert!(status.success(), "{command:?}");
         let before = files_in(&base);
         let step = started.elapsed() / MOMENTS;
         for moment in (0..=MOMENTS).map(|n| n * step) {
-            let (status, left) = run("killed", Some(moment));
+            let (status, left) = interrupted(&base, command, Some(moment));
             let is_of_store = |path: &PathBuf| {
                 let to = command.iter().skip_while(|word| **word != "--to").nth(1);
                 to.is_some_and(|to| path.starts_with(to))

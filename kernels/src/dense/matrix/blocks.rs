@@ -158,7 +158,7 @@ impl<'a> Start<'a> {
         &self.values[row * n..][..n]
     }
 
-    /// Returns what is added to them.
+    /// Returns what is added to the sums of row `row`; `None` if nothing is.
     #[inline(always)]
     fn repeated(&self, row: usize, n: usize) -> Option<&'a [f32]> {
         self.repeated.map(|repeated| &repeated[row / self.rows * n..][..n])
@@ -262,7 +262,7 @@ impl<W: Stored> BlockedProduct<'_, W> {
             let rows = rows.min(m - first);
             let (a, out) = (&a[first * a_stride..], &mut out[first * out_stride..]);
             if skips_zeros {
-                scratch.nonzero.look(self.isa, &a[..rows * k], k, block_len(n));
+                scratch.nonzero.find_if_any(self.isa, &a[..rows * k], k, block_len(n));
                 let nonzero = (0..k.div_ceil(block_len(n))).map(|i| scratch.nonzero.count(i));
                 if m <= STREAMED_ROWS && 100 * nonzero.sum::<usize>() > SPARSE_PERCENT * m * k {
                     return self.stream(a, out, scratch);

@@ -7,7 +7,7 @@ use crate::dense::matrix::microkernel::Finish;
 use crate::dense::matrix::transpose::transpose;
 use crate::simd::{Job, Simd};
 
-/// Rows whose sums are computed together. Fewer products go through `microkernel.rs`.
+/// Rows whose sums are computed together. A product of fewer rows goes through `microkernel.rs`.
 pub(in crate::dense) const ROWS: usize = 32;
 
 /// A product `[m, k] x [k, 1]`.
@@ -21,7 +21,7 @@ pub(in crate::dense) struct Column<'a> {
     /// `[m]`.
     pub out: &'a mut [f32],
     /// Memory for `[k, ROWS]`.
-    pub turned: &'a mut [f32],
+    pub transposed: &'a mut [f32],
 }
 
 impl Job for Column<'_> {
@@ -29,13 +29,14 @@ impl Job for Column<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Self { a, k, panel, finish, out, turned } = self;
-        let (turned, weights) = (&mut turned[..k * ROWS], panel.chunks_exact(panel.len() / k));
+        let Self { a, k, panel, finish, out, transposed } = self;
+        let transposed = &mut transposed[..k * ROWS];
+        let weights = panel.chunks_exact(panel.len() / k);
         for (rows, out) in a.chunks(ROWS * k).zip(out.chunks_mut(ROWS)) {
             // The last rows may be fewer: the sums of the other lanes are never stored.
-            transpose(rows, k, turned, ROWS);
+            transpose(rows, k, transposed, ROWS);
             let mut sums = [0.0f32; ROWS];
-            for (values, weight) in turned.chunks_exact(ROWS).zip(weights.clone()) {
+            for (values, weight) in transposed.chunks_exact(ROWS).zip(weights.clone()) {
                 let lanes = sums.iter_mut().zip(values);
                 lanes.for_each(|(sum, x)| *sum = x.mul_add(weight[0], *sum));
             }

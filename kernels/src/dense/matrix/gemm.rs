@@ -55,7 +55,7 @@ impl GemmSizes {
         match matrix.panels {
             Panels::F32(_) => {
                 self.blocks.add(ProductShape { m, k, n }, true);
-                // Fewer rows are a product by blocks.
+                // Besides, because a run of fewer rows goes through the blocks.
                 if is_column(m, n) {
                     self.add_values(k * column::ROWS);
                 }
@@ -234,8 +234,9 @@ impl Matrix {
         match &self.panels {
             Panels::F32(panel) if is_column(rows.m, self.n) && rows.start.is_none() => {
                 let finish = Finish { scale: &self.scale, bias: &self.bias, relu: self.relu };
-                let (a, k, turned) = (&rows.a[..rows.m * self.k], self.k, &mut *scratch.packed);
-                dispatch(isa, Column { a, k, panel, finish, out, turned });
+                let (a, k) = (&rows.a[..rows.m * self.k], self.k);
+                let transposed = &mut *scratch.packed;
+                dispatch(isa, Column { a, k, panel, finish, out, transposed });
             }
             Panels::F32(p) => self.multiply_by(p, rows, out, isa, scratch),
             Panels::F16(p) => self.multiply_by(p, rows, out, isa, scratch),

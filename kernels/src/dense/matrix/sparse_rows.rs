@@ -51,9 +51,10 @@ impl Nonzero {
         rows * k.div_ceil(WORD) * size_of::<u64>() + blocks * size_of::<usize>()
     }
 
-    /// Finds the values as `find`, if one of some rows has a zero. Else all values count as not
-    /// zero: a Relu or the padding of a sequence leaves zeros in most rows, other values have none.
-    pub fn look(&mut self, isa: Isa, a: &[f32], k: usize, block: usize) {
+    /// Calls [`Nonzero::find`] if one of a few rows has a zero. Otherwise all values count as not
+    /// zero. Either way the product is right: zeros that were not found are multiplied.
+    pub fn find_if_any(&mut self, isa: Isa, a: &[f32], k: usize, block: usize) {
+        // A Relu and the padding of a sequence leave zeros in most rows, other operators in none.
         let step = (a.len() / k).div_ceil(SAMPLED_ROWS).max(1);
         let zeros = |row: &[f32]| row.iter().filter(|x| **x == 0.0).count();
         if a.chunks_exact(k).rev().step_by(step).any(|row| zeros(row) > 0) {

@@ -156,9 +156,7 @@ impl Node {
             _ => false,
         }
     }
-}
 
-impl Node {
     /// Returns the result and the operands of a sum of values and a row that is repeated.
     fn repeated_sums(&self) -> Option<(Id, [Id; 2])> {
         let Op::Zip { zip: Zip::Add, left, right } = &self.op else { return None };
@@ -202,7 +200,8 @@ fn fuse_rows(graph: &mut Graph, shared: &[bool]) {
     }
 }
 
-/// Lets a product that continues the sum of other sums and a row of the sample add both itself.
+/// Lets a product that continues a sum read the two operands of that sum: sums of other columns,
+/// and a row that all rows of a sample have. A run then stores the sum nowhere.
 fn fuse_repeated(graph: &mut Graph, shared: &[bool]) {
     let sums: HashMap<Id, [Id; 2]> = graph.nodes.iter().filter_map(Node::repeated_sums).collect();
     for node in &mut graph.nodes {
