@@ -84,14 +84,17 @@ fn damage_rows(car: &Car) -> usize {
     damaged.count()
 }
 
+/// Packs the bundle of generation `to`: a snapshot, or a delta to generation `from`.
+fn plain(generations: &Generations, from: Option<u64>, to: u64) -> PathBuf {
+    generations.pack(BundlePlan { from, to, flaw: Flaw::None, level: 1, over: None })
+}
+
 /// Every row of the live generation is damaged, and the only snapshot is an old one. No delta can
 /// be proven on such rows, so the car installs that snapshot and the deltas after it again.
 #[test]
 fn damage_under_every_probe_sample() {
     let generations = Generations::new();
-    let pack = |from, to| {
-        generations.pack(BundlePlan { from, to, flaw: Flaw::None, level: 1, over: None })
-    };
+    let pack = |from, to| plain(&generations, from, to);
     let fleet = Fleet::of(&pack(None, 1));
     let car = Car::at_first_release(&fleet);
     fleet.publish(T0 + 10, &pack(Some(1), 2));
@@ -505,6 +508,32 @@ fn a_rebuild_that_cannot_go_on_waits_for_another_way() {
     assert_eq!(car.live(), flash.record().live.generation.sequence as usize);
     fleet.publish(T0 + 60, &VERSIONS.snapshots[3]);
     reaches(&car, &fleet, 4, 4);
+}
+
+/// A step of a rebuild is live when the way on from it is revoked. Another way leads from an older
+/// snapshot past that step, so the rebuild begins again.
+#[test]
+fn a_rebuild_begins_again_where_the_way_on_is_gone() {
+    let generations = Generations::new();
+    let fleet = Fleet::of(&plain(&generations, None, 1));
+    let car = Car::at_first_release(&fleet);
+    fleet.publish(T0 + 10, &plain(&generations, Some(1), 2));
+    fleet.publish(T0 + 20, &plain(&generations, Some(2), 3));
+    car.run(&mut fleet.link(), T0 + 21).unwrap();
+    let live = || Flash::open(&car.sync.disk, &car.sync.flash).unwrap().record().live.clone();
+    assert_eq!(live().generation.sequence, 3);
+
+    lose_live_record(&car);
+    for now in [T0 + 22, T0 + 23] {
+        poll(&car, &fleet, now).unwrap();
+        apply(&car, now);
+    }
+    assert_eq!(live().generation.sequence, 2, "a step");
+    fleet.revoke(T0 + 30, 3);
+    fleet.publish(T0 + 40, &plain(&generations, Some(1), 4));
+    let polls = (41..47).map(|second| car.run(&mut fleet.link(), T0 + second));
+    let errors: Vec<String> = polls.filter_map(|poll| Some(poll.err()?.to_string())).collect();
+    assert_eq!(live().generation.sequence, 4, "{errors:?}");
 }
 
 /// An offer of a taken-over sync process with an endless name does not destroy the record of what
