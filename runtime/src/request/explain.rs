@@ -139,10 +139,12 @@ pub fn explain(flash: &Flash, line: &str) -> Result<Explanation, ExplainError> {
 
 /// Explains, as [`explain`] does, the score of the model that `serving` serves as `name` from the
 /// flash directory `directory`. A background thread works, so that requests do not wait; this call
-/// blocks until it ends. The served model's open files are shared, but no cache.
+/// blocks until it ends, and changes of models wait. The served model's open files are shared, but
+/// no cache.
 ///
 /// # Errors
-/// Those of [`explain`]. [`ExplainError::NotServed`] if there is no such model.
+/// Those of [`explain`]. [`ExplainError::NotServed`] if there is no such model, and
+/// [`OpenError::Budget`] if the budget has no room for a second network.
 pub fn explain_served(
     serving: &Serving,
     name: &str,
@@ -150,6 +152,15 @@ pub fn explain_served(
     line: &str,
 ) -> Result<Explanation, ExplainError> {
     let served = serving.model(name).ok_or_else(|| ExplainError::NotServed(name.to_owned()))?;
+    // A swap takes the same memory.
+    let _one = serving.hold_changes();
+    let (max, taken, bytes) =
+        (serving.memory_bytes_max(), serving.memory_taken(), served.explanation_bytes());
+    if taken + bytes > max {
+        let problem = format!("an explanation takes {bytes} bytes beside the {taken} taken now");
+        return Err(OpenError::Budget { field: "memory_bytes_max", value: max, problem }.into());
+    }
+
     let work = || {
         let background = Background::enter(BUSY);
         let yield_now = || background.yield_now(Urgency::Awaited, std::thread::sleep);

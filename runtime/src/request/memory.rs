@@ -2,6 +2,7 @@
 //! workers and the queue, and allocates nothing.
 
 use crate::io::reader::PageReader;
+use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::Model;
 use crate::model::backend::{CpuTables, ModelBackend};
 use crate::model::memory_plan::{MemoryPlan, Part};
@@ -30,6 +31,12 @@ impl Model {
             + list_bytes_max(self)
             + RowWriter::bytes(self)
             + changed_keys
+    }
+
+    /// Returns the bytes that an explanation takes beside this model: a network of the same size
+    /// and a small cache. The segments are shared.
+    pub(crate) fn explanation_bytes(&self) -> u64 {
+        self.memory().bytes_of(&NOT_SHARED) + PROBE_CACHE_BYTES_MAX
     }
 }
 

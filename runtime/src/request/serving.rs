@@ -142,7 +142,7 @@ impl Serving {
         flash: &Flash,
         budget: Budget,
     ) -> Result<Arc<Served>, ServingError> {
-        let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.hold_changes();
         if self.get(name).is_some() {
             return Err(ServingError::Loaded(name.to_owned()));
         }
@@ -175,7 +175,7 @@ impl Serving {
         let yield_awaited = &|| yield_now(Urgency::Awaited);
         // Before the lock: other models may be loaded during a proof.
         self.prove_next(flash, budget, yield_awaited);
-        let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.hold_changes();
         let not_loaded = || ServingError::NotLoaded(name.to_owned());
         let served = self.get(name).ok_or_else(not_loaded)?;
         let old = served.model().ok_or_else(not_loaded)?;
@@ -240,7 +240,7 @@ impl Serving {
     /// # Errors
     /// [`ServingError::NotLoaded`] if there is no such model.
     pub fn unload(&self, name: &str) -> Result<(), ServingError> {
-        let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.hold_changes();
         let removed = {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             let at = models.iter().position(|served| served.name() == name);
@@ -361,6 +361,11 @@ impl Serving {
     pub fn memory_taken(&self) -> u64 {
         let models: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
         models + self.beside.total()
+    }
+
+    /// Keeps models from being loaded, swapped and unloaded while the result lives.
+    pub(crate) fn hold_changes(&self) -> MutexGuard<'_, ()> {
+        self.change.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the memory of the process beside the models.

@@ -5,6 +5,7 @@ use crate::update::apply::Host;
 use crate::update::error::UpdateError;
 use crate::update::history::UpdateState;
 use crate::update::link::Fetcher;
+use crate::update::release::Release;
 use crate::update::status::UpdateStatus;
 use crate::update::updater::Updater;
 
@@ -25,6 +26,7 @@ impl Updater {
         now: u64,
         mut progress: impl FnMut(u64, u64),
     ) -> Result<UpdateStatus, UpdateError> {
+        let named = |r: Option<Release>| r.map_or(String::new(), |r| r.generation.to_string());
         loop {
             while self.advance(host, now)? {}
             let before = self.install_status()?;
@@ -32,14 +34,12 @@ impl Updater {
             self.fetch(fetcher, now, &mut progress)?;
             while self.advance(host, now)? {}
 
-            let status = self.status()?;
-            match status.state {
-                UpdateState::Committed if self.install_status()?.offer != before.offer => {}
-                UpdateState::Failed => {
-                    let install = self.install_status()?;
+            let (status, install) = (self.status()?, self.install_status()?);
+            match (status.state, install.error.clone()) {
+                (UpdateState::Committed, _) if install.offer != before.offer => {}
+                (UpdateState::Failed, _) => {
                     let is_refused = status.release.as_ref().is_none_or(|r| install.is_refused(r));
-                    let release = status.release.map(|r| r.generation.to_string());
-                    let release = release.unwrap_or_default();
+                    let release = named(status.release);
                     let reason = status.error.unwrap_or_default();
                     return Err(match is_refused {
                         true => UpdateError::ReleaseFailed { release, reason },
@@ -47,13 +47,9 @@ impl Updater {
                     });
                 }
                 // The release that was being applied was revoked and rolled back.
-                _ if before.state.is_active() && !self.install_status()?.state.is_active() => {
-                    if let Some(reason) = self.install_status()?.error {
-                        let release = before.release.map(|r| r.generation.to_string());
-                        let release = release.unwrap_or_default();
-                        return Err(UpdateError::ReleaseFailed { release, reason });
-                    }
-                    return Ok(status);
+                (_, Some(reason)) if before.state.is_active() && !install.state.is_active() => {
+                    let release = named(before.release);
+                    return Err(UpdateError::ReleaseFailed { release, reason });
                 }
                 _ => return Ok(status),
             }

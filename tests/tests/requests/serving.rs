@@ -5,6 +5,7 @@ use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
+use hatchback::request::explain::explain_served;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
 use hatchback::schema::sample::Sample;
@@ -360,4 +361,24 @@ fn what_a_process_takes_beside_its_models_counts() {
     let refused =
         serving(each).beside("the front door", 1).load("a", &made.flash, budget()).map(drop);
     assert!(matches!(refused, Err(ServingError::Memory { .. })), "{refused:?}");
+}
+
+/// An explanation opens a second network, which needs room beside everything that is served.
+#[test]
+fn an_explanation_keeps_to_the_budget() {
+    let made = make(&plan(1));
+    let alone = serving(1 << 30);
+    alone.load("a", &made.flash, budget()).unwrap();
+    let explain_within = |bytes: u64| {
+        let serving = serving(bytes);
+        serving.load("a", &made.flash, budget()).unwrap();
+        explain_served(&serving, "a", made.flash.directory(), r#"{"dense": [1, 2]}"#)
+    };
+    let least = total(&alone);
+    let refused = explain_within(least).map(drop).unwrap_err().to_string();
+    let (_, after) =
+        refused.split_once("an explanation takes ").unwrap_or_else(|| panic!("{refused}"));
+    let bytes: u64 = after.split(' ').next().unwrap().parse().unwrap();
+    assert!(explain_within(least + bytes - 1).is_err());
+    assert!(explain_within(least + bytes).unwrap().score.is_some());
 }
