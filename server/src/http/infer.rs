@@ -138,12 +138,8 @@ fn bytes_of(json: &RawValue, datatype: &str) -> Result<Vec<u8>, serde_json::Erro
     let mut to = Vec::with_capacity(json.get().len());
     // A missing value is NaN in binary data.
     match datatype {
-        "FP32" => {
-            each(json, |x: Option<f32>| to.extend(x.unwrap_or(f32::NAN).to_le_bytes()))?;
-        }
-        "FP64" => {
-            each(json, |x: Option<f64>| to.extend(x.unwrap_or(f64::NAN).to_le_bytes()))?;
-        }
+        "FP32" => each(json, |x: Option<f32>| to.extend(x.unwrap_or(f32::NAN).to_le_bytes()))?,
+        "FP64" => each(json, |x: Option<f64>| to.extend(x.unwrap_or(f64::NAN).to_le_bytes()))?,
         "BYTES" => each(json, |text: Option<Text<'_>>| match text {
             Some(Text(text)) => write_text(&mut to, text.as_bytes()),
             None => write_null(&mut to),

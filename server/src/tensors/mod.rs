@@ -208,7 +208,7 @@ impl<'a> Columns<'a> {
             let is_second = match layout.parts.get(&*tensor.name).copied() {
                 None if !tensor.optional => return Err(tensor.fault("the model has no such input")),
                 None | Some(Part::Retired) => {
-                    columns.ignore(&tensor.name, memory)?;
+                    note(&mut columns.differences.ignored, &tensor.name, memory)?;
                     false
                 }
                 Some(Part::Dense { shared }) => {
@@ -246,7 +246,7 @@ impl<'a> Columns<'a> {
             return Err(tensor.fault(&problem));
         }
         if width > most {
-            self.ignore(&tensor.name, memory)?;
+            note(&mut self.differences.ignored, &tensor.name, memory)?;
         }
         let (floats, is_once) = (Some(floats), self.take_rows(tensor, rows, shared)?);
         let dense = DenseColumns { floats, width, is_once };
@@ -306,13 +306,6 @@ impl<'a> Columns<'a> {
         Ok(bags)
     }
 
-    /// Notes that the input `name` is not read. Counts the note in `memory`.
-    fn ignore(&mut self, name: &str, memory: &mut Reservation) -> Result<(), Problem> {
-        memory.grow(NOTE_BYTES + 3 * name.len())?;
-        self.differences.ignored.push(name.to_owned());
-        Ok(())
-    }
-
     /// Notes the features that the request has no input for. A cross needs none of its own.
     fn note_absent(&mut self, schema: &Schema, memory: &mut Reservation) -> Result<(), Problem> {
         let is_absent = |(feature, bags): &(&Feature, &Bags<'_>)| {
@@ -324,8 +317,7 @@ impl<'a> Columns<'a> {
             schema.dense_of(shared).skip(dense.width).filter(|feature| !feature.retired)
         });
         for name in sparse.map(|(feature, _)| &feature.name).chain(dense.map(|d| &d.name)) {
-            memory.grow(NOTE_BYTES + 3 * name.len())?;
-            self.differences.absent.push(name.clone());
+            note(&mut self.differences.absent, name, memory)?;
         }
         Ok(())
     }
@@ -349,6 +341,13 @@ impl<'a> Columns<'a> {
             _ => Ok(false),
         }
     }
+}
+
+/// Adds `name` to `notes`, and its bytes to `memory`.
+fn note(notes: &mut Vec<String>, name: &str, memory: &mut Reservation) -> Result<(), Problem> {
+    memory.grow(NOTE_BYTES + 3 * name.len())?;
+    notes.push(name.to_owned());
+    Ok(())
 }
 
 /// Returns the number of bags that `offsets` make of `keys` keys.
@@ -471,9 +470,7 @@ impl Columns<'_> {
         }
         Ok(())
     }
-}
 
-impl Columns<'_> {
     /// Appends the keys of feature `f` for `sample`, if it is a cross.
     fn append_cross(
         &self,
