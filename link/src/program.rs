@@ -50,12 +50,18 @@ pub fn note(line: impl Display) {
 }
 
 /// Formats an error and its causes as one line. The runtime's errors already contain their causes,
-/// so a cause that the line already contains is left out.
+/// so a cause that the line already contains is left out. A cause may begin with the path that the
+/// line ends with, which is said once.
 pub fn explain(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
-        "" => cause,
-        _ if said.contains(&cause) => said,
-        _ => format!("{said}: {cause}"),
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| {
+        let place = cause.split(": ").next().unwrap_or_default();
+        let is_again = said.strip_suffix(place).is_some_and(|s| s.is_empty() || s.ends_with(' '));
+        match said.as_str() {
+            "" => cause,
+            _ if said.contains(&cause) => said,
+            _ if is_again => said + &cause[place.len()..],
+            _ => format!("{said}: {cause}"),
+        }
     })
 }
 
@@ -135,6 +141,10 @@ mod tests {
         let error = anyhow::Error::from(io()).context("t.toml: no luck").context("table `a`");
         assert_eq!(explain(&error), "table `a`: t.toml: no luck");
         assert_eq!(explain(&anyhow::Error::from(io()).context("line 3")), "line 3: no luck");
+        let error = anyhow::Error::msg("a/b: is a file").context("a/b").context("--from a/b");
+        assert_eq!(explain(&error), "--from a/b: is a file");
+        let error = anyhow::Error::msg("b: is a file").context("a/b");
+        assert_eq!(explain(&error), "a/b: b: is a file");
     }
 
     #[test]

@@ -62,12 +62,14 @@ pub struct ImageArgs {
 /// The bundle is refused, e2fsprogs is missing, the partition is too small, or the image differs
 /// from the files when it is read back.
 pub fn run(args: &ImageArgs) -> Result<()> {
-    fs::create_dir(&args.out).with_context(|| args.out.display().to_string())?;
-    let claim = Claim::new(&args.out);
-    let made = make_in(args);
-    drop(claim);
+    let create = || {
+        fs::create_dir(&args.out).with_context(|| args.out.display().to_string())?;
+        Ok(args.out.clone())
+    };
+    let claim = Claim::of(create)?;
     // A second try must find no half of an image.
-    let report = made.inspect_err(|_| drop(fs::remove_dir_all(&args.out)))?;
+    let report = make_in(args).inspect_err(|_| drop(fs::remove_dir_all(&args.out)))?;
+    drop(claim);
     args.json.write(&report, || report.print())
 }
 

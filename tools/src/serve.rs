@@ -169,8 +169,8 @@ pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
     install_claimed(path, directory)
 }
 
-/// A directory that an install created. It is removed if nothing was installed.
-struct NewDirectory(Claim);
+/// A directory that a command created. It is removed if nothing is in it.
+pub(crate) struct NewDirectory(Claim);
 
 impl Drop for NewDirectory {
     fn drop(&mut self) {
@@ -178,9 +178,9 @@ impl Drop for NewDirectory {
     }
 }
 
-/// Creates and claims a directory that does not exist yet. An interrupted install into a directory
+/// Creates and claims a directory that does not exist yet. An interrupted change of a directory
 /// that holds a model is continued or repeated.
-fn claim_new(directory: &Path) -> Result<Option<NewDirectory>> {
+pub(crate) fn claim_new(directory: &Path) -> Result<Option<NewDirectory>> {
     let create = || {
         disk::create_directories(directory, 0o777)
             .with_context(|| directory.display().to_string())?;

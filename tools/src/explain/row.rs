@@ -11,6 +11,7 @@ use hatchback::Flash;
 use hatchback::flash::read_settled;
 use hatchback::flash::row_version::{RowVersion, TableReader};
 use serde::Serialize;
+use std::num::ParseIntError;
 use std::path::PathBuf;
 
 /// Shows a row: its values, the error of its codec, and its versions by release
@@ -21,7 +22,8 @@ pub struct RowArgs {
     model: PathBuf,
     /// The name of the table
     table: String,
-    /// The key, as `explain` prints it
+    /// The key, as `explain` prints it; a negative one is the u64 of the same bits
+    #[arg(allow_negative_numbers = true, value_parser = key)]
     key: u64,
     /// A repository, as for `publish --to`: shows the row in each release that it lists. Only the
     /// chunks that the row needs are read
@@ -29,6 +31,10 @@ pub struct RowArgs {
     from: Option<String>,
     #[command(flatten)]
     json: Json,
+}
+
+fn key(text: &str) -> Result<u64, ParseIntError> {
+    if text.starts_with('-') { text.parse().map(i64::cast_unsigned) } else { text.parse() }
 }
 
 /// The report of the command.

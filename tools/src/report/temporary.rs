@@ -97,10 +97,15 @@ impl Claim {
         &self.0
     }
 
-    /// Lets `work` move what is claimed to its place. A signal comes before all of it or after.
+    /// Ends the claim with `work`, which moves what is claimed to its place. A signal comes before
+    /// all of it or after.
     pub fn complete<T>(self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let claimed = claimed();
+        let mut claimed = claimed();
         let moved = work();
+        // Under the same lock: a signal in between would remove what is complete.
+        if moved.is_ok() {
+            claimed.remove(&self.0);
+        }
         // `self` takes the lock when it is dropped.
         drop(claimed);
         moved

@@ -24,12 +24,14 @@ use crate::pack::read_samples;
 use crate::pack::weights::as_parent;
 use crate::report::Json;
 use crate::report::args::mib_to_bytes;
+use crate::report::temporary::Claim;
 use crate::select::candidates::{Candidate, RowChange, Sources, key_of};
 use crate::select::choose::{ChoiceRules, Ranking, TableCandidates};
 use crate::select::encode::{Draft, Fitted};
 use crate::select::fleet::{Comparison, FleetTable};
 use crate::select::hot_lists::{HotTraffic, hot_orders, new_lists};
 use crate::select::state::SelectState;
+use crate::serve::claim_new;
 use crate::window::folder::{closed_windows, windows_after};
 use crate::window::head::{DENSE, PROBE};
 use crate::window::reader::RowBuffer;
@@ -163,6 +165,7 @@ impl Selection {
 /// # Errors
 /// As [`run`].
 pub fn select(args: &SelectArgs) -> Result<Selection> {
+    let _new = claim_new(&args.state)?;
     let mut state = SelectState::open(&args.state, args.base.as_deref(), &args.published)?;
     let last = state.recorded().and_then(|recorded| recorded.consumed);
     if let Some(backlog) = &state.backlog {
@@ -296,6 +299,7 @@ fn write_backlog(
 
     let places: Vec<Vec<&Candidate>> = tables.iter().map(|t| rows_of(&t.candidates)).collect();
     let mut buffer = RowBuffer::default();
+    let part = Claim::new(&folder);
     write_window(&folder, &content, &changes, &mut |table, row, values| {
         let candidate = places[table][row];
         let source = usize::from(candidate.source);
@@ -304,7 +308,7 @@ fn write_backlog(
         values.extend_from_slice(&buffer.values);
         Ok(())
     })?;
-    Ok(state.replace_backlog(&folder)?)
+    part.complete(|| Ok(state.replace_backlog(&folder)?))
 }
 
 /// Returns the candidates that have a row.
@@ -373,21 +377,20 @@ fn write_delta(
     let window = done.window;
     let mut draft = Draft { fleet, backlog, tables, generation, window, dense: &dense, probe, hot };
 
-    let spare = match draft.probe.is_empty() {
-        true => 0,
-        false => Sample::encode_set(&draft.probe)?.len() as u64,
-    };
+    let has_probe = !draft.probe.is_empty();
+    let spare = if has_probe { Sample::encode_set(&draft.probe)?.len() as u64 } else { 0 };
     let room = budget.map(|budget| budget.saturating_sub(spare));
-    let path = if draft.probe.is_empty() { args.out.clone() } else { state.draft() };
-    let mut fitted = draft.fit(&ranking, room, &path)?;
+    let draft_path = Claim::new(state.draft());
+    let path: &Path = if has_probe { draft_path.path() } else { &args.out };
+    let mut fitted = draft.fit(&ranking, room, path)?;
     if fitted.chosen.count == 0 && !has_network {
-        let _ = state.disk().remove_file(&path);
+        let _ = state.disk().remove_file(path);
         bail!("the budget has room for no change; raise --budget-mib");
     }
-    if !draft.probe.is_empty() {
-        draft.probe = score_probe(state, &path, draft.probe)?;
+    if has_probe {
+        draft.probe = score_probe(state, path, draft.probe)?;
         // A draft that is left does no harm: the next one replaces it.
-        let _ = state.disk().remove_file(&path);
+        let _ = state.disk().remove_file(path);
         fitted.bytes = draft.write(&fitted.chosen, &args.out)?;
     }
     done.count(&draft, &fitted);

@@ -131,6 +131,8 @@ fn a_row_names_the_delta_that_wrote_it_beside_a_daemon_that_holds_the_lock() {
 
     let text = printed(&["row", &flash, "weather", "999"]);
     assert!(text.contains("weather 999: absent") && text.contains("default row"), "{text}");
+    let negative = json(&["row", &flash, "weather", "-1"]);
+    assert_eq!(negative["key"], u64::MAX);
     let said = refused(&["row", &flash, "wheather", "1"]);
     assert!(said.contains("the model has the tables destination,"), "{said}");
 
