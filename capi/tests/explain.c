@@ -1,20 +1,7 @@
 /* Explains the samples of a file through libhatchback and prints the report of each on a line.
  * tests/c.rs compiles and runs this program.
  * usage: explain TARGET FLASH SAMPLES */
-#include "hatchback.h"
-
-#include <stdio.h>
-#include <string.h>
-
-static int refused(const char *what) {
-    fprintf(stderr, "%s: %s\n", what, hatchback_error());
-    return 1;
-}
-
-#define EXPECT(call, result, text)                                                          \
-    do {                                                                                    \
-        if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
-    } while (0)
+#include "expect.h"
 
 int main(int count, char **arguments) {
     static char line[1 << 16];

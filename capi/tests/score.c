@@ -4,26 +4,14 @@
  * A line of SAMPLES has the dense features, then for each sparse feature the number of its keys and
  * the keys. */
 #define _POSIX_C_SOURCE 200809L /* fork */
-#include "hatchback.h"
+#include "expect.h"
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 enum { BATCH = 4, KEYS_MAX = 4096 };
-
-static int refused(const char *what) {
-    fprintf(stderr, "%s: %s\n", what, hatchback_error());
-    return 1;
-}
-
-#define EXPECT(call, result, text)                                                          \
-    do {                                                                                    \
-        if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
-    } while (0)
 
 static const hatchback_process no_process = {0};
 static const hatchback_model no_model = {0};

@@ -701,6 +701,26 @@ fn the_tree_stays_within_its_caps() {
     assert_none("counts over their caps", &over);
 }
 
+/// `python/test` and a newcomer's `cargo run` build one package. A crate that has other features
+/// there than in the tests is built a second time, with all that depend on it.
+#[test]
+fn the_tool_and_the_python_package_share_the_builds_of_the_tests() {
+    let features_of = |arguments: &[&str]| -> BTreeSet<String> {
+        let mut tree = Command::new(env!("CARGO"));
+        tree.args(["tree", "--locked", "--prefix=none", "--format={p} {f}"]).args(arguments);
+        let tree = tree.current_dir(root()).output().unwrap();
+        let text = String::from_utf8(tree.stdout).unwrap();
+        text.lines().map(|line| line.trim_end_matches(" (*)").to_owned()).collect()
+    };
+    let shared = features_of(&["--workspace", "--edges=normal,build,dev"]);
+    for package in ["hatchback-tools", "hatchback-python", "hatchback-bench", "hatchback-tests"] {
+        let alone = features_of(&["--edges=normal,build", "--package", package]);
+        assert!(!alone.is_empty(), "cargo tree knows no {package}");
+        let others: Vec<String> = alone.difference(&shared).cloned().collect();
+        assert_none(&format!("features of {package} alone, which the tests lack"), &others);
+    }
+}
+
 /// The sentences of a Markdown page: code, tables, drawings and headings are left out.
 fn sentences(text: &str) -> Vec<String> {
     let mut found = Vec::new();

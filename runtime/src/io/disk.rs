@@ -374,7 +374,9 @@ impl Disk for SystemDisk {
 
     fn read(&self, path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
         let file = open_regular(path, OpenOptions::new().read(true))?;
-        let mut content = Vec::new();
+        // Without a size the first read takes 32 bytes, and a record takes five reads.
+        let bytes = file.metadata()?.len().min(bytes_max);
+        let mut content = Vec::with_capacity(bytes as usize + 1);
         file.take(bytes_max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 <= bytes_max {
             return Ok(content);

@@ -1,16 +1,12 @@
 //! A request for its best samples: positions and scores of these only, over HTTP and gRPC.
 
-use crate::front_pages::open;
+use crate::front_pages::{infer, open, post};
 use hatchback::Shortened;
-use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
 use hatchback_server::proto::{
     InferInputTensor, InferParameter, InferRequestedOutputTensor, InferTensorContents,
     ModelInferRequest, ModelInferResponse, ParameterValue,
 };
-use hatchback_tests::client::Client;
 use hatchback_tests::front_door::FrontDoor;
-use hyper::body::Bytes;
-use prost::Message;
 use serde_json::{Value, json};
 use std::cmp::Ordering;
 
@@ -34,14 +30,11 @@ fn over_http(door: &FrontDoor, top_k: Option<Value>, outputs: &[&str]) -> Result
         body["parameters"] = json!({ "top_k": k });
     }
     body["outputs"] = outputs.iter().map(|name| json!({ "name": name })).collect();
-    let mut client = Client::connect(&door.socket()).unwrap();
-    client.send("/v2/models/coupon/infer", Some(body.to_string().as_bytes())).unwrap();
-    let answer = client.receive().unwrap();
-    let answer_body: Value = serde_json::from_slice(&answer.body).unwrap();
-    if answer.code != 200 {
-        return Err(answer_body["error"].as_str().unwrap().to_owned());
+    let (code, answer) = post(door, "/v2/models/coupon/infer", &body.to_string());
+    if code != 200 {
+        return Err(answer["error"].as_str().unwrap().to_owned());
     }
-    let outputs = answer_body["outputs"].as_array().unwrap().iter();
+    let outputs = answer["outputs"].as_array().unwrap().iter();
     Ok(outputs.map(|one| (one["name"].as_str().unwrap().to_owned(), one.clone())).collect())
 }
 
@@ -58,22 +51,14 @@ fn over_grpc(door: &FrontDoor, top_k: ParameterValue) -> Result<ModelInferRespon
     let names = ["position", "score", "status"];
     let output =
         |name: &str| InferRequestedOutputTensor { name: name.to_owned(), ..Default::default() };
-    let message = ModelInferRequest {
+    let request = ModelInferRequest {
         model_name: "coupon".to_owned(),
         inputs: vec![input],
         parameters: [("top_k".to_owned(), parameter)].into(),
         outputs: names.map(output).to_vec(),
         ..Default::default()
-    }
-    .encode_to_vec();
-    let framed = [&[0][..], &(message.len() as u32).to_be_bytes(), &message].concat();
-    let outcome = on_event_loop(async {
-        Caller::connect(&door.socket()).await?.call("ModelInfer", Bytes::from(framed), None).await
-    });
-    match outcome.unwrap() {
-        Outcome::Answered(bytes) => Ok(ModelInferResponse::decode(bytes.slice(5..)).unwrap()),
-        Outcome::Refused(refusal) => Err(refusal.message),
-    }
+    };
+    infer(door, &request)
 }
 
 fn numbers(output: &Value) -> Vec<f64> {

@@ -1,15 +1,11 @@
 //! An answer names the inputs that were not read, and the features that were not sent, over HTTP
 //! and gRPC. The metrics count both.
 
-use crate::front_pages::open;
-use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
+use crate::front_pages::{get, infer, open, post};
 use hatchback_server::proto::{
     InferInputTensor, InferParameter, ModelInferRequest, ModelInferResponse, ParameterValue,
 };
-use hatchback_tests::client::Client;
 use hatchback_tests::front_door::FrontDoor;
-use hyper::body::Bytes;
-use prost::Message;
 use serde_json::{Value, json};
 
 const WIDTH: usize = 7;
@@ -21,10 +17,7 @@ fn over_http(door: &FrontDoor, is_optional: bool) -> (u16, Value) {
     let other = json!({"name": "other", "datatype": "INT64", "shape": [1, 1], "data": [[1]],
         "parameters": {"optional": is_optional}});
     let body = json!({"inputs": [dense, other]}).to_string();
-    let mut client = Client::connect(&door.socket()).unwrap();
-    client.send("/v2/models/coupon/infer", Some(body.as_bytes())).unwrap();
-    let answer = client.receive().unwrap();
-    (answer.code, serde_json::from_slice(&answer.body).unwrap())
+    post(door, "/v2/models/coupon/infer", &body)
 }
 
 fn over_grpc(door: &FrontDoor, optional: ParameterValue) -> Result<ModelInferResponse, String> {
@@ -37,21 +30,13 @@ fn over_grpc(door: &FrontDoor, optional: ParameterValue) -> Result<ModelInferRes
     let mut other = input("other", "INT64", vec![1, 1]);
     let optional = InferParameter { parameter_choice: Some(optional) };
     other.parameters.insert("optional".to_owned(), optional);
-    let message = ModelInferRequest {
+    let request = ModelInferRequest {
         model_name: "coupon".to_owned(),
         inputs: vec![input("dense", "FP32", vec![1, WIDTH as i64]), other],
         raw_input_contents: vec![vec![0; 4 * WIDTH].into(), vec![0; 8].into()],
         ..Default::default()
-    }
-    .encode_to_vec();
-    let framed = [&[0][..], &(message.len() as u32).to_be_bytes(), &message].concat();
-    let outcome = on_event_loop(async {
-        Caller::connect(&door.socket()).await?.call("ModelInfer", Bytes::from(framed), None).await
-    });
-    match outcome.unwrap() {
-        Outcome::Answered(bytes) => Ok(ModelInferResponse::decode(bytes.slice(5..)).unwrap()),
-        Outcome::Refused(refusal) => Err(refusal.message),
-    }
+    };
+    infer(door, &request)
 }
 
 #[test]
@@ -86,8 +71,7 @@ fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
     // The metrics are made once a second.
     let lines = [line("ignored", 2), line("absent", 2 * features.len())];
     loop {
-        let mut client = Client::connect(&door.socket()).unwrap();
-        let text = String::from_utf8(client.get("/metrics").unwrap().body).unwrap();
+        let text = get(&door, "/metrics");
         if lines.iter().all(|line| text.contains(line)) {
             break;
         }

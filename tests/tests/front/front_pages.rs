@@ -5,10 +5,14 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::explain;
+use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
 use hatchback_server::ModelFolder;
+use hatchback_server::proto::{ModelInferRequest, ModelInferResponse};
 use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, serving};
 use hatchback_tests::models::install_spec;
+use hyper::body::Bytes;
+use prost::Message;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -26,9 +30,30 @@ pub fn open() -> FrontDoor {
     FrontDoor::open(serving, None).unwrap()
 }
 
-fn get(door: &FrontDoor, path: &str) -> String {
+pub fn get(door: &FrontDoor, path: &str) -> String {
     let mut client = Client::connect(&door.socket()).unwrap();
     String::from_utf8(client.get(path).unwrap().body).unwrap()
+}
+
+/// Posts `body`. Returns the code and the JSON of the answer.
+pub fn post(door: &FrontDoor, path: &str, body: &str) -> (u16, Value) {
+    let mut client = Client::connect(&door.socket()).unwrap();
+    client.send(path, Some(body.as_bytes())).unwrap();
+    let answer = client.receive().unwrap();
+    (answer.code, serde_json::from_slice(&answer.body).unwrap())
+}
+
+/// Asks over gRPC. Returns the answer, or the text of the refusal.
+pub fn infer(door: &FrontDoor, request: &ModelInferRequest) -> Result<ModelInferResponse, String> {
+    let message = request.encode_to_vec();
+    let framed = [&[0][..], &(message.len() as u32).to_be_bytes(), &message].concat();
+    let outcome = on_event_loop(async {
+        Caller::connect(&door.socket()).await?.call("ModelInfer", Bytes::from(framed), None).await
+    });
+    match outcome.unwrap() {
+        Outcome::Answered(bytes) => Ok(ModelInferResponse::decode(bytes.slice(5..)).unwrap()),
+        Outcome::Refused(refusal) => Err(refusal.message),
+    }
 }
 
 #[test]
@@ -169,16 +194,10 @@ fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothi
     serving.load("coupon", &flash, budget).unwrap();
     let folder = ModelFolder { name: "coupon".to_owned(), directory: installed.flash.clone() };
     let door = FrontDoor::open_with_folders(serving, vec![folder]).unwrap();
-    let ask = |path: &str, line: &str| {
-        let mut client = Client::connect(&door.socket()).unwrap();
-        client.send(path, Some(line.as_bytes())).unwrap();
-        let answer = client.receive().unwrap();
-        (answer.code, serde_json::from_slice::<Value>(&answer.body).unwrap())
-    };
 
     let samples = include_str!("../../../tools/demo/coupon/heldout.jsonl");
     for line in samples.lines().take(5) {
-        let (code, answer) = ask("/v2/models/coupon/versions/1/explain", line);
+        let (code, answer) = post(&door, "/v2/models/coupon/versions/1/explain", line);
         let expected = serde_json::to_string(&explain(&flash, line).unwrap()).unwrap();
         assert_eq!((code, answer), (200, serde_json::from_str(&expected).unwrap()));
     }
@@ -188,7 +207,7 @@ fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothi
         ("/v2/models/coupon/versions/2/explain", "{}", 404, "serves version 1"),
         ("/v2/models/closed/explain", "{}", 404, "closed"),
     ] {
-        let (got, answer) = ask(path, line);
+        let (got, answer) = post(&door, path, line);
         let error = answer["error"].as_str().unwrap();
         assert!(got == code && error.contains(said), "{path}: {got} {error}");
     }
