@@ -14,6 +14,9 @@ from .rewrites import filled_by_mask, in_range, put_in_each, row_of_each, scatte
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
 COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
+OTHER_NAMES = {  # torch's second names of the comparisons, which Keras calls
+    "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+}
 
 
 @dataclass
@@ -665,7 +668,7 @@ def compared_with(user, node, followed):
     something else with them."""
     if user is None:
         return None
-    name = op_name(user)
+    name = OTHER_NAMES.get(op_name(user), op_name(user))
     if name in ("_to_copy", "to") and user.kwargs.get("dtype") is torch.bool:
         return 0
     if name == "logical_not":

@@ -96,6 +96,21 @@ class Exports(unittest.TestCase):
         front["history"][:, :3] = KEYS - 1
         self.assert_same(done, model, front, lambda m, b: m(**b))
 
+    def test_a_delta_of_a_model_that_learned_scores_as_the_model(self):
+        model, batch, _, _ = cases()["a filter of frequencies"]
+        flash, optimizer = self.folder / "flash", torch.optim.SGD(model.parameters(), 0.5)
+        self.export(model, batch()).pack(self.folder / "1.hatch", codec="f32")
+        run("install", self.folder / "1.hatch", "--flash", flash)
+        few = {name: rows[:3] for name, rows in batch().items()}
+        loss = functional.binary_cross_entropy_with_logits(model(**few)[:, 0], torch.ones(3))
+        loss.backward()
+        optimizer.step()
+        done = self.export(model, batch(), sequence=2)
+        done.pack(self.folder / "2.hatch", parent=flash, codec="f32")
+        run("install", self.folder / "2.hatch", "--flash", flash)
+        done.bundle = flash
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
+
     def test_several_outputs_have_names_labels_and_scores(self):
         model = Model(lambda m, item: {
             "ctr": m.n(m.e(item)), "cvr": m.o(m.e(item)), "hidden": m.e(item)}, 4, o=net(4))
@@ -323,20 +338,23 @@ class Exports(unittest.TestCase):
 
         layer = keras.layers
         item = keras.Input((), name="item", dtype="int64")
-        history = keras.Input((LONG,), name="history", dtype="int64")
+        past = keras.Input((LONG,), name="history", dtype="int64")
         numbers = keras.Input((2,), name="numbers")
-        items = layer.Embedding(KEYS, 4, name="items")
+        items = layer.Embedding(KEYS, 4, name="items", mask_zero=True)
         joined = layer.Concatenate()(
-            [items(item), layer.GlobalAveragePooling1D()(items(history)), numbers])
+            [items(item), layer.GlobalAveragePooling1D()(items(past)), numbers])
         score = layer.Dense(1, activation="sigmoid")(layer.Dense(8, activation="relu")(joined))
-        model = keras.Model({"item": item, "history": history, "numbers": numbers}, score)
+        model = keras.Model({"item": item, "history": past, "numbers": numbers}, score)
         batch = lambda: {
-            "item": np.random.randint(0, KEYS, B), "history": np.random.randint(0, KEYS, (B, LONG)),
+            "item": np.random.randint(0, KEYS, B), "history": history()[0].numpy(),
             "numbers": np.random.randn(B, 2).astype(np.float32)}
         call = layer.Embedding.call
         done = export_keras(model, batch(), self.folder / "exported")
         self.assertIs(layer.Embedding.call, call)
-        self.assertEqual([one.name for one in done.schema.features], ["item", "history"])
+        # The layer's mask is one of the feature: its keys are not sent as dense values too.
+        self.assertEqual(
+            {one.name: one.padding for one in done.schema.features}, {"item": None, "history": 0})
+        self.assertEqual(list(done.schema.dense_features), ["numbers0", "numbers1"])
         done.pack(codec="f32")
         other = {name: torch.from_numpy(one) for name, one in batch().items()}
         want = model(other).detach()[:, 0]
