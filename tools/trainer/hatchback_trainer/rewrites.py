@@ -23,16 +23,25 @@ SAME_FOR_BOTH = {
 }
 
 
+# Operations that are linear in each of their two factors.
+PRODUCTS = {"bmm", "einsum", "matmul", "mm", "mul"}
+
+
 def is_complex(node):
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     return torch.is_tensor(value) and value.dtype.is_complex
 
 
+def operation(name):
+    """Returns torch's own operation, such as `aten.view.default`."""
+    own, overload = name.split(".")[-2:]
+    return getattr(getattr(ATEN, own), overload)
+
+
 def each_part(name, kinds, *args, **kwargs):
     """Returns what an operation makes of the real parts and of the imaginary ones. `kinds` says of
     each value in the flat list of arguments whether it is a pair, or a summand that is real."""
-    operation, overload = name.split(".")[-2:]
-    target = getattr(getattr(ATEN, operation), overload)
+    target = operation(name)
     if "dtype" in kwargs:
         kwargs["dtype"] = torch.float32
     values, spec = tree_flatten(args)
@@ -67,17 +76,17 @@ def modulus_of(value):
     return torch.sqrt((value * value).sum(-1))
 
 
-def pair_product(a, b):
-    real = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
-    return torch.stack([real, a[..., 0] * b[..., 1] + a[..., 1] * b[..., 0]], -1)
+def pair_product(name, kinds, *args, **kwargs):
+    """Returns the product of two pairs by an operation that is linear in each of them."""
+    target, (values, spec) = operation(name), tree_flatten(args)
+    first, second = (place for place, kind in enumerate(kinds) if kind == "pair")
 
+    def part(a, b):
+        chosen = list(values)
+        chosen[first], chosen[second] = values[first][..., a], values[second][..., b]
+        return target(*tree_unflatten(chosen, spec), **kwargs)
 
-def scaled_pair(pair, factor):
-    return pair * (factor[..., None] if torch.is_tensor(factor) else factor)
-
-
-def scaled_by_pair(factor, pair):
-    return scaled_pair(pair, factor)
+    return torch.stack([part(0, 0) - part(1, 1), part(0, 1) + part(1, 0)], -1)
 
 
 def waves(values, frequencies, length, scale=1.0):
@@ -145,21 +154,22 @@ COMPLEX = {
 def rule_of(node):
     """Returns the function that makes pairs where a node makes complex numbers, and its first
     arguments."""
-    name, given = op_name(node), [is_complex(one) for one in node.args[:2]]
+    name, given = op_name(node), tree_flatten(node.args)[0]
     if name in COMPLEX:
         return COMPLEX[name], ()
     if name in ("_to_copy", "to") and is_complex(node):
-        return (same_pair if given[0] else pair_of), ()
-    if name == "mul" and any(given):
-        return (pair_product if all(given) else scaled_pair if given[0] else scaled_by_pair), ()
-    by_number = any(isinstance(one, complex) for one in node.args)
-    if name not in SAME_FOR_BOTH or by_number or name == "div" and given[1:] == [True]:
+        return (same_pair if is_complex(given[0]) else pair_of), ()
+    plain = "summand" if name in ("add", "sub") else ""
+    kinds = ["pair" if is_complex(one) else plain for one in given]
+    if name in PRODUCTS and kinds.count("pair") == 2:
+        return pair_product, (str(node.target), kinds)
+    divides = name == "div" and is_complex(given[1])
+    is_known = name in SAME_FOR_BOTH or name in PRODUCTS and kinds.count("pair") == 1
+    if not is_known or divides or any(isinstance(one, complex) for one in given):
         raise ValueError(
             f"{source_line(node)}: `{name}` of complex numbers has no counterpart in the car; "
             "compute with their real and imaginary parts, as `view_as_real` gives them"
         )
-    plain = "summand" if name in ("add", "sub") else ""
-    kinds = ["pair" if is_complex(one) else plain for one in tree_flatten(node.args)[0]]
     return each_part, (str(node.target), kinds)
 
 

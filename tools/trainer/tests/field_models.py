@@ -96,7 +96,8 @@ def fourier_filter(m, history):
 
 def correlations(m, history):
     rows = m.e(history)
-    product = torch.fft.fft(rows) * torch.conj(torch.fft.fft(rows.flip(1)))
+    product = torch.einsum("bld,de->ble", torch.fft.fft(rows), torch.fft.fft(m.e.weight[:4]))
+    product = product * torch.conj(torch.fft.fft(rows.flip(1)))
     product = (product + torch.fft.fft2(rows) / 3 - rows).transpose(1, 2)
     parts = torch.fft.ifft(product).real.sum(2) + product.abs().mean(2) + product.imag[:, :, 0]
     return m.n(parts)

@@ -58,7 +58,15 @@ class Rewrites(unittest.TestCase):
             shape = [number(1, 5) for _ in range(number(1, 4))]
             a, b = (torch.randn(shape, dtype=torch.complex64) for _ in range(2))
             plain = torch.randn(shape)
-            self.assert_close(pair_product(real(a), real(b)), real(a * b))
+            two = ["pair", "pair"]
+            made = pair_product("aten.mul.Tensor", two, real(a), real(b))
+            self.assert_close(made, real(a * b))
+            made = each_part("aten.mul.Tensor", ["", "pair"], plain, real(b))
+            self.assert_close(made, real(plain * b))
+            rows = a.reshape(shape[0], -1)
+            words = "ab,cb->ca"
+            made = pair_product("aten.einsum.default", ["", *two], words, [real(rows)] * 2)
+            self.assert_close(made, real(torch.einsum(words, rows, rows)))
             self.assert_close(
                 each_part("aten.sub.Tensor", ["summand", "pair"], plain, real(b)), real(plain - b))
             both = each_part("aten.cat.default", ["pair", "pair", ""], [real(a), real(b)], -1)
