@@ -16,7 +16,8 @@ from hatchback_trainer.rewrites import (  # noqa: E402
 
 SEED = random.randrange(1 << 30)
 OLD = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 7)
-print(f"SKIPPED: test_rewrites: torch {torch.__version__}" if OLD else f"test_rewrites: seed {SEED}")
+said = f"SKIPPED: torch {torch.__version__}" if OLD else f"seed {SEED}"
+print(f"test_rewrites: {said}")
 
 
 def number(low, high):
