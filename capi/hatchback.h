@@ -73,6 +73,17 @@ typedef struct hatchback_bags {
     const float *weights;    /* one for each key of a weighted feature; of another one NULL */
 } hatchback_bags;
 
+/* The kinds of a raw value. */
+enum { HATCHBACK_TEXT = 0, HATCHBACK_INTEGER = 1, HATCHBACK_NUMBER = 2, HATCHBACK_MISSING = 3 };
+
+/* A raw value. `kind` says which of the others is read. */
+typedef struct hatchback_value {
+    const char *text;
+    int64_t integer;
+    double number;
+    uint32_t kind;
+} hatchback_value;
+
 /* Where the rows of one sample came from. A key is counted once for each table of its feature. */
 typedef struct hatchback_status {
     uint32_t fresh;     /* the row of the live generation */
@@ -181,6 +192,11 @@ hatchback_result hatchback_key_of_integer(hatchback_model model, uint32_t featur
                                           uint64_t *key);
 hatchback_result hatchback_key_of_number(hatchback_model model, uint32_t feature, double value,
                                          uint64_t *key);
+
+/* Writes the key of the cross `feature`, for one raw value of each of its `count` columns, in the order
+ * of the model. A request has the keys of a cross like those of any feature. Never blocks. */
+hatchback_result hatchback_key_of_cross(hatchback_model model, uint32_t feature,
+                                        const hatchback_value *values, uint32_t count, uint64_t *key);
 
 /* Queues `count` keys of the sparse feature `feature` whose rows a later request will look up. Never
  * blocks. Writes to `queued`, which may be NULL, how many keys fit into the queue. */

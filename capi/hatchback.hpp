@@ -37,6 +37,8 @@ HATCHBACK_SIZE(hatchback_bags, 3 * sizeof(void *));
 HATCHBACK_AT(hatchback_bags, keys, 0);
 HATCHBACK_AT(hatchback_bags, offsets, sizeof(void *));
 HATCHBACK_AT(hatchback_bags, weights, 2 * sizeof(void *));
+HATCHBACK_SIZE(hatchback_value, 32);
+HATCHBACK_AT(hatchback_value, kind, 24);
 HATCHBACK_SIZE(hatchback_status, 20);
 HATCHBACK_AT(hatchback_status, fresh, 0);
 HATCHBACK_AT(hatchback_status, defaulted, 4);
@@ -242,6 +244,13 @@ public:
     std::uint64_t key(std::uint32_t feature, double value) const {
         std::uint64_t key = 0;
         check(::hatchback_key_of_number(handle_, feature, value, &key));
+        return key;
+    }
+    /// The key of a cross, for one raw value of each of its columns.
+    std::uint64_t key(std::uint32_t feature, span<const hatchback_value> values) const {
+        std::uint64_t key = 0;
+        const auto count = static_cast<std::uint32_t>(values.size());
+        check(::hatchback_key_of_cross(handle_, feature, values.data(), count, &key));
         return key;
     }
 

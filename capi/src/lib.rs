@@ -57,6 +57,28 @@ pub struct Bags {
     weights: *const f32,
 }
 
+/// A raw value, `hatchback_value` in C.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Value {
+    text: *const c_char,
+    integer: i64,
+    number: f64,
+    kind: u32,
+}
+
+impl Value {
+    fn raw(&self) -> Result<RawValue<'_>, Refusal> {
+        match self.kind {
+            0 => Ok(RawValue::Text(text("text", self.text)?.into())),
+            1 => Ok(self.integer.into()),
+            2 => Ok(RawValue::Float(self.number)),
+            3 => Ok(RawValue::Null),
+            kind => Err(request(format!("kind = {kind}: a raw value has the kind 0 to 3"))),
+        }
+    }
+}
+
 /// The status of one sample, `hatchback_status` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -114,6 +136,7 @@ layout!(Shape: 20;
     shared_dense_features at 16
 );
 layout!(Bags: 3 * POINTER; keys at 0, offsets at POINTER, weights at 2 * POINTER);
+layout!(Value: 32; text at 0, integer at 8, number at 16, kind at 24);
 layout!(Status: 20; fresh at 0, defaulted at 4, absent at 8, damaged at 12, late at 16);
 layout!(Statistics: 112;
     generation at 0, requests at 8, batches at 16, busy at 24, failed at 32, expired at 40,
@@ -434,6 +457,22 @@ extern "C" fn hatchback_key_of_number(
     key: *mut u64,
 ) -> Outcome {
     answer(|| write("key", key, model(handle)?.key(feature as usize, &RawValue::Float(value))?))
+}
+
+/// Writes the key of a cross. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+extern "C" fn hatchback_key_of_cross(
+    handle: ModelHandle,
+    feature: u32,
+    given: *const Value,
+    count: u32,
+    key: *mut u64,
+) -> Outcome {
+    answer(|| {
+        let raw = values("values", given, count as usize)?.iter().map(Value::raw);
+        let raw = raw.collect::<Result<Vec<_>, _>>()?;
+        write("key", key, model(handle)?.cross_key(feature as usize, &raw)?)
+    })
 }
 
 /// Explains a score. `hatchback.h` documents it.

@@ -13,6 +13,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::explain::explain_served;
 use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::Schema;
+use hatchback::schema::key_function::KeyError;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
 use std::borrow::Cow;
@@ -240,12 +241,28 @@ impl ServedModel {
     /// # Errors
     /// The model has no such feature, or the feature does not take the value.
     pub fn key(&self, feature: usize, value: &RawValue<'_>) -> Result<u64, Refusal> {
+        self.key_by(feature, |schema| schema.key(feature, value))
+    }
+
+    /// Returns the key of the cross with the number `feature`, for a raw value of each column.
+    ///
+    /// # Errors
+    /// As of `key`, and the feature crosses not so many columns.
+    pub fn cross_key(&self, feature: usize, values: &[RawValue<'_>]) -> Result<u64, Refusal> {
+        self.key_by(feature, |schema| schema.cross_key(feature, values))
+    }
+
+    fn key_by(
+        &self,
+        feature: usize,
+        key: impl FnOnce(&Schema) -> Result<u64, KeyError>,
+    ) -> Result<u64, Refusal> {
         let model = self.model()?;
         self.check_feature(feature)?;
-        // After a rollback the feature may be gone, and its keys are not read.
-        let Some(feature) = model.schema().features.get(feature) else { return Ok(0) };
-        let key = feature.key_of(value);
-        key.map_err(|e| request(format!("feature `{}`: {e}", feature.name)))
+        // After a rollback the feature may be gone. Its keys are not read, nor are a retired one's.
+        let known = model.schema().features.get(feature).filter(|feature| !feature.retired);
+        let Some(feature) = known else { return Ok(0) };
+        key(model.schema()).map_err(|e| request(format!("feature `{}`: {e}", feature.name)))
     }
 
     /// Checks that the caller's requests have a feature with the number `feature`.

@@ -19,12 +19,12 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 20_195),
-    ("runtime", 19_810),
+    ("runtime", 19_820),
     ("link", 630),
     ("server", 4_790),
     ("board", 1_915),
-    ("capi", 890),
-    ("python", 490),
+    ("capi", 935),
+    ("python", 495),
     ("tools", 16_090),
     ("bench", 11_280),
     ("tests", 6_260),

@@ -11,10 +11,14 @@ use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
-use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
+use hatchback::schema::{KeySpace, Placement};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan};
+use hatchback_tests::onnx;
 use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
 use hatchback_tools::cli::{Cli, run};
+use hatchback_tools::pack::key_spec::KeySpec;
+use hatchback_tools::pack::spec::CodecChoice;
 use hatchback_tools::serve::install;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
@@ -100,6 +104,44 @@ fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
         let counts: Vec<u32> = fields.map(|f| f.parse().unwrap()).collect();
         let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
         assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
+    }
+}
+
+/// `Sample` reads the same line as `hatchback run` and the front door, which have only the columns.
+#[test]
+fn a_c_program_makes_the_keys_of_a_cross_as_a_request_of_its_columns_does() {
+    let table = TablePlan::cached(KeySpace::Index, 400, 6, CodecChoice::F32);
+    let (name, tables, features) =
+        ("crossed".to_owned(), vec![table], vec![FeaturePlan::one_hot(0); 3]);
+    let plan = ModelPlan { name, sequence: 1, seed: 45, dense: 0, tables, features };
+    let mut spec = plan.spec();
+    spec.features[0].key = Some(KeySpec::Farmhash64 { buckets: 400, first: 0 });
+    let columns = vec!["f0".to_owned(), "f1".to_owned()];
+    spec.features[2].key = Some(KeySpec::Cross { columns, buckets: 390, first: 10 });
+    let packed = plan.pack_spec(&spec, onnx::concat);
+    let flash = packed.install();
+    let model = Arc::new(Model::open(&disk::system(), &flash, Budget::default()).unwrap());
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+
+    let values = [("Rome", 3), ("K\u{f6}ln", 399), ("", 0), ("two words", 17)];
+    let given = values.iter().flat_map(|(text, integer)| [(*text).to_owned(), integer.to_string()]);
+    let output = Command::new(program(packed.folder(), "cross"))
+        .args([here("../targets/cpu.toml"), flash])
+        .args(given)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(said.lines().count(), values.len());
+    for (line, (text, integer)) in said.lines().zip(values) {
+        let sample = serde_json::json!({"sparse": {"f0": [text], "f1": [integer]}}).to_string();
+        let sample = Sample::from_json(&sample, model.schema()).unwrap();
+        let mut batch = model.batch();
+        batch.push(model.schema(), &sample).unwrap();
+        let score = worker.score(&batch, None).unwrap().values[2 * 6];
+        let (key, found) = line.split_once(' ').unwrap();
+        assert_eq!(key, sample.sparse[2][0].to_string(), "{text}");
+        assert_eq!(found.parse::<f32>().unwrap().to_bits(), score.to_bits(), "{text}");
     }
 }
 

@@ -3,7 +3,7 @@
 
 use crate::limits::CROSS_COLUMNS_MAX;
 use crate::schema::farmhash::fingerprint64;
-use crate::schema::key_function::{KeyError, KeyFunction};
+use crate::schema::key_function::{KeyError, KeyFunction, UNKNOWN_KEY};
 use crate::schema::raw_value::RawValue;
 use crate::schema::{Feature, Schema, SchemaError, fault};
 
@@ -82,6 +82,27 @@ impl Schema {
         }
     }
 
+    /// Returns the key of the cross `f` for one raw value of each of its columns, in their order.
+    ///
+    /// # Errors
+    /// [`KeyError`] if feature `f` crosses not so many columns, or one does not take its value.
+    pub fn cross_key(&self, f: usize, values: &[RawValue<'_>]) -> Result<u64, KeyError> {
+        let columns = match &self.features[f].key {
+            KeyFunction::Cross { columns, .. } if columns.len() == values.len() => columns,
+            _ => {
+                let value = format!("a list of {}", values.len());
+                return Err(KeyError { value, takes: "one value for each column of a cross" });
+            }
+        };
+        let value = |c: usize, _| {
+            let at = columns.iter().position(|column| usize::from(*column) == c);
+            Ok(at.map_or(RawValue::Null, |at| values[at].clone()))
+        };
+        let mut made = UNKNOWN_KEY;
+        self.cross(f, |_| 1, value, |_, e| e, |key| made = key)?;
+        Ok(made)
+    }
+
     /// Checks the columns of feature `f`, if that is a cross.
     pub(super) fn check_cross(&self, f: usize) -> Result<(), SchemaError> {
         let KeyFunction::Cross { columns, .. } = &self.features[f].key else { return Ok(()) };
@@ -155,6 +176,10 @@ mod tests {
             let schema = schema(values.len() as u16, buckets);
             let bags: Vec<Value> = values.iter().map(|value| serde_json::json!([value])).collect();
             assert_eq!(keys(&schema, &bags), [expected], "{values:?}");
+            let raw: Vec<RawValue<'_>> = values.iter().map(raw).collect();
+            assert_eq!(schema.cross_key(raw.len(), &raw), Ok(expected), "{values:?}");
+            assert!(schema.cross_key(raw.len(), &raw[1..]).is_err());
+            assert!(schema.cross_key(0, &raw).is_err());
         }
     }
 

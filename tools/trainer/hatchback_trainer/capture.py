@@ -37,6 +37,11 @@ def user_line(error):
     while error is not None:
         seen += traceback.extract_tb(error.__traceback__)
         error = error.__cause__ or error.__context__
+    return last_own(seen)
+
+
+def last_own(seen):
+    """Returns `FILE:LINE, CODE` of the last frame that is the user's own; None if there is none."""
     own = [frame for frame in seen if not frame.filename.startswith((*OWN, "<"))]
     inside = [frame for frame in own if frame.name != "<module>"]
     return f"{inside[-1].filename}:{inside[-1].lineno}, `{inside[-1].line}`" if inside else None
@@ -310,7 +315,8 @@ def is_mask(value):
 
 
 class Masks(TorchFunctionMode):
-    """Records the boolean masks that choose values, or replaces them by constant positions."""
+    """Records the boolean masks that choose values, or replaces them by constant positions; and
+    reads `x.data` as `x.detach()`."""
 
     SELECT = (torch.masked_select, torch.Tensor.masked_select)
 
@@ -320,6 +326,8 @@ class Masks(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function == torch.Tensor.data.__get__:  # torch cannot capture it, but this is the same
+            return args[0].detach()
         if function in self.SELECT:
             mask = args[1] if len(args) > 1 else kwargs["mask"]
             constant = self.next_of(mask, args[0])
@@ -371,6 +379,25 @@ def constant_masks(one, other):
 # --- the capture ---
 
 
+@contextlib.contextmanager
+def fixed_sizes(lines):
+    """Adds to `lines` the user's line of each place where a size becomes a number of Python."""
+    from torch.fx.experimental.sym_node import SymNode  # from torch 2.1 on
+
+    real = SymNode.guard_int
+
+    def guard_int(node, *rest):
+        if node.maybe_as_int() is None:
+            lines.append(last_own(traceback.extract_stack()))
+        return real(node, *rest)
+
+    SymNode.guard_int = guard_int
+    try:
+        yield
+    finally:
+        SymNode.guard_int = real
+
+
 class Captured(nn.Module):
     """The model as a function of flat tensors: leaves of the batch, then vectors of collections."""
 
@@ -402,6 +429,12 @@ def program_of(module, tensors, shapes):
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
 
 
+def composed_transforms():
+    """Returns how torch makes Fourier transforms of three operations, for `run_decompositions`."""
+    known = torch.export.default_decompositions().items()
+    return {operation: made for operation, made in known if "::fft_" in operation.name()}
+
+
 def fixes_samples(program, per_sample):
     """Returns whether a program holds for one number of samples only. Its symbol may still stand at
     the input, but then has one value."""
@@ -419,7 +452,7 @@ def capture(captured, tensors, per_sample):
     ValueError with the user's line if a size or a branch follows from values.
     """
     auto, batch = torch.export.Dim.AUTO, torch.export.Dim("batch", min=2)
-    errors = []
+    errors, lines = [], []
     # The second try is for models that split a batch into parts of a fixed size: with one name for
     # the number of samples torch demands that every number works in the same way.
     for samples in (batch, auto):
@@ -428,8 +461,9 @@ def capture(captured, tensors, per_sample):
             for tensor, whole in zip(tensors, per_sample)
         )
         try:
-            program = program_of(captured, tensors, {"tensors": shapes})
-            module = program.run_decompositions({}).module()
+            with fixed_sizes(lines):
+                program = program_of(captured, tensors, {"tensors": shapes})
+            module = program.run_decompositions(composed_transforms()).module()
         except Exception as error:  # torch.export has no common class of its errors
             errors.append(error)
             continue
@@ -438,10 +472,11 @@ def capture(captured, tensors, per_sample):
             return module
     error = errors[0]
     if "specialized it to be a constant" in str(error):
+        fixed = next((f" at {line}" for line in lines if line), "")
         raise ValueError(
-            "the model fixes the number of samples of its batch: take it from `x.shape[0]`, which "
-            "stays open while torch captures, and not from `len(x)` or `int(x.shape[0])`, and "
-            "write no loop over the samples"
+            f"the model fixes the number of samples of its batch{fixed}: take it from "
+            "`x.shape[0]`, which stays open while torch captures, and not from `len(x)` or "
+            "`int(x.shape[0])`, and write no loop over the samples"
         ) from None
     where, said = user_line(error), str(error).strip().splitlines()
     raise ValueError(

@@ -74,7 +74,7 @@ def culprits(exporter, network, changed):
 def compare(exporter, network, leaves):
     try:
         scores = exporter.source.scores(exporter.flat, [leaf.tensor for leaf in leaves])
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
         said = str(error).splitlines()[0]
         exporter.note(f"the model fails on other rows ({said}), so they were not compared")
         return
@@ -136,16 +136,13 @@ def numbers_of_samples(exporter, network):
 
 def one_sample(exporter):
     """Says so if the model itself does not take one sample."""
-    source, exporter.source.samples = exporter.source, None
     try:
-        source.scores(exporter.flat, [leaf.tensor[:1] for leaf in exporter.leaves])
-    except (RuntimeError, IndexError, ValueError) as error:
+        exporter.source.scores(exporter.flat, [leaf.tensor[:1] for leaf in exporter.leaves])
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
         exporter.note(
             f"the model itself fails with one sample ({str(error).splitlines()[0]}); the exported "
             "network does not"
         )
-    finally:
-        source.samples = exporter.samples
 
 
 def other_rows(exporter, place, seed):

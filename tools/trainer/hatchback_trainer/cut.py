@@ -4,14 +4,19 @@ A lookup whose row numbers are columns of the batch becomes a vector that the ca
 a column become masks of its feature. What else the network reads of the batch becomes dense.
 """
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
 
 from .graph import ATEN, FILLED, LEAF, ROW, Lookup, op_name, source_line
+from .rewrites import filled_by_mask, in_range, put_in_each, row_of_each, scattered
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
 COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
+OTHER_NAMES = {  # torch's second names of the comparisons, which Keras calls
+    "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+}
 
 
 @dataclass
@@ -74,6 +79,8 @@ def elements_of(followed, lookup):
         bags = followed.value[lookup.bounds]
         bags = len(bags) - 1 if lookup.last_bound else len(bags)
         code, shift = code.reshape(bags, -1), shift.reshape(bags, -1)
+    elif code.dim() and len(code) % followed.samples == 0:  # keys of the samples, one by one
+        code, shift = code.reshape(followed.samples, -1), shift.reshape(followed.samples, -1)
     if code.dim() == 0:
         return None
     code, shift = code.reshape(len(code), -1), shift.reshape(len(code), -1)
@@ -181,16 +188,39 @@ class Cut:
         node = lookup.index
         while op_name(node) in ("squeeze", "unsqueeze", "view", "reshape", "_to_copy", "to"):
             node = node.args[0]
-        if op_name(node) != "gather" or self.followed.value[node].dim() != 2:
-            return None
-        bag, axis, position = node.args[:3]
-        if axis % 2 != 1 or not self.moved(bag):
+        bag, position = self.gathered(node)
+        if bag is None or not self.moved(bag):
             return None
         elements = elements_of(self.followed, Lookup(lookup.node, lookup.table, bag))
         if elements is None or len(runs_of(elements, self.names.separate)) > 1:
             return None
         self.positions[lookup.node] = position
         return elements
+
+    def gathered(self, node):
+        """Returns the keys and the positions of a choice of keys of each sample."""
+        if op_name(node) == "index":
+            position = self.beside_samples(node)
+            return (None, None) if position is None else (node.args[0], position)
+        if op_name(node) != "gather" or self.followed.value[node].dim() != 2:
+            return None, None
+        bag, axis, position = node.args[:3]
+        return (bag, position) if axis % 2 == 1 else (None, None)
+
+    def beside_samples(self, node):
+        """Returns the computed indices of `x[numbers of the samples, indices]`; None for any other
+        index. `gather` can read at such indices, and ONNX has no better operator."""
+        index = node.args[1]
+        if len(index) != 2 or None in index or self.followed.is_constant(index[1]):
+            return None
+        samples, places = (self.followed.value[one] for one in index)
+        count = len(self.followed.value[node.args[0]])
+        if not self.followed.is_constant(index[0]) or places.dtype == torch.bool or (
+                torch.broadcast_shapes(samples.shape, places.shape) != places.shape
+                or len(places) % count):
+            return None
+        rows = samples.expand(places.shape).reshape(count, -1)
+        return index[1] if bool((rows == torch.arange(count)[:, None]).all()) else None
 
     def bound_sizes(self):
         """Ends each column's range of rows where that of the next column begins, for tables that
@@ -353,8 +383,10 @@ class Cut:
 
     def places(self, node):
         """Returns leaf and column of each value of one sample of a moved node."""
-        code = self.followed.origin[node].code
-        samples = code.reshape(len(code), -1) if code.dim() else code.reshape(1, 1)
+        code, count = self.followed.origin[node].code, self.followed.samples
+        # The values may also be those of the samples one by one, `[samples * values]`.
+        count = count if code.numel() and code.shape[0] % count == 0 else 1
+        samples = code.reshape(count, -1)
         rows = torch.arange(len(samples)).reshape(-1, 1) * ROW
         if not bool((samples == samples[:1] + rows).all()):
             names = {self.leaves[int(one) // LEAF].name for one in samples[0]}
@@ -394,6 +426,7 @@ class Cut:
         outputs = [self.take(node, None) for node in self.outputs]
         outputs = [self.call(ATEN.view.default, one, [self.samples, -1]) for one in outputs]
         self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
         root = torch.nn.Module()
         for name, value in self.buffers.items():
             root.register_buffer(name, value)
@@ -421,10 +454,44 @@ class Cut:
         if name == "squeeze":
             self.made[node] = self.squeeze(node)
             return
+        if name in ("chunk", "split") and len(self.followed.value[node]) == 1:
+            # Parts of a fixed size are those of the sample batch: a car has one whole batch.
+            self.made[node] = [self.take(node.args[0], node)]
+            return
         if node in self.kept:
             self.note_kept(self.kept[node])
         change = lambda one: self.take(one, node)
+        target, args = self.rewritten(node, name)
+        if target is not None:
+            self.made[node] = self.call(target, *torch.fx.map_arg(args, change))
+            return
         self.made[node] = self.graph.node_copy(node, change)
+
+    def rewritten(self, node, name):
+        """Returns the function and the arguments that take the place of an operation which the car
+        lacks; None for any other operation."""
+        args, value = node.args, self.followed.value
+        if name == "index":
+            places = self.beside_samples(node)
+            return (None, ()) if places is None else (row_of_each, (args[0], places))
+        if name == "index_put" and self.fills_by_mask(node):
+            return filled_by_mask, (args[0], args[1][0], args[2])
+        if name == "index_put":
+            places = self.beside_samples(node) if value[args[0]].dim() == 2 else None
+            return (None, ()) if places is None else (put_in_each, (args[0], places, *args[2:]))
+        if not name.startswith("scatter") or len(args) < 4:
+            return None, ()
+        how = node.kwargs.get("reduce", args[4] if len(args) > 4 else "set")
+        how = "sum" if name == "scatter_add" or how == "add" else how
+        whole, places = value[args[0]], value[args[2]]
+        beside = lambda shape: [n for a, n in enumerate(shape) if a != args[1] % whole.dim()]
+        fits = beside(whole.shape) == beside(places.shape) and node.kwargs.get("include_self", True)
+        if isinstance(args[3], torch.fx.Node):
+            fits = fits and value[args[3]].shape == places.shape
+        is_known = how == "set" and self.followed.is_constant(args[2])
+        if is_known or not fits or how not in ("set", "sum", "amax", "amin"):
+            return None, ()
+        return scattered, (*args[:4], how)
 
     def note_kept(self, lookup):
         rows = self.followed.value[lookup.table]
@@ -432,6 +499,14 @@ class Cut:
             f"{source_line(lookup.node)}: the network computes row numbers of a table of "
             f"{len(rows)} rows; the table stays in the network, {4 * rows.numel():,} bytes"
         )
+
+    def fills_by_mask(self, node):
+        """Returns whether a node is `x[mask] = number`."""
+        whole, index, given = (torch.fx.map_arg(one, self.followed.value.get)
+                               for one in node.args[:3])
+        return (len(index) == 1 and torch.is_tensor(index[0]) and index[0].dtype == torch.bool
+                and index[0].shape == whole.shape[:index[0].dim()] and given.numel() == 1
+                and not (node.args[3:] and node.args[3]))
 
     def filled(self, node, name):
         """Returns a constant, whose shape follows from the number of samples alone."""
@@ -483,6 +558,12 @@ class Cut:
         self.made[node] = self.graph.get_attr(name)
         return self.made[node]
 
+    def shaped(self, made, value):
+        """Gives the values of each sample the shape of `value` behind its first axis."""
+        own = len(value) // self.followed.samples
+        first = self.samples if own == 1 else self.call(operator.mul, self.samples, own)
+        return self.call(ATEN.reshape.default, made, [first, *value.shape[1:]])
+
     def read(self, node):
         """Returns dense columns in the form of a moved node."""
         value = self.followed.value[node]
@@ -494,7 +575,7 @@ class Cut:
             name = f"columns_{len(self.buffers)}"
             self.buffers[name] = torch.tensor(at)
             chosen = self.call(ATEN.index_select.default, dense, 1, self.graph.get_attr(name))
-        shaped = self.call(ATEN.view.default, chosen, [self.samples, *value.shape[1:]])
+        shaped = self.shaped(chosen, value)
         if not value.is_floating_point():
             shaped = self.call(ATEN._to_copy.default, shaped, dtype=value.dtype)
         self.made[node] = shaped
@@ -517,8 +598,7 @@ class Cut:
         whole = chosen[0] if len(chosen) == 1 else self.call(ATEN.cat.default, chosen, 1)
         if padding:
             whole = self.call(ATEN.add.Scalar, whole, padding)
-        value = self.followed.value[node]
-        return self.call(ATEN.view.default, whole, [self.samples, *value.shape[1:]])
+        return self.shaped(whole, self.followed.value[node])
 
     def vectors(self, node):
         """Returns the looked up vectors in the form of the lookup's result."""
@@ -529,10 +609,9 @@ class Cut:
         if node in self.positions:
             width, keys = self.tables[self.parts[node][0].table].shape[1], self.parts[node][0].count
             rows = self.call(ATEN.view.default, whole, [self.samples, keys, width])
-            at = self.call(ATEN.unsqueeze.default, self.take(self.positions[node], node), 2)
-            at = self.call(ATEN.expand.default, at, [-1, -1, width])
-            whole = self.call(ATEN.gather.default, rows, 1, at)
-        shaped = self.call(ATEN.view.default, whole, [self.samples, *result.shape[1:]])
+            at = self.call(in_range, self.take(self.positions[node], node), keys)
+            whole = self.call(row_of_each, rows, at)
+        shaped = self.shaped(whole, result)
         return [shaped] if op_name(node) == "embedding_bag" else shaped
 
     def part(self, part):
@@ -589,7 +668,7 @@ def compared_with(user, node, followed):
     something else with them."""
     if user is None:
         return None
-    name = op_name(user)
+    name = OTHER_NAMES.get(op_name(user), op_name(user))
     if name in ("_to_copy", "to") and user.kwargs.get("dtype") is torch.bool:
         return 0
     if name == "logical_not":

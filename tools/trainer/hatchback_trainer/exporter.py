@@ -24,6 +24,7 @@ from .deploy import Deployable
 from .export_files import samples_of, write
 from .graph import Followed
 from .names import Names
+from .rewrites import with_real_pairs
 from .samples import write_lines
 from .schema import Schema
 
@@ -41,11 +42,8 @@ class Exported(Deployable):
     exporter: object = None
 
 
-def picked(result, wanted, samples):
-    """Returns the outputs of a model as (name, tensor): one tensor, or those of a dict or tuple
-    that have one value a sample."""
-    if torch.is_tensor(result) and result.dim() == 0:
-        raise ValueError("the model returns one number for the whole batch, not one a sample")
+def parts_of(result):
+    """Returns the tensors of a model's result, as (name, tensor)."""
     if torch.is_tensor(result):
         return [("logit", result)]
     if isinstance(result, dict):
@@ -56,36 +54,45 @@ def picked(result, wanted, samples):
         parts = list(vars(result).items())
     else:
         raise ValueError(f"the model returns a {type(result).__name__}, not tensors")
-    tensors = [(name, part) for name, part in parts if torch.is_tensor(part)]
+    return [(name, part) for name, part in parts if torch.is_tensor(part)]
+
+
+def outputs_of(result, wanted, samples):
+    """Returns the places and names of a model's scores: one tensor, or those of a dict or tuple
+    that are wanted or have one value a sample. `samples` is None if their number is unknown."""
+    if torch.is_tensor(result):
+        if result.dim() == 0:
+            raise ValueError("the model returns one number for the whole batch, not one a sample")
+        return {0: "logit"}
+    tensors = dict(enumerate(parts_of(result)))
     if wanted:
-        lacking = set(wanted) - {name for name, _ in tensors}
+        lacking = set(wanted) - {name for name, _ in tensors.values()}
         if lacking:
-            known = ", ".join(f"`{name}`" for name, _ in tensors)
+            known = ", ".join(f"`{name}`" for name, _ in tensors.values())
             raise ValueError(f"outputs: the model returns no `{lacking.pop()}`, only {known}")
-        return [(name, part) for name, part in tensors if name in wanted]
-    # `shape` and not `len`: while torch captures, `len` fixes the number of samples.
-    scores = [
-        (name, part) for name, part in tensors
+        return {place: name for place, (name, _) in tensors.items() if name in wanted}
+    scores = {
+        place: name for place, (name, part) in tensors.items()
         if part.is_floating_point() and part.dim() and all(size == 1 for size in part.shape[1:])
-        and (samples is None or samples == part.shape[0])
-    ]
+        and samples in (None, len(part))
+    }
     if not scores:
         raise ValueError(
             "no output has one value a sample; name the scores with outputs=[...]: the model "
-            "returns " + ", ".join(f"`{n}` {list(p.shape)}" for n, p in tensors)
+            "returns " + ", ".join(f"`{n}` {list(p.shape)}" for n, p in tensors.values())
         )
-    return [("logit", scores[0][1])] if len(scores) == 1 else scores
+    return {place: "logit" for place in scores} if len(scores) == 1 else scores
 
 
 class Source:
     """A model, how it is called, and what it answers for a batch."""
 
-    def __init__(self, model, batch, outputs):
+    def __init__(self, model, batch):
         self.call = model
         self.model = model if isinstance(model, torch.nn.Module) else model.__self__
         forward = model.forward if isinstance(model, torch.nn.Module) else model
-        self.flat, self.wanted, self.samples = Flat(forward, batch), outputs, None
-        self.forward = forward
+        self.flat, self.forward = Flat(forward, batch), forward
+        self.outputs = {}  # the places of the scores among the tensors of a result, and their names
 
     def run(self, flat, tensors=None):
         positional, named = flat.rebuild(flat.tensors if tensors is None else tensors)
@@ -93,11 +100,11 @@ class Source:
 
     def scores(self, flat, tensors=None):
         """Returns the outputs of the model, `[samples, values]` each."""
-        found = picked(self.run(flat, tensors), self.wanted, self.samples)
-        return [part.reshape(len(part), -1) for _, part in found]
+        return [part.reshape(len(part), -1) for part in self.pick(self.run(flat, tensors))]
 
     def pick(self, result):
-        return tuple(part for _, part in picked(result, self.wanted, None))
+        parts = parts_of(result)
+        return tuple(parts[place][1] for place in self.outputs)
 
 
 def recorded(source, flat):
@@ -143,7 +150,7 @@ class Exporter:
     """One export: captures, cuts, checks and writes."""
 
     def __init__(self, model, batch, columns, outputs):
-        self.source, self.notes = Source(model, batch, outputs), []
+        self.source, self.notes = Source(model, batch), []
         columns = columns or {}
         self.columns = {
             name: one for name, one in columns.items() if isinstance(one, (list, tuple))}
@@ -156,16 +163,15 @@ class Exporter:
         self.flat = self.source.flat
         result, self.calls = recorded(self.source, self.flat)
         sizes = {len(part) for part in self.flat.tensors if part.dim()}
-        found = picked(result, outputs, None if outputs or torch.is_tensor(result) else (
-            sizes.pop() if len(sizes) == 1 else None))
-        self.output_names = [name for name, _ in found]
-        self.samples = self.source.samples = len(found[0][1]) if found[0][1].dim() else 0
+        self.source.outputs = outputs_of(result, outputs, sizes.pop() if len(sizes) == 1 else None)
+        self.output_names, found = list(self.source.outputs.values()), self.source.pick(result)
+        self.samples = len(found[0]) if found[0].dim() else 0
         self.leaves = self.flat.leaves(self.samples)
         if self.samples < 2 or not (self.calls or any(leaf.per_sample for leaf in self.leaves)):
             raise ValueError(
                 "the first axis of the inputs and of the output must be the samples, two or more"
             )
-        self.scores = [part.detach().reshape(self.samples, -1) for _, part in found]
+        self.scores = [part.detach().reshape(self.samples, -1) for part in found]
 
     def note(self, text):
         if text not in self.notes:
@@ -180,7 +186,9 @@ class Exporter:
         captured = Captured(
             self.source.model, self.source.call, self.flat, self.source.pick, masks
         )
-        self.graph = capture(captured, [*self.flat.tensors, *vectors], per_sample)
+        # torch takes two arguments that are one tensor for one argument.
+        given = [tensor.clone() for tensor in (*self.flat.tensors, *vectors)]
+        self.graph = with_real_pairs(capture(captured, given, per_sample))
         followed = self.follow(self.leaves, self.calls)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)

@@ -87,6 +87,8 @@ class Followed(torch.fx.Interpreter):
         self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
             self.run(*(leaf.tensor for leaf in leaves))
+        outputs = next(node for node in module.graph.nodes if node.op == "output").args[0]
+        self.samples = len(self.value[outputs[0]])
         for place, (node, leaf) in enumerate(zip(self.placeholders, leaves)):
             self.needs[node] = {place}
             if leaf.per_sample:

@@ -238,6 +238,7 @@ def recbole():
                 "inner_size": 16, "n_heads": 2,
                 "train_neg_sample_args": None, "device": "cpu", "log_wandb": False,
                 "loss_type": "BPR" if kind.__name__ == "FPMC" else "CE",
+                "INVERSE_ITEM_SEQ": "inverse_item_id_list",  # which RecBole's transform adds
             }
             sys.argv = sys.argv[:1]
             config = Config(model=kind.__name__, dataset="ml-100k", config_dict=given)
@@ -250,6 +251,7 @@ def recbole():
         return Interaction({
             "user_id": rows["user"], "item_id": rows["item"],
             "item_id_list": rows["history"], "item_length": rows["history_length"],
+            "inverse_item_id_list": rows["history"],
         })
 
     names = ("SASRec", "GRU4Rec", "NARM", "Caser", "STAMP", "NextItNet", "SHAN", "LightSANs",
