@@ -18,18 +18,18 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_195),
-    ("runtime", 19_810),
+    ("kernels", 20_275),
+    ("runtime", 19_850),
     ("link", 620),
     ("server", 4_800),
-    ("board", 1_915),
+    ("board", 1_920),
     ("capi", 890),
     ("python", 490),
     ("tools", 16_080),
     ("bench", 11_280),
-    ("tests", 6_260),
+    ("tests", 6_265),
 ];
-const WORDS_MAX: usize = 49_410;
+const WORDS_MAX: usize = 49_710;
 const TARGET_KEYS_MAX: usize = 42;
 const TEST_PROGRAMS_MAX: usize = 14;
 const CRATES_MAX: usize = 437;
