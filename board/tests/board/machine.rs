@@ -262,7 +262,7 @@ fn the_report_names_a_gpu_that_is_missing_or_not_the_targets() {
     assert!(problems(&report).contains("sm = 90: the GPU's is 121"), "{report:#}");
     // The stand-in takes 64 MiB for each of three modules.
     let taken = reading(&report, "gpu", "taken by its driver bytes").as_u64().unwrap();
-    assert!(taken >= 3 * 64 << 20, "{taken}");
+    assert!(taken >= 3 * (64 << 20), "{taken}");
 }
 
 /// Models and updates must survive a restart and, on a board, an update of its OS.

@@ -51,7 +51,8 @@ pub struct Images {
     pub ptx: &'static [u8],
 }
 
-/// Returns the committed images of the source `$name`.
+/// Returns the committed images of the source `$name`, for a `static`: each use of a `const` may
+/// add the images to the program once more.
 macro_rules! images {
     ($name:literal) => {
         $crate::cuda::driver::Images {
@@ -213,13 +214,17 @@ impl Gpu {
         self.context.memory()
     }
 
-    /// Returns the bytes of the GPU's memory that no program has.
-    ///
-    /// # Errors
-    /// [`CudaError::Driver`].
-    pub fn free_memory(&self) -> Result<usize> {
-        self.bind()?;
-        self.context.free_memory()
+    /// Returns the result of `load` and the bytes that it took. Others' use of a GPU with memory of
+    /// its own changes the count. What a context takes of such memory stays unknown: a driver tells
+    /// the free memory only inside one.
+    pub(crate) fn footprint_of<T>(&self, load: impl FnOnce() -> T) -> (T, u64) {
+        let free = || self.bind().and_then(|()| self.context.free_memory()).unwrap_or(0) as u64;
+        let (host, device) = (host_bytes(), free());
+        let loaded = load();
+        let on_host = host_bytes().saturating_sub(host);
+        // Free memory that the GPU shares with the host changes with every file that is read.
+        let on_device = if self.integrated { 0 } else { device.saturating_sub(free()) };
+        (loaded, on_host + on_device)
     }
 
     /// Returns the bytes that the driver and its context took of the host's memory.

@@ -5,7 +5,7 @@
 //! * [`cublas`]: matrix products by NVIDIA's library, with weights as [`matrix`] holds them.
 //! * `calls`: the driver's functions; `context`: the context on a GPU, and its streams.
 //! * `device`: the choice between CPU and GPU; `error`: why a GPU cannot be used.
-//! * `footprint`: the memory of the driver and of NVIDIA's libraries.
+//! * `footprint`: the memory that the driver takes.
 //!
 //! The GPU code for tables and networks is in `gpu`.
 

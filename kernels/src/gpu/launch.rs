@@ -11,9 +11,9 @@ use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
-pub(crate) const CHANGES: Images = images!("changes");
+pub(crate) static CHANGES: Images = images!("changes");
 
-pub(crate) const LOOKUP: Images = images!("lookup");
+pub(crate) static LOOKUP: Images = images!("lookup");
 
 /// Threads of a block. A warp of 32 takes a row, a set, a bag or a tile of samples.
 const THREADS: u32 = 128;

@@ -101,7 +101,7 @@ impl Serving {
     }
 
     /// Sets the device on which every model looks up its rows. On a GPU the dense network runs
-    /// there too, with the options `dense`. What the GPU's driver takes is a line beside the models.
+    /// there too, with the options `dense`. What its driver takes is a line beside the models.
     pub fn on(self, lookups: Device, dense: GpuDense) -> Self {
         let serving = match &lookups {
             Device::Cpu => self,

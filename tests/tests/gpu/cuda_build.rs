@@ -192,7 +192,7 @@ fn each_capability_gets_its_machine_code_and_an_unknown_one_the_ptx() {
 /// whose free bytes say nothing of this process.
 #[test]
 fn what_the_driver_takes_is_measured_at_the_start_and_a_line_of_the_memory() {
-    const MODULES_BYTES: u64 = 3 * 64 << 20;
+    const MODULES_BYTES: u64 = 3 * (64 << 20);
     let _turn = standin::alone();
     let Some(stand_in) = standin::load() else {
         return println!("SKIPPED: a real driver does not say what it takes");
