@@ -102,7 +102,7 @@ pub fn log_memory(serving: &Serving) {
     }
     let beside = serving.memory_beside();
     if beside.total() > 0 {
-        log::info!("memory of the front door, at most:\n{beside}");
+        log::info!("memory beside the models, at most:\n{beside}");
     }
     let (total, max) = (serving.memory_taken(), serving.memory_bytes_max());
     log::info!("memory in all: {total} of {max} bytes");

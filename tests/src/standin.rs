@@ -32,6 +32,8 @@ pub struct Counts {
     pub nodes: u64,
     /// Nodes of its longest chain, each of which starts after the one before.
     pub chain: u64,
+    /// Compute capability of the machine code that was loaded last; 0 if it was PTX.
+    pub image: u64,
 }
 
 /// The stand-in, loaded.
@@ -101,7 +103,8 @@ pub fn is_board() -> bool {
 }
 
 impl StandIn {
-    /// Makes later openings of the GPU find the device with this name in tests/standin/libcuda.cpp.
+    /// Makes later openings of the GPU find the device with this name in tests/standin/libcuda.cpp,
+    /// or for `sm_NNN` a desk's GPU of that compute capability.
     pub fn device(&self, name: &std::ffi::CStr) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its
         // argument.
@@ -119,14 +122,25 @@ impl StandIn {
 
     /// Returns the counts so far.
     pub fn counts(&self) -> Counts {
-        let mut out = [0u64; 9];
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes nine numbers.
+        let mut out = [0u64; 10];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes ten numbers.
         unsafe {
             self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr())
         };
-        let [launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain] = out;
+        let [launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain, image] = out;
         let busy = busy != 0;
-        Counts { launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain }
+        Counts { launches, waits, copies, bytes, busy, loaded, blocks, nodes, chain, image }
+    }
+
+    /// Counts bytes over the bus from now on. Returns those that the GPU read from host memory, and
+    /// wrote there, since the last call.
+    pub fn bus_bytes(&self) -> [u64; 2] {
+        let mut out = [0; 2];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes two numbers.
+        unsafe {
+            self.0.get::<extern "C" fn(*mut u64)>(b"standin_bus\0").unwrap()(out.as_mut_ptr())
+        };
+        out
     }
 
     /// Holds every call that frees memory, or lets all go.

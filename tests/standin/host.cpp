@@ -86,6 +86,7 @@ static void perform_all(Warp& warp) {
 
 uint32_t load(const uint32_t* at) {
     pause();
+    count_bus(at, 4, false);
     auto& written = warp_here().written;
     auto mine = find(written, at);
     if (mine != written.end()) return mine->second;
@@ -99,6 +100,7 @@ uint32_t load(const uint32_t* at) {
 
 void store(uint32_t* at, uint32_t value) {
     pause();
+    count_bus(at, 4, true);
     settle(at);
     if (racing && random() % 2) warp_here().written.emplace_back(at, value);
     else perform({at, value});

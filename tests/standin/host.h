@@ -125,6 +125,13 @@ extern Block* block;       // the block whose fiber runs
 extern uint64_t blocks;    // begun
 extern uint64_t progress;  // increases with every event that may let another fiber continue
 extern bool racing;        // two kernels run
+// Bytes that kernels and copies read from pinned memory, and wrote to it, while `counts_bus`: those of
+// each sector of 32 bytes that a warp reads or writes, once for the warp.
+extern bool counts_bus;
+extern uint64_t bus_bytes[2];
+void forget_sectors();
+void count_bus(const void* at, size_t bytes, bool writes);
+bool is_pinned(const void* at);
 
 void yield();
 std::unique_ptr<Grid> begin(std::function<void()> body, dim3 blocks, dim3 threads, bool exclusive);

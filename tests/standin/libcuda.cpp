@@ -37,13 +37,14 @@ std::atomic<int> frees_hold, frees_come, frees_let;
 
 std::vector<sim::Named>& table() { static std::vector<sim::Named> t; return t; }
 
-// The GPUs: the board's, a desk's with its own machine code, one that needs the PTX, two that are too
-// old, a later board's, and one that runs the machine code of 12.0.
+// The GPUs: the board's, a desk's, one whose driver refuses later PTX, and two that are too old. A name
+// such as sm_121 is a desk's GPU of that capability.
 struct Device { const char* name; int sm, driver, integrated, processors; };
 const Device devices[] = {{"board", 87, 11040, 1, 1}, {"desk", 90, 13000, 0, 1}, {"ptx", 89, 12040, 0, 132},
-                          {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2},
-                          {"thor", 110, 13000, 1, 1}, {"spark", 121, 13000, 0, 1}};
+                          {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2}};
 const Device* device_named(const char* name) {
+    static Device other = {"", 0, 13000, 0, 1};
+    if (name && sscanf(name, "sm_%d", &other.sm) == 1) return &other;
     for (auto& d : devices) if (!name || !strcmp(d.name, name)) return &d;
     sim::fail("STANDIN_DEVICE names none of its devices");
 }
@@ -89,7 +90,7 @@ struct Stream {
 std::set<Stream*> streams;
 std::map<uint64_t, Capture*> captures;
 uint64_t last_capture, last_nodes, last_longest;
-uint64_t launches, waits, copies, live_bytes, loaded;
+uint64_t launches, waits, copies, live_bytes, loaded, last_image, modules;
 struct Memory { size_t bytes; bool pinned; };
 std::map<Address, Memory> memories;
 
@@ -243,19 +244,32 @@ Result release(Address p, bool pinned) {
 
 // `entry` is the text before a kernel's name in the image.
 struct Module { std::string image, entry; };
+// What a module takes of the device's memory, large enough to be seen beside everything else.
+const uint64_t MODULE_BYTES = 64 << 20;
 struct Function { sim::Named kernel; bool ran = false; };
 int context;
 bool spins = false;
 
 }  // namespace
 
+bool sim::is_pinned(const void* at) {
+    const Memory* memory = within((Address)at, 1);
+    return memory && memory->pinned;
+}
+
 void sim::add(sim::Named kernel) { table().push_back(kernel); }
 
 // For the tests themselves.
 API void standin_device(const char* name) { LOCKED; device() = device_named(name); }
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
-API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; out[7] = last_nodes; out[8] = last_longest; }
+API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; out[7] = last_nodes; out[8] = last_longest; out[9] = last_image; }
 API void standin_fault(const char* what, unsigned after, unsigned times) { LOCKED; fault = what, fault_after = after, fault_times = times; }
+// Counts the bytes over the bus from here on; writes those read and written since the last call.
+API void standin_bus(uint64_t* out) {
+    LOCKED;
+    memcpy(out, sim::bus_bytes, sizeof sim::bus_bytes);
+    sim::counts_bus = true, sim::bus_bytes[0] = sim::bus_bytes[1] = 0, sim::forget_sectors();
+}
 API void standin_hold_frees(int hold) { frees_come = frees_let = 0, frees_hold = hold; }
 API int standin_frees_held() { return frees_hold ? frees_come - frees_let : 0; }
 API void standin_let_free() { frees_let++; }
@@ -303,7 +317,7 @@ API Result cuCtxSynchronize() {
     run(idle);
     return SUCCESS;
 }
-API Result cuMemGetInfo_v2(size_t* left, size_t* all) { *all = 4ull << 30; *left = *all - live_bytes; return SUCCESS; }
+API Result cuMemGetInfo_v2(size_t* left, size_t* all) { *all = 4ull << 30; *left = *all - live_bytes - modules * MODULE_BYTES; return SUCCESS; }
 API Result cuGetErrorName(Result r, const char** s) {
     bool known = (unsigned)r < 1000;
     *s = known ? "CUDA_ERROR (stand-in)" : nullptr;
@@ -415,9 +429,9 @@ API Result cuMemcpyHtoDAsync_v2(Address d, const void* p, size_t n, void* s) {
     check_device(d, n);
     const Memory* from = within((Address)p, n);
     if (of(s)->captured && !(from && from->pinned)) sim::fail("a recording copies from memory that is not pinned");
-    return copy(s, [=] { memcpy((void*)d, p, n); });
+    return copy(s, [=] { sim::bus_bytes[0] += n, memcpy((void*)d, p, n); });
 }
-API Result cuMemcpyDtoHAsync_v2(void* p, Address d, size_t n, void* s) { BOUND; LOCKED; check_device(d, n); return copy(s, [=] { memcpy(p, (void*)d, n); }); }
+API Result cuMemcpyDtoHAsync_v2(void* p, Address d, size_t n, void* s) { BOUND; LOCKED; check_device(d, n); return copy(s, [=] { sim::bus_bytes[1] += n, memcpy(p, (void*)d, n); }); }
 API Result cuMemcpyDtoDAsync_v2(Address d, Address p, size_t n, void* s) {
     BOUND;
     LOCKED;
@@ -438,7 +452,7 @@ static Result load_ptx(void** m, const char* text) {
     // CUDA 11.4 is ISA 7.4, 12.0 is 8.0.
     if (10 * major + minor > (device()->driver / 1000 - 4) * 10 + device()->driver % 1000 / 10) return NEWER_PTX;
     if (sm > device()->sm) return NO_BINARY;
-    *m = new Module{text, ".entry "};
+    *m = new Module{text, ".entry "}, last_image = 0, modules++;
     return SUCCESS;
 }
 API Result cuModuleLoadData(void** m, const void* image) {
@@ -460,10 +474,10 @@ API Result cuModuleLoadData(void** m, const void* image) {
     memcpy(&programs, p + 32, 8), memcpy(&sections, p + 40, 8);
     memcpy(&psize, p + 54, 2), memcpy(&pcount, p + 56, 2), memcpy(&size, p + 58, 2), memcpy(&count, p + 60, 2);
     size_t bytes = std::max(sections + (size_t)size * count, programs + (size_t)psize * pcount);
-    *m = new Module{std::string((const char*)p, bytes), ".text."};
+    *m = new Module{std::string((const char*)p, bytes), ".text."}, last_image = sm, modules++;
     return SUCCESS;
 }
-API Result cuModuleUnload(void* m) { BOUND_TO_GIVE_BACK; LOCKED; NOT_WHILE_RECORDING; delete (Module*)m; return SUCCESS; }
+API Result cuModuleUnload(void* m) { BOUND_TO_GIVE_BACK; LOCKED; NOT_WHILE_RECORDING; delete (Module*)m, modules--; return SUCCESS; }
 API Result cuModuleGetFunction(void** f, void* m, const char* name) {
     BOUND;
     // The image must have the kernel too: the tests check what was built for the device.

@@ -7,6 +7,8 @@
 // The compiler calls a function before each access to memory (`-fsanitize=thread`). The functions
 // here take the place of that sanitizer's own library. Sometimes they let another lane run first.
 #include "host.h"
+#include <set>
+#include <tuple>
 
 // Where the linker puts the variables that are declared with `__shared__`.
 extern "C" __attribute__((weak, visibility("hidden"))) char __start_gpu_shared[];
@@ -101,6 +103,18 @@ static void note(uintptr_t at, size_t bytes, bool writes) {
 
 static inline void access(const void* at, size_t bytes, bool writes) {
     if (block && is_shared((uintptr_t)at)) note((uintptr_t)at, bytes, writes);
+    else count_bus(at, bytes, writes);
+}
+
+bool counts_bus = false;
+uint64_t bus_bytes[2];
+static std::set<std::tuple<uint64_t, unsigned, uintptr_t, bool>> sectors;
+void forget_sectors() { sectors.clear(); }
+
+void count_bus(const void* at, size_t bytes, bool writes) {
+    if (!counts_bus || !block || !is_pinned(at)) return;
+    for (uintptr_t sector = (uintptr_t)at / 32; sector <= ((uintptr_t)at + bytes - 1) / 32; sector++)
+        if (sectors.insert({block->number, block->current->warp, sector, writes}).second) bus_bytes[writes] += 32;
 }
 
 }  // namespace sim

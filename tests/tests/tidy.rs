@@ -18,16 +18,16 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_195),
-    ("runtime", 19_820),
+    ("kernels", 20_275),
+    ("runtime", 19_860),
     ("link", 630),
     ("server", 4_790),
-    ("board", 1_915),
+    ("board", 1_920),
     ("capi", 935),
     ("python", 495),
     ("tools", 16_090),
     ("bench", 11_280),
-    ("tests", 6_260),
+    ("tests", 6_265),
 ];
 const WORDS_MAX: usize = 46_096;
 const TARGET_KEYS_MAX: usize = 42;

@@ -65,7 +65,11 @@ impl Report {
         let lookups = lookups.as_ref().map_err(|e| format!("{e} (`--device cpu` needs none)"));
         let device_name = lookups.as_ref().map(|device| device.name().to_owned());
         readings.push(reading("settings", "lookups on", device_name.map_err(Clone::clone)));
-        let release = lookups.as_ref().ok().and_then(|on| target.gpu_dense().release_on(on));
+        let dense = target.gpu_dense();
+        let taken = lookups.as_ref().map_or(0, |on| dense.driver_bytes(on));
+        let taken = (taken > 0).then(|| reading("gpu", "taken by its driver bytes", Ok(taken)));
+        readings.extend(taken);
+        let release = lookups.as_ref().ok().and_then(|on| dense.release_on(on));
         let release = release.map(|found| found.map_err(|e| e.to_string()));
         readings.extend(release.map(|found| reading("settings", "release of TensorRT", found)));
         readings.extend(settings);

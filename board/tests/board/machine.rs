@@ -256,10 +256,13 @@ fn the_report_names_a_gpu_that_is_missing_or_not_the_targets() {
         assert!(said.contains("lookups on: no CUDA driver on this machine"), "{said}");
     }
     let driver = hatchback_tests::standin::build("standin", &[]);
-    let output =
-        desk.daemon().args(["--report", "--json"]).env("LD_PRELOAD", driver).output().unwrap();
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert!(problems(&report).contains("sm = 90: the GPU's is 87"), "{report:#}");
+    let mut daemon = desk.daemon();
+    daemon.args(["--report", "--json"]).env("LD_PRELOAD", driver).env("STANDIN_DEVICE", "sm_121");
+    let report: Value = serde_json::from_slice(&daemon.output().unwrap().stdout).unwrap();
+    assert!(problems(&report).contains("sm = 90: the GPU's is 121"), "{report:#}");
+    // The stand-in takes 64 MiB for each of three modules.
+    let taken = reading(&report, "gpu", "taken by its driver bytes").as_u64().unwrap();
+    assert!(taken >= 3 * (64 << 20), "{taken}");
 }
 
 /// Models and updates must survive a restart and, on a board, an update of its OS.

@@ -70,6 +70,7 @@ calls! { needed {
     device_name = "cuDeviceGetName" (*mut c_char, i32, i32);
     device_attribute = "cuDeviceGetAttribute" (*mut i32, u32, i32);
     device_memory = "cuDeviceTotalMem_v2" (*mut usize, i32);
+    free_memory = "cuMemGetInfo_v2" (*mut usize, *mut usize);
     context_flags = "cuDevicePrimaryCtxSetFlags_v2" (i32, u32);
     retain_context = "cuDevicePrimaryCtxRetain" (*mut CUcontext, i32);
     release_context = "cuDevicePrimaryCtxRelease_v2" (i32);

@@ -92,6 +92,17 @@ impl Context {
         Ok(bytes)
     }
 
+    /// Returns the bytes of the GPU's memory that no program has. The context is bound.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn free_memory(&self) -> Result<usize> {
+        let (mut free, mut all) = (0, 0);
+        // SAFETY: the call writes two values.
+        check("free memory", unsafe { (self.calls.free_memory)(&mut free, &mut all) })?;
+        Ok(free)
+    }
+
     /// Returns the highest priority of a stream.
     ///
     /// # Errors

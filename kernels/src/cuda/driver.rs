@@ -12,6 +12,7 @@
 use crate::cuda::calls::Calls as DriverCalls;
 use crate::cuda::context::{Context, RawStream};
 use crate::cuda::error::{check, report};
+use crate::cuda::footprint::host_bytes;
 use cudarc::driver::sys;
 use std::borrow::Cow;
 use std::ffi::{CString, c_void};
@@ -27,6 +28,9 @@ pub use crate::cuda::error::{CudaError, DriverError};
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// Bytes of an image, at most.
 const IMAGE_BYTES_MAX: usize = 4 << 20;
+
+/// Compute capabilities of Tegras: Orin, and Thor before and after CUDA 13.
+const TEGRAS: [u32; 3] = [87, 101, 110];
 
 /// The target's restriction on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,7 +51,8 @@ pub struct Images {
     pub ptx: &'static [u8],
 }
 
-/// Returns the committed images of the source `$name`.
+/// Returns the committed images of the source `$name`, for a `static`: each use of a `const` may
+/// add the images to the program once more.
 macro_rules! images {
     ($name:literal) => {
         $crate::cuda::driver::Images {
@@ -58,6 +63,11 @@ macro_rules! images {
                 (87, $crate::cuda::driver::image!($name, ".sm_87.cubin.zst")),
                 (89, $crate::cuda::driver::image!($name, ".sm_89.cubin.zst")),
                 (90, $crate::cuda::driver::image!($name, ".sm_90.cubin.zst")),
+                (100, $crate::cuda::driver::image!($name, ".sm_100.cubin.zst")),
+                // Thor is 10.1 in CUDA 12, and 11.0 from CUDA 13 on.
+                (101, $crate::cuda::driver::image!($name, ".sm_101.cubin.zst")),
+                (110, $crate::cuda::driver::image!($name, ".sm_110.cubin.zst")),
+                (120, $crate::cuda::driver::image!($name, ".sm_120.cubin.zst")),
             ],
             ptx: $crate::cuda::driver::image!($name, ".ptx.zst"),
         }
@@ -98,6 +108,8 @@ pub struct Gpu {
     sm: u32,
     processors: u32,
     integrated: bool,
+    /// Bytes that the driver and its context took of the host's memory.
+    opened_bytes: u64,
     /// The highest priority of a stream.
     priority: i32,
     launches: AtomicU64,
@@ -129,6 +141,7 @@ impl Gpu {
     }
 
     fn open_with(profile: Profile, images: Option<PathBuf>) -> Result<Arc<Self>> {
+        let bytes_before = host_bytes();
         let calls = DriverCalls::get()?;
         let mut driver = 0;
         // SAFETY: the driver writes one integer.
@@ -156,8 +169,10 @@ impl Gpu {
         let integrated = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0;
         let (name, priority) = (context.name()?, context.highest_priority()?);
         log::info!("GPU: {name}, compute capability {major}.{minor}, driver {driver}");
+        let own = context.stream(priority)?;
         Ok(Arc::new(Self {
-            own: context.stream(priority)?,
+            opened_bytes: host_bytes().saturating_sub(bytes_before),
+            own,
             context,
             profile,
             images,
@@ -197,6 +212,24 @@ impl Gpu {
     /// [`CudaError::Driver`].
     pub fn memory(&self) -> Result<usize> {
         self.context.memory()
+    }
+
+    /// Returns the result of `load` and the bytes that it took. Others' use of a GPU with memory of
+    /// its own changes the count. What a context takes of such memory stays unknown: a driver tells
+    /// the free memory only inside one.
+    pub(crate) fn footprint_of<T>(&self, load: impl FnOnce() -> T) -> (T, u64) {
+        let free = || self.bind().and_then(|()| self.context.free_memory()).unwrap_or(0) as u64;
+        let (host, device) = (host_bytes(), free());
+        let loaded = load();
+        let on_host = host_bytes().saturating_sub(host);
+        // Free memory that the GPU shares with the host changes with every file that is read.
+        let on_device = if self.integrated { 0 } else { device.saturating_sub(free()) };
+        (loaded, on_host + on_device)
+    }
+
+    /// Returns the bytes that the driver and its context took of the host's memory.
+    pub fn opened_bytes(&self) -> u64 {
+        self.opened_bytes
     }
 
     /// Returns the bytes of the GPU's second-level cache.
@@ -301,7 +334,7 @@ impl Gpu {
         let mut tried =
             format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
 
-        if let Some((_, cubin)) = images.cubins.iter().find(|(sm, _)| *sm == self.sm) {
+        if let Some(cubin) = self.cubin_of(images) {
             match self.load_image(cubin) {
                 Ok(module) => return Ok(module),
                 Err(e) => {
@@ -322,6 +355,15 @@ impl Gpu {
             .map_err(|e| none(format!("{tried}; the driver refused its PTX: {e}")))?;
         log::warn!("{tried}; the driver compiled its PTX instead");
         Ok(module)
+    }
+
+    /// Returns the machine code for this GPU, or for an earlier minor revision of its capability.
+    /// The latter neither for nor from a Tegra, whose code is its own.
+    fn cubin_of<'a>(&self, images: &'a Images) -> Option<&'a [u8]> {
+        let is_earlier = |sm: u32| sm / 10 == self.sm / 10 && sm < self.sm && !TEGRAS.contains(&sm);
+        let fits = |sm: u32| sm == self.sm || !self.profile.tegra && is_earlier(sm);
+        let fitting = images.cubins.iter().filter(|(sm, _)| fits(*sm));
+        fitting.max_by_key(|(sm, _)| *sm).map(|(_, cubin)| *cubin)
     }
 
     /// Loads `image`, a whole file of machine code or of PTX, perhaps compressed.

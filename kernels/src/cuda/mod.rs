@@ -5,6 +5,7 @@
 //! * [`cublas`]: matrix products by NVIDIA's library, with weights as [`matrix`] holds them.
 //! * `calls`: the driver's functions; `context`: the context on a GPU, and its streams.
 //! * `device`: the choice between CPU and GPU; `error`: why a GPU cannot be used.
+//! * `footprint`: the memory that the driver takes.
 //!
 //! The GPU code for tables and networks is in `gpu`.
 
@@ -17,6 +18,7 @@ mod cublas_lt;
 mod device;
 pub mod driver;
 pub(crate) mod error;
+mod footprint;
 pub mod graph;
 pub mod matrix;
 pub mod memory;

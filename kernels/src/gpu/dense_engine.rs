@@ -12,9 +12,10 @@ use crate::cuda::memory::{Buffer, View};
 use crate::dense::run::sharing::InputPart;
 use crate::dense::{Activation, DenseEngine, DenseError};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{DenseKernels, ResultShape, RowColumns};
+use crate::gpu::dense_kernels::{DenseKernels, IMAGES, ResultShape, RowColumns};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, PlanWork, RunShape, Scores};
 use crate::gpu::input_type::InputType;
+use crate::gpu::launch::{CHANGES, LOOKUP};
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::samples::RequestSize;
@@ -94,6 +95,18 @@ impl GpuDense {
             return None;
         };
         Some(options.open(gpu).map(|tensorrt| tensorrt.version().to_string()))
+    }
+
+    /// Returns the bytes that the driver takes on `device`, with our kernels and the libraries that
+    /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing.
+    pub fn driver_bytes(&self, device: &Device) -> u64 {
+        let Device::Cuda(gpu) = device else { return 0 };
+        let load = || {
+            let modules = [CHANGES, LOOKUP, IMAGES].map(|images| gpu.module(&images));
+            let factors = self.precision.factors();
+            (modules, self.release_on(device), factors.map(|factors| Cublas::open(gpu, factors)))
+        };
+        gpu.opened_bytes() + gpu.footprint_of(load).1
     }
 }
 

@@ -9,7 +9,7 @@ use crate::cuda::memory::View;
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use std::sync::Arc;
 
-pub(crate) const IMAGES: Images = images!("dense");
+pub(crate) static IMAGES: Images = images!("dense");
 
 /// Threads of a block, for every kernel but `dense_matrix_few`.
 const THREADS: u32 = 256;
@@ -18,8 +18,9 @@ const STRIDED_GRID_BLOCKS: usize = 1 << 16;
 /// Blocks of the kernel for small products, for each multiprocessor: four times those that are
 /// resident, so that the multiprocessors end at about the same time.
 const PRODUCT_BLOCKS: usize = 16;
-/// A product of at most this many rows uses the small tiles.
-const FEW_ROWS: usize = 64;
+/// `dense_matrix` and `dense_matrix_few`.
+const MATRIX: Tile = Tile { rows: 64, columns: 64, threads: THREADS, instructions: 4600 };
+const MATRIX_FEW: Tile = Tile { rows: 16, columns: 32, threads: 128, instructions: 800 };
 /// Operands of one concatenation or of one launch of pairs.
 const PARTS: usize = 8;
 /// Floats of a block's vectors in `dense_pairs`.
@@ -237,6 +238,26 @@ pub(crate) struct Side<'a> {
     pub width: usize,
 }
 
+/// The results that a block of a product computes.
+struct Tile {
+    rows: usize,
+    columns: usize,
+    threads: u32,
+    /// What the block's warps issue for 16 of the summed products, in the machine code for 9.0.
+    instructions: usize,
+}
+
+impl Tile {
+    fn blocks(&self, m: usize, n: usize) -> usize {
+        m.div_ceil(self.rows) * n.div_ceil(self.columns)
+    }
+
+    /// Returns what the multiprocessor with most blocks issues for `[m, n]` results.
+    fn cost(&self, m: usize, n: usize, processors: usize) -> usize {
+        self.blocks(m, n).div_ceil(processors) * self.instructions
+    }
+}
+
 /// The kernels, loaded on one GPU.
 pub(crate) struct DenseKernels {
     matrix: Kernel,
@@ -303,10 +324,12 @@ impl DenseKernels {
 
         // Copies of four values.
         assert!(a.address().is_multiple_of(16) && by.weights.address().is_multiple_of(16));
-        let few = m <= FEW_ROWS;
-        let (kernel, rows, columns, threads) =
-            if few { (&self.matrix_few, 16, 32, 128) } else { (&self.matrix, 64, 64, THREADS) };
-        let blocks = m.div_ceil(rows) * n.div_ceil(columns);
+        // Small tiles issue more for a result, but reach more multiprocessors.
+        let processors = stream.gpu().processors() as usize;
+        let few = MATRIX_FEW.cost(m, n, processors) <= MATRIX.cost(m, n, processors);
+        let (kernel, tile) =
+            if few { (&self.matrix_few, MATRIX_FEW) } else { (&self.matrix, MATRIX) };
+        let blocks = tile.blocks(m, n);
         let argument = MatrixProduct {
             a: a.address(),
             w: by.weights.address(),
@@ -321,7 +344,7 @@ impl DenseKernels {
             sigmoid: i32::from(is_score),
         };
         // SAFETY: the parameter of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
-        unsafe { stream.launch(kernel, blocks as u32, threads, argument) }
+        unsafe { stream.launch(kernel, blocks as u32, tile.threads, argument) }
     }
 
     /// Applies scale, bias and Relu to a product by `by` that a library wrote to `out[m, n]`.

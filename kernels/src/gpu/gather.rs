@@ -7,7 +7,7 @@ use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::memory::Buffer;
 use std::sync::Arc;
 
-const IMAGES: Images = images!("gather");
+static IMAGES: Images = images!("gather");
 
 /// Threads of a block, and units that each thread has in flight.
 const THREADS: u32 = 256;

@@ -11,12 +11,9 @@ use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
-pub(crate) const CHANGES: Images = images!("changes");
+pub(crate) static CHANGES: Images = images!("changes");
 
-pub(crate) const LOOKUP: Images = images!("lookup");
-
-/// Blocks of a query that one multiprocessor runs at the same time.
-pub(crate) const QUERY_BLOCKS: u32 = 8;
+pub(crate) static LOOKUP: Images = images!("lookup");
 
 /// Threads of a block. A warp of 32 takes a row, a set, a bag or a tile of samples.
 const THREADS: u32 = 128;
@@ -26,7 +23,13 @@ pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 /// Returns the warps of a query that `gpu` runs at the same time.
 pub(crate) fn query_warps(gpu: &Gpu) -> usize {
-    (gpu.processors() * QUERY_BLOCKS * (THREADS / 32)) as usize
+    (query_blocks(gpu) * (THREADS / 32)) as usize
+}
+
+/// Returns the blocks of a query that `gpu` runs at the same time: as the kernels' `make` says, the
+/// machine code for 12.0 takes more registers.
+fn query_blocks(gpu: &Gpu) -> u32 {
+    gpu.processors() * if gpu.sm() / 10 == 12 { 6 } else { 8 }
 }
 
 fn blocks(warps: usize) -> u32 {
@@ -644,7 +647,7 @@ impl Kernels {
             request_tiles: request_tiles as u32,
         };
         // If there are more tiles than warps, a warp takes several tiles.
-        let blocks = blocks(tiles).min(stream.gpu().processors() * QUERY_BLOCKS);
+        let blocks = blocks(tiles).min(query_blocks(stream.gpu()));
         // SAFETY: the kernel's parameter; the ring has room for everything that the kernel can
         // write to it, and the caller checked the rest.
         unsafe { stream.launch(&self.query, blocks, THREADS, argument) }

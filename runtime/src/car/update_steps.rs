@@ -12,6 +12,7 @@ use crate::maintenance::share::Urgency;
 use crate::model::OpenError;
 use crate::model::budget::Budget;
 use crate::request::pipeline::Stats;
+use crate::request::served::NETWORK_COPIES;
 use crate::request::serving::{Serving, ServingError, Swapped};
 use crate::update::Updater;
 use crate::update::apply::{Cause, Host, Policy, Unservable, Watched};
@@ -206,7 +207,9 @@ impl UpdateSteps {
             && let Some(release) = updater.release_in_hand(self.offered)?
         {
             self.offered = Some(release.manifest);
-            match updater.staged_network(&release, root.as_deref()) {
+            let left = self.serving.memory_bytes_max().saturating_sub(self.serving.memory_taken());
+            let bytes_max = left / NETWORK_COPIES;
+            match updater.staged_network(&release, root.as_deref(), *boot, bytes_max) {
                 Ok(network) => served.offer_next(network),
                 Err(e) => log::debug!("`{}`: no plan before the swap: {e}", self.update.name),
             }

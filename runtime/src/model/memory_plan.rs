@@ -22,6 +22,7 @@ pub(crate) enum Part {
     GpuShared,
     GpuWeights,
     GpuDense,
+    AwaitedPlans,
     /// What the process takes beside its models.
     Beside(&'static str),
 }
@@ -46,6 +47,7 @@ impl Part {
             Self::GpuShared => "keys, rings and changes that the GPU shares, all workers",
             Self::GpuWeights => "dense network on the GPU, weights",
             Self::GpuDense => "dense network on the GPU, all workers",
+            Self::AwaitedPlans => "networks whose TensorRT plans are being built, or will be",
             Self::Beside(name) => name,
         }
     }

@@ -11,6 +11,7 @@ use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
 use crate::request::open::{GpuNetwork, NextNetwork};
 use crate::request::precision_check;
+use crate::request::served::PlanMemory;
 use crate::request::serving::{Serving, ServingError, Swapped};
 use crate::schema::Schema;
 use hatchback_kernels::cuda::Device;
@@ -26,6 +27,7 @@ pub struct PlanJob {
     gpu: Arc<Gpu>,
     dense: GpuDense,
     built: Option<BuiltPlan>,
+    _memory: PlanMemory,
 }
 
 /// The end of [`Serving::take_plan`].
@@ -73,34 +75,31 @@ impl Serving {
         let Some(model) = self.model(name).filter(|_| self.lacks_plan(name)) else {
             return Ok(None);
         };
-        let Some(flash) = self.get(name).map(|served| served.flash()) else { return Ok(None) };
-        let flash = flash?;
+        let Some(served) = self.get(name) else { return Ok(None) };
+        let flash = served.flash()?;
         // Otherwise an update has installed another generation, and its swap is due.
         if flash.record().id() != model.id() {
             return Ok(None);
         }
-        let (schema, onnx) = (Arc::clone(model.schema()), flash.dense()?);
-        Ok(self.job_of(name, model.id().manifest, schema, onnx))
+        let onnx = flash.dense()?;
+        let memory = served.plan_memory(&onnx);
+        let schema = Schema::clone(model.schema());
+        Ok(self.job_of(name, NextNetwork { manifest: model.id().manifest, schema, onnx }, memory))
     }
 
     /// Returns the work on the plan of the next release of `name`, once for each that was offered.
     pub fn next_plan_job(&self, name: &str) -> Option<PlanJob> {
-        let NextNetwork { manifest, schema, onnx } = self.get(name)?.take_next()?;
-        self.job_of(name, manifest, Arc::new(schema), onnx)
+        let (network, memory) = self.get(name)?.take_next()?;
+        self.job_of(name, network, memory)
     }
 
-    fn job_of(
-        &self,
-        name: &str,
-        manifest: Hash,
-        schema: Arc<Schema>,
-        onnx: Vec<u8>,
-    ) -> Option<PlanJob> {
+    fn job_of(&self, name: &str, of: NextNetwork, memory: PlanMemory) -> Option<PlanJob> {
         let Device::Cuda(gpu) = self.lookups() else { return None };
         let batch_max = self.model(name)?.budget().batch_max as usize;
-        let network = GpuNetwork { schema, onnx, batch_max };
+        let NextNetwork { manifest, schema, onnx } = of;
+        let network = GpuNetwork { schema: Arc::new(schema), onnx, batch_max };
         let (name, gpu, dense) = (name.to_owned(), Arc::clone(gpu), self.dense().clone());
-        Some(PlanJob { name, manifest, network, gpu, dense, built: None })
+        Some(PlanJob { name, manifest, network, gpu, dense, built: None, _memory: memory })
     }
 
     /// Keeps the plan of `job` if it gives the probe set the CPU's scores within the bound of the

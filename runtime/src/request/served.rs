@@ -9,8 +9,13 @@ use crate::request::pipeline::{Pipeline, Queued, RequestError, Stats, Ticket};
 use crate::request::worker::TableCounts;
 use crate::schema::batch::Batch;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
+
+/// Copies of an ONNX file while its plan is built: the file, what is read of it, and the weights of
+/// the CPU's engine, whose scores the plan must give. The builder of TensorRT takes more.
+pub(crate) const NETWORK_COPIES: u64 = 3;
 
 /// A model that a [`Serving`](crate::request::serving::Serving) serves under a name. Its methods
 /// return `None` or [`RequestError::NotServed`] after the model was unloaded.
@@ -21,10 +26,24 @@ pub struct Served {
     /// Why the network runs without TensorRT; empty if it does not, or need not.
     plan_note: Mutex<String>,
     /// The network of the next release, until its plan is built.
-    next: Mutex<Option<NextNetwork>>,
+    next: Mutex<Option<(NextNetwork, PlanMemory)>>,
+    /// The bytes of all networks whose plans are awaited.
+    plan_bytes: Arc<AtomicU64>,
     /// Locked for reading while a request is submitted, and for writing while it is exchanged.
     /// `None` after an unload, so that a handle holds no memory of the model.
     pipeline: RwLock<Option<Pipeline>>,
+}
+
+/// The memory of a network whose plan is awaited, in the sum of its model until it is dropped.
+pub(crate) struct PlanMemory {
+    bytes: u64,
+    sum: Arc<AtomicU64>,
+}
+
+impl Drop for PlanMemory {
+    fn drop(&mut self) {
+        self.sum.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 impl Served {
@@ -36,6 +55,7 @@ impl Served {
             directory: flash.directory().to_owned(),
             plan_note: Mutex::default(),
             next: Mutex::default(),
+            plan_bytes: Arc::default(),
             pipeline: RwLock::new(Some(pipeline)),
         }
     }
@@ -128,11 +148,24 @@ impl Served {
 
     /// Offers the network of the next release: its plan is built while this one serves.
     pub fn offer_next(&self, network: NextNetwork) {
-        *self.next.lock().unwrap_or_else(PoisonError::into_inner) = Some(network);
+        let memory = self.plan_memory(&network.onnx);
+        *self.next.lock().unwrap_or_else(PoisonError::into_inner) = Some((network, memory));
+    }
+
+    /// Counts the memory of the network `onnx` until the result is dropped.
+    pub(crate) fn plan_memory(&self, onnx: &[u8]) -> PlanMemory {
+        let bytes = NETWORK_COPIES * onnx.len() as u64;
+        self.plan_bytes.fetch_add(bytes, Ordering::Relaxed);
+        PlanMemory { bytes, sum: Arc::clone(&self.plan_bytes) }
+    }
+
+    /// Returns the bytes of all networks whose plans are awaited.
+    pub(crate) fn plan_bytes(&self) -> u64 {
+        self.plan_bytes.load(Ordering::Relaxed)
     }
 
     /// Takes the network that was offered last.
-    pub(crate) fn take_next(&self) -> Option<NextNetwork> {
+    pub(crate) fn take_next(&self) -> Option<(NextNetwork, PlanMemory)> {
         self.next.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 

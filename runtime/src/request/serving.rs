@@ -54,6 +54,9 @@ pub enum ServingError {
 
 debug_as_display!(ServingError);
 
+/// The line of what was measured when the GPU was opened.
+const DRIVER_PART: &str = "driver of the GPU, its kernels and NVIDIA's libraries";
+
 /// The models of one process.
 pub struct Serving {
     /// Locked for writing while the list changes.
@@ -98,9 +101,13 @@ impl Serving {
     }
 
     /// Sets the device on which every model looks up its rows. On a GPU the dense network runs
-    /// there too, with the options `dense`.
+    /// there too, with the options `dense`. What its driver takes is a line beside the models.
     pub fn on(self, lookups: Device, dense: GpuDense) -> Self {
-        Self { lookups, dense, ..self }
+        let serving = match &lookups {
+            Device::Cpu => self,
+            Device::Cuda(_) => self.beside(DRIVER_PART, dense.driver_bytes(&lookups)),
+        };
+        Self { lookups, dense, ..serving }
     }
 
     /// Counts `bytes` that the process takes beside the models. The rest of the memory is for the
@@ -376,7 +383,9 @@ impl Serving {
     /// Returns the name and the memory plan of each model.
     pub fn memory(&self) -> Vec<(String, MemoryPlan)> {
         let plan = |served: Arc<Served>| {
-            Some((served.name().to_owned(), served.model()?.memory().clone()))
+            let (plan, awaited) = (served.model()?.memory().clone(), served.plan_bytes());
+            let plan = if awaited > 0 { plan.and(Part::AwaitedPlans, awaited) } else { plan };
+            Some((served.name().to_owned(), plan))
         };
         self.served().into_iter().filter_map(plan).collect()
     }

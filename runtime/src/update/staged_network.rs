@@ -1,10 +1,9 @@
 //! The dense network of a staged release, before the release is installed. It is read only if the
 //! release is signed and its bytes have the signed hashes. Never judges the release: a later step
-//! does that.
+//! does that. A crash of the process here counts as one in an install.
 
 use crate::bundle::manifest::{Hash, sha256};
 use crate::bundle::{BundleError, BundleReader};
-use crate::limits::DENSE_BYTES_MAX;
 use crate::request::open::NextNetwork;
 use crate::update::error::UpdateError;
 use crate::update::install_status::InstallState;
@@ -24,21 +23,42 @@ impl Updater {
         Ok(status.release.filter(|release| is_staged && Some(release.manifest) != known))
     }
 
-    /// Returns the network of the staged bundle of `release`. `root` is the fleet's first root.
+    /// Returns the network of the staged bundle of `release`, of at most `bytes_max` bytes. `root`
+    /// is the fleet's first root, and `boot` the boot of the machine.
     ///
     /// # Errors
-    /// `UpdateError::Car` if the release is not signed, or its bundle is missing or damaged.
+    /// `UpdateError::Car` if the release is not signed, its network is too large, its bundle is
+    /// missing or damaged, or crashes ended too many attempts. `UpdateError::{Io, Busy}` if the
+    /// record cannot be read or written.
     pub fn staged_network(
         &self,
         release: &Release,
         root: Option<&[u8]>,
+        boot: u64,
+        bytes_max: u64,
+    ) -> Result<NextNetwork, UpdateError> {
+        let _lock = self.lock_install()?;
+        let mut status = self.install_status()?;
+        // Counted before the first byte is read, as by an install.
+        if let Some(problem) = status.count_install(boot) {
+            return Err(UpdateError::Car { problem });
+        }
+        self.write_install(&mut status)?;
+        let network = self.read_network(release, root, bytes_max);
+        status.uncount_install();
+        self.write_install(&mut status)?;
+        network
+    }
+
+    fn read_network(
+        &self,
+        release: &Release,
+        root: Option<&[u8]>,
+        bytes_max: u64,
     ) -> Result<NextNetwork, UpdateError> {
         let refuse = |problem: &str| UpdateError::Car { problem: problem.to_owned() };
         let unread = |e: BundleError| refuse(&e.to_string());
-        let targets = {
-            let _lock = self.lock_install()?;
-            self.verify_targets(root)?
-        };
+        let targets = self.verify_targets(root)?;
         let manifest = release.manifest;
         let listed = releases(&targets, &self.program);
         if !listed.iter().any(|r| r.manifest == manifest && r.lacks.is_none()) {
@@ -51,8 +71,9 @@ impl Updater {
             return Err(refuse("its manifest is not the signed one"));
         }
         let (schema, dense) = (bundle.manifest().schema.clone(), bundle.manifest().dense);
-        if bundle.manifest().blobs[dense as usize].raw_bytes() > DENSE_BYTES_MAX {
-            return Err(refuse("its network is too large"));
+        let bytes = bundle.manifest().blobs[dense as usize].raw_bytes();
+        if bytes > bytes_max {
+            return Err(refuse(&format!("its network has {bytes} bytes; {bytes_max} are left")));
         }
         Ok(NextNetwork { manifest, schema, onnx: bundle.blob(dense).map_err(unread)? })
     }

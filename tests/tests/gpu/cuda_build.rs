@@ -1,9 +1,15 @@
 //! The committed kernel images belong to their sources: a new build gives the same bytes, within
 //! the register budget and without spills. Also: the errors on a machine without a GPU.
 
+use hatchback::clock::SystemClock;
+use hatchback::request::serving::Serving;
+use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu, Images, Profile};
+use hatchback_kernels::gpu::GpuDense;
+use hatchback_kernels::gpu::gather::PlainGather;
 use hatchback_tests::models::repository;
 use hatchback_tests::standin;
+use std::ffi::CString;
 use std::process::Command;
 use std::sync::Arc;
 
@@ -146,4 +152,58 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     }
 
     stand_in.device(c"board");
+}
+
+/// Machine code runs on later minor revisions of its capability, but a Tegra's is a Tegra's alone.
+/// Thor is 10.1 with CUDA 12 and 11.0 with CUDA 13.
+#[test]
+fn each_capability_gets_its_machine_code_and_an_unknown_one_the_ptx() {
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver drives one GPU only");
+    };
+    let load = |sm: u32, tegra: bool| {
+        stand_in.device(&CString::new(format!("sm_{sm}")).unwrap());
+        let gpu = Gpu::open(Profile { tegra }).unwrap();
+        assert_eq!(gpu.sm(), sm);
+        PlainGather::load(&gpu).map(|_| stand_in.counts().image)
+    };
+
+    const PTX_IMAGE: u64 = 0;
+    let own = [80, 86, 87, 89, 90, 100, 101, 110, 120].map(|sm| (sm, u64::from(sm)));
+    let earlier = [(103, 100), (121, 120), (88, 86)];
+    let unknown = [(130, PTX_IMAGE), (111, PTX_IMAGE)];
+    for (sm, image) in own.into_iter().chain(earlier).chain(unknown) {
+        assert_eq!(load(sm, false).unwrap(), image, "{sm}");
+    }
+    for sm in [87, 101, 110] {
+        assert_eq!(load(sm, true).unwrap(), u64::from(sm));
+    }
+    for sm in [88, 103, 111, 130] {
+        let e = load(sm, true).err().unwrap();
+        assert!(matches!(&e, CudaError::NoKernels { .. }), "{sm}: {e}");
+    }
+    stand_in.device(c"board");
+}
+
+/// The stand-in takes 64 MiB of a GPU's memory for each module. That of the board is the host's,
+/// whose free bytes say nothing of this process.
+#[test]
+fn what_the_driver_takes_is_measured_at_the_start_and_a_line_of_the_memory() {
+    const MODULES_BYTES: u64 = 3 * (64 << 20);
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver does not say what it takes");
+    };
+    for (name, is_board) in [(c"desk", false), (c"board", true)] {
+        stand_in.device(name);
+        let device = Device::cuda(Profile { tegra: is_board }).unwrap();
+        let serving = Serving::new(1 << 30, 8, Arc::new(SystemClock::default()));
+        let serving = serving.on(device, GpuDense::default());
+        let lines = serving.memory_beside().lines();
+        let [(line, bytes)] = lines[..] else { panic!("{lines:?}") };
+        assert!(line.starts_with("driver of the GPU"), "{line}");
+        assert_eq!(bytes >= MODULES_BYTES, !is_board, "{name:?}: {bytes}");
+        assert_eq!(serving.memory_taken(), bytes, "no module is left to be counted again");
+    }
 }

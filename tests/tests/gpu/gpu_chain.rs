@@ -216,6 +216,55 @@ fn the_longest_chain_of_a_request_is_the_layers_and_the_pairs() {
     }
 }
 
+/// What a request may move over the bus. A warp counts each 32 bytes that it reads or writes once.
+struct BusBudget {
+    batch: usize,
+    /// Bytes read if all rows are cached, with the keys in place and copied.
+    read: [u64; 2],
+    /// Bytes written if all rows are cached: the scores, and counters.
+    written: u64,
+    /// Bytes read and written for each missing row, which has 32 bytes.
+    of_missing: [u64; 2],
+}
+
+const BUS_BUDGETS: [BusBudget; 5] = [
+    BusBudget { batch: 1, read: [1_728, 480], written: 64, of_missing: [290, 120] },
+    BusBudget { batch: 3, read: [2_336, 1_608], written: 64, of_missing: [300, 120] },
+    BusBudget { batch: 64, read: [25_728, 24_168], written: 544, of_missing: [360, 170] },
+    BusBudget { batch: 65, read: [41_024, 50_280], written: 1_056, of_missing: [640, 185] },
+    BusBudget {
+        batch: BATCH_MAX,
+        read: [57_184, 51_064],
+        written: 1_088,
+        of_missing: [2_100, 290],
+    },
+];
+
+/// A request of `batch` has `batch * (8 * 26 + 4 * 13)` bytes of keys and dense values.
+#[test]
+fn a_request_stays_within_its_bytes_over_the_bus() {
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: only the stand-in counts bytes");
+    };
+    for (seed, keys) in [Keys::InPlace, Keys::Copied].into_iter().enumerate() {
+        let gpu = standin::gpu(seed as u64);
+        let mut car = Car::new(&tables(&gpu), keys, seed as u64);
+        for BusBudget { batch, read, written, of_missing } in BUS_BUDGETS {
+            stand_in.bus_bytes();
+            assert_eq!(car.score(batch, 2), 0);
+            let hit = stand_in.bus_bytes();
+            let missed = car.score(batch, 1) as u64;
+            let rest = stand_in.bus_bytes();
+            let said =
+                format!("seed {seed}, {keys:?}, {batch}: {hit:?}; {missed} missed: {rest:?}");
+            assert!(hit[0] <= read[seed] && hit[1] <= written, "{said}");
+            let most = [read[seed] + missed * of_missing[0], written + missed * of_missing[1]];
+            assert!(rest[0] <= most[0] && rest[1] <= most[1], "{said}");
+        }
+    }
+}
+
 /// The insert of missing rows waits for the queries of other workers. The answer does not.
 #[test]
 fn an_answer_with_misses_waits_for_no_query_of_another_worker() {

@@ -257,13 +257,19 @@ fn the_plan_of_the_next_release_is_built_before_its_swap_which_proves_it() {
         assert!(served.dense_runs_on().unwrap().starts_with("TensorRT"));
 
         // The old release serves during the build, and after it.
-        served.offer_next(next_network(&new));
+        let network = next_network(&new);
+        let bytes = 3 * network.onnx.len() as u64;
+        let taken = serving.memory_taken();
+        served.offer_next(network);
+        assert_eq!(serving.memory_taken(), taken + bytes);
         std::thread::scope(|scope| {
             scope.spawn(|| take_steps(&serving));
             let build = slow.begun();
+            assert_eq!(serving.memory_taken(), taken + bytes);
             assert!(largest_difference(&answers(&serving, &old), &expected) <= BOUND);
             slow.end(build, letter);
         });
+        assert_eq!(serving.memory_taken(), taken, "the network is gone with its build");
         assert_eq!(served.model().unwrap().generation().sequence, 1);
 
         // The swap has the plan at once, if its scores are right. No other build begins.

@@ -11,6 +11,7 @@ mod publish;
 mod restore;
 mod rollout;
 mod simulation;
+mod staged_network;
 mod sync;
 mod sync_content;
 mod sync_link;

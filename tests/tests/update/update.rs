@@ -2,7 +2,6 @@
 //! power cut in any state, with a good or a bad release, the right generation is live and whole,
 //! without help.
 
-use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk::{self, Disk};
 use hatchback::update::Updater;
@@ -11,7 +10,6 @@ use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer};
 use hatchback::update::install_status::{InstallState, InstallStatus};
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
-use hatchback::update::release::Release;
 use hatchback::update::status::UpdateState;
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
@@ -648,32 +646,4 @@ fn a_kill_in_every_state_ends_in_one_whole_generation() {
     println!("kills by state and faults: {table:?}");
     let seen = table.values().filter(|n| **n > 0).count();
     assert!(seen + 3 >= states.len().min(kills()), "too few states were reached: {table:?}");
-}
-
-/// TensorRT builds the plan of such a network, so only signed bytes may reach it.
-#[test]
-fn the_network_of_a_staged_release_is_read_before_the_install_if_it_is_signed() {
-    let (before, fleet) = next_release();
-    let mut car = Car::at_first_release(&before);
-    assert!(car.sync.release_in_hand(None).unwrap().is_none());
-    car.policy.consent = true;
-    car.run(&mut fleet.link(), T0 + 11).unwrap();
-    assert_eq!(car.live(), 1);
-
-    let release = car.sync.release_in_hand(None).unwrap().unwrap();
-    assert!(car.sync.release_in_hand(Some(release.manifest)).unwrap().is_none());
-    let network = car.sync.staged_network(&release, None).unwrap();
-    let mut bundle = BundleReader::open(&VERSIONS.deltas[1]).unwrap();
-    let dense = bundle.manifest().dense;
-    assert_eq!(network.manifest, release.manifest);
-    assert_eq!(network.onnx, bundle.blob(dense).unwrap());
-
-    let unsigned = Release { manifest: [7; 32], ..release.clone() };
-    let said = car.sync.staged_network(&unsigned, None).err().unwrap().to_string();
-    assert!(said.contains("not listed"), "{said}");
-    let hex = hatchback::update::release::hex(&release.manifest);
-    let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
-    car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[0]).unwrap());
-    let said = car.sync.staged_network(&release, None).err().unwrap().to_string();
-    assert!(said.contains("not the signed one"), "{said}");
 }
