@@ -27,6 +27,8 @@ pub struct BusyClock {
     wall: SystemClock,
     /// `None` where the system has no statistics: all time then counts.
     account: Option<File>,
+    /// What the thread had waited before the clock began: no part of this clock's time.
+    waited_before: Duration,
 }
 
 impl BusyClock {
@@ -37,11 +39,15 @@ impl BusyClock {
                 log::warn!("{ACCOUNT}: {e}; time without a CPU counts as background work");
             })
             .ok();
-        Self { wall: SystemClock::default(), account }
+        let mut clock =
+            Self { wall: SystemClock::default(), account, waited_before: Duration::ZERO };
+        clock.waited_before = clock.time().waited;
+        clock
     }
 
     fn time(&self) -> ThreadTime {
-        ThreadTime { waited: self.waited().unwrap_or_default(), now: self.wall.now() }
+        let waited = self.waited().unwrap_or_default().saturating_sub(self.waited_before);
+        ThreadTime { waited, now: self.wall.now() }
     }
 
     /// Returns the time for which the thread was ready and did not run.
