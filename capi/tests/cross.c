@@ -1,23 +1,11 @@
 /* Scores samples of a model with the features `f0`, texts, `f1`, integers, and the cross `f2`.
  * usage: cross TARGET FLASH [TEXT INTEGER]...     prints the key of the cross and the score of each */
-#include "hatchback.h"
+#include "expect.h"
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum { WIDTH = 6 }; /* of each feature's row; the rows are the scores */
-
-static int refused(const char *what) {
-    fprintf(stderr, "%s: %s\n", what, hatchback_error());
-    return 1;
-}
-
-#define EXPECT(call, result, text)                                                          \
-    do {                                                                                    \
-        if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
-    } while (0)
 
 /* Each mistake has its error, and writes no key. */
 static int mistakes(hatchback_model model, uint32_t cross) {
