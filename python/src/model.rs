@@ -10,9 +10,8 @@ use hatchback_capi::outcome::{Refusal, closed, request};
 use hatchback_capi::process::{CallerShape, Process, ServedModel};
 use pyo3::buffer::Element;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList, PyTuple};
 use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
@@ -334,24 +333,18 @@ impl Model {
         py.detach(|| Answer::of(&ticket.wait()?, shape, top_k)).map_err(errors::of)
     }
 
-    /// Returns the key of a raw value of a feature: text, an integer, a number or None.
+    /// Returns the key of a raw value of a feature: text, an integer, a number or None. A cross has
+    /// a list of them, one for each of its columns.
     fn key(&self, feature: &str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
         let open = self.opened()?;
-        let number = open.model.feature(feature).map_err(errors::of)?;
-        if let Ok(value) = value.extract::<PyBackedStr>() {
-            let value = RawValue::from(&*value);
-            return open.model.key(number as usize, &value).map_err(errors::of);
-        }
-        let value = if value.is_none() {
-            RawValue::Null
-        } else if let Ok(value) = value.extract::<i64>() {
-            RawValue::from(value)
-        } else if let Ok(value) = value.extract::<u64>() {
-            RawValue::from(value)
+        let number = open.model.feature(feature).map_err(errors::of)? as usize;
+        let key = if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+            let values = value.try_iter()?.map(|value| raw(&value?));
+            open.model.cross_key(number, &values.collect::<PyResult<Vec<_>>>()?)
         } else {
-            RawValue::from(value.extract::<f64>()?)
+            open.model.key(number, &raw(value)?)
         };
-        open.model.key(number as usize, &value).map_err(errors::of)
+        key.map_err(errors::of)
     }
 
     /// Queues keys that a later request will look up. Returns how many fit into the queue.
@@ -415,4 +408,19 @@ impl Model {
     fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, PyAny>) {
         self.close(py);
     }
+}
+
+fn raw(value: &Bound<'_, PyAny>) -> PyResult<RawValue<'static>> {
+    if let Ok(value) = value.extract::<String>() {
+        return Ok(RawValue::Text(value.into()));
+    }
+    Ok(if value.is_none() {
+        RawValue::Null
+    } else if let Ok(value) = value.extract::<i64>() {
+        RawValue::from(value)
+    } else if let Ok(value) = value.extract::<u64>() {
+        RawValue::from(value)
+    } else {
+        RawValue::from(value.extract::<f64>()?)
+    })
 }

@@ -363,7 +363,60 @@ hotness_max = 1
             with self.assertRaisesRegex(hatchback.RequestError, "feature `age`: .*of 64 bits"):
                 model.key("age", value)
         with self.assertRaises(TypeError):
+            model.key("age", {})
+        with self.assertRaisesRegex(hatchback.RequestError, "a list of 0 is not one value for"):
             model.key("age", [])
+
+    def test_keys_of_a_cross_are_those_of_a_request_of_its_columns(self):
+        folder = self.folder / "crossed"
+        folder.mkdir()
+        (folder / "tanh.onnx").write_bytes(tanh_network(3))
+        np.save(folder / "values.npy", np.linspace(-1, 1, 50, dtype=np.float32)[:, None])
+        feature = """
+[[feature]]
+name = "{}"
+table = "users"
+pooling = "sum"
+hotness_max = 1
+key = {{ {} }}
+"""
+        columns = 'function = "cross", columns = ["city", "age"], buckets = 50'
+        (folder / "model.toml").write_text("""format = 1
+name = "crossed"
+sequence = 1
+
+[network]
+onnx = "tanh.onnx"
+output = "score"
+activation = "none"
+
+[[network.input]]
+name = "dense"
+features = ["city", "age", "cross"]
+
+[[table]]
+name = "users"
+dim = 1
+keys = "index"
+codec = "f32"
+source = { format = "npy", path = "values.npy" }
+""" + feature.format("city", 'function = "farmhash64", buckets = 50')
+            + feature.format("age", 'function = "modulo", divisor = 50')
+            + feature.format("cross", columns))
+        bundle = self.folder / "crossed.hatch"
+        hatchback.pack(folder / "model.toml", bundle)
+        asked = [("Rome", 3), ("Köln", -7), ("", 2**40)]
+        run = answers_of_run(
+            bundle, [{"sparse": {"city": [city], "age": [age]}} for city, age in asked])
+        with hatchback.Model.open(bundle) as model:
+            keys = np.array([
+                [model.key("city", city), model.key("age", age), model.key("cross", (city, age))]
+                for city, age in asked], np.int64)
+            scores = model.score(
+                np.zeros((3, 0), np.float32), keys.T.ravel(), np.arange(10)).scores
+        expected = np.array([answer["score"] for answer in run], np.float32)
+        self.assertEqual(scores.tolist(), expected.tolist())
+        self.assertEqual(len(set(expected[:, 2].tolist())), 3)
 
     def test_outputs_have_names(self):
         family = ROOT / "tests/data/families/mmoe"
