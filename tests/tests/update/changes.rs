@@ -12,7 +12,7 @@ use hatchback_server::decode_request;
 use hatchback_tests::fleet::{Car, Fleet, T0};
 use hatchback_tests::models::install;
 use hatchback_tests::wire::{Faults, Wire};
-use hatchback_tools::pack::spec::{InputSpec, ModelSpec, ProbeSpec};
+use hatchback_tools::pack::spec::{DenseSpec, InputSpec, ModelSpec, ProbeSpec};
 use hatchback_tools::repository::publish::Change;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -172,6 +172,36 @@ fn a_release_before_a_new_feature_is_restored_and_callers_of_both_are_served() {
     let restore = Change { restore: Some("1".to_owned()), ..Change::default() };
     let refused = fleet.try_change(T0 + 12, restore).unwrap_err();
     assert!(refused.contains("changing@2 cannot use it: feature `b`: was retired"), "{refused}");
+}
+
+/// A fill changes as weights do. A request in flight may have the key of null already.
+#[test]
+fn a_delta_may_change_the_fill_of_a_missing_value_but_not_drop_it_nor_move_null() {
+    let folder = tempfile::tempdir().unwrap();
+    let release = |sequence, missing, null| {
+        let mut spec = ModelSpec { sequence, ..grown() };
+        let name = "d".to_owned();
+        spec.dense_features[0] = DenseSpec::Table { name, missing, shared: false, retired: false };
+        spec.features[0].null = Some(null);
+        spec
+    };
+    let first = pack(&release(1, Some(0.5), 5), None, folder.path()).unwrap();
+    let desk = folder.path().join("desk");
+    install(&desk, &first);
+    for (changed, why) in [
+        (release(2, None, 5), "dense feature `d`: may no longer be missing"),
+        (release(2, Some(0.5), 6), "feature `a`: key: makes other keys of the same values"),
+    ] {
+        let refused = pack(&changed, Some(&desk), folder.path()).unwrap_err();
+        assert!(refused.contains(why), "{refused}");
+    }
+
+    let fleet = Fleet::of(&first);
+    let car = Car::at_first_release(&fleet);
+    assert_eq!(scores(&car, [1, 2, 3]).1[0], [value(0, 1) + value(0, 2) + 0.5; DIM]);
+    fleet.publish(T0 + 10, &pack(&release(2, Some(2.5), 5), Some(&desk), folder.path()).unwrap());
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    assert_eq!(scores(&car, [1, 2, 3]).1[0], [value(0, 1) + value(0, 2) + 2.5; DIM]);
 }
 
 /// A revoked release, and one of the same publish: a car may serve either, and refuses what its
