@@ -206,8 +206,8 @@ hatchback_result hatchback_prefetch(hatchback_model model, uint32_t feature, con
 /* Explains the score of `sample`, a line of JSON as `hatchback run` reads it. Writes to `report` the
  * JSON of `hatchback explain`: for each feature the keys, their rows with the release that wrote each,
  * and what the feature adds to the score. The text lives until this thread's next explanation. A
- * thread of low priority reads the rows from the model's flash directory, past the caches. Blocks
- * until it ends. */
+ * thread of low priority reads the rows from the model's flash directory, past the caches. Takes a
+ * second network within `memory_bytes_max`. Blocks until it ends, and loads and swaps wait for it. */
 hatchback_result hatchback_explain(hatchback_model model, const char *sample, const char **report);
 
 /* Writes the counters of `model`. Never blocks. */

@@ -69,7 +69,7 @@ class Model:
     def key(
         self,
         feature: str,
-        value: str | int | float | None | list[str | int | float | None],
+        value: str | int | float | None | Sequence[str | int | float | None],
     ) -> int: ...
     def prefetch(
         self, feature: str, keys: npt.NDArray[np.int64] | npt.NDArray[np.uint64]

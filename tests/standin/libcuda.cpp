@@ -260,7 +260,7 @@ bool sim::is_pinned(const void* at) {
 void sim::add(sim::Named kernel) { table().push_back(kernel); }
 
 // For the tests themselves.
-API void standin_device(const char* name) { LOCKED; device() = device_named(name); }
+API void standin_device(const char* name) { LOCKED; device() = device_named(name), sim::counts_bus = false; }
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
 API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; out[7] = last_nodes; out[8] = last_longest; out[9] = last_image; }
 API void standin_fault(const char* what, unsigned after, unsigned times) { LOCKED; fault = what, fault_after = after, fault_times = times; }

@@ -19,7 +19,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 20_275),
-    ("runtime", 19_890),
+    ("runtime", 19_900),
     ("link", 630),
     ("server", 4_790),
     ("board", 1_920),

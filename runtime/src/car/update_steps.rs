@@ -221,7 +221,7 @@ impl UpdateSteps {
         }
         self.pages_damaged = pages_damaged;
 
-        let taken = self.serving.memory_taken();
+        let taken = self.serving.memory_kept();
         let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
         let budget = Budget { memory_bytes_max, ..*budget };
         let failure = self.failure.as_ref().filter(|failure| failure.is_final());

@@ -38,6 +38,9 @@ pub enum ExplainError {
     /// No model of that name is served.
     #[error("no model `{0}` is served")]
     NotServed(String),
+    /// Another generation is live than the one that is served.
+    #[error("an update is live and not served yet; repeat the explanation after its swap")]
+    Swap,
     /// The system gave no thread.
     #[error("threads: {0}")]
     Threads(io::Error),
@@ -143,17 +146,17 @@ pub fn explain(flash: &Flash, line: &str) -> Result<Explanation, ExplainError> {
 /// no cache.
 ///
 /// # Errors
-/// Those of [`explain`]. [`ExplainError::NotServed`] if there is no such model, and
-/// [`OpenError::Budget`] if the budget has no room for a second network.
+/// Those of [`explain`]. [`ExplainError::NotServed`] if there is no such model,
+/// [`ExplainError::Swap`] while an update waits for its swap, and [`OpenError::Budget`] if the budget has no room for a second network.
 pub fn explain_served(
     serving: &Serving,
     name: &str,
     directory: &Path,
     line: &str,
 ) -> Result<Explanation, ExplainError> {
-    let served = serving.model(name).ok_or_else(|| ExplainError::NotServed(name.to_owned()))?;
     // A swap takes the same memory.
     let _one = serving.hold_changes();
+    let served = serving.model(name).ok_or_else(|| ExplainError::NotServed(name.to_owned()))?;
     let (max, taken, bytes) =
         (serving.memory_bytes_max(), serving.memory_taken(), served.explanation_bytes());
     if taken + bytes > max {
@@ -165,7 +168,10 @@ pub fn explain_served(
         let background = Background::enter(BUSY);
         let yield_now = || background.yield_now(Urgency::Awaited, std::thread::sleep);
         let open = || Ok(Flash::open(&disk::system(), directory)?);
-        let read = |flash: &Flash| explain_beside(flash, Some(&served), line, &yield_now);
+        let read = |flash: &Flash| match flash.record().id() == served.id() {
+            true => explain_beside(flash, Some(&served), line, &yield_now),
+            false => Err(ExplainError::Swap),
+        };
         read_settled(open, read, |_| true)
     };
     std::thread::scope(|scope| {
@@ -184,10 +190,8 @@ fn explain_beside(
     let schema = &flash.manifest().schema;
     let sample = Sample::from_json(line, schema)?;
     let raw: Value = serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
-    // Only the same generation has the same files: an update may have become live since the swap.
-    let before = served.filter(|model| model.id() == flash.record().id());
     let (budget, cache_bytes) = (Budget::default(), PROBE_CACHE_BYTES_MAX);
-    let mut model = Model::open_on_flash(flash, budget, cache_bytes, before, yield_now)?;
+    let mut model = Model::open_on_flash(flash, budget, cache_bytes, served, yield_now)?;
     // A request that took default rows in time would be explained with other ones.
     model.wait_for_rows();
     let model = Arc::new(model);

@@ -83,6 +83,11 @@ impl Serving {
         }
         let onnx = flash.dense()?;
         let memory = served.plan_memory(&onnx);
+        let (taken, max) = (self.memory_taken(), self.memory_bytes_max());
+        if taken > max {
+            let problem = format!("a plan waits: {taken} bytes are taken with its network");
+            return Err(OpenError::Budget { field: "memory_bytes_max", value: max, problem });
+        }
         let schema = Schema::clone(model.schema());
         Ok(self.job_of(name, NextNetwork { manifest: model.id().manifest, schema, onnx }, memory))
     }
@@ -93,10 +98,10 @@ impl Serving {
         self.job_of(name, network, memory)
     }
 
-    fn job_of(&self, name: &str, of: NextNetwork, memory: PlanMemory) -> Option<PlanJob> {
+    fn job_of(&self, name: &str, next: NextNetwork, memory: PlanMemory) -> Option<PlanJob> {
         let Device::Cuda(gpu) = self.lookups() else { return None };
         let batch_max = self.model(name)?.budget().batch_max as usize;
-        let NextNetwork { manifest, schema, onnx } = of;
+        let NextNetwork { manifest, schema, onnx } = next;
         let network = GpuNetwork { schema: Arc::new(schema), onnx, batch_max };
         let (name, gpu, dense) = (name.to_owned(), Arc::clone(gpu), self.dense().clone());
         Some(PlanJob { name, manifest, network, gpu, dense, built: None, _memory: memory })

@@ -288,7 +288,7 @@ impl Serving {
 
     /// Returns `budget` with the memory that all served models leave, and the bytes that they take.
     fn budget_beside(&self, budget: Budget) -> (Budget, u64) {
-        let taken = self.memory_taken();
+        let taken = self.memory_kept();
         let memory_bytes_max = self.memory_bytes_max.saturating_sub(taken);
         (Budget { memory_bytes_max, reads_max: self.read_depth.max() as u32, ..budget }, taken)
     }
@@ -373,6 +373,13 @@ impl Serving {
     /// Keeps models from being loaded, swapped and unloaded while the result lives.
     pub(crate) fn hold_changes(&self) -> MutexGuard<'_, ()> {
         self.change.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the bytes of [`Serving::memory_taken`] without networks whose plans are awaited. A
+    /// plan is optional, so its memory refuses no load and no update.
+    pub fn memory_kept(&self) -> u64 {
+        let awaited = self.served().iter().map(|served| served.plan_bytes()).sum();
+        self.memory_taken().saturating_sub(awaited)
     }
 
     /// Returns the memory of the process beside the models.

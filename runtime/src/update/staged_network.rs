@@ -40,12 +40,14 @@ impl Updater {
         let _lock = self.lock_install()?;
         let mut status = self.install_status()?;
         // Counted before the first byte is read, as by an install.
+        let before = (status.installs, status.install_cuts, status.install_boot);
         if let Some(problem) = status.count_install(boot) {
             return Err(UpdateError::Car { problem });
         }
         self.write_install(&mut status)?;
         let network = self.read_network(release, root, bytes_max);
-        status.uncount_install();
+        // The read ended, so nothing of this boot counts.
+        (status.installs, status.install_cuts, status.install_boot) = before;
         self.write_install(&mut status)?;
         network
     }

@@ -6,6 +6,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::explain_served;
+use hatchback::request::open::NextNetwork;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
 use hatchback::schema::sample::Sample;
@@ -381,4 +382,20 @@ fn an_explanation_keeps_to_the_budget() {
     let bytes: u64 = after.split(' ').next().unwrap().parse().unwrap();
     assert!(explain_within(least + bytes - 1).is_err());
     assert!(explain_within(least + bytes).unwrap().score.is_some());
+}
+
+/// A plan of TensorRT is optional, so its network refuses no update.
+#[test]
+fn an_awaited_plan_refuses_no_swap() {
+    let (one, two) = (make(&plan(1)), make(&plan(2)));
+    let alone = serving(1 << 30);
+    alone.load("a", &one.flash, budget()).unwrap();
+    let each = total(&alone);
+    let serving = serving(2 * each);
+    serving.load("a", &one.flash, budget()).unwrap();
+    let (schema, onnx) = (one.packed.schema.clone(), vec![0; each as usize]);
+    let network = NextNetwork { manifest: [7; 32], schema, onnx };
+    serving.get("a").unwrap().offer_next(network);
+    assert_eq!((total(&serving), serving.memory_kept()), (4 * each, each));
+    serving.swap("a", &two.flash, budget(), &|_| {}).unwrap();
 }

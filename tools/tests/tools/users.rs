@@ -418,6 +418,8 @@ fn leaves_nothing(base: &str, command: &[&str]) {
             let to = command.iter().skip_while(|word| **word != "--to").nth(1);
             to.is_some_and(|to| path.starts_with(to))
         };
+        let mut lost = before.difference(&left).filter(|path| complete.contains(*path));
+        assert_eq!(lost.next(), None, "{command:?} at {moment:?}");
         let new: Vec<_> = left.difference(&before).filter(|path| !is_of_store(path)).collect();
         let is_part = |path: &&PathBuf| {
             let name = path.to_string_lossy();

@@ -385,7 +385,10 @@ class Cut:
         """Returns leaf and column of each value of one sample of a moved node."""
         code, count = self.followed.origin[node].code, self.followed.samples
         # The values may also be those of the samples one by one, `[samples * values]`.
-        count = count if code.numel() and code.shape[0] % count == 0 else 1
+        if not code.dim() or not code.numel():
+            count = 1
+        elif len(code) % count:
+            count = len(code)
         samples = code.reshape(count, -1)
         rows = torch.arange(len(samples)).reshape(-1, 1) * ROW
         if not bool((samples == samples[:1] + rows).all()):

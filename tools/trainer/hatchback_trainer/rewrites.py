@@ -17,7 +17,7 @@ from .graph import ATEN, op_name, source_line
 SAME_FOR_BOTH = {
     "add", "alias", "cat", "clone", "contiguous", "copy", "detach", "div", "expand", "flatten",
     "flip", "index", "index_put", "index_select", "lift_fresh_copy", "mean", "narrow", "neg",
-    "new_zeros", "permute", "repeat", "reshape", "roll", "select", "select_scatter", "slice",
+    "new_zeros", "permute", "repeat", "reshape", "roll", "rsub", "select", "select_scatter", "slice",
     "slice_scatter", "squeeze", "stack", "sub", "sum", "t", "transpose", "unsqueeze", "view",
     "zeros", "zeros_like",
 }
@@ -159,7 +159,7 @@ def rule_of(node):
         return COMPLEX[name], ()
     if name in ("_to_copy", "to") and is_complex(node):
         return (same_pair if is_complex(given[0]) else pair_of), ()
-    plain = "summand" if name in ("add", "sub") else ""
+    plain = "summand" if name in ("add", "rsub", "sub") else ""
     kinds = ["pair" if is_complex(one) else plain for one in given]
     if name in PRODUCTS and kinds.count("pair") == 2:
         return pair_product, (str(node.target), kinds)

@@ -445,6 +445,9 @@ class Exports(unittest.TestCase):
         refused("two calls of the model", lambda m, item: m.n(m.e(item)) + torch.rand(1), item)
         refused("samples of a batch reach each other", lambda m, item: m.n(
             m.e(item) - m.e(item).mean(0)), item)
+        both = {"item": ids(B), "x": torch.randn(B, 5)}
+        for mixed in (lambda x: x - x.t().mean(1), lambda x: x[0, 0].expand(len(x), 5)):
+            refused("samples", lambda m, item, x: m.n(torch.cat([m.e(item), mixed(x)], 1)), both, 9)
         refused(r"its batch at .*test_exporter.py:\d+, .* not from `len\(x\)`", lambda m, x: m.n(
             m.e(x).view(len(x), -1)), ids(B, 2), 8)
         # All values are equal, and PyTorch takes the last ones.

@@ -70,6 +70,8 @@ class Rewrites(unittest.TestCase):
             self.assert_close(made, real(torch.einsum(words, rows, rows)))
             self.assert_close(
                 each_part("aten.sub.Tensor", ["summand", "pair"], plain, real(b)), real(plain - b))
+            self.assert_close(
+                each_part("aten.rsub.Tensor", ["pair", "summand"], real(b), plain), real(plain - b))
             both = each_part("aten.cat.default", ["pair", "pair", ""], [real(a), real(b)], -1)
             self.assert_close(both, real(torch.cat([a, b], -1)))
 

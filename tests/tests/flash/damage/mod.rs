@@ -31,6 +31,9 @@ const HANGS: Duration = Duration::from_secs(60);
 /// Set in the child process, which runs without root's right to open every file.
 const CHILD: &str = "HATCHBACK_DAMAGE_CHILD";
 
+// Otherwise the short form would give each damage two of its four cases only.
+const _: () = assert!(DAMAGES.len() % 2 == 1);
+
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for moment in MOMENTS {
