@@ -78,6 +78,8 @@ fn check(directory: &Path, versions: &Versions, before: usize, said: &Said, what
     let live = match Flash::open(&disk::system(), directory) {
         Ok(flash) => whole_generation(&flash, versions, what),
         Err(FlashError::Io { .. }) => 0,
+        // Beside other work a process may be killed before it made the directory.
+        Err(_) if !directory.exists() => 0,
         Err(FlashError::Field(e)) if e.field == "live" => 0,
         Err(e) => panic!("{what}: {e}"),
     };
