@@ -147,7 +147,8 @@ pub fn explain(flash: &Flash, line: &str) -> Result<Explanation, ExplainError> {
 ///
 /// # Errors
 /// Those of [`explain`]. [`ExplainError::NotServed`] if there is no such model,
-/// [`ExplainError::Swap`] while an update waits for its swap, and [`OpenError::Budget`] if the budget has no room for a second network.
+/// [`ExplainError::Swap`] while an update waits for its swap, and [`OpenError::Budget`] if the
+/// budget has no room for a second network.
 pub fn explain_served(
     serving: &Serving,
     name: &str,

@@ -17,9 +17,9 @@ from .graph import ATEN, op_name, source_line
 SAME_FOR_BOTH = {
     "add", "alias", "cat", "clone", "contiguous", "copy", "detach", "div", "expand", "flatten",
     "flip", "index", "index_put", "index_select", "lift_fresh_copy", "mean", "narrow", "neg",
-    "new_zeros", "permute", "repeat", "reshape", "roll", "rsub", "select", "select_scatter", "slice",
-    "slice_scatter", "squeeze", "stack", "sub", "sum", "t", "transpose", "unsqueeze", "view",
-    "zeros", "zeros_like",
+    "new_zeros", "permute", "repeat", "reshape", "roll", "rsub", "select", "select_scatter",
+    "slice", "slice_scatter", "squeeze", "stack", "sub", "sum", "t", "transpose", "unsqueeze",
+    "view", "zeros", "zeros_like",
 }
 
 
