@@ -167,6 +167,10 @@ struct Acceptor<'a> {
 impl Acceptor<'_> {
     /// Accepts connections until the front door stops.
     fn accept_all(&self, listener: &Listener) {
+        // Accepted sockets have their listener's bounds, also for bytes that come before.
+        if let Listener::Tcp(tcp) | Listener::Tls(tcp, _) = listener {
+            let _ = bound_buffers(tcp).inspect_err(|e| self.ended_early.warn(e));
+        }
         while !self.stopping.is_requested() {
             if let Err(e) = self.accept(listener)
                 && !self.stopping.is_requested()
@@ -234,7 +238,6 @@ fn prepared(stream: std::net::TcpStream) -> io::Result<std::net::TcpStream> {
     stream.set_nonblocking(true)?;
     // Otherwise the end of an answer would wait until the caller has acknowledged its start.
     stream.set_nodelay(true)?;
-    bound_buffers(&stream)?;
     Ok(stream)
 }
 
