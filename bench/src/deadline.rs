@@ -54,8 +54,6 @@ const DELTAS: u64 = 8;
 const CALLERS_PER_SLOT: u32 = 4;
 /// Shortest and longest pause of a caller after `Busy`, seconds.
 pub(super) const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
-/// Share of the bytes of all rows that the cache holds, per cent.
-const CACHE_PERCENT: u64 = 10;
 /// Time after its deadline for which a caller waits.
 const RETURNS_AFTER: Duration = Duration::from_micros(DEADLINE_WAIT_US);
 /// Name of the served model.
@@ -129,18 +127,9 @@ pub fn run(args: &DeadlineArgs) -> Result<()> {
     let mut bundles = pack_generations(rows_max, DELTAS, misses, folder.path())?.into_iter();
     let snapshot = bundles.next().context("no snapshot")?;
     let stalling = StallingDisk::default();
-    let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
-    let mut bundle = BundleReader::open(&snapshot)?;
-    let flash = Flash::install(&disk, &folder.path().join("flash"), &mut bundle, |_| ())?;
-
-    let rows_bytes: u64 = flash.manifest().schema.tables.iter().map(|t| t.row_bytes_total()).sum();
-    let budget = Budget {
-        memory_bytes_max: 4 << 30,
-        cache_bytes_max: rows_bytes * CACHE_PERCENT / 100,
-        slots: args.callers,
-        workers: thread::available_parallelism()?.get() as u32,
-        ..Budget::default()
-    };
+    let (disk, flash, budget) = stalling.install(&snapshot, &folder.path().join("flash"))?;
+    let workers = thread::available_parallelism()?.get() as u32;
+    let budget = Budget { slots: args.callers, workers, ..budget };
     let clock = Arc::new(SystemClock::default());
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
     let served = serving.load(NAME, &flash, budget)?;

@@ -4,18 +4,16 @@
 //! measures.
 
 use anyhow::{Context, Result};
+use hatchback::mix;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Activation, mix};
 use hatchback_kernels::dense::{Weights, narrow_all};
 use hatchback_tools::import::Source;
 use hatchback_tools::import::{RowSource, TakeBlock};
-use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
-};
+use hatchback_tools::pack::spec::{CodecChoice, DefaultRow, ModelSpec, TableSpec};
 use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::workload::onnx::{Graph, Type, int, ints};
-use hatchback_tools::workload::synthetic::push_normals;
+use hatchback_tools::workload::synthetic::{DENSE, dlrm_spec, push_normals};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -23,8 +21,6 @@ use std::path::{Path, PathBuf};
 pub const TABLES: usize = 26;
 /// Values in a row.
 pub const DIM: usize = 128;
-/// Dense features.
-pub const DENSE: usize = 13;
 /// Widths of the bottom network, below the interaction.
 const BOTTOM: [usize; 4] = [DENSE, 512, 256, DIM];
 /// Pairs of different vectors among those of the tables and the bottom network's.
@@ -236,24 +232,7 @@ fn spec() -> ModelSpec {
         source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
     };
 
-    let feature = |name: &String| FeatureSpec::sum(name, name, 1);
-    ModelSpec {
-        format: 1,
-        name: "mlperf-dlrm".to_owned(),
-        sequence: 1,
-        dense_features: (0..DENSE).map(|n| format!("int_{n}").into()).collect(),
-        network: NetworkSpec {
-            onnx: Some(PathBuf::from("dense.onnx")),
-            hugectr: None,
-            table_major: false,
-            output: OutputsSpec::One("logit".to_owned()),
-            activation: Some(Activation::Sigmoid),
-            inputs: vec![InputSpec::dense("dense"), InputSpec::vectors("rows", names.clone())],
-        },
-        tables: names.iter().map(table).collect(),
-        features: names.iter().map(feature).collect(),
-        probe: None,
-    }
+    dlrm_spec("mlperf-dlrm", 1, ["dense", "rows"], names.iter().map(table).collect())
 }
 
 /// The random rows of one table, computed when they are read.

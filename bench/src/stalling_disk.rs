@@ -1,15 +1,22 @@
 //! A disk whose page reads stall, as those of a flash device do while it collects garbage. Every
 //! other call goes straight to the system's disk. Never changes what is read.
 
+use anyhow::Result;
+use hatchback::bundle::BundleReader;
+use hatchback::flash::Flash;
 use hatchback::io::disk::{Disk, Input, Lock, Output, SystemDisk};
 use hatchback::io::page::{AlignedPage, PageBytes};
 use hatchback::io::reader::{PageFile, ReadMethod};
+use hatchback::model::budget::Budget;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// Bytes of the caches, per cent of the bytes of all rows: most requests read pages.
+const CACHE_PERCENT: u64 = 10;
 
 /// The system's disk with stalls.
 #[derive(Clone, Default)]
@@ -18,6 +25,28 @@ pub struct StallingDisk {
 }
 
 impl StallingDisk {
+    /// Installs `bundle` into `directory` on this disk. Returns the disk, the flash directory and a
+    /// budget whose caches hold `CACHE_PERCENT` of the bytes of all rows.
+    ///
+    /// # Errors
+    /// The bundle cannot be read or installed.
+    pub fn install(
+        &self,
+        bundle: &Path,
+        directory: &Path,
+    ) -> Result<(Arc<dyn Disk>, Flash, Budget)> {
+        let disk: Arc<dyn Disk> = Arc::new(self.clone());
+        let flash = Flash::install(&disk, directory, &mut BundleReader::open(bundle)?, |_| ())?;
+        let tables = &flash.manifest().schema.tables;
+        let rows_bytes: u64 = tables.iter().map(|table| table.row_bytes_total()).sum();
+        let budget = Budget {
+            memory_bytes_max: 4 << 30,
+            cache_bytes_max: rows_bytes * CACHE_PERCENT / 100,
+            ..Budget::default()
+        };
+        Ok((disk, flash, budget))
+    }
+
     /// Stalls every page read until `until`.
     pub fn stall_until(&self, until: Instant) {
         *self.stalled_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);

@@ -3,11 +3,12 @@
 
 use crate::cli::NamedDirectory;
 use crate::models;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use hatchback::flash::Flash;
 use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::batch::Batch;
 use hatchback::targets::Target;
+use hatchback::update::probe::Probed;
 use hatchback_link::program::explain;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -39,8 +40,8 @@ struct CheckedModel {
 /// A probe set whose scores are those of the trainer.
 #[derive(Serialize)]
 struct Probe {
-    /// Scores that were compared.
-    probe_scores: u32,
+    /// Samples whose scores were compared.
+    probe_samples: u32,
     /// The largest difference from the recorded score.
     probe_difference: f32,
 }
@@ -89,7 +90,7 @@ pub fn run(
 /// Scores the probe set, one sample a request.
 fn check(served: &Served, flash: &Flash, tolerance: f32) -> Result<Probe> {
     let (name, schema) = (served.name(), &flash.manifest().schema);
-    let (mut batch, mut difference, mut compared) = (Batch::new(schema, 1), 0f32, 0);
+    let (mut batch, mut probed) = (Batch::new(schema, 1), Probed::default());
     for (number, sample) in flash.probe()?.iter().enumerate() {
         batch.clear();
         batch.push(schema, sample)?;
@@ -98,23 +99,16 @@ fn check(served: &Served, flash: &Flash, tolerance: f32) -> Result<Probe> {
 
         let damaged = answer.scores().status().damaged;
         ensure!(damaged == 0, "{damaged} rows of a probe sample are damaged on flash");
-        for (output, score) in answer.scores().values.iter().enumerate() {
-            let Some(expected) = sample.score(output) else { continue };
-            // `f32::max` would ignore a recorded score that is not a number.
-            ensure!(
-                expected.is_finite(),
-                "probe sample {number}: the recorded score is {expected}"
-            );
-            difference = difference.max((score - expected).abs());
-            compared += 1;
-        }
+        let added = probed.add(sample, answer.scores().values);
+        added.map_err(|problem| anyhow!("probe sample {number}: {problem}"))?;
     }
 
-    ensure!(compared > 0, "the bundle has no probe set with recorded scores");
+    let Probed { samples, difference, .. } = probed;
+    ensure!(samples > 0, "the bundle has no probe set with recorded scores");
     ensure!(
         difference <= tolerance,
         "a probe score differs from the recorded one by {difference}; {tolerance} is allowed"
     );
-    log::info!("`{name}`: {compared} probe scores equal the trainer's within {difference:.1e}");
-    Ok(Probe { probe_scores: compared, probe_difference: difference })
+    log::info!("`{name}`: {samples} probe samples equal the trainer's within {difference:.1e}");
+    Ok(Probe { probe_samples: samples, probe_difference: difference })
 }

@@ -157,7 +157,9 @@ impl Token {
     /// The file cannot be written, or the system gives no random bytes.
     pub fn beside(socket: &Path) -> Result<Self> {
         let mut bytes = [0; TOKEN_BYTES];
-        File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes))?;
+        let random =
+            File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes));
+        random.context("/dev/urandom")?;
         let word: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
 
         let path = PathBuf::from(format!("{}.token", socket.display()));

@@ -554,8 +554,9 @@ extern "C" fn hatchback_get_memory(
             plan.lines().into_iter().map(move |(part, bytes)| (name, part, bytes))
         });
         let found = all.clone().count();
-        write("count", count, found as u32)?;
+        // A call that fails writes nothing.
         let lines = room("lines", lines, found.min(lines_max as usize))?;
+        write("count", count, found as u32)?;
         for (to, (model, part, bytes)) in lines.iter_mut().zip(all) {
             let mut line = MemoryLine { model: [0; 64], part: [0; 64], bytes };
             copy_text(model, &mut line.model);

@@ -67,11 +67,26 @@ pub fn write<T>(name: &str, start: *mut T, value: T) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Copies `text` to `to` with a terminating zero, and cuts it to fit.
+/// Copies `text` to `to` with a terminating zero, and cuts it to fit after a whole character.
 pub fn copy_text(text: &str, to: &mut [c_char]) {
     to.fill(0);
-    let room = to.len() - 1;
-    for (to, from) in to[..room].iter_mut().zip(text.bytes()) {
+    let text = &text[..text.floor_char_boundary(to.len() - 1)];
+    for (to, from) in to.iter_mut().zip(text.bytes()) {
         *to = from as c_char;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_cut_after_a_whole_character() {
+        for (text, expected) in [("city", "city"), ("größe", "grö"), ("aaaé", "aaa"), ("", "")] {
+            let mut to: [c_char; 5] = [7; 5];
+            copy_text(text, &mut to);
+            let bytes: Vec<u8> = to.iter().map(|c| *c as u8).take_while(|c| *c != 0).collect();
+            assert_eq!(std::str::from_utf8(&bytes), Ok(expected), "{text}");
+        }
     }
 }

@@ -17,6 +17,7 @@ use hatchback::schema::key_function::KeyError;
 use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -300,7 +301,8 @@ impl ServedModel {
 /// closed.
 fn follow(shared: &Shared, stopped: &Receiver<()>) {
     let background = Background::enter(shared.busy);
-    let mut logged = String::new();
+    // The last error of each model, so that it is logged once.
+    let mut logged = BTreeMap::new();
     while stopped.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         background.resume();
         let yield_now = |urgency| background.yield_now(urgency, std::thread::sleep);
@@ -308,14 +310,14 @@ fn follow(shared: &Shared, stopped: &Receiver<()>) {
             match follower.look(&shared.serving, &yield_now) {
                 Ok(None) => {}
                 Ok(Some((live, swapped))) => {
-                    logged.clear();
+                    logged.remove(follower.name());
                     log::info!("serving {live} as `{}`; {swapped}", follower.name());
                 }
                 Err(e) => {
-                    let reason = format!("`{}`: {e}", follower.name());
-                    if logged != reason {
-                        log::error!("the live generation is not served: {reason}");
-                        logged = reason;
+                    let (name, reason) = (follower.name(), e.to_string());
+                    if logged.get(name) != Some(&reason) {
+                        log::error!("the live generation of `{name}` is not served: {reason}");
+                        logged.insert(name.to_owned(), reason);
                     }
                 }
             }

@@ -163,6 +163,7 @@ static int mistakes(const char *target, const char *flash, hatchback_process pro
     EXPECT(hatchback_close(no_process), HATCHBACK_CLOSED, "the process is closed");
     EXPECT(hatchback_get_memory(no_process, &line, 1, &count), HATCHBACK_CLOSED, "the process is closed");
     EXPECT(hatchback_get_memory(process, NULL, 1, &count), HATCHBACK_REQUEST, "lines is NULL");
+    EXPECT(count, 0, "lines is NULL");
     EXPECT(hatchback_get_memory(process, &line, 1, NULL), HATCHBACK_REQUEST, "count is NULL");
     EXPECT(hatchback_unload(no_model), HATCHBACK_CLOSED, "the model is closed");
     EXPECT(hatchback_describe(model, NULL), HATCHBACK_REQUEST, "shape is NULL");

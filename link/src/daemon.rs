@@ -5,7 +5,7 @@
 
 use crate::args::CarArgs;
 use crate::program::explain;
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use clap::Args;
 use hatchback::car::sync_steps::SyncSteps;
 use hatchback::clock::SystemClock;
@@ -40,7 +40,6 @@ pub struct SyncArgs {
 /// # Errors
 /// An option is wrong, or with `--once` the poll failed.
 pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
-    ensure!(rules.poll_minutes > 0, "link.poll_minutes = 0: must be at least 1");
     let updater = args.car.updater(flash);
     let root = args.car.provision(&updater)?;
     // A wrong option must fail at the start, not at the first poll, which may be hours away.

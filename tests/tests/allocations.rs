@@ -10,13 +10,14 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::io::page::AlignedPage;
 use hatchback::io::reader::{PageReader, ReadMethod};
+use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::error::NotFinite;
 use hatchback::request::pipeline::{RequestError, Ticket};
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, MissPolicy};
+use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cuda::Device;
@@ -226,6 +227,39 @@ fn the_memory_plan_covers_the_heap() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     memory_is_summed(&Fixture::new(Device::Cpu));
     memory_of_a_swap_is_summed();
+    memory_of_a_start_is_summed();
+}
+
+/// A start reads a resident table into its place, and sorts the most used keys of a cached one in
+/// as few rounds as the budget has room for. Both take no more than the memory plan says.
+fn memory_of_a_start_is_summed() {
+    const ROWS: u64 = 200_000;
+    let table = |keys| TablePlan::cached(keys, ROWS, 4, CodecChoice::F32);
+    let resident = TablePlan { placement: Placement::Resident, ..table(KeySpace::Sparse) };
+    let tables = vec![resident, TablePlan { counts: true, ..table(KeySpace::Index) }];
+    let features = (0..2).map(FeaturePlan::one_hot).collect();
+    let (name, seed) = ("started".to_owned(), 34);
+    let packed = ModelPlan { name, sequence: 1, seed, dense: 1, tables, features }.pack();
+    let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
+    let budget = Budget { cache_bytes_max: 8 << 20, slots: 1, batch_max: 1, ..Budget::default() };
+    // Returns the memory plan, the bytes of the heap and the cached rows of a start.
+    let start = |memory_bytes_max| {
+        let before = HELD.load(Ordering::SeqCst);
+        PEAK.store(before, Ordering::SeqCst);
+        let model = Model::from_flash(&flash, Budget { memory_bytes_max, ..budget }).unwrap();
+        let (plan, peak) = (model.memory().clone(), PEAK.load(Ordering::SeqCst) - before);
+        // Caches and resident rows are mapped memory; the index of the resident rows is heap.
+        let heap = plan.total() - plan.lines()[0].1 - 16 * ROWS + plan.opening_bytes();
+        println!("{peak} bytes of the heap at most, {heap} in the plan");
+        assert!(peak <= heap as i64 + BESIDE, "{peak} bytes at most:\n{plan}");
+        (plan, model.cache_use().unwrap().rows)
+    };
+
+    let (roomy, rows) = start(1 << 30);
+    assert!(roomy.opening_bytes() > 0 && rows > ROWS / 2, "{rows} rows are cached:\n{roomy}");
+    let (tight, same) = start(roomy.total());
+    assert!(tight.opening_bytes() < roomy.opening_bytes() / 4, "{tight}");
+    assert_eq!(same, rows, "a start in rounds caches the same rows");
 }
 
 /// A swap to a snapshot, which names no changed rows, compares and reads all cached rows, in
@@ -498,7 +532,7 @@ fn reading_threads() {
     let mut reader = PageReader::new(8, ReadMethod::Threads);
     let mut read = |pages: u32| {
         for page in 0..pages {
-            while !reader.has_room() {
+            while !reader.reserve() {
                 assert!(reader.next(None, |_, page| assert_eq!(page.unwrap()[99], 7)));
             }
             reader.begin(&file, page % 64, 0);

@@ -292,11 +292,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         "the model has no probe set: pass a file of samples with --samples"
     );
 
-    let model = Arc::new(
-        Model::from_flash(&flash, args.serve.budget()?)?
-            .move_to_device(&args.serve.device()?)?
-            .move_dense_to_gpu(&flash, &Default::default())?,
-    );
+    let model = args.serve.open_from(&flash)?;
     let found = evaluate(&model, &samples, args.batch)?;
 
     args.json.write(&found, || {

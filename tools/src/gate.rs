@@ -154,9 +154,9 @@ impl GatePolicy {
     pub fn check(&self, new: &Evaluation, old: Option<&Evaluation>) -> Result<Vec<GateCheck>> {
         let mut checks = Vec::new();
         let samples = self.samples_min as f64;
-        add_at_least(&mut checks, "samples_min", Some(samples), Some(new.samples as f64))?;
-        add_at_least(&mut checks, "auc_min", self.auc_min, new.auc)?;
-        add_at_most(&mut checks, "logloss_max", self.logloss_max, new.logloss)?;
+        add(&mut checks, Bound::AtLeast, "samples_min", Some(samples), Some(new.samples as f64))?;
+        add(&mut checks, Bound::AtLeast, "auc_min", self.auc_min, new.auc)?;
+        add(&mut checks, Bound::AtMost, "logloss_max", self.logloss_max, new.logloss)?;
 
         let drop = |from: Option<f64>| Some(from? - new.auc?);
         let rise = old.and_then(|old| Some(new.logloss? - old.logloss?));
@@ -168,33 +168,33 @@ impl GatePolicy {
             ("logloss_rise_max", self.logloss_rise_max, rise),
             ("absent_max", self.absent_max, Some(absent)),
         ] {
-            add_at_most(&mut checks, bound, limit, found)?;
+            add(&mut checks, Bound::AtMost, bound, limit, found)?;
         }
         Ok(checks)
     }
 }
 
-fn add_at_least(
-    checks: &mut Vec<GateCheck>,
-    bound: &'static str,
-    limit: Option<f64>,
-    found: Option<f64>,
-) -> Result<()> {
-    let Some(limit) = limit else { return Ok(()) };
-    let found = found.with_context(|| no_figure(bound))?;
-    checks.push(GateCheck { bound, limit, found, missed_by: (limit - found).max(0.0) });
-    Ok(())
+/// Whether a figure must be at least its limit, or at most.
+#[derive(Clone, Copy)]
+enum Bound {
+    AtLeast,
+    AtMost,
 }
 
-fn add_at_most(
+fn add(
     checks: &mut Vec<GateCheck>,
+    kind: Bound,
     bound: &'static str,
     limit: Option<f64>,
     found: Option<f64>,
 ) -> Result<()> {
     let Some(limit) = limit else { return Ok(()) };
     let found = found.with_context(|| no_figure(bound))?;
-    checks.push(GateCheck { bound, limit, found, missed_by: (found - limit).max(0.0) });
+    let missed_by = match kind {
+        Bound::AtLeast => limit - found,
+        Bound::AtMost => found - limit,
+    };
+    checks.push(GateCheck { bound, limit, found, missed_by: missed_by.max(0.0) });
     Ok(())
 }
 

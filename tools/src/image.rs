@@ -104,7 +104,7 @@ fn make_in(args: &ImageArgs) -> Result<ImageReport> {
     let tree = args.out.join("hatchback");
     let (models, new) = (tree.join("models"), tree.join(".new"));
     for folder in [&tree, &models, &tree.join("updates")] {
-        fs::create_dir(folder)?;
+        fs::create_dir(folder).with_context(of(folder))?;
     }
 
     let flash = install(&args.bundle, &new)?;
@@ -115,7 +115,8 @@ fn make_in(args: &ImageArgs) -> Result<ImageReport> {
         !name.is_empty() && !name.contains(['/', '.']),
         "--name {name}: a folder's name cannot be empty or contain `/` or `.`"
     );
-    fs::rename(&new, models.join(name))?;
+    let model = models.join(name);
+    fs::rename(&new, &model).with_context(of(&model))?;
 
     let files = files(&tree)?;
     let content = files.iter().map(|f| f.bytes.next_multiple_of(4096)).sum::<u64>();
@@ -125,7 +126,7 @@ fn make_in(args: &ImageArgs) -> Result<ImageReport> {
     read_back(&tree, &files, &image)?;
 
     let manifest = args.out.join("hatchback.yaml");
-    fs::write(&manifest, copy_target(&files))?;
+    fs::write(&manifest, copy_target(&files)).with_context(of(&manifest))?;
     Ok(ImageReport {
         sha256: file_hash(&image)?,
         image,
@@ -136,6 +137,12 @@ fn make_in(args: &ImageArgs) -> Result<ImageReport> {
         bytes: content,
         mib,
     })
+}
+
+/// Returns the words that name the file or folder of an error.
+fn of(path: &Path) -> impl FnOnce() -> String {
+    let name = path.display().to_string();
+    move || name
 }
 
 /// Returns the size of a partition with room for all copies of `content` bytes.
@@ -157,12 +164,14 @@ struct Entry {
 fn files(tree: &Path) -> Result<Vec<Entry>> {
     let (mut found, mut folders) = (Vec::new(), vec![String::new()]);
     while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(tree.join(folder.trim_start_matches('/')))? {
-            let entry = entry?;
+        let place = tree.join(folder.trim_start_matches('/'));
+        for entry in fs::read_dir(&place).with_context(of(&place))? {
+            let entry = entry.with_context(of(&place))?;
             let Ok(name) = entry.file_name().into_string() else {
                 bail!("{}: the name is not UTF-8", entry.path().display())
             };
-            let (path, metadata) = (format!("{folder}/{name}"), entry.metadata()?);
+            let metadata = entry.metadata().with_context(of(&entry.path()))?;
+            let path = format!("{folder}/{name}");
             let is_folder = metadata.is_dir();
             ensure!(is_folder || metadata.is_file(), "{path}: neither a file nor a folder");
             if is_folder {
@@ -178,9 +187,12 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
     for entry in found.iter().rev() {
         let path = tree.join(&entry.path[1..]);
         let mode = if entry.folder { 0o755 } else { 0o644 };
-        fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
-        File::open(&path)?
-            .set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(FILE_TIME_S))?;
+        let set = || {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
+            File::open(&path)?
+                .set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(FILE_TIME_S))
+        };
+        set().with_context(of(&path))?;
     }
     Ok(found)
 }
@@ -191,7 +203,7 @@ fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     // Without these variables, mke2fs would store the current time and read the machine's defaults.
     let folder = TemporaryFolder::new()?;
     let config = folder.path().join("mke2fs.conf");
-    fs::write(&config, "[fs_types]\next4 = {\ninode_size = 256\n}\n")?;
+    fs::write(&config, "[fs_types]\next4 = {\ninode_size = 256\n}\n").with_context(of(&config))?;
     command
         .args(arguments)
         .env("MKE2FS_CONFIG", &config)
@@ -234,7 +246,7 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
 
     let folder = TemporaryFolder::new()?;
     let commands = folder.path().join("commands");
-    fs::write(&commands, script)?;
+    fs::write(&commands, script).with_context(of(&commands))?;
     let printed = e2fs("debugfs", &["-w", "-f", text(&commands)?, image])?;
     let refused = printed.lines().find(|l| !l.starts_with("debugfs"));
     ensure!(refused.is_none(), "debugfs: {}", refused.unwrap_or_default());

@@ -117,12 +117,21 @@ impl Default for SentDense {
 
 /// Returns the differences of each sample in `line`, which fits `schema`.
 pub fn differences(line: &str, schema: &Schema) -> Vec<Differences> {
+    sent_names(line).differences(schema)
+}
+
+fn sent_names(line: &str) -> SentNames {
     // The line was read as samples, so the names can be read too.
-    let sent: SentNames = serde_json::from_str(line).unwrap_or_default();
-    match &sent.candidates {
-        None => vec![differences_of(&[&sent], schema)],
-        Some(candidates) => {
-            candidates.iter().map(|own| differences_of(&[&sent, own], schema)).collect()
+    serde_json::from_str(line).unwrap_or_default()
+}
+
+impl SentNames {
+    fn differences(&self, schema: &Schema) -> Vec<Differences> {
+        match &self.candidates {
+            None => vec![differences_of(&[self], schema)],
+            Some(candidates) => {
+                candidates.iter().map(|own| differences_of(&[self, own], schema)).collect()
+            }
         }
     }
 }
@@ -161,6 +170,7 @@ fn differences_of(parts: &[&SentNames], schema: &Schema) -> Differences {
 /// What a line holds.
 struct Parsed {
     samples: Vec<Sample>,
+    has_candidates: bool,
     /// Those of each sample.
     differences: Vec<Differences>,
 }
@@ -168,7 +178,9 @@ struct Parsed {
 impl Parsed {
     fn read(line: &str, schema: &Schema) -> Result<Self, SampleError> {
         let samples = Sample::request_from_json(line, schema)?;
-        Ok(Self { samples, differences: differences(line, schema) })
+        let sent = sent_names(line);
+        let (differences, has_candidates) = (sent.differences(schema), sent.candidates.is_some());
+        Ok(Self { samples, has_candidates, differences })
     }
 }
 
@@ -282,13 +294,9 @@ impl<W: Write> Output<W> {
             Ok(parsed)
         });
         match added {
-            Ok(Parsed { samples, .. }) if samples.is_empty() => {
-                self.put(&Answer::Candidates { candidates: Vec::new() })
-            }
-            Ok(Parsed { samples, differences }) => {
+            Ok(Parsed { samples, has_candidates, differences }) => {
                 let samples = samples.len();
                 self.samples += samples;
-                let has_candidates = samples > 1;
                 self.lines.push(Scored { line, samples, has_candidates, differences });
                 Ok(())
             }

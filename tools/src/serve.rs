@@ -76,10 +76,17 @@ impl ServeArgs {
     /// # Errors
     /// The model is refused or does not fit the budget.
     pub fn open(&self) -> Result<Arc<Model>> {
-        let flash = self.flash()?;
+        self.open_from(&self.flash()?)
+    }
+
+    /// Opens the live generation of `flash`, as the target serves it.
+    ///
+    /// # Errors
+    /// The model is refused or does not fit the budget.
+    pub fn open_from(&self, flash: &Flash) -> Result<Arc<Model>> {
         let dense = self.target()?.map(|target| target.gpu_dense()).unwrap_or_default();
-        let model = Model::from_flash(&flash, self.budget()?)?.move_to_device(&self.device()?)?;
-        Ok(Arc::new(model.move_dense_to_gpu(&flash, &dense)?))
+        let model = Model::from_flash(flash, self.budget()?)?.move_to_device(&self.device()?)?;
+        Ok(Arc::new(model.move_dense_to_gpu(flash, &dense)?))
     }
 
     /// Opens the device that looks up embeddings.
@@ -227,7 +234,7 @@ pub fn memory_table(model: &Model) -> comfy_table::Table {
 
     let opening = model.memory().opening_bytes();
     if opening > 0 {
-        let what = "more during the open, while the model moves to the GPU".to_owned();
+        let what = "more for a while, during an open or a swap".to_owned();
         table.add_row([what, report::count(opening), report::bytes(opening)]);
     }
     table

@@ -13,18 +13,15 @@ use crate::punctuality::{Lateness, Overruns, Sleeper, Timeline};
 use crate::results::{BenchReport, HostMachine};
 use crate::stalling_disk::StallingDisk;
 use anyhow::{Context, Result, anyhow};
-use hatchback::bundle::BundleReader;
-use hatchback::io::disk::Disk;
+use hatchback::RequestError;
 use hatchback::limits::DEADLINE_WAIT_US;
 use hatchback::model::budget::Budget;
 use hatchback::schema::MissPolicy;
-use hatchback::{Flash, RequestError};
 use hatchback_tools::report;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,8 +30,6 @@ use std::time::{Duration, Instant};
 const CALLERS: u64 = 32;
 /// Turns of each way.
 const TURNS: u32 = 4;
-/// Share of the bytes of all rows that the cache holds, per cent.
-const CACHE_PERCENT: u64 = 10;
 /// The status of gRPC of a request without scores in time.
 const DEADLINE_EXCEEDED: u32 = 4;
 
@@ -105,17 +100,9 @@ pub fn run(args: &DaemonArgs, time: Duration) -> Result<()> {
     let misses = [MissPolicy::Deadline, MissPolicy::Wait];
     let bundles = pack_generations(args.rows_max(), 0, misses, folder.path())?;
     let stalling = StallingDisk::default();
-    let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
-    let mut bundle = BundleReader::open(&bundles[0])?;
-    let flash = Flash::install(&disk, &folder.path().join("flash"), &mut bundle, |_| ())?;
-    let rows_bytes: u64 = flash.manifest().schema.tables.iter().map(|t| t.row_bytes_total()).sum();
-    let budget = Budget {
-        memory_bytes_max: 4 << 30,
-        cache_bytes_max: rows_bytes * CACHE_PERCENT / 100,
-        slots: CALLERS as u32,
-        workers: HostMachine::this().cores as u32,
-        ..Budget::default()
-    };
+    let (_, flash, budget) = stalling.install(&bundles[0], &folder.path().join("flash"))?;
+    let workers = HostMachine::this().cores as u32;
+    let budget = Budget { slots: CALLERS as u32, workers, ..budget };
 
     let daemon = Daemon::new(&flash, budget)?;
     let requests = Requests::draw(&daemon, &flash, 1)?;

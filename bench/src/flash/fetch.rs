@@ -122,7 +122,7 @@ fn drive(
 ) -> Result<()> {
     let mut taken = Ok(());
     loop {
-        while reader.has_room() && begin(reader) {}
+        while reader.reserve() && begin(reader) {}
         if reader.in_flight() == 0 {
             return taken;
         }

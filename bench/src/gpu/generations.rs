@@ -3,18 +3,14 @@
 //! stated number of rows changes. Never measures.
 
 use super::model::MeasuredNetwork;
-use crate::dlrm;
 use crate::filled_cache::TABLES;
 use anyhow::{Context, Result};
-use hatchback::Activation;
 use hatchback::flash::Flash;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback_tools::import::{RowSource, Source, TakeBlock};
-use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
-};
+use hatchback_tools::pack::spec::{CodecChoice, DefaultRow, ModelSpec, TableSpec};
 use hatchback_tools::pack::{Overrides, PackJob};
-use hatchback_tools::workload::synthetic::{powerlaw_counts, push_normals};
+use hatchback_tools::workload::synthetic::{dlrm_spec, powerlaw_counts, push_normals};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -108,24 +104,8 @@ impl Generations {
             // `pack` gets the rows from a `RowSource` and never opens this file.
             source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
         };
-        let [dense, rows] = self.network.inputs;
-        ModelSpec {
-            format: 1,
-            name: "swapped".to_owned(),
-            sequence,
-            dense_features: (0..dlrm::DENSE).map(|n| format!("int_{n}").into()).collect(),
-            network: NetworkSpec {
-                onnx: Some(PathBuf::from("dense.onnx")),
-                hugectr: None,
-                table_major: false,
-                output: OutputsSpec::One("logit".to_owned()),
-                activation: Some(Activation::Sigmoid),
-                inputs: vec![InputSpec::dense(dense), InputSpec::vectors(rows, names.clone())],
-            },
-            tables: names.iter().enumerate().map(table).collect(),
-            features: names.iter().map(|name| FeatureSpec::sum(name, name, 1)).collect(),
-            probe: None,
-        }
+        let tables = names.iter().enumerate().map(table).collect();
+        dlrm_spec("swapped", sequence, self.network.inputs, tables)
     }
 }
 

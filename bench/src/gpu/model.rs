@@ -16,7 +16,7 @@ use hatchback_kernels::gpu::{
     TensorRtOptions,
 };
 use hatchback_kernels::lookup::miss_list::MissList;
-use hatchback_tools::workload::synthetic::CRITEO_ONNX;
+use hatchback_tools::workload::synthetic::{CRITEO_ONNX, DENSE};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ impl MeasuredNetwork {
 
     /// Returns the widths of the two inputs.
     fn widths(&self) -> [usize; 2] {
-        [dlrm::DENSE, TABLES * self.dim]
+        [DENSE, TABLES * self.dim]
     }
 
     /// Loads the network on `gpu`.

@@ -8,7 +8,6 @@ use super::lookups::time_lookups;
 use super::model::{GpuModel, ModelOptions};
 use super::updater::under_updates;
 use crate::bars::bars_table;
-use crate::dlrm;
 use crate::filled_cache::TABLES;
 use crate::peer::percentile;
 use crate::results::{BenchReport, HostMachine, prints_tables};
@@ -18,6 +17,7 @@ use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
+use hatchback_tools::workload::synthetic::DENSE;
 use hatchback_tools::{report, say};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -143,7 +143,7 @@ impl<'a> RequestLoop<'a> {
     /// Times whole requests, each with keys of its own.
     fn time(&mut self, what: &str, shape: RequestShape, mode: LaunchMode) -> Result<GpuFigures> {
         let RequestShape { batch, missing } = shape;
-        let dense = self.draw.draw_dense(batch, dlrm::DENSE);
+        let dense = self.draw.draw_dense(batch, DENSE);
         let mut times = Vec::with_capacity(self.rounds);
         let (mut launches, mut waits, mut missed) = (0, 0, 0);
 

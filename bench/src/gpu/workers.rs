@@ -5,7 +5,6 @@
 use super::keys::{KeyDraw, KeySet, Skew};
 use super::model::{GpuModel, ModelOptions};
 use super::updater::under_updates;
-use crate::dlrm;
 use crate::filled_cache::TABLES;
 use crate::load::all_at_once;
 use crate::results::{BenchReport, HostMachine, prints_tables, table};
@@ -16,6 +15,7 @@ use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::MissList;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::workload::synthetic::DENSE;
 use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -117,7 +117,7 @@ impl Worker {
         let lookups = if quick { 1000 } else { LOOKUPS_DRAWN };
         let count = lookups.div_ceil(batch * TABLES);
         self.sets = (0..count).map(|_| self.draw.draw(batch, Skew::Uniform)).collect();
-        self.dense = self.draw.draw_dense(batch, dlrm::DENSE);
+        self.dense = self.draw.draw_dense(batch, DENSE);
     }
 
     /// Sends requests for `time`. Returns their latencies.

@@ -520,7 +520,7 @@ fn a_check_names_every_model_that_fails() {
     let of = |model: usize, field: &str| report["models"][model][field].clone();
     assert_eq!([0, 1, 2].map(|model| of(model, "name")), ["a", "b", "c"]);
     assert!(of(0, "error").as_str().unwrap().contains("no probe set"), "{report}");
-    assert_eq!((of(1, "error"), of(1, "probe_scores")), (Value::Null, 64.into()));
+    assert_eq!((of(1, "error"), of(1, "probe_samples")), (Value::Null, 64.into()));
     assert!(of(1, "probe_difference").as_f64().unwrap() < 0.01, "{report}");
     let sum = |model| {
         let memory = of(model, "memory");

@@ -36,7 +36,7 @@ impl Codec {
     }
 
     /// Returns the largest code, or `None` if values are stored as floats.
-    fn code_max(self) -> Option<f32> {
+    pub fn code_max(self) -> Option<f32> {
         match self {
             Codec::F32 | Codec::F16 => None,
             Codec::U8 => Some(255.0),

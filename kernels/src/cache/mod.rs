@@ -131,14 +131,38 @@ impl Cache {
         Some(Self::with_addresses(row_bytes, addresses, Self::header_words(spaces)))
     }
 
+    /// Creates the best cache of at most `bytes_max` bytes for rows of `row_bytes`: a whole one if
+    /// it fits. Returns `None` if `bytes_max` is less than `bytes_min`.
+    pub fn fitting(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<Self> {
+        let whole = Self::whole(row_bytes, bytes_max, spaces);
+        whole.or_else(|| Self::new(row_bytes, bytes_max, spaces))
+    }
+
+    /// Returns the bytes of [`Cache::fitting`], and allocates nothing.
+    pub fn fitting_bytes(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<usize> {
+        let (sets, present) = match Self::whole_sets(row_bytes, bytes_max, spaces) {
+            Some(sets) => (sets, Self::present_words(sets)),
+            None => (Self::sets_in(row_bytes, bytes_max, spaces)?, 0),
+        };
+        Some(sets * Self::set_bytes(row_bytes, spaces) + OVERREAD_BYTES + 4 * present)
+    }
+
+    /// Returns the sets of a whole cache; `None` as [`Cache::whole`].
+    fn whole_sets(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<usize> {
+        let sets = spaces.sets_of_all_rows()?;
+        let bytes_max = bytes_max.checked_sub(4 * Self::present_words(sets))?;
+        (sets <= Self::sets_in(row_bytes, bytes_max, spaces)?).then_some(sets)
+    }
+
+    fn present_words(sets: usize) -> usize {
+        (sets * WAYS).div_ceil(32)
+    }
+
     /// Creates a whole cache, which has a slot for every row of `row_bytes`. Returns `None` if a
     /// table of `spaces` is sparse, or if the cache takes more than `bytes_max` bytes.
     pub fn whole(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<Self> {
-        let sets = spaces.sets_of_all_rows()?;
-        let present = Zeroed::new((sets * WAYS).div_ceil(32));
-        if sets > Self::sets_in(row_bytes, bytes_max.checked_sub(4 * present.len())?, spaces)? {
-            return None;
-        }
+        let sets = Self::whole_sets(row_bytes, bytes_max, spaces)?;
+        let present = Zeroed::new(Self::present_words(sets));
         let addresses = AddressMap::of_all_rows(spaces)?;
         Some(Self { present, ..Self::with_addresses(row_bytes, addresses, LINE_WORDS) })
     }

@@ -44,6 +44,11 @@ impl Index {
         Self { hashes, buckets }
     }
 
+    /// Returns the bytes of an index of `rows` rows.
+    fn bytes_of(rows: usize) -> usize {
+        8 * rows + 4 * (rows / BUCKET_ROWS + 2)
+    }
+
     #[inline(always)]
     fn bucket(&self, hash: u64) -> &[u32; 2] {
         let buckets = self.buckets.len() as u128 - 1;
@@ -62,29 +67,84 @@ impl Index {
 }
 
 impl Resident {
+    /// Creates a table with room for `rows_max` rows of `row_bytes`, and with no row yet. A key is
+    /// the position of its row.
+    ///
+    /// # Panics
+    /// If the number of a row does not fit 32 bits.
+    pub fn with_room(row_bytes: usize, rows_max: usize) -> Self {
+        assert!(u32::try_from(rows_max).is_ok(), "a row's number has 32 bits");
+        let rows = Zeroed::new(Self::words_in(row_bytes, rows_max));
+        Self { row_bytes, index: None, count: 0, row_words: row_bytes.div_ceil(4), rows }
+    }
+
+    fn words_in(row_bytes: usize, rows_max: usize) -> usize {
+        match rows_max {
+            0 => 0,
+            _ => rows_max * row_bytes.div_ceil(4) + OVERREAD_BYTES / 4,
+        }
+    }
+
+    /// Returns the bytes of a table with room for `rows_max` rows of `row_bytes`. With an index it
+    /// finds keys by their hashes.
+    pub fn bytes_in(row_bytes: usize, rows_max: usize, is_hashed: bool) -> usize {
+        let index = if is_hashed { Index::bytes_of(rows_max) } else { 0 };
+        4 * Self::words_in(row_bytes, rows_max) + index
+    }
+
     /// Creates a table from `rows` `[n, row_bytes]`, in the order of the keys `0..n`.
     pub fn indexed(row_bytes: usize, rows: &[u8]) -> Self {
-        Self::with(row_bytes, None, rows)
-    }
-
-    /// Creates a table from `rows` `[n, row_bytes]`, in ascending order of `hashes` `[n]`, which
-    /// are `mix(key)`.
-    pub fn hashed(row_bytes: usize, hashes: Box<[u64]>, rows: &[u8]) -> Self {
-        assert_eq!(rows.len(), row_bytes * hashes.len());
-        assert!(hashes.is_sorted());
-        Self::with(row_bytes, Some(Index::new(hashes)), rows)
-    }
-
-    fn with(row_bytes: usize, index: Option<Index>, from: &[u8]) -> Self {
-        assert_eq!(from.len() % row_bytes, 0);
-        let count = from.len() / row_bytes;
-        assert!(u32::try_from(count).is_ok(), "a row's number has 32 bits");
-
-        let row_words = row_bytes.div_ceil(4);
-        let words = if count == 0 { 0 } else { count * row_words + OVERREAD_BYTES / 4 };
-        let table = Self { row_bytes, index, count, row_words, rows: Zeroed::new(words) };
-        from.chunks(row_bytes).enumerate().for_each(|(slot, row)| table.write(slot as u32, row));
+        assert_eq!(rows.len() % row_bytes, 0);
+        let mut table = Self::with_room(row_bytes, rows.len() / row_bytes);
+        rows.chunks(row_bytes).for_each(|row| table.push(row));
         table
+    }
+
+    /// Adds `row` `[row_bytes]` after the last row.
+    ///
+    /// # Panics
+    /// If there is no room for it.
+    pub fn push(&mut self, row: &[u8]) {
+        self.count += 1;
+        self.write(self.count as u32 - 1, row);
+    }
+
+    /// Returns the table with an index of `hashes` `[n]`, the `mix(key)` of each row in the order
+    /// of the rows. Sorts the rows by them in place, so that no table is in memory twice.
+    pub fn hashed(mut self, mut hashes: Vec<u64>) -> Self {
+        assert_eq!(self.count, hashes.len());
+        if !hashes.is_sorted() {
+            self.sort_rows(&hashes);
+            hashes.sort_unstable();
+        }
+        Self { index: Some(Index::new(hashes.into())), ..self }
+    }
+
+    fn sort_rows(&mut self, hashes: &[u64]) {
+        let mut order: Vec<u32> = (0..hashes.len() as u32).collect();
+        order.sort_unstable_by_key(|&row| hashes[row as usize]);
+        let words = self.row_words;
+        let copy = |rows: &[AtomicU32], from: usize, to: usize| {
+            let pairs = rows[from * words..][..words].iter().zip(&rows[to * words..][..words]);
+            pairs.for_each(|(from, to)| to.store(from.load(Ordering::Relaxed), Ordering::Relaxed));
+        };
+        // The order is a set of cycles. Each moves its rows by one place, with one row set aside.
+        let mut aside = vec![0; words];
+        for first in 0..order.len() {
+            let row = &self.rows[first * words..][..words];
+            aside.iter_mut().zip(row).for_each(|(to, from)| *to = from.load(Ordering::Relaxed));
+            let mut to = first;
+            loop {
+                let from = std::mem::replace(&mut order[to], to as u32) as usize;
+                if from == first {
+                    break;
+                }
+                copy(&self.rows, from, to);
+                to = from;
+            }
+            let row = &self.rows[to * words..][..words];
+            row.iter().zip(&aside).for_each(|(to, from)| to.store(*from, Ordering::Relaxed));
+        }
     }
 
     /// Replaces the row in `slot` with `bytes` `[row_bytes]`. The caller makes sure that no lookup
@@ -183,7 +243,6 @@ impl Resident {
 
     /// Returns the bytes of memory that the table takes.
     pub fn bytes(&self) -> usize {
-        4 * self.rows.len()
-            + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())
+        4 * self.rows.len() + self.index.as_ref().map_or(0, |i| Index::bytes_of(i.hashes.len()))
     }
 }

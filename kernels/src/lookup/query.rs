@@ -255,7 +255,7 @@ impl Job for Finish<'_, '_> {
 mod tests {
     use super::*;
     use crate::cache::Cache;
-    use crate::cache::address::{KeySpaces, mix, unmix};
+    use crate::cache::address::{KeySpaces, mix};
     use crate::cache::codec::{Codec, RowFormat};
     use crate::cache::resident::Resident;
     use crate::lookup::feature_prefetch::FeaturePrefetch;
@@ -394,12 +394,10 @@ mod tests {
             format.encode(&(0..DIM).map(value).collect::<Vec<_>>(), &mut bytes).unwrap();
             bytes
         };
-        let mut hashes: Vec<u64> = (0..KEYS).map(mix).collect();
-        hashes.sort_unstable();
         let all: Vec<u8> = (0..KEYS).flat_map(encode).collect();
-        let sorted: Vec<u8> = hashes.iter().flat_map(|hash| encode(unmix(*hash))).collect();
         let indexed = Resident::indexed(format.row_bytes(), &all);
-        let hashed = Resident::hashed(format.row_bytes(), hashes.into(), &sorted);
+        let hashes = (0..KEYS).map(mix).collect();
+        let hashed = Resident::indexed(format.row_bytes(), &all).hashed(hashes);
         let caches = caches_without_some(format, encode);
         for round in 0..300u64 {
             // Bags of all lengths, some with a key that is not cached or that the model does not

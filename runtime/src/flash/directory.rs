@@ -9,7 +9,7 @@ use crate::flash::paths::{
 };
 use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::flash::table::TableRows;
-use crate::io::disk::{Disk, Lock};
+use crate::io::disk::{Disk, Input, Lock};
 use crate::io::paired_record::{Stored, Unreadable};
 use crate::limits::{
     DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
@@ -32,6 +32,25 @@ pub struct Flash {
     /// Number of writes of the live record.
     pub(super) writes: u64,
     pub(super) manifest: Manifest,
+}
+
+/// The keys of a hot list that are left to read.
+pub(crate) struct FirstHotKeys {
+    file: io::Take<Box<dyn Input>>,
+    path: PathBuf,
+}
+
+impl FirstHotKeys {
+    /// Reads the next `keys_max` keys, most used first; fewer at the end of the list.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if the file cannot be read.
+    pub fn read(&mut self, keys_max: usize) -> Result<Vec<u64>, FlashError> {
+        let mut bytes = Vec::new();
+        let mut file = self.file.by_ref().take(8 * keys_max as u64);
+        file.read_to_end(&mut bytes).map_err(io_error(&self.path))?;
+        Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
+    }
 }
 
 /// The live generation in a flash directory, if there is one.
@@ -326,24 +345,17 @@ impl Flash {
         Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
     }
 
-    /// Reads the first `keys_max` keys of the hot list of table `number`, without a check of the
-    /// file's hash, which covers the whole list. A caller must therefore expect keys that the
-    /// trainer never listed.
+    /// Opens the hot list of table `number` to read its first keys, without a check of the file's
+    /// hash, which covers the whole list. A caller must therefore expect keys that the trainer
+    /// never listed. Returns `None` if the trainer counted no lookups.
     ///
     /// # Errors
-    /// [`FlashError::Io`] if the file cannot be read.
-    pub(crate) fn first_hot_keys(
-        &self,
-        number: usize,
-        keys_max: usize,
-    ) -> Result<Vec<u64>, FlashError> {
-        let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
+    /// [`FlashError::Io`] if the file cannot be opened.
+    pub(crate) fn first_hot_keys(&self, number: usize) -> Result<Option<FirstHotKeys>, FlashError> {
+        let Some(hot) = self.record.live.tables[number].hot else { return Ok(None) };
         let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
-        let bytes_max = (8 * keys_max as u64).min(HOT_BYTES_MAX);
-        let mut bytes = Vec::new();
         let file = self.disk.open(&path).map_err(io_error(&path))?;
-        file.take(bytes_max).read_to_end(&mut bytes).map_err(io_error(&path))?;
-        Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
+        Ok(Some(FirstHotKeys { file: file.take(HOT_BYTES_MAX), path }))
     }
 
     /// Reads the ONNX file of the dense network.

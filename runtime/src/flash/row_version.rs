@@ -192,11 +192,8 @@ pub fn norm(values: &[f32]) -> f32 {
 fn error_max(table: &Table, row: &[u8], values: &[f32]) -> f32 {
     let half_step = |magnitude: f32| (magnitude * 2f32.powi(-11)).max(2f32.powi(-25));
     let magnitude = values.iter().fold(0f32, |max, v| max.max(v.abs()));
-    let code_max = match table.codec {
-        Codec::F32 => return 0.0,
-        Codec::F16 => return half_step(magnitude),
-        Codec::U8 => 255.0,
-        Codec::U4 => 15.0,
+    let Some(code_max) = table.codec.code_max() else {
+        return if table.codec == Codec::F16 { half_step(magnitude) } else { 0.0 };
     };
     let parameter = |at: usize| f16::from_le_bytes([row[at], row[at + 1]]).to_f32();
     let [scale, bias] = [parameter(row.len() - 4), parameter(row.len() - 2)];

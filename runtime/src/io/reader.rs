@@ -8,6 +8,7 @@ use crate::limits::{PAGE_BYTES, READ_THREADS_MAX};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
+use std::iter;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
@@ -121,15 +122,28 @@ impl Backend {
                 Ok(ring) => Self::Ring(Box::new(ring)),
                 Err(e) => {
                     log::info!("io_uring is not in use, a pool of threads reads pages: {e}");
-                    Self::Threads(Pool::new(depth))
+                    Self::with_threads(depth)
                 }
             },
-            ReadMethod::Threads => Self::Threads(Pool::new(depth)),
-            ReadMethod::InPlace => {
-                let (started, page) = (VecDeque::with_capacity(depth), AlignedPage::zeroed());
-                Self::InPlace { started, page: Box::new(page) }
-            }
+            ReadMethod::Threads => Self::with_threads(depth),
+            ReadMethod::InPlace => Self::in_place(depth),
         }
+    }
+
+    /// Reads on the caller's thread if the system gives no other one.
+    fn with_threads(depth: usize) -> Self {
+        Pool::new(depth).map_or_else(
+            |e| {
+                log::warn!("pages are read one after the other, for want of a thread: {e}");
+                Self::in_place(depth)
+            },
+            Self::Threads,
+        )
+    }
+
+    fn in_place(depth: usize) -> Self {
+        let (started, page) = (VecDeque::with_capacity(depth), AlignedPage::zeroed());
+        Self::InPlace { started, page: Box::new(page) }
     }
 }
 
@@ -176,9 +190,9 @@ impl PageReader {
         }
     }
 
-    /// Returns whether another read can start. If so, the reader keeps the depth for that read
-    /// until the next read completes.
-    pub fn has_room(&mut self) -> bool {
+    /// Takes the depth for another read, and keeps it until the next read completes. Returns false
+    /// if no more reads can start.
+    pub fn reserve(&mut self) -> bool {
         let in_flight = self.in_flight();
         if in_flight > self.taken && in_flight < self.depth && self.device.take() {
             self.taken += 1;
@@ -196,10 +210,11 @@ impl PageReader {
     /// Starts to read page `number` of `file`.
     ///
     /// # Panics
-    /// If there is no room for another read: `has_room` must return true first. Also if io_uring
+    /// If there is no room for another read: `reserve` must return true first. Also if io_uring
     /// would read a file that is not the system's.
     pub fn begin(&mut self, file: &Arc<dyn PageFile>, number: u32, token: u64) {
-        assert!(self.has_room());
+        let has_room = self.reserve();
+        assert!(has_room, "more reads than the device's depth");
         let job = || Job { file: Arc::clone(file), number, token };
         match &mut self.backend {
             Backend::Ring(ring) => {
@@ -260,23 +275,26 @@ struct Done {
 }
 
 impl Pool {
-    fn new(depth: usize) -> Self {
+    fn new(depth: usize) -> io::Result<Self> {
         // Both channels have room for every page of the pool: a send neither waits nor allocates.
         let (jobs, todo) = sync_channel::<(Job, Box<AlignedPage>)>(depth);
         let (answer, done) = sync_channel(depth);
         let todo = Arc::new(Mutex::new(todo));
         let thread = |_| {
             let (todo, answer) = (Arc::clone(&todo), answer.clone());
-            std::thread::spawn(move || read_all(&todo, &answer))
+            std::thread::Builder::new().spawn(move || read_all(&todo, &answer))
         };
-        let threads = (0..depth.min(READ_THREADS_MAX)).map(thread).collect();
+        let first = thread(0)?;
+        // Fewer threads only read fewer pages at a time.
+        let more = (1..depth.min(READ_THREADS_MAX)).map_while(|number| thread(number).ok());
+        let threads = iter::once(first).chain(more).collect();
         let free = (0..depth).map(|_| Box::new(AlignedPage::zeroed())).collect();
-        Self { jobs: Some(jobs), done, free, in_flight: 0, threads }
+        Ok(Self { jobs: Some(jobs), done, free, in_flight: 0, threads })
     }
 
     fn begin(&mut self, job: Job) {
         let (Some(page), Some(jobs)) = (self.free.pop(), &self.jobs) else {
-            unreachable!("`has_room` was true and the pool is not being dropped")
+            unreachable!("`reserve` returned true and the pool is not being dropped")
         };
         // The threads keep the receiver as long as the pool exists.
         let sent = jobs.send((job, page));
@@ -358,7 +376,7 @@ mod tests {
     ) -> BTreeMap<u64, Result<u8, io::ErrorKind>> {
         let (mut started, mut found) = (0, BTreeMap::new());
         while started < pages || reader.in_flight() > 0 {
-            while started < pages && reader.has_room() {
+            while started < pages && reader.reserve() {
                 reader.begin(file, started, u64::from(started) * 3);
                 started += 1;
             }
@@ -392,7 +410,7 @@ mod tests {
         let mut readers: Vec<_> =
             (0..3).map(|_| PageReader::on(&device, ReadMethod::InPlace)).collect();
         let fill = |reader: &mut PageReader| {
-            while reader.has_room() {
+            while reader.reserve() {
                 reader.begin(&file, 0, 0);
             }
             reader.in_flight()

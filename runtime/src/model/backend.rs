@@ -60,6 +60,11 @@ impl ModelBackend {
         self.cpu_tables().map_or(&[], |tables| &tables.caches)
     }
 
+    /// Returns the resident tables in host memory; none if they are on a GPU.
+    pub fn cpu_residents(&self) -> &[Arc<Resident>] {
+        self.cpu_tables().map_or(&[], |tables| &tables.residents)
+    }
+
     /// Returns the number of rows that all caches together have room for.
     pub fn cache_slots(&self) -> usize {
         let on_gpu = self.device_tables().map_or(0, |tables| tables.slots());

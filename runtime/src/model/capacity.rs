@@ -128,7 +128,7 @@ fn rows_with_growth(table: &Table) -> u64 {
 pub(crate) fn fit_caches(before: &Schema, after: &Schema, backend: &ModelBackend) -> bool {
     let fits = |(number, (a, b)): (usize, (&Table, &Table))| {
         let last = b.rows.checked_sub(1).filter(|_| b.keys == KeySpace::Index);
-        let width = b.codec.row_bytes(b.dim as usize);
+        let width = b.row_bytes();
         let holds = |key| backend.can_hold(width, RowKey { table: number as u16, key });
         let same = (&a.name, a.dim, a.codec, a.unit_exp, a.keys, a.placement, a.miss)
             == (&b.name, b.dim, b.codec, b.unit_exp, b.keys, b.placement, b.miss);
@@ -140,7 +140,7 @@ pub(crate) fn fit_caches(before: &Schema, after: &Schema, backend: &ModelBackend
 
 /// Groups the tables that are not resident by row width.
 fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
-    let row_bytes = |t: &Table| t.codec.row_bytes(t.dim as usize);
+    let row_bytes = |t: &Table| t.row_bytes();
     let mut widths: Vec<(usize, u64)> = Vec::new();
     for (table, _) in schema.tables.iter().zip(resident).filter(|(_, resident)| !**resident) {
         match widths.iter_mut().find(|(width, _)| *width == row_bytes(table)) {
@@ -171,6 +171,11 @@ fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
             keys: keys(row_bytes),
         })
         .collect()
+}
+
+/// Returns the row width of each cache of [`make_caches`].
+pub(crate) fn cache_widths(schema: &Schema, resident: &[bool]) -> Vec<usize> {
+    width_groups(schema, resident).iter().map(|group| group.row_bytes).collect()
 }
 
 /// Returns the bytes of the smallest possible caches for the tables that are not resident.
@@ -205,14 +210,13 @@ pub fn plan_caches(schema: &Schema, budget: &Budget) -> Result<CachePlan, OpenEr
     let is_resident = choose_resident(schema, budget)?;
     let groups = width_groups(schema, &is_resident);
     let bytes = share_cache_bytes(&groups, budget)?;
-    let width = |table: &Table| table.codec.row_bytes(table.dim as usize);
     let cache_of = schema
         .tables
         .iter()
         .zip(&is_resident)
         .map(|(table, is_resident)| match is_resident {
             true => None,
-            false => groups.iter().position(|group| group.row_bytes == width(table)),
+            false => groups.iter().position(|group| group.row_bytes == table.row_bytes()),
         })
         .collect();
     let caches = groups
@@ -264,9 +268,24 @@ pub(crate) fn make_caches(
 ) -> Result<Vec<Arc<Cache>>, OpenError> {
     let groups = width_groups(schema, resident);
     let caches = groups.iter().zip(share_cache_bytes(&groups, budget)?).map(|(group, bytes)| {
-        let cache = Cache::whole(group.row_bytes, bytes, &group.keys)
-            .or_else(|| Cache::new(group.row_bytes, bytes, &group.keys));
+        let cache = Cache::fitting(group.row_bytes, bytes, &group.keys);
         Arc::new(cache.unwrap_or_else(|| unreachable!("no share is below the least size")))
     });
     Ok(caches.collect())
+}
+
+/// Returns the bytes of the caches of [`make_caches`], and allocates nothing.
+///
+/// # Errors
+/// Those of [`make_caches`].
+pub(crate) fn cache_bytes(
+    schema: &Schema,
+    resident: &[bool],
+    budget: &Budget,
+) -> Result<u64, OpenError> {
+    let groups = width_groups(schema, resident);
+    let bytes = groups.iter().zip(share_cache_bytes(&groups, budget)?).map(|(group, bytes)| {
+        Cache::fitting_bytes(group.row_bytes, bytes, &group.keys).unwrap_or_default() as u64
+    });
+    Ok(bytes.sum())
 }

@@ -53,6 +53,18 @@ impl Part {
     }
 }
 
+/// The parts that are made after the tables were opened.
+const LATER: [Part; 8] = [
+    Part::DenseInputs,
+    Part::DenseResults,
+    Part::Misses,
+    Part::PageBuffers,
+    Part::Scores,
+    Part::Batches,
+    Part::Slots,
+    Part::Queues,
+];
+
 /// The memory that a model uses, one line for each part of it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryPlan {
@@ -92,9 +104,14 @@ impl MemoryPlan {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the bytes that opening the model took beside the total and freed again. During a
-    /// copy to a GPU the data is in memory twice, and a swap holds the new parts beside the old
-    /// ones.
+    /// Returns the bytes of what is made after the tables were opened: workers and request slots.
+    pub(crate) fn later_bytes(&self) -> u64 {
+        self.bytes_of(&LATER)
+    }
+
+    /// Returns the bytes that opening the model took beside the total and freed again: lists of the
+    /// rows that a start reads, what a copy to a GPU has in memory twice, and what a swap has beside
+    /// the generation that is served.
     pub fn opening_bytes(&self) -> u64 {
         self.opening_bytes
     }
@@ -109,10 +126,7 @@ impl fmt::Display for MemoryPlan {
 
         match self.opening_bytes {
             0 => Ok(()),
-            bytes => write!(
-                f,
-                "\n{bytes:>14}  more while opening, beside what is served or in transit to the GPU"
-            ),
+            bytes => write!(f, "\n{bytes:>14}  more for a while, during an open or a swap"),
         }
     }
 }

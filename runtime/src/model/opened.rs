@@ -259,7 +259,7 @@ impl Model {
 
     /// Returns the bytes of the widest row of any table, which one row of a miss list takes.
     pub(crate) fn staging_row_bytes(&self) -> usize {
-        self.tables.iter().map(|t| t.format.row_bytes()).max().unwrap_or(0)
+        self.schema.row_bytes_max()
     }
 
     /// Returns whether `table` is on flash, with a cache of its rows.

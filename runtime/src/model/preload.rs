@@ -1,34 +1,73 @@
 //! Preloading: reads rows before a request needs them, in their order on flash. A damaged page
 //! loses only its own rows.
 
-use crate::flash::Flash;
+use crate::flash::live::LiveState;
 use crate::flash::segment::SegmentError;
 use crate::flash::segment::fences::LOCATE_KEYS;
 use crate::flash::table::{RowLocation, TableRows};
+use crate::flash::{Flash, FlashError};
 use crate::io::page::PageBytes;
 use crate::io::reader::PageReader;
 use crate::limits::VERIFY_PAGES;
+use crate::model::budget::Budget;
+use crate::model::memory_plan::MemoryPlan;
 use crate::model::opened::Model;
-use crate::model::read_ahead::{Run, read_ahead};
+use crate::model::read_ahead::{BUFFER_BYTES, Run, read_ahead};
 use crate::model::served_tables::{ServedTable, Storage};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use std::io;
 
+/// Bytes that preloading takes for each key of a round, at most: the key twice, its place, and its
+/// page in two lists.
+const KEY_BYTES: u64 = 64;
+/// Keys of a round, at least.
+const ROUND_KEYS_MIN: u64 = 4096;
+
+/// Returns the bytes of all page buffers of a preloader.
+fn buffer_bytes(budget: &Budget) -> u64 {
+    (PageReader::bytes(budget.reads_max as usize) + BUFFER_BYTES) as u64
+}
+
+/// Returns the keys that are preloaded in one round. Few rounds read few pages twice, but the lists
+/// of a round must fit in what the budget leaves beside `plan`, and in what is made later.
+fn round_keys(budget: &Budget, plan: &MemoryPlan) -> u64 {
+    let left = budget.memory_bytes_max.saturating_sub(plan.total());
+    let room = left.saturating_add(plan.later_bytes()).saturating_sub(buffer_bytes(budget));
+    (room / KEY_BYTES).max(ROUND_KEYS_MIN)
+}
+
+/// Returns the bytes that preloading the tables of `live` takes for a while, at most.
+pub(crate) fn bytes_max(live: &LiveState, budget: &Budget, plan: &MemoryPlan) -> u64 {
+    match live.tables.iter().filter_map(|table| Some(table.hot?.bytes / 8)).max() {
+        Some(keys) => KEY_BYTES * keys.min(round_keys(budget, plan)) + buffer_bytes(budget),
+        None => 0,
+    }
+}
+
 /// Puts the trainer's most used keys into the caches in host memory, up to each table's fair share.
 /// Does nothing for a model whose caches are on a GPU.
 pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&dyn Fn()>) {
+    let round = round_keys(model.budget(), model.memory());
     let mut preloader = Preloader::new(model, yield_now);
     for number in 0..model.tables().len() {
         let Some(cache) = model.cpu_cache(number as u16) else { continue };
-        let keys = hot_keys(model, flash, number);
-        let mut inserts = Inserts::new(cache);
-        let read = preloader.read_rows(model.rows(number as u16), &keys, |key, bytes| {
-            inserts.add(RowKey { table: number as u16, key }, bytes);
-        });
-        inserts.make();
-        // A start goes on: every row that is not cached is read when a request needs it.
-        read.unwrap_or_else(|e| log::error!("table {number} starts with a colder cache: {e}"));
+        let mut preload = || -> Result<(), FlashError> {
+            let Some(mut hot) = flash.first_hot_keys(number)? else { return Ok(()) };
+            let (mut left, mut inserts) = (hot_keys_max(model, cache, number), Inserts::new(cache));
+            while left > 0 {
+                let keys = hot.read(round.min(left) as usize)?;
+                left = if keys.is_empty() { 0 } else { left - keys.len() as u64 };
+                let read = preloader.read_rows(model.rows(number as u16), &keys, |key, bytes| {
+                    inserts.add(RowKey { table: number as u16, key }, bytes);
+                });
+                inserts.make();
+                // A start goes on: a row that is not cached is read when a request needs it.
+                read.unwrap_or_else(|e| log::error!("table {number} starts with fewer rows: {e}"));
+            }
+            Ok(())
+        };
+        preload().unwrap_or_else(|e| log::error!("table {number} starts with a colder cache: {e}"));
     }
 }
 
@@ -69,28 +108,21 @@ impl<'a> Inserts<'a> {
     }
 }
 
-/// Returns the keys of table `number` that the trainer used most, the most used key first, up to
-/// the table's fair share of its cache. Returns none for a table without a cache in host memory.
-pub(crate) fn hot_keys(model: &Model, flash: &Flash, number: usize) -> Vec<u64> {
-    let Some(table) = model.tables().get(number) else { return Vec::new() };
-    let Storage::Cached(cache_number) = table.storage else { return Vec::new() };
-    let Some(cache) = model.backend().cpu_caches().get(cache_number) else { return Vec::new() };
-    let sharing = rows_of_cache(model.tables(), cache_number).max(1);
-    let share = cache.slots() as u128 * u128::from(table.rows.base_rows()) / u128::from(sharing);
-
+/// Returns the number of the most used keys of table `number` that are preloaded: the table's fair
+/// share of `cache`.
+fn hot_keys_max(model: &Model, cache: &Cache, number: usize) -> u64 {
+    let sharing = rows_of_cache(model.tables(), model.tables()[number].storage).max(1);
+    let rows = model.tables()[number].rows.base_rows();
+    let share = cache.slots() as u128 * u128::from(rows) / u128::from(sharing);
     // Some sets overflow before all slots are taken. Three quarters of the keys almost surely find
     // a slot. Keys of a damaged list only warm the cache less: each row is checked, and a key
     // without a row is skipped.
-    let keys_max = (share * 3 / 4) as usize;
-    flash.first_hot_keys(number, keys_max).unwrap_or_else(|e| {
-        log::error!("table {number} starts with a cold cache: {e}");
-        Vec::new()
-    })
+    (share * 3 / 4) as u64
 }
 
-/// Returns the rows of all tables that share cache `number`.
-fn rows_of_cache(tables: &[ServedTable], number: usize) -> u64 {
-    let cached = tables.iter().filter(|table| table.storage == Storage::Cached(number));
+/// Returns the rows of all tables in `cache`.
+fn rows_of_cache(tables: &[ServedTable], cache: Storage) -> u64 {
+    let cached = tables.iter().filter(|table| table.storage == cache);
     cached.map(|table| table.rows.base_rows()).sum()
 }
 
@@ -237,7 +269,7 @@ impl<'a> Preloader<'a> {
             }
             yield_now();
         }
-        while *started < pages.len() && self.reader.has_room() {
+        while *started < pages.len() && self.reader.reserve() {
             let location = pages[*started][0].0;
             self.reader.begin(rows.segment(location).file(), location.page, *started as u64);
             *started += 1;

@@ -3,11 +3,14 @@
 
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::page::AlignedPage;
+use crate::limits::{PAGE_BYTES, VERIFY_PAGES};
 use std::sync::mpsc::{channel, sync_channel};
 use std::thread;
 
 /// Buffers for runs: the thread reads into one while the caller uses the other.
 const BUFFERS: usize = 2;
+/// Bytes of all buffers.
+pub(super) const BUFFER_BYTES: usize = BUFFERS * VERIFY_PAGES * PAGE_BYTES;
 
 /// Consecutive pages of a segment, at least one.
 #[derive(Clone, Copy)]

@@ -7,9 +7,10 @@ use crate::flash::live::TableState;
 use crate::flash::segment::SegmentError;
 use crate::flash::table::TableRows;
 use crate::io::field_error::FieldError;
+use crate::limits::{PAGE_BYTES, VERIFY_PAGES};
+use crate::model::capacity;
 use crate::model::error::OpenError;
 use crate::schema::{KeySpace, Schema, Table};
-use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::mix;
 use hatchback_kernels::cache::codec::RowFormat;
 use hatchback_kernels::cache::resident::Resident;
@@ -35,24 +36,18 @@ pub(crate) struct ServedTable {
     pub segments: TableState,
 }
 
-/// The tables of a model and the rows of those that are resident.
-pub(crate) struct OpenedTables {
-    pub tables: Vec<ServedTable>,
-    pub residents: Vec<Arc<Resident>>,
-}
-
-/// Opens every table of `schema`; calls `yield_now` before each. `before` has the same tables in an
-/// earlier generation, or is empty. The result shares open segments with `before`.
-pub(crate) fn open_tables(
+/// Opens the indexes of every table of `schema`, and reads no row; calls `yield_now` before each.
+/// `before` has the same tables in an earlier generation, or is empty. The result shares open
+/// segments with `before`.
+pub(crate) fn open_indexes(
     flash: &Flash,
     schema: &Schema,
     is_resident: &[bool],
-    caches: &[Arc<Cache>],
     before: &[ServedTable],
     yield_now: &dyn Fn(),
-) -> Result<OpenedTables, OpenError> {
-    let mut opened =
-        OpenedTables { tables: Vec::with_capacity(schema.tables.len()), residents: Vec::new() };
+) -> Result<Vec<ServedTable>, OpenError> {
+    let (mut tables, mut residents) = (Vec::with_capacity(schema.tables.len()), 0);
+    let widths = capacity::cache_widths(schema, is_resident);
     for (number, table) in schema.tables.iter().enumerate() {
         yield_now();
         let rows = match before.get(number) {
@@ -66,31 +61,90 @@ pub(crate) fn open_tables(
         })?;
 
         let storage = if is_resident[number] {
-            opened.residents.push(Arc::new(load_resident(&rows, table, format)?));
-            Storage::Resident(opened.residents.len() - 1)
+            residents += 1;
+            Storage::Resident(residents - 1)
         } else {
-            let cache = caches.iter().position(|c| c.row_bytes() == format.row_bytes());
-            // Always found: `make_caches` makes a cache for each row width of these tables.
+            let cache = widths.iter().position(|width| *width == format.row_bytes());
+            // Always found: there is a cache for each row width of these tables.
             Storage::Cached(cache.unwrap_or_default())
         };
         let segments = flash.record().live.tables[number].clone();
-        opened.tables.push(ServedTable { format, storage, rows, segments });
+        tables.push(ServedTable { format, storage, rows, segments });
     }
-    Ok(opened)
+    Ok(tables)
+}
+
+impl ServedTable {
+    fn is_resident(&self) -> bool {
+        matches!(self.storage, Storage::Resident(_))
+    }
+
+    /// Returns whether a key is the position of its row: in an index table without changed rows.
+    fn is_indexed(&self, table: &Table) -> bool {
+        table.keys == KeySpace::Index && self.rows.changed() == 0
+    }
+
+    /// Returns the rows that the table has, at most: each changed key may be new.
+    fn rows_max(&self) -> usize {
+        self.rows.base_rows() as usize + self.rows.changed()
+    }
+
+    /// Returns the bytes of the table in memory, and those that reading and sorting its rows takes.
+    fn resident_bytes(&self, table: &Table) -> (u64, u64) {
+        let (rows, is_hashed) = (self.rows_max(), !self.is_indexed(table));
+        let pages = VERIFY_PAGES * PAGE_BYTES;
+        let sorting = if is_hashed { rows * size_of::<u32>() } else { 0 };
+        let bytes = Resident::bytes_in(self.format.row_bytes(), rows, is_hashed);
+        (bytes as u64, (pages + sorting) as u64)
+    }
+}
+
+/// The memory that the resident tables of a model take.
+pub(crate) struct ResidentBytes {
+    pub tables: u64,
+    /// For a while, beside the tables.
+    pub loading: u64,
+}
+
+/// Returns the bytes of the resident tables among `tables` of `schema`. They may be read yet.
+pub(crate) fn resident_bytes(schema: &Schema, tables: &[ServedTable]) -> ResidentBytes {
+    let residents = schema.tables.iter().zip(tables).filter(|(_, served)| served.is_resident());
+    let bytes = residents.map(|(table, served)| served.resident_bytes(table));
+    bytes.fold(ResidentBytes { tables: 0, loading: 0 }, |sum, (bytes, loading)| ResidentBytes {
+        tables: sum.tables + bytes,
+        loading: sum.loading.max(loading),
+    })
+}
+
+/// Reads the resident tables among `tables` of `schema`; calls `yield_now` before each.
+pub(crate) fn load_residents(
+    schema: &Schema,
+    tables: &[ServedTable],
+    yield_now: &dyn Fn(),
+) -> Result<Vec<Arc<Resident>>, OpenError> {
+    let residents = schema.tables.iter().zip(tables).filter(|(_, served)| served.is_resident());
+    residents
+        .map(|(table, served)| {
+            yield_now();
+            load_resident(served, table).map(Arc::new)
+        })
+        .collect()
 }
 
 /// Reads a whole table. Fails if any page is damaged.
-pub(crate) fn load_resident(
-    rows: &TableRows,
-    table: &Table,
-    format: RowFormat,
-) -> Result<Resident, OpenError> {
-    // A key is the position of its row only if the table is an index table without changed rows.
-    let is_indexed = table.keys == KeySpace::Index && rows.changed() == 0;
-    let (mut bytes, mut hashes, mut damaged) = (Vec::new(), Vec::new(), None);
-    rows.scan(
+pub(crate) fn load_resident(served: &ServedTable, table: &Table) -> Result<Resident, OpenError> {
+    let (rows_max, is_indexed) = (served.rows_max(), served.is_indexed(table));
+    let mut resident = Resident::with_room(served.format.row_bytes(), rows_max);
+    let mut hashes = Vec::with_capacity(if is_indexed { 0 } else { rows_max });
+    let (mut damaged, mut misplaced) = (None, None);
+    served.rows.scan(
         |order, row| {
-            bytes.extend_from_slice(row);
+            let rows = resident.rows_len();
+            if rows == rows_max || is_indexed && order != rows as u64 {
+                misplaced.get_or_insert(order);
+                return;
+            }
+            resident.push(row);
             if !is_indexed {
                 // The order of a sparse key is its `mix` already.
                 hashes.push(if table.keys == KeySpace::Index { mix(order) } else { order });
@@ -99,19 +153,15 @@ pub(crate) fn load_resident(
         |e| damaged = Some(e),
     )?;
 
-    match damaged {
+    // Such pages agree with their checksums, so whoever wrote them was wrong.
+    let path = served.rows.segments()[0].path();
+    let misplaced = misplaced.map(|order| {
+        let problem = format!("{order} is not where its order belongs, or beyond {rows_max} rows");
+        SegmentError::field(path, "keys", problem)
+    });
+    match damaged.or(misplaced) {
         Some(e) => Err(e.into()),
-        None if is_indexed => Ok(Resident::indexed(format.row_bytes(), &bytes)),
-        None => Ok(sorted_resident(format.row_bytes(), &hashes, &bytes)),
+        None if is_indexed => Ok(resident),
+        None => Ok(resident.hashed(hashes)),
     }
-}
-
-fn sorted_resident(row_bytes: usize, hashes: &[u64], rows: &[u8]) -> Resident {
-    let mut order: Vec<usize> = (0..hashes.len()).collect();
-    order.sort_unstable_by_key(|&i| hashes[i]);
-
-    let sorted_hashes = order.iter().map(|&i| hashes[i]).collect();
-    let sorted_rows: Vec<u8> =
-        order.iter().flat_map(|&i| &rows[i * row_bytes..(i + 1) * row_bytes]).copied().collect();
-    Resident::hashed(row_bytes, sorted_hashes, &sorted_rows)
 }

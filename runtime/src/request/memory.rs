@@ -4,13 +4,14 @@
 use crate::io::reader::PageReader;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::Model;
-use crate::model::backend::{CpuTables, ModelBackend};
+use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::row_writer::RowWriter;
 use crate::request::changed_rows::list_bytes_max;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
 use crate::request::worker::{TableCounters, lookup_limits};
+use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::dense::DenseEngine;
@@ -49,75 +50,110 @@ pub(crate) enum Backing<'a> {
     Gpu(&'a Gpu, &'a DeviceEngine),
 }
 
-fn cache_bytes(backend: &ModelBackend) -> u64 {
-    let on_gpu = backend.device_tables().map_or(0, |tables| tables.cache_bytes());
-    (on_gpu + backend.cpu_caches().iter().map(|cache| cache.bytes()).sum::<usize>()) as u64
+/// The sizes of a model, which may not have taken any of this memory yet.
+pub(crate) struct ModelSizes<'a> {
+    pub schema: &'a Schema,
+    pub budget: &'a Budget,
+    pub caches: u64,
+    pub residents: u64,
+    /// The indexes of all tables.
+    pub indexes: u64,
+    /// The dense network, if it is in host memory.
+    pub dense: Option<&'a DenseEngine>,
+    /// Scores per sample.
+    pub outputs: usize,
+    /// The opening bytes of the plan so far.
+    pub opening: u64,
 }
 
-/// Returns the bytes of all resident tables of `backend`.
-fn resident_bytes(backend: &ModelBackend) -> u64 {
-    let in_memory = |tables: &CpuTables| tables.residents.iter().map(|rows| rows.bytes()).sum();
-    let on_gpu = || backend.device_tables().map_or(0, |tables| tables.resident_bytes());
-    backend.cpu_tables().map_or_else(on_gpu, in_memory) as u64
+impl<'a> ModelSizes<'a> {
+    /// Returns the sizes of `model`, wherever its tables are.
+    pub fn of(model: &'a Model) -> Self {
+        let backend = model.backend();
+        let (caches, residents) = match backend.device_tables() {
+            Some(tables) => (tables.cache_bytes(), tables.resident_bytes()),
+            None => (
+                backend.cpu_caches().iter().map(|cache| cache.bytes()).sum(),
+                backend.cpu_residents().iter().map(|rows| rows.bytes()).sum(),
+            ),
+        };
+        let indexes: usize = model.tables().iter().map(|table| table.rows.index_bytes()).sum();
+        Self {
+            schema: model.schema(),
+            budget: model.budget(),
+            caches: caches as u64,
+            residents: residents as u64,
+            indexes: indexes as u64,
+            dense: backend.cpu_dense(),
+            outputs: model.outputs(),
+            opening: model.memory().opening_bytes(),
+        }
+    }
+
+    /// Returns the values that all inputs of the network have for a sample.
+    fn input_width(&self) -> usize {
+        self.schema.input_parts().iter().map(|part| part.width).sum()
+    }
+
+    /// Bytes of the scores and the status of one sample.
+    fn sample_bytes(&self) -> usize {
+        size_of::<LookupStatus>() + 4 * self.outputs
+    }
 }
 
-/// Returns the memory plan of `model`, with its workers and request slots, if it were at
-/// `backing`. Moving it there takes `opening_bytes` more for a while. The tables of `model` may
-/// be elsewhere yet.
-pub(crate) fn plan_memory(model: &Model, backing: Backing<'_>, opening_bytes: u64) -> MemoryPlan {
+/// Returns the memory plan of a model of `sizes`, with its workers and request slots, if it were at
+/// `backing`. Moving it there takes `opening_bytes` more for a while.
+pub(crate) fn plan_memory(
+    sizes: &ModelSizes<'_>,
+    backing: Backing<'_>,
+    opening_bytes: u64,
+) -> MemoryPlan {
     let mut parts = vec![
-        (Part::Caches, cache_bytes(model.backend())),
-        (Part::Residents, resident_bytes(model.backend())),
-        (Part::Indexes, model.tables().iter().map(|table| table.rows.index_bytes() as u64).sum()),
+        (Part::Caches, sizes.caches),
+        (Part::Residents, sizes.residents),
+        (Part::Indexes, sizes.indexes),
     ];
     // Few models have vocabularies.
-    let vocabularies = model.schema().features.iter().map(|f| f.key.bytes() as u64).sum();
+    let vocabularies = sizes.schema.features.iter().map(|f| f.key.bytes() as u64).sum();
     parts.extend((vocabularies > 0).then_some((Part::Vocabularies, vocabularies)));
-    add_network(&mut parts, model, backing);
-    add_workers(&mut parts, model);
-    add_queue(&mut parts, model);
-    add_gpu(&mut parts, model, backing);
-    MemoryPlan::new(parts, model.memory().opening_bytes().max(opening_bytes))
+    add_network(&mut parts, sizes, backing);
+    add_workers(&mut parts, sizes);
+    add_queue(&mut parts, sizes);
+    add_gpu(&mut parts, sizes, backing);
+    MemoryPlan::new(parts, sizes.opening.max(opening_bytes))
 }
 
 /// Adds the network's inputs, and what the network takes if it is in host memory.
-fn add_network(parts: &mut Vec<(Part, u64)>, model: &Model, backing: Backing<'_>) {
-    let (workers, batch) = (u64::from(model.budget().workers), model.budget().batch_max);
-    let inputs = 4 * u64::from(batch) * input_width(model) as u64;
-    let on_host = match (backing, model.backend().cpu_dense()) {
-        (Backing::Gpu(..), _) | (_, None) => None,
-        (_, dense) => dense,
-    };
+fn add_network(parts: &mut Vec<(Part, u64)>, sizes: &ModelSizes<'_>, backing: Backing<'_>) {
+    let (workers, batch) = (u64::from(sizes.budget.workers), sizes.budget.batch_max);
+    let inputs = 4 * u64::from(batch) * sizes.input_width() as u64;
+    let on_host = sizes.dense.filter(|_| !matches!(backing, Backing::Gpu(..)));
     parts.extend(on_host.map(|dense| (Part::DenseWeights, dense.bytes() as u64)));
     parts.push((Part::DenseInputs, workers * inputs));
     let results = |dense: &DenseEngine| workers * dense.scratch_bytes(batch as usize) as u64;
     parts.extend(on_host.map(|dense| (Part::DenseResults, results(dense))));
 }
 
-fn input_width(model: &Model) -> usize {
-    model.input_widths().iter().sum()
-}
-
 /// Adds what workers share with a GPU that has the tables, and the network there.
-fn add_gpu(parts: &mut Vec<(Part, u64)>, model: &Model, backing: Backing<'_>) {
-    let workers = u64::from(model.budget().workers);
+fn add_gpu(parts: &mut Vec<(Part, u64)>, sizes: &ModelSizes<'_>, backing: Backing<'_>) {
+    let (schema, budget) = (sizes.schema, sizes.budget);
+    let workers = u64::from(budget.workers);
     let (gpu, engine) = match backing {
         Backing::Host => return,
         Backing::GpuTables(gpu) => (gpu, None),
         Backing::Gpu(gpu, engine) => (gpu, Some(engine)),
     };
-    let schema = model.schema();
     let room = RequestRoom {
         features: schema.lookups.len(),
         lookups: schema.lookups_max(),
         weights: schema.weights_max(),
         is_shared: schema.has_shared(),
     };
-    let shared = GpuLookup::bytes(room, lookup_limits(model, gpu));
+    let shared = GpuLookup::bytes(room, lookup_limits(schema, budget, gpu));
     parts.push((Part::GpuShared, workers * shared as u64));
     if let Some(engine) = engine {
-        let batch_max = model.budget().batch_max as usize;
-        let per_worker = Step::bytes(engine, input_width(model), batch_max);
+        let batch_max = budget.batch_max as usize;
+        let per_worker = Step::bytes(engine, sizes.input_width(), batch_max);
         parts.push((Part::GpuWeights, engine.bytes()));
         parts.push((Part::GpuDense, workers * per_worker));
     }
@@ -141,34 +177,29 @@ const NOT_SHARED: [Part; 6] = [
 ];
 
 /// Adds the memory of one worker that every generation takes, times the workers.
-fn add_workers(parts: &mut Vec<(Part, u64)>, model: &Model) {
-    let budget = model.budget();
+fn add_workers(parts: &mut Vec<(Part, u64)>, sizes: &ModelSizes<'_>) {
+    let (schema, budget) = (sizes.schema, sizes.budget);
     let (workers, batch) = (u64::from(budget.workers), budget.batch_max as usize);
     let misses_max = budget.misses_max as usize;
-    let misses = MissList::bytes(misses_max, model.staging_row_bytes())
+    let misses = MissList::bytes(misses_max, schema.row_bytes_max())
         + misses_max * size_of::<Miss>()
-        + TableCounters::bytes(model.schema().tables.len())
+        + TableCounters::bytes(schema.tables.len())
         + NegativeCache::bytes();
     let mut add = |part, bytes: usize| parts.push((part, workers * bytes as u64));
 
     add(Part::Misses, misses);
     add(Part::PageBuffers, PageReader::bytes(budget.reads_max as usize));
-    let is_shared = model.schema().has_shared();
     let request = size_of::<LookupStatus>() + size_of::<usize>();
-    add(Part::Scores, batch * (sample_bytes(model) + if is_shared { request } else { 0 }));
-    add(Part::Batches, Batch::bytes(model.schema(), batch));
+    let shared = if schema.has_shared() { request } else { 0 };
+    add(Part::Scores, batch * (sizes.sample_bytes() + shared));
+    add(Part::Batches, Batch::bytes(schema, batch));
 }
 
 /// Adds the request slots and the queue.
-fn add_queue(parts: &mut Vec<(Part, u64)>, model: &Model) {
-    let budget = model.budget();
+fn add_queue(parts: &mut Vec<(Part, u64)>, sizes: &ModelSizes<'_>) {
+    let budget = sizes.budget;
     let batch = budget.batch_max as usize;
-    let slot = Batch::bytes(model.schema(), batch) + batch * sample_bytes(model);
+    let slot = Batch::bytes(sizes.schema, batch) + batch * sizes.sample_bytes();
     parts.push((Part::Slots, u64::from(budget.slots) * slot as u64));
     parts.push((Part::Queues, RequestQueue::queue_bytes(budget.workers as usize) as u64));
-}
-
-/// Bytes of the scores and the status of one sample.
-fn sample_bytes(model: &Model) -> usize {
-    size_of::<LookupStatus>() + 4 * model.outputs()
 }

@@ -7,6 +7,7 @@ pub mod explain;
 pub(crate) mod memory;
 pub(crate) mod negative_cache;
 pub mod open;
+pub(crate) mod opening;
 pub mod pipeline;
 pub mod plans;
 pub(crate) mod precision_check;

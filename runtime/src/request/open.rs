@@ -8,10 +8,12 @@ use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
 use crate::model::budget::Budget;
-use crate::model::opened::{ModelParts, f16_inputs};
-use crate::model::served_tables::{ServedTable, Storage, open_tables};
+use crate::model::memory_plan::MemoryPlan;
+use crate::model::opened::f16_inputs;
+use crate::model::served_tables::{ServedTable, Storage};
 use crate::model::{Model, OpenError, capacity, preload};
-use crate::request::memory::{Backing, plan_memory};
+use crate::request::memory::{Backing, ModelSizes, plan_memory};
+use crate::request::opening::{Opening, Placed};
 use crate::request::precision_check;
 use crate::schema::{InputSource, Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
@@ -25,14 +27,6 @@ use std::sync::Arc;
 
 /// Most misses of a model that scores one sample at a time, unless a bag is longer.
 const MISSES_OF_ONE_SAMPLE: u32 = 1024;
-
-/// The placement of the tables of a model.
-#[derive(Clone, Copy)]
-struct Placed<'a> {
-    is_resident: &'a [bool],
-    /// The same tables in an earlier generation, or empty.
-    before: &'a [ServedTable],
-}
 
 /// The network of a release that is not live yet.
 pub struct NextNetwork {
@@ -114,11 +108,10 @@ impl Model {
         let schema = &flash.manifest().schema;
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
-        let place = Placed { is_resident: &is_resident, before: &[] };
-        let model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
-        let memory = plan_memory(&model, Backing::Host, 0);
-        capacity::check_total(model.budget(), &memory)?;
-        Ok(model.with_memory(memory))
+        let placed = Placed { is_resident: &is_resident, before: &[] };
+        let opening = Opening::begin(flash, budget, placed, yield_now)?;
+        let memory = opening.plan()?;
+        opening.build(memory, read_depth, yield_now)
     }
 
     /// Opens the live generation of `flash` to score the samples of its probe set, one at a time.
@@ -163,41 +156,12 @@ impl Model {
             batch_max: 1,
             ..budget
         };
-        let place = Placed {
+        let placed = Placed {
             is_resident: &is_resident,
             before: before.map_or(&[], |model| model.tables()),
         };
-        Self::open_with(flash, small, place, read_depth, yield_now)
-    }
-
-    fn open_with(
-        flash: &Flash,
-        budget: Budget,
-        placed: Placed<'_>,
-        read_depth: Arc<DeviceDepth>,
-        yield_now: &dyn Fn(),
-    ) -> Result<Self, OpenError> {
-        let schema = Arc::new(flash.manifest().schema.clone());
-        let dense = schema.load_dense(flash.dense()?)?;
-        let generation = &flash.manifest().generation;
-        log::info!("dense network of {generation}: {}", dense.runs_on());
-        let Placed { is_resident, before } = placed;
-        let caches = capacity::make_caches(&schema, is_resident, &budget)?;
-        let opened = open_tables(flash, &schema, is_resident, &caches, before, yield_now)?;
-
-        let outputs = dense.outputs();
-        let tables = Arc::new(CpuTables { caches, residents: opened.residents });
-        Ok(Self::new(ModelParts {
-            generation: flash.manifest().generation.clone(),
-            id: flash.record().id(),
-            schema,
-            budget,
-            read_depth,
-            read_method: flash.disk().read_method(),
-            tables: opened.tables,
-            backend: ModelBackend::Cpu { tables, dense: Arc::new(dense) },
-            outputs,
-        }))
+        let opening = Opening::begin(flash, small, placed, yield_now)?;
+        opening.build(MemoryPlan::default(), read_depth, yield_now)
     }
 
     /// Moves the caches, with their rows, and the resident tables to `device`. Does nothing if
@@ -212,7 +176,7 @@ impl Model {
         };
         // The host frees each cache after its copy, and all resident tables after the last copy.
         let peak = peak_of_move(self.backend());
-        let memory = plan_memory(&self, Backing::GpuTables(gpu), peak);
+        let memory = plan_memory(&ModelSizes::of(&self), Backing::GpuTables(gpu), peak);
         capacity::check_total(self.budget(), &memory)?;
         let storages = self.tables().iter().map(device_storage).collect();
         self.map_backend(memory, |backend| match backend {
@@ -306,7 +270,7 @@ impl Model {
             return Ok(self);
         };
         let backing = Backing::Gpu(tables.gpu(), &engine);
-        let memory = plan_memory(&self, backing, dense.bytes() as u64);
+        let memory = plan_memory(&ModelSizes::of(&self), backing, dense.bytes() as u64);
         capacity::check_total(self.budget(), &memory)?;
         self.map_backend(memory, |backend| match backend {
             ModelBackend::GpuTables { tables, .. } => {

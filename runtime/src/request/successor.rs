@@ -9,10 +9,10 @@ use crate::model::budget::Budget;
 use crate::model::generation_change::{GenerationChange, TableChange};
 use crate::model::preload::Preloader;
 use crate::model::row_writer::{ResidentPatch, RowWriter, resident_slots};
-use crate::model::served_tables::{ServedTable, Storage, load_resident};
+use crate::model::served_tables::{Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
 use crate::request::changed_rows::list_bytes;
-use crate::request::memory::{Backing, own_bytes, plan_memory};
+use crate::request::memory::{Backing, ModelSizes, own_bytes, plan_memory};
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::gpu::GpuDense;
 use std::sync::Arc;
@@ -101,7 +101,7 @@ pub(crate) fn open(
     let model = model.with_storage(&storage, backend, *old.budget());
     let gpu = model.backend().device_tables().map(|tables| tables.gpu());
     let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
-    let memory = plan_memory(&model, backing, 0);
+    let memory = plan_memory(&ModelSizes::of(&model), backing, 0);
     let model = model.with_memory(memory).load_dense_to_gpu(flash, options.dense)?;
 
     let own = own_bytes(&model, old) + taken;
@@ -156,8 +156,7 @@ fn change_residents(
 }
 
 fn read_whole(new: &Model, table: usize) -> Result<Resident, OpenError> {
-    let ServedTable { format, rows, .. } = &new.tables()[table];
-    load_resident(rows, &new.schema().tables[table], *format)
+    load_resident(&new.tables()[table], &new.schema().tables[table])
 }
 
 /// Returns a backend with the caches of `old` and the dense network of `new`, which is in host

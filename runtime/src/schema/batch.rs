@@ -236,9 +236,11 @@ impl Batch {
         }
         for (at, sample) in samples.iter().enumerate() {
             sample.check(schema)?;
-            let bag = |f: usize, of: &Sample| (of.sparse[f].clone(), of.weights.get(f).cloned());
+            let differs = |f: usize, a: &Sample, b: &Sample| {
+                (&a.sparse[f], a.weights.get(f)) != (&b.sparse[f], b.weights.get(f))
+            };
             let shared = schema.features.iter().enumerate().filter(|(_, feature)| feature.shared);
-            let mut differing = shared.filter(|(f, _)| bag(*f, sample) != bag(*f, &samples[0]));
+            let mut differing = shared.filter(|(f, _)| differs(*f, sample, &samples[0]));
             if let Some((_, feature)) = differing.next() {
                 return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
             }

@@ -129,9 +129,14 @@ impl Table {
         }
     }
 
+    /// Returns the bytes of an encoded row.
+    pub fn row_bytes(&self) -> usize {
+        self.codec.row_bytes(self.dim as usize)
+    }
+
     /// Returns the bytes of all encoded rows.
     pub fn row_bytes_total(&self) -> u64 {
-        self.rows.saturating_mul(self.codec.row_bytes(self.dim as usize) as u64)
+        self.rows.saturating_mul(self.row_bytes() as u64)
     }
 }
 
@@ -318,6 +323,11 @@ fn check_names<'a>(
 }
 
 impl Schema {
+    /// Returns the bytes of the widest encoded row of any table.
+    pub fn row_bytes_max(&self) -> usize {
+        self.tables.iter().map(Table::row_bytes).max().unwrap_or(0)
+    }
+
     /// Checks every field against the limits and against the other fields.
     ///
     /// # Errors

@@ -38,7 +38,7 @@ impl Chain {
     pub(super) fn read(path: &Path) -> Result<Self, TargetError> {
         let (mut files, mut next) = (Vec::new(), Some(path.to_owned()));
         while let Some(path) = next {
-            if files.len() > INHERIT_MAX {
+            if files.len() >= INHERIT_MAX {
                 let problem = format!("inherits: more than {INHERIT_MAX} files in a chain");
                 return Err(refuse(&path, None, problem));
             }

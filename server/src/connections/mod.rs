@@ -336,8 +336,10 @@ impl Connections {
             if longest.close_silent() {
                 let (max, peer) = (self.connections_max, longest.peer);
                 let seconds = longest.last_activity().elapsed().as_secs();
-                let detail =
-                    format!("all {max} are open; that of {peer} was silent longest, {seconds} s");
+                let detail = format!(
+                    "{} of {max} are open; that of {peer} was silent longest, {seconds} s",
+                    open.len()
+                );
                 self.closed.warn(&detail);
                 return true;
             }

@@ -40,7 +40,7 @@ const PIPELINE: [Family<Stats>; 6] = [
     (Counter, "pipeline_batches", "Batches of these requests", |s| s.batches),
     (Counter, "pipeline_busy", "Requests refused for want of a slot", |s| s.busy),
     (Counter, "pipeline_failed", "Requests that a worker could not score", |s| s.failed),
-    (Counter, "pipeline_late", "Requests whose deadline passed", |s| s.expired),
+    (Counter, "pipeline_expired", "Requests whose deadline passed", |s| s.expired),
     (Gauge, "pipeline_waiting", "Requests that wait now", |s| s.waiting as u64),
 ];
 

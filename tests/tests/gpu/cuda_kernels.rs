@@ -107,15 +107,10 @@ impl Table {
 
         let width = format.row_bytes();
         let place = if random.one_in(3) {
-            let mut order: Vec<u64> = keys.clone();
-            if !indexed {
-                order.sort_by_key(|&k| mix(k));
-            }
-            let bytes: Vec<u8> = order.iter().flat_map(|k| rows[k].clone()).collect();
-            residents.push(match indexed {
-                true => Resident::indexed(width, &bytes),
-                false => Resident::hashed(width, order.iter().map(|&k| mix(k)).collect(), &bytes),
-            });
+            let bytes: Vec<u8> = keys.iter().flat_map(|k| rows[k].clone()).collect();
+            let in_order = Resident::indexed(width, &bytes);
+            let hashes = || keys.iter().map(|&k| mix(k)).collect();
+            residents.push(if indexed { in_order } else { in_order.hashed(hashes()) });
             TableStorage::Resident(residents.len() - 1)
         } else {
             let number = widths.iter().position(|w| *w == width).unwrap_or_else(|| {

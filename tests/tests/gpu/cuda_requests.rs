@@ -497,7 +497,7 @@ fn a_budget_that_does_not_hold_is_refused() {
     // The peak while the model was opened is reported, and is within the total.
     let opening = onto.memory().opening_bytes();
     assert!(
-        opening > 0 && opening <= held && onto.memory().to_string().contains("more while opening")
+        opening > 0 && opening <= held && onto.memory().to_string().contains("more for a while")
     );
 
     let more = onto.memory().total();

@@ -565,6 +565,14 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     assert_eq!(refused(&|b| b.workers = 0), "workers");
     assert_eq!(refused(&|b| b.resident_bytes_max = 300 * 16 - 1), "resident_bytes_max");
     assert_eq!(refused(&|b| b.memory_bytes_max = 1 << 12), "memory_bytes_max");
+    // The memory is planned before it is taken: no row of a table that is too large is read.
+    let segment = flash.join("g000000000001").join("t0000-0000.seg");
+    let mut bytes = std::fs::read(&segment).unwrap();
+    bytes[40] ^= 1;
+    std::fs::write(&segment, bytes).unwrap();
+    assert_eq!(refused(&|b| b.memory_bytes_max = 1 << 12), "memory_bytes_max");
+    let opened = Model::open(&hatchback::io::disk::system(), &flash, Budget::default());
+    assert!(matches!(opened, Err(OpenError::Segment(_))), "a damaged resident table is served");
 
     let packed = small_plan(1, &[5]).pack();
     let budget = Budget { cache_bytes_max: 100, resident_bytes_max: 0, ..Budget::default() };

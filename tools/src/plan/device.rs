@@ -100,7 +100,7 @@ fn read_batch(reader: &mut PageReader, segments: &[Arc<Segment>], picked: &[u64]
     let mut next = picked.iter();
     let mut is_done = false;
     while !is_done || reader.in_flight() > 0 {
-        while !is_done && reader.has_room() {
+        while !is_done && reader.reserve() {
             let Some(&number) = next.next() else {
                 is_done = true;
                 break;

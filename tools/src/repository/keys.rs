@@ -602,7 +602,11 @@ fn write_root(
             std::fs::rename(&file, folder.join(file.file_name().unwrap_or_default()))?;
             File::open(folder)?.sync_all()?;
         }
-        retire_unlisted(folder, &root)?;
+        let listed = || {
+            let path = path.display();
+            format!("{path} is written and valid; only keys that it does not list are left to move")
+        };
+        retire_unlisted(folder, &root).with_context(listed)?;
         Ok(path)
     })
 }

@@ -29,6 +29,8 @@ pub const CARDINALITIES: [u64; 26] = [
 ];
 /// Values in a row.
 pub const DIM: usize = 32;
+/// Criteo's dense features.
+pub const DENSE: usize = 13;
 /// Features with more than one key in a bag, and their number of keys: MLPerf's, cut to 3.
 const MULTI_HOT: [(usize, u32); 5] = [(0, 3), (3, 2), (9, 3), (13, 3), (20, 3)];
 /// Tables with scattered keys.
@@ -70,27 +72,41 @@ impl SyntheticGeneration {
     pub const FIRST: Self = Self { sequence: 1, changed_one_in: 1, misses: [MissPolicy::Wait; 2] };
 }
 
-fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
-    let tables: Vec<Synthetic> =
-        (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
-    let names: Vec<String> = (0..tables.len()).map(|n| format!("cat_{n}")).collect();
-    let spec = ModelSpec {
+/// Returns the spec of a DLRM with Criteo's dense features: `inputs` names the network's inputs of
+/// dense values and of rows. Each table has a feature of one key, with its name.
+pub fn dlrm_spec(
+    name: &str,
+    sequence: u64,
+    inputs: [&str; 2],
+    tables: Vec<TableSpec>,
+) -> ModelSpec {
+    let names: Vec<String> = tables.iter().map(|table| table.name.clone()).collect();
+    ModelSpec {
         format: 1,
-        name: "synthetic-criteo".to_owned(),
-        sequence: at.sequence,
-        dense_features: (0..13).map(|n| format!("int_{n}").into()).collect(),
+        name: name.to_owned(),
+        sequence,
+        dense_features: (0..DENSE).map(|n| format!("int_{n}").into()).collect(),
         network: NetworkSpec {
             onnx: Some(PathBuf::from("dense.onnx")),
             hugectr: None,
             table_major: false,
             output: OutputsSpec::One("logit".to_owned()),
             activation: Some(Activation::Sigmoid),
-            inputs: vec![InputSpec::dense("dense"), InputSpec::vectors("emb", names.clone())],
+            inputs: vec![InputSpec::dense(inputs[0]), InputSpec::vectors(inputs[1], names.clone())],
         },
-        tables: tables.iter().zip(&names).map(|(table, name)| table.spec(name)).collect(),
-        features: names.iter().enumerate().map(|(n, name)| feature(n, name)).collect(),
+        features: names.iter().map(|name| FeatureSpec::sum(name, name, 1)).collect(),
+        tables,
         probe: None,
-    };
+    }
+}
+
+fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
+    let tables: Vec<Synthetic> =
+        (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
+    let specs = tables.iter().enumerate().map(|(n, table)| table.spec(&format!("cat_{n}")));
+    let mut spec = dlrm_spec("synthetic-criteo", at.sequence, ["dense", "emb"], specs.collect());
+    let features = spec.tables.iter().enumerate().map(|(n, table)| feature(n, &table.name));
+    spec.features = features.collect();
     (spec, tables.into_iter().map(|t| Box::new(t) as Box<dyn RowSource>).collect())
 }
 

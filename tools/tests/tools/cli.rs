@@ -521,6 +521,29 @@ fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
     assert!(errors(publish(&policy("0.8"))).contains("manifest is"));
 }
 
+/// A batch of several lines is answered in their order, and a line of candidates as such, however
+/// many it has.
+#[test]
+fn run_answers_in_the_order_of_the_lines() {
+    let bundle = Desk::new().pack(&[]);
+    let dense = r#""dense":[55,21,24,1,0,0,0]"#;
+    let line = |candidates: &str| format!(r#"{{{dense}{candidates}}}"#);
+    let [none, one] = ["[]", r#"[{"sparse":{"driver":[1]}}]"#];
+    let with = |of: &str| line(&format!(r#","candidates":{of}"#));
+    let lines = [line(""), with(none), "{".to_owned(), with(one), line("")].join("\n");
+    let ran = hatchback(&["run", &bundle, "--batch", "8"], &lines);
+    let shape = |line: &str| {
+        let answer: Value = serde_json::from_str(line).unwrap();
+        let candidates = answer.get("candidates").map(|all| all.as_array().unwrap().len());
+        (candidates, answer.get("score").is_some(), answer.get("error").is_some())
+    };
+    let shapes: Vec<_> = String::from_utf8(ran.stdout).unwrap().lines().map(shape).collect();
+    let score = (None, true, false);
+    let expected =
+        [score, (Some(0), false, false), (None, false, true), (Some(1), false, false), score];
+    assert_eq!(shapes, expected);
+}
+
 #[test]
 fn an_answer_of_run_names_the_inputs_that_were_ignored_or_absent() {
     let desk = Desk::new();

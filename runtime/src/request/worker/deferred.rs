@@ -132,7 +132,7 @@ impl RowFetcher {
         self.round = self.round.wrapping_add(1);
         self.deferred.sort_unstable_by_key(|m| (m.row.table, m.place));
         loop {
-            while next < self.deferred.len() && started < pages_max && self.reader.has_room() {
+            while next < self.deferred.len() && started < pages_max && self.reader.reserve() {
                 let Miss { row, place, .. } = self.deferred[next];
                 let location = RowLocation::unpack(place);
                 let file = model.rows(row.table).segment(location).file();

@@ -149,7 +149,7 @@ impl RowFetcher {
 
     /// Starts reads in order until the reader is full or every miss is started, deferred or absent.
     fn start_reads(&mut self, model: &Model, deadline: Option<Duration>, reads: &mut Reads) {
-        while reads.next < self.misses.list().len() && self.reader.has_room() {
+        while reads.next < self.misses.list().len() && self.reader.reserve() {
             let range = reads.next..reads.next + page_len(&self.misses.list()[reads.next..]);
             let Miss { row, place, .. } = self.misses.list()[range.start];
             let is_late = || deadline.is_some_and(|deadline| self.clock.now() >= deadline);

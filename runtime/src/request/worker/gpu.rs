@@ -9,11 +9,12 @@
 //! paths too. If synchronising fails, the worker fails every later request.
 
 use crate::model::Model;
+use crate::model::budget::Budget;
 use crate::request::worker::cpu::{CpuDense, fill_part};
 use crate::request::worker::progress::Progress;
-use crate::schema::KeySpace;
 use crate::schema::batch::Batch;
 use crate::schema::lookup::Lookup;
+use crate::schema::{KeySpace, Schema};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
@@ -45,7 +46,11 @@ impl GpuBackend {
             dense.inputs().iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
         let types = vec![InputType::F32; addresses.len()];
         let features = features_on_device(model, &addresses, &types);
-        let lookup = GpuLookup::new(tables, &features, lookup_limits(model, tables.gpu()))?;
+        let lookup = GpuLookup::new(
+            tables,
+            &features,
+            lookup_limits(model.schema(), model.budget(), tables.gpu()),
+        )?;
         Ok(Self::Lookup { lookup: Box::new(lookup), dense })
     }
 
@@ -60,7 +65,7 @@ impl GpuBackend {
             engine,
             StepInputs { parts: model.input_parts(), copies: model.copies() },
             |addresses| features_on_device(model, addresses, engine.input_types()),
-            lookup_limits(model, tables.gpu()),
+            lookup_limits(model.schema(), model.budget(), tables.gpu()),
         );
         let step = step.map_err(|e| e.into_cuda(tables.gpu()))?;
         Ok(Self::Step(Box::new(step)))
@@ -161,13 +166,13 @@ fn progress(is_partial: bool) -> Progress {
 }
 
 /// Returns the limits of one worker's lookups on `gpu`.
-pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
+pub(crate) fn lookup_limits(schema: &Schema, budget: &Budget, gpu: &Gpu) -> LookupLimits {
     LookupLimits {
-        batch_max: model.budget().batch_max as usize,
-        misses_max: model.budget().misses_max as usize,
-        row_bytes_max: model.staging_row_bytes(),
+        batch_max: budget.batch_max as usize,
+        misses_max: budget.misses_max as usize,
+        row_bytes_max: schema.row_bytes_max(),
         keys: Keys::on(gpu),
-        is_shared: model.schema().has_shared(),
+        is_shared: schema.has_shared(),
     }
 }
 
