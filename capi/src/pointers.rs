@@ -82,7 +82,8 @@ mod tests {
 
     #[test]
     fn a_text_is_cut_after_a_whole_character() {
-        for (text, expected) in [("city", "city"), ("größe", "grö"), ("aaaé", "aaa"), ("", "")] {
+        for (text, expected) in [("city", "city"), ("größe", "grö"), ("aaaé", "aaa"), ("", "")]
+        {
             let mut to: [c_char; 5] = [7; 5];
             copy_text(text, &mut to);
             let bytes: Vec<u8> = to.iter().map(|c| *c as u8).take_while(|c| *c != 0).collect();

@@ -196,7 +196,10 @@ impl<'a> Preloader<'a> {
         }
         // Keys of one page become neighbours, so each page is read once.
         located.sort_unstable_by_key(|(location, _)| location.pack());
-        let pages: Vec<WantedPage<'_>> = located.chunk_by(|a, b| a.0 == b.0).collect();
+        let same_page = |a: &(RowLocation, u64), b: &(RowLocation, u64)| a.0 == b.0;
+        // Exactly sized, as `KEY_BYTES` counts them.
+        let mut pages = Vec::<WantedPage<'_>>::with_capacity(located.chunk_by(same_page).count());
+        pages.extend(located.chunk_by(same_page));
 
         let AfterRuns { scattered, failed } = self.read_runs(rows, &pages, &mut take);
         let scattered = self.read_scattered(rows, &scattered, &mut take);
@@ -215,7 +218,7 @@ impl<'a> Preloader<'a> {
             let next = RowLocation { page: a[0].0.page.saturating_add(1), ..a[0].0 };
             next == b[0].0
         };
-        let mut after = AfterRuns { scattered: Vec::new(), failed: None };
+        let mut after = AfterRuns { scattered: Vec::with_capacity(pages.len()), failed: None };
         let mut runs: Vec<&[WantedPage<'p>]> = Vec::new();
         for run in pages.chunk_by(follows) {
             match self.yield_now.is_some() || run.len() < RUN_PAGES_MIN {

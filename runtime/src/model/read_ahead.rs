@@ -31,10 +31,9 @@ impl RunBuffer {
     /// Reads `run` of `rows` on the caller's thread.
     fn read(&mut self, rows: &TableRows, run: Run) {
         // The buffer only grows: runs have different lengths, and each buffer is used for many of
-        // them.
-        if self.pages.len() < run.pages {
-            self.pages.resize_with(run.pages, AlignedPage::zeroed);
-        }
+        // them. Exactly, as `BUFFER_BYTES` counts it.
+        self.pages.reserve_exact(run.pages.saturating_sub(self.pages.len()));
+        self.pages.resize_with(self.pages.len().max(run.pages), AlignedPage::zeroed);
         let pages = &mut self.pages[..run.pages];
         self.is_read = rows.segment(run.first).file().read_pages(run.first.page, pages).is_ok();
     }

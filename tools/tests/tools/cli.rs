@@ -525,7 +525,8 @@ fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
 /// many it has.
 #[test]
 fn run_answers_in_the_order_of_the_lines() {
-    let bundle = Desk::new().pack(&[]);
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
     let dense = r#""dense":[55,21,24,1,0,0,0]"#;
     let line = |candidates: &str| format!(r#"{{{dense}{candidates}}}"#);
     let [none, one] = ["[]", r#"[{"sparse":{"driver":[1]}}]"#];
