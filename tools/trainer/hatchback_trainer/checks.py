@@ -9,9 +9,10 @@ import copy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .graph import source_line
+from .graph import op_name, source_line
 
 MANY = 300  # samples of a batch that no sample batch has
+EXACT_MAX = 1 << 24  # the largest whole number below which f32 has all
 TOLERANCE = 1e-4  # largest difference between the model and the cut network
 
 
@@ -118,8 +119,8 @@ def difference(exporter, network, leaves, calls, scores, what):
             most = (a - b).abs().max().item()
             if not takes_equal_values(exporter, leaves, found):
                 raise ValueError(
-                    f"output `{name}` of the network behind the lookups differs from the model's "
-                    f"by {most:.2g} on {what}"
+                    f"{large_number(network, inputs)}output `{name}` of the network behind the "
+                    f"lookups differs from the model's by {most:.2g} on {what}"
                 )
             choice = next(one for one in network.graph.nodes if one.target is first_of_equal)
             said = (
@@ -187,6 +188,19 @@ class Values(torch.fx.Interpreter):
     def run_node(self, node):
         self.value[node] = super().run_node(node)
         return self.value[node]
+
+
+def large_number(network, inputs):
+    """Returns the user's line of whole numbers that the car's f32 does not hold."""
+    for node, value in Values(network, inputs).value.items():
+        if not torch.is_tensor(value) or value.is_floating_point() or value.is_complex():
+            continue
+        if "stack_trace" in node.meta and value.numel() and int(value.max()) > EXACT_MAX:
+            return (
+                f"{source_line(node)}: `{op_name(node)}` makes {int(value.max())}, and the car "
+                f"computes whole numbers up to 2^24 exactly: "
+            )
+    return ""
 
 
 def mixing_line(network, inputs):

@@ -438,10 +438,11 @@ class Exports(unittest.TestCase):
 
     def test_a_refusal_of_an_operation_has_the_line_of_its_forward(self):
         for kind, what in (("mixing", "samples of a batch reach each other"),
+                           ("large", r"makes \d+, and the car computes whole numbers up to 2"),
                            ("sizes", "how many values `nonzero` gives follows from values")):
             line = rf"^\S*test_exporter.py:\d+, `.*# {kind}`: .*{what}"
             with self.assertRaisesRegex(ValueError, line):
-                self.export(Lines(kind), (ids(B, 40), torch.ones(B, 40)))
+                self.export(Lines(kind), (ids(B, 40), 2.0 ** 23 + torch.rand(B, 40) * 2 ** 24))
 
     def test_equal_values_that_the_sample_batch_lacks_are_noted_by_line(self):
         x, keep = ids(B, 40), torch.ones(B, 40)
@@ -497,6 +498,10 @@ class Lines(nn.Module):
         rows, sums = self.e(x), self.e(x).sum(2)
         if self.kind == "mixing":
             rows = rows - rows.mean(0)  # mixing
+        elif self.kind == "large":
+            odd = 2 * keep.long() + 1  # large
+            most = torch.zeros_like(odd).scatter_reduce(1, odd % 3, odd, "amax")
+            rows = rows * (most % 5)[..., None]
         elif self.kind == "sizes":
             places = torch.nonzero(sums.flatten() > 0)[:, 0]  # sizes
             ends = (sums > 0).sum(1).cumsum(0)
