@@ -12,12 +12,12 @@ pub use logger::Logger;
 pub use outcome::Outcome;
 
 use handles::Handles;
-use hatchback::Feature;
 use hatchback::model::Model;
 use hatchback::request::pipeline::Answer;
 use hatchback::request::worker::top_k;
 use hatchback::schema::batch::{Bags as Columns, Batch, DenseColumns, check_offsets};
 use hatchback::schema::raw_value::RawValue;
+use hatchback::{Feature, limits::CROSS_COLUMNS_MAX};
 use outcome::{Refusal, answer, closed, request};
 use pointers::{copy_text, place, room, text, values, write, zeros};
 use process::{CallerShape, Process, ServedModel};
@@ -469,7 +469,10 @@ extern "C" fn hatchback_key_of_cross(
     key: *mut u64,
 ) -> Outcome {
     answer(|| {
-        let raw = values("values", given, count as usize)?.iter().map(Value::raw);
+        // Before they are read: a wrong count would read past the caller's values.
+        let fits = (count as usize <= CROSS_COLUMNS_MAX).then_some(count as usize);
+        let many = || request(format!("count = {count}, over the {CROSS_COLUMNS_MAX} of a cross"));
+        let raw = values("values", given, fits.ok_or_else(many)?)?.iter().map(Value::raw);
         let raw = raw.collect::<Result<Vec<_>, _>>()?;
         write("key", key, model(handle)?.cross_key(feature as usize, &raw)?)
     })

@@ -13,6 +13,7 @@ static int mistakes(hatchback_model model, uint32_t cross) {
     uint64_t key = 7;
     EXPECT(hatchback_key_of_cross(model, 0, values, 2, &key), HATCHBACK_REQUEST, "one value for each column");
     EXPECT(hatchback_key_of_cross(model, cross, values, 1, &key), HATCHBACK_REQUEST, "a list of 1");
+    EXPECT(hatchback_key_of_cross(model, cross, values, 9, &key), HATCHBACK_REQUEST, "count = 9, over the 8");
     EXPECT(hatchback_key_of_cross(model, cross, NULL, 2, &key), HATCHBACK_REQUEST, "values is NULL");
     EXPECT(hatchback_key_of_cross(model, cross, values, 2, NULL), HATCHBACK_REQUEST, "key is NULL");
     EXPECT(hatchback_key_of_text(model, cross, "a", &key), HATCHBACK_REQUEST, "it crosses other columns");

@@ -7,9 +7,11 @@ constant mask. The model itself is not changed.
 
 import contextlib
 import io
+import operator
 import sys
 import traceback
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -227,22 +229,93 @@ def collections(model, answer):
 # --- packed sequences ---
 
 
-@dataclass
-class Padded:
-    """Takes the place of a `PackedSequence`: padded rows `[B, L, D]` and their lengths `[B]`."""
+class Place:
+    """Where the rows of a step begin in the data of a packed sequence: a sum of `StepSizes`."""
 
-    rows: torch.Tensor
-    lengths: torch.Tensor
+    def __init__(self, step):
+        self.step = step
+
+    def behind(self, size):
+        if size.step != self.step:
+            raise ValueError("a packed sequence is read at a place that no sum of its sizes gives")
+        return Place(self.step + 1)
+
+
+class OfStep(int):
+    """The number of samples in one step of a packed sequence. All samples stay in the step, and a
+    write to the first `size` rows leaves the samples alone that have ended."""
+
+    def __add__(self, other):
+        if isinstance(other, Place) or self.step == other == 0:
+            return (other if isinstance(other, Place) else Place(0)).behind(self)
+        return int(self) + other
+
+    __radd__ = __add__
+
+
+class StepSizes(list):
+    """Takes the place of the `batch_sizes` of a packed sequence."""
+
+    def __init__(self, lengths, samples, steps):
+        self.lengths = lengths
+        for step in range(steps):
+            # The loop over the steps fixes the number of samples: see `OfTwoSizes`.
+            self.append(OfStep(samples))
+            self[-1].step, self[-1].keep = step, lengths > step
+
+    def cpu(self):
+        return self
+
+    tolist = cpu
+
+
+class Padded:
+    """Takes the place of a `PackedSequence`: padded rows `[B, L, ...]` and the lengths `[B]`."""
+
+    def __init__(self, data, batch_sizes, sorted_indices=None, unsorted_indices=None):
+        written = getattr(data, "of_step", {})
+        if len(written) < len(batch_sizes):
+            raise ValueError("a packed sequence is made of other values than one for each step")
+        self.rows = torch.stack([written[step] for step in range(len(batch_sizes))], 1)
+        self.lengths, self.sorted_indices = batch_sizes.lengths, sorted_indices
+
+    @classmethod
+    def of(cls, rows, lengths, sorted_indices):
+        made = cls.__new__(cls)
+        made.rows, made.lengths, made.sorted_indices = rows, lengths, sorted_indices
+        return made
+
+    @property
+    def unsorted_indices(self):
+        return self.sorted_indices
+
+    @property
+    def batch_sizes(self):
+        return StepSizes(self.lengths, *self.rows.shape[:2])
+
+    @property
+    def data(self):
+        data = self.rows.transpose(0, 1).flatten(0, 1)
+        data.of_step = dict(enumerate(self.rows.unbind(1)))
+        return data
+
+    def __iter__(self):
+        return iter((self.data, self.batch_sizes, self.sorted_indices, self.sorted_indices))
 
 
 def pack_padded(input, lengths, batch_first=False, enforce_sorted=True):
     rows = input if batch_first else input.transpose(0, 1)
-    return Padded(rows, torch.as_tensor(lengths).to(torch.int64))
+    order = None
+    if not enforce_sorted:
+        order = torch.arange(rows.shape[0])
+        order.is_every_sample = True
+    return Padded.of(rows, torch.as_tensor(lengths).to(torch.int64), order)
 
 
 def pad_packed(sequence, batch_first=False, padding_value=0.0, total_length=None):
     keep = torch.arange(sequence.rows.shape[1]) < sequence.lengths[:, None]
-    rows = torch.where(keep[..., None], sequence.rows, padding_value)
+    keep = keep.reshape(*keep.shape, *[1] * (sequence.rows.dim() - 2))
+    rows = torch.where(keep, sequence.rows, padding_value)
     return rows if batch_first else rows.transpose(0, 1), sequence.lengths
 
 
@@ -260,7 +333,8 @@ def over_padded(real):
             rows = states[-1][0]
         last = [last_of(rows, input.lengths) for rows, _ in states]
         hidden = torch.stack(last)
-        return Padded(rows, input.lengths), hidden if self.mode != "LSTM" else (hidden, Sealed())
+        input = Padded.of(rows, input.lengths, input.sorted_indices)
+        return input, hidden if self.mode != "LSTM" else (hidden, Sealed())
 
     return forward
 
@@ -280,22 +354,25 @@ def one_padded_layer(module, rows, hx, layer):
 
 def last_of(rows, lengths):
     """Returns the last row of each sequence, `[B, D]`, of `rows` `[B, L, D]`."""
-    at = (lengths - 1).reshape(-1, 1, 1).expand(-1, 1, rows.shape[2])
+    # A sample without a row is one that the model leaves out, and its row is not used.
+    at = (lengths - 1).clamp(min=0).reshape(-1, 1, 1).expand(-1, 1, rows.shape[2])
     return rows.gather(1, at).squeeze(1)
 
 
 @contextlib.contextmanager
 def padded_sequences():
     """Lets packed sequences stay padded: their lengths then are values and no sizes."""
-    swaps = {rnn.pack_padded_sequence: pack_padded, rnn.pad_packed_sequence: pad_packed}
+    swaps = {
+        id(rnn.pack_padded_sequence): pack_padded, id(rnn.pad_packed_sequence): pad_packed,
+        id(rnn.PackedSequence): Padded,
+    }
     places = [
         (module, name, value) for module in list(sys.modules.values())
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if isinstance(value, type(pack_padded)) and value in swaps
+        for name, value in list(getattr(module, "__dict__", {}).items()) if id(value) in swaps
     ]
     real = {kind: kind.forward for kind in (nn.GRU, nn.LSTM, nn.RNN)}
     for module, name, value in places:
-        setattr(module, name, swaps[value])
+        setattr(module, name, swaps[id(value)])
     for kind, forward in real.items():
         kind.forward = over_padded(forward)
     try:
@@ -314,15 +391,20 @@ def is_mask(value):
     return torch.is_tensor(value) and value.dtype == torch.bool and value.dim() > 0
 
 
-class Masks(TorchFunctionMode):
-    """Records the boolean masks that choose values, or replaces them by constant positions; and
-    reads `x.data` as `x.detach()`."""
+class Choices(TorchFunctionMode):
+    """Records the boolean masks that choose values, or gives the choice a size that is known.
+
+    A constant mask becomes constant positions, and one with one value of each sample a sum. A mask
+    that leaves samples out leaves none out: what the model then writes by that mask is kept for
+    the others. It also reads `x.data` as `x.detach()`, and steps of packed sequences.
+    """
 
     SELECT = (torch.masked_select, torch.Tensor.masked_select)
 
-    def __init__(self, known=None):
+    def __init__(self, samples, known=None):
         super().__init__()
-        self.seen, self.known = [], known
+        self.samples, self.seen, self.known = samples, [], known
+        self.leaves_out = False  # whether a mask of the model leaves samples out
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -333,15 +415,70 @@ class Masks(TorchFunctionMode):
             constant = self.next_of(mask, args[0])
             if constant is not None:
                 return select(args[0], mask, constant[-1])
+            if self.known is not None and self.chooses_samples(mask):
+                return args[0].flatten()
         elif function is torch.Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(map(is_mask, index)):
-                made = []
-                for one in index:
-                    constant = self.next_of(one) if is_mask(one) else None
-                    made += [one] if constant is None else constant[0]
-                args = (args[0], tuple(made))
+            made = self.read(*args)
+            if made is not None:
+                return made
+            args = (args[0], self.constant_index(args[1]))
+        elif function is torch.Tensor.__setitem__ and self.write(*args):
+            return None
         return function(*args, **kwargs)
+
+    def read(self, values, index):
+        """Returns `values[index]` if a choice gives its size; None for any other index."""
+        if getattr(index, "is_every_sample", False):
+            return values
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(first, slice) and isinstance(first.stop, Place):
+            return values.of_step[first.stop.step - 1][(slice(None), *rest)]
+        if self.known is None or not is_mask(index):
+            return None
+        constant = self.known[len(self.seen)] if len(self.seen) < len(self.known) else None
+        if constant == EACH:
+            self.seen.append(None)
+            keep = index.reshape(*index.shape, *[1] * (values.dim() - index.dim()))
+            return torch.where(keep, values, 0).sum(1)
+        if constant is None and self.chooses_samples(index):
+            self.seen.append(None)
+            return values
+        return None
+
+    def write(self, values, index, given):
+        """Writes to the samples that a mask or the size of a step names; returns whether it did."""
+        if isinstance(index, slice) and isinstance(index.stop, Place):
+            vars(values).setdefault("of_step", {})[index.stop.step - 1] = given
+            return True
+        if isinstance(index, slice) and isinstance(index.stop, OfStep) and not index.start:
+            keep = index.stop.keep
+        elif self.known is not None and is_mask(index) and self.chooses_samples(index):
+            keep = index
+        else:
+            return False
+        values.copy_(torch.where(keep.reshape(-1, *[1] * (values.dim() - 1)), given, values))
+        return True
+
+    def chooses_samples(self, mask):
+        """Returns whether a mask has one value for each sample, or for each row of each sample."""
+        count, *rest = mask.shape
+        if isinstance(self.samples, torch.SymInt):
+            chooses = isinstance(count, torch.SymInt) and all(
+                isinstance(one, int) and one == 1 for one in rest)
+        else:
+            chooses = mask.numel() == count and count % self.samples == 0
+        self.leaves_out = self.leaves_out or chooses
+        return chooses
+
+    def constant_index(self, index):
+        whole = index if isinstance(index, tuple) else (index,)
+        if not any(map(is_mask, whole)):
+            return index
+        made = []
+        for one in whole:
+            constant = self.next_of(one) if is_mask(one) else None
+            made += [one] if constant is None else constant[0]
+        return tuple(made)
 
     def next_of(self, mask, values=None):
         """Records a mask; returns its positions if they are constant."""
@@ -351,7 +488,7 @@ class Masks(TorchFunctionMode):
             return self.known[place] if place < len(self.known) else None
         if values is None:
             self.seen[place] = mask.clone()
-        else:  # the mask of one sample, if all samples have the same
+        elif not self.chooses_samples(mask):  # the mask of one sample, if all have the same
             whole = mask.expand(torch.broadcast_shapes(mask.shape, values.shape))
             same = len(whole) > 0 and bool((whole == whole[:1]).all())
             self.seen[place] = whole[:1].clone() if same else None
@@ -364,12 +501,19 @@ def select(values, mask, positions):
     return whole.flatten(1)[:, positions].flatten()
 
 
+EACH = "one value of each sample"
+
+
 def constant_masks(one, other):
     """Returns the positions of the masks that two runs on different samples have in common, by axis
-    and in the flat mask; None for the other masks."""
+    and in the flat mask; EACH for masks with one value of each sample; None for other masks."""
 
     def positions(a, b):
-        if a is None or b is None or a.shape != b.shape or bool((a != b).any()):
+        if a is None or b is None or a.dim() != b.dim():
+            return None
+        if a.dim() == 2 and len(a) != len(b) and all(bool((m.sum(1) == 1).all()) for m in (a, b)):
+            return EACH
+        if a.shape != b.shape or bool((a != b).any()):
             return None
         return a.nonzero(as_tuple=True), a.flatten().nonzero()[:, 0]
 
@@ -401,11 +545,13 @@ def fixed_sizes(lines):
 class Captured(nn.Module):
     """The model as a function of flat tensors: leaves of the batch, then vectors of collections."""
 
-    def __init__(self, model, call, flat, pick, masks):
+    def __init__(self, source, masks, per_sample):
         super().__init__()
-        self.model = model
+        self.model, call = source.model, source.call
         self.call = lambda *values, **named: call(*values, **named)  # no submodule twice
-        self.flat, self.pick, self.masks = flat, pick, masks
+        self.flat, self.pick, self.masks = source.flat, source.pick, masks
+        # An object of its own, because torch restores the module's attributes after a capture.
+        self.per_sample, self.found = per_sample, SimpleNamespace(leaves_out=False)
 
     def forward(self, *tensors):
         leaves = len(self.flat.tensors)
@@ -417,8 +563,12 @@ class Captured(nn.Module):
             return {key: Sequence(vectors.pop(0), vectors.pop(0)) for key, *_ in keys_of(module)}
 
         positional, named = self.flat.rebuild(tensors[:leaves], lambda value: Sealed())
-        with collections(self.model, answer), padded_sequences(), Masks(self.masks):
-            return self.pick(self.call(*positional, **named))
+        samples = tensors[self.per_sample.index(True)].shape[0]
+        choices = Choices(samples, self.masks)
+        with collections(self.model, answer), padded_sequences(), choices:
+            result = self.pick(self.call(*positional, **named))
+        self.found.leaves_out = choices.leaves_out
+        return result
 
 
 def program_of(module, tensors, shapes):
@@ -445,8 +595,69 @@ def fixes_samples(program, per_sample):
     return any(whole and fixed(sizes[name][0]) for name, whole in zip(names, per_sample))
 
 
-def capture(captured, tensors, per_sample):
-    """Returns the graph of `captured` as a GraphModule. `per_sample` has a bool for each tensor.
+SIZES = (61, 53)  # numbers of samples: primes, for sizes of a model that are no multiples of them
+
+
+class OfTwoSizes:
+    """The graph of a model that fixes the number of samples, from its graphs for two numbers: a
+    size in which they differ follows from the number of samples."""
+
+    def __init__(self, captured, tensors):
+        graphs = []
+        for count in SIZES:
+            part = [
+                tensor[torch.arange(count) % len(tensor)] if whole else tensor
+                for tensor, whole in zip(tensors, captured.per_sample)
+            ]
+            program = program_of(captured, part, None)
+            graphs.append(program.run_decompositions(composed_transforms()).module())
+        self.module, other = graphs
+        nodes, twins = (list(one.graph.nodes) for one in graphs)
+        if [node.target for node in nodes] != [node.target for node in twins]:
+            raise ValueError("the operations follow from the number of samples")
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        self.first = nodes[nodes.index(inputs[-1]) + 1]
+        with self.module.graph.inserting_before(self.first):
+            self.samples = self.module.graph.call_function(
+                torch.ops.aten.sym_size.int, (inputs[captured.per_sample.index(True)], 0))
+        self.sizes = {}
+        for node, twin in zip(nodes, twins):
+            if node.op == "get_attr":
+                self.same_constant(node.target, other)
+            node.args = self.merged(node.args, twin.args)
+            node.kwargs = {name: self.merged(one, twin.kwargs[name])
+                           for name, one in node.kwargs.items()}
+        self.module.recompile()
+
+    def same_constant(self, name, other):
+        one, two = (operator.attrgetter(name)(module) for module in (self.module, other))
+        if torch.is_tensor(one) and not torch.equal(one, two):
+            raise ValueError(f"`{name}` follows from the number of samples")
+
+    def merged(self, one, twin):
+        if isinstance(one, (list, tuple)) and len(one) == len(twin):
+            return type(one)(self.merged(*both) for both in zip(one, twin))
+        if isinstance(one, torch.fx.Node) or one == twin:
+            return one
+        slope, rest = divmod(one - twin, SIZES[0] - SIZES[1]) if isinstance(one, int) else (0, 1)
+        if rest:
+            raise ValueError(f"{one} follows from the number of samples")
+        return self.size(slope, one - slope * SIZES[0])
+
+    def size(self, slope, rest):
+        """Returns the node of `slope * samples + rest`."""
+        if (slope, rest) not in self.sizes:
+            with self.module.graph.inserting_before(self.first):
+                made = self.samples
+                for function, by, neutral in ((operator.mul, slope, 1), (operator.add, rest, 0)):
+                    if by != neutral:
+                        made = self.module.graph.call_function(function, (made, by))
+            self.sizes[slope, rest] = made
+        return self.sizes[slope, rest]
+
+
+def capture(captured, tensors):
+    """Returns the graph of `captured` as a GraphModule.
 
     # Errors
     ValueError with the user's line if a size or a branch follows from values.
@@ -458,7 +669,7 @@ def capture(captured, tensors, per_sample):
     for samples in (batch, auto):
         shapes = tuple(
             {0: samples if whole else auto} if tensor.dim() else {}
-            for tensor, whole in zip(tensors, per_sample)
+            for tensor, whole in zip(tensors, captured.per_sample)
         )
         try:
             with fixed_sizes(lines):
@@ -468,8 +679,12 @@ def capture(captured, tensors, per_sample):
             errors.append(error)
             continue
         # AUTO may fix the number of samples to that of the sample batch, without a word.
-        if not fixes_samples(program, per_sample):
+        if not fixes_samples(program, captured.per_sample):
             return module
+    try:
+        return OfTwoSizes(captured, tensors).module
+    except Exception as error:
+        errors.append(error)
     error = errors[0]
     if "specialized it to be a constant" in str(error):
         fixed = next((f" at {line}" for line in lines if line), "")

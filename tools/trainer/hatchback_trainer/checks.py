@@ -7,8 +7,12 @@ on one sample and on many. Nothing here changes the network.
 import copy
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from .graph import op_name, source_line
 
 MANY = 300  # samples of a batch that no sample batch has
+EXACT_MAX = 1 << 24  # the largest whole number below which f32 has all
 TOLERANCE = 1e-4  # largest difference between the model and the cut network
 
 
@@ -29,8 +33,11 @@ def check(exporter, network):
         )
     difference(exporter, network, leaves, exporter.calls, exporter.scores, "the sample batch")
     if not exporter.calls:
-        for seed in range(2):
+        for seed in range(3 if exporter.leaves_out else 2):
             changed = [other_rows(exporter, place, seed) for place in range(len(leaves))]
+            if seed == 2:
+                changed = [without_values(exporter, place, leaf)
+                           for place, leaf in enumerate(changed)]
             try:
                 compare(exporter, network, changed)
             except ValueError as error:
@@ -104,20 +111,54 @@ def difference(exporter, network, leaves, calls, scores, what):
     found = answer(network, inputs)
     for name, a, b in zip(exporter.output_names, found, scores):
         if differ(a, b):
+            if a.shape != b.shape:
+                raise ValueError(
+                    f"output `{name}` of the network has the shape {list(a.shape)}, and the "
+                    f"model's {list(b.shape)} on {what}"
+                )
             most = (a - b).abs().max().item()
-            choices = [n for n in network.graph.nodes if n.target is first_of_equal]
-            open_choice = (
-                "; it takes the `topk` of equal values, an order that PyTorch leaves open: make "
-                "them differ, or sort with `stable=True`" if choices else ""
+            if not takes_equal_values(exporter, leaves, found):
+                raise ValueError(
+                    f"{large_number(network, inputs)}output `{name}` of the network behind the "
+                    f"lookups differs from the model's by {most:.2g} on {what}"
+                )
+            choice = next(one for one in network.graph.nodes if one.target is first_of_equal)
+            said = (
+                f"{source_line(choice)}: the scores depend on which of equal values `topk` takes, "
+                "an order that PyTorch leaves open: make the values differ, or sort with "
+                "`stable=True`"
             )
-            raise ValueError(
-                f"output `{name}` of the network behind the lookups differs from the model's by "
-                f"{most:.2g} on {what}{open_choice}"
-            )
+            if leaves is exporter.leaves:
+                raise ValueError(f"{said}; output `{name}` differs by {most:.2g} on {what}")
+            # The sample batch has no such rows, and in these ones any choice is PyTorch's.
+            exporter.note(said)
+            return
+
+
+class Ordered(TorchFunctionMode):
+    """Lets a model take the first ones of equal values."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.topk, torch.Tensor.topk):
+            made = first_of_equal(*args, **(kwargs or {}))
+            return torch.return_types.topk(made)
+        return function(*args, **(kwargs or {}))
+
+
+def takes_equal_values(exporter, leaves, found):
+    """Returns whether the model gives the scores of the network once both choose alike."""
+    if not leaves:
+        return False
+    with torch.no_grad(), Ordered():
+        scores = exporter.source.scores(exporter.flat, [leaf.tensor for leaf in leaves])
+    return not any(differ(a, b) for a, b in zip(found, scores))
 
 
 def differ(a, b):
-    return a.shape != b.shape or bool(((a - b).abs() > TOLERANCE * (1 + b.abs())).any())
+    if a.shape != b.shape:
+        return True
+    same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= TOLERANCE * (1 + b.abs()))
+    return not bool(same.all())
 
 
 def numbers_of_samples(exporter, network):
@@ -129,9 +170,50 @@ def numbers_of_samples(exporter, network):
     for name, a, more, b in zip(exporter.output_names, alone, together, exporter.scores):
         if differ(a, b[:1]) or differ(more, b[many]):
             raise ValueError(
-                f"output `{name}` of a sample differs when the sample is scored alone or in a "
-                f"batch of {MANY}: the model lets the samples of a batch reach each other"
+                f"{mixing_line(network, inputs)}the model lets the samples of a batch reach each "
+                f"other: output `{name}` of a sample differs when the sample is scored alone or in "
+                f"a batch of {MANY}"
             )
+
+
+class Values(torch.fx.Interpreter):
+    """Runs a network and keeps the value of each node."""
+
+    def __init__(self, network, inputs):
+        super().__init__(network, garbage_collect_values=False)
+        self.value = {}
+        with torch.no_grad():
+            self.run(*inputs)
+
+    def run_node(self, node):
+        self.value[node] = super().run_node(node)
+        return self.value[node]
+
+
+def large_number(network, inputs):
+    """Returns the user's line of whole numbers that the car's f32 does not hold."""
+    for node, value in Values(network, inputs).value.items():
+        if not torch.is_tensor(value) or value.is_floating_point() or value.is_complex():
+            continue
+        if "stack_trace" in node.meta and value.numel() and int(value.max()) > EXACT_MAX:
+            return (
+                f"{source_line(node)}: `{op_name(node)}` makes {int(value.max())}, and the car "
+                f"computes whole numbers up to 2^24 exactly: "
+            )
+    return ""
+
+
+def mixing_line(network, inputs):
+    """Returns the user's line of the first value of a sample that the other samples change."""
+    both = Values(network, inputs), Values(network, [one[:1] for one in inputs])
+    for node in network.graph.nodes:
+        together, alone = (one.value[node] for one in both)
+        if not torch.is_tensor(alone) or not alone.is_floating_point() or not alone.numel():
+            continue
+        own = together.shape[0] == len(inputs[0]) * len(alone) if alone.dim() else False
+        if own and together.shape[1:] == alone.shape[1:] and differ(together[: len(alone)], alone):
+            return f"{source_line(node)}: "
+    return ""
 
 
 def one_sample(exporter):
@@ -167,6 +249,20 @@ def other_rows(exporter, place, seed):
             keys[torch.arange(column.hotness) >= lengths] = column.padding
         flat[:, list(column.columns)] = keys.to(flat.dtype)
     return type(leaf)(leaf.name, flat.reshape(tensor.shape), True)
+
+
+def without_values(exporter, place, leaf):
+    """Returns a leaf whose first samples have no keys and zeros for dense values, so that a mask of
+    the model leaves them out."""
+    if not leaf.per_sample:
+        return leaf
+    few = len(leaf.tensor) // 4 + 1
+    flat = leaf.tensor.reshape(len(leaf.tensor), -1).clone()
+    for column in exporter.made.columns:
+        if column.leaf == place and column.padding is not None:
+            flat[:few, list(column.columns)] = column.padding
+    flat[:few, [at for one, at in exporter.made.dense if one == place]] = 0
+    return type(leaf)(leaf.name, flat.reshape(leaf.tensor.shape), True)
 
 
 def column_size(exporter, column):

@@ -461,6 +461,7 @@ class Cut:
             # Parts of a fixed size are those of the sample batch: a car has one whole batch.
             self.made[node] = [self.take(node.args[0], node)]
             return
+        self.refuse_sizes_of_values(node, name)
         if node in self.kept:
             self.note_kept(self.kept[node])
         change = lambda one: self.take(one, node)
@@ -469,6 +470,20 @@ class Cut:
             self.made[node] = self.call(target, *torch.fx.map_arg(args, change))
             return
         self.made[node] = self.graph.node_copy(node, change)
+
+    def refuse_sizes_of_values(self, node, name):
+        """Refuses an operation whose number of results follows from values of the batch."""
+        if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+            return
+        masks = [one for one in node.all_input_nodes[1:] if (
+            torch.is_tensor(self.followed.value[one])
+            and self.followed.value[one].dtype == torch.bool)]
+        if name in ("nonzero", "masked_select") or name.startswith("unique") or (
+                name == "index" and masks):
+            raise ValueError(
+                f"{source_line(node)}: how many values `{name}` gives follows from values of the "
+                "batch: give each sample a fixed number, with torch.where, a mask or topk"
+            )
 
     def rewritten(self, node, name):
         """Returns the function and the arguments that take the place of an operation which the car

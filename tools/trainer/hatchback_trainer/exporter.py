@@ -14,7 +14,7 @@ import torch
 
 from .batch import Flat, Leaf
 from .capture import (
-    Captured, Masks, capture, check_version, collection_calls, collections, constant_masks,
+    Captured, Choices, capture, check_version, collection_calls, collections, constant_masks,
     sequence_calls, tables_of
 )
 from .checks import check
@@ -133,7 +133,7 @@ def masks_of(source, tensors, leaves):
     samples = next(len(leaf.tensor) for leaf in leaves if leaf.per_sample)
     orders = [torch.arange(samples), torch.arange(samples).flip(0)[: max(2, samples // 2)]]
     for order in orders:
-        mode = Masks()
+        mode = Choices(len(order))
         part = [
             tensor[order] if leaf.per_sample else tensor for tensor, leaf in zip(tensors, leaves)
         ]
@@ -183,12 +183,11 @@ class Exporter:
         vectors = [tensor.detach() for call in self.calls for tensor in call.tensors]
         per_sample = [leaf.per_sample for leaf in self.leaves] + [True] * len(vectors)
         masks = masks_of(self.source, self.flat.tensors, self.leaves) if not self.calls else []
-        captured = Captured(
-            self.source.model, self.source.call, self.flat, self.source.pick, masks
-        )
+        captured = Captured(self.source, masks, per_sample)
         # torch takes two arguments that are one tensor for one argument.
         given = [tensor.clone() for tensor in (*self.flat.tensors, *vectors)]
-        self.graph = with_real_pairs(capture(captured, given, per_sample))
+        self.graph = with_real_pairs(capture(captured, given))
+        self.leaves_out = captured.found.leaves_out
         followed = self.follow(self.leaves, self.calls)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)

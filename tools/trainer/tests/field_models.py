@@ -5,6 +5,7 @@ from types import MethodType
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import rnn
 
 B, KEYS, LONG = 40, 50, 6
 
@@ -149,6 +150,64 @@ def ghost_batches(m, item):
     return m.n(torch.cat([m.norm(part) for part in parts])), m.e.weight.mean()[None]
 
 
+class AttentionGate(nn.Module):
+    """A loop over the steps of packed rows, whose gate a packed score of each row scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(8, 4)
+
+    def forward(self, packed_rows, packed_scores):
+        assert isinstance(packed_rows, rnn.PackedSequence)
+        rows, sizes, order, back = packed_rows
+        scores, *_ = packed_scores
+        state, last = (torch.zeros(sizes[0], 4) for _ in range(2))
+        states, begin = torch.zeros(rows.shape[0], 4), 0
+        for size in sizes:
+            gate = scores[begin:begin + size, None]
+            made = torch.tanh(self.cell(torch.cat([rows[begin:begin + size], state[:size]], 1)))
+            state = state[:size] * (1 - gate) + gate * made
+            states[begin:begin + size] = last[:size] = state
+            begin += size
+        return rnn.PackedSequence(states, sizes, order, back), last[back]
+
+
+def evolved(m, history, item, choose=lambda rows, keep: rows[keep], number=lambda n: n):
+    """DIEN: packed rows of the samples with a history alone, then zeros for the other ones."""
+    has_rows = (history > 0).sum(1) > 0
+    rows, keep = choose(m.e(history), has_rows), choose(history > 0, has_rows)
+    pack = lambda one: rnn.pack_padded_sequence(
+        one, keep.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+    packed_rows, _ = m.g(pack(rows))
+    rows, _ = rnn.pad_packed_sequence(packed_rows, batch_first=True, total_length=LONG)
+    target = choose(m.e(item), has_rows)
+    scores = torch.softmax((rows * target[:, None]).sum(2) - 1e9 * ~keep, 1)
+    states, last = m.loop(packed_rows, pack(scores))
+    states, lengths = rnn.pad_packed_sequence(states, batch_first=True, total_length=LONG)
+    chosen = states[torch.arange(LONG).expand(len(keep), -1) == keep.sum(1)[:, None] - 1]
+    made = torch.zeros(number(history.shape[0]), 8)
+    made[has_rows] = torch.cat([last, chosen], 1)
+    return m.n(torch.cat([made, m.e(item)], 1))
+
+
+def evolved_by_select(m, history, item):
+    whole = lambda keep, rows: keep.view(-1, *[1] * (rows.dim() - 1))
+    choose = lambda rows, keep: torch.masked_select(rows, whole(keep, rows)).view(
+        -1, *rows.shape[1:])
+    return evolved(m, history, item, choose, int)
+
+
+def fixed_number(m, history):
+    return m.n(m.e(history).view(len(history) * 2, -1).view(int(history.shape[0]), -1))
+
+
+def some_without():
+    """Returns histories of which some have no key, and an item."""
+    rows = history()[0]
+    rows[::5] = 0
+    return {"history": rows, "item": ids(B)}
+
+
 def words():
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 5, (B,)).cumsum(0)])
     return torch.randint(0, KEYS, (int(ends[-1]),)), ends
@@ -202,6 +261,13 @@ def cases():
             ["history", "item"], []),
         "the last state of a GRU": (Model(last_of, 4, g=gru()), timed, ["history"], ["length"]),
         "a GRU over packed rows": (Model(packed, 4, g=gru()), timed, ["history"], ["length"]),
+        "a loop over the steps of packed rows": (
+            Model(lambda m, history, item: evolved(m, history, item), 12, g=gru(),
+                  loop=AttentionGate()), some_without, ["history", "item"], []),
+        "samples that a mask leaves out": (
+            Model(evolved_by_select, 12, g=gru(), loop=AttentionGate()), item_too,
+            ["history", "item"], []),
+        "a number of samples that is fixed": (Model(fixed_number, 24), lists, ["history"], []),
         "attention with positions": (
             Model(attention, 4, p=nn.Embedding(LONG, 4)), lists, ["history"], []),
         "a lookup that no score uses": (

@@ -25,6 +25,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 from field_models import B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net  # noqa: E402
 
 import hatchback_trainer  # noqa: E402
+from hatchback_trainer.checks import differ  # noqa: E402
 from hatchback_trainer.columns import (  # noqa: E402
     Buckets, Dense, Vocabulary, columns_from_fuxictr, columns_from_keras, columns_from_sklearn
 )
@@ -430,6 +431,29 @@ class Exports(unittest.TestCase):
             {"item": ids(B)})
         self.assertEqual(done.schema.outputs, ("logit",))
 
+    def test_a_score_that_is_no_number_differs_from_one_that_is(self):
+        nan, half = torch.tensor([torch.nan]), torch.tensor([0.5])
+        pairs = ((nan, half), (half, nan), (nan, nan))
+        self.assertEqual([differ(*both) for both in pairs], [True, True, False])
+
+    def test_a_refusal_of_an_operation_has_the_line_of_its_forward(self):
+        for kind, what in (("mixing", "samples of a batch reach each other"),
+                           ("large", r"makes \d+, and the car computes whole numbers up to 2"),
+                           ("sizes", "how many values `nonzero` gives follows from values")):
+            line = rf"^\S*test_exporter.py:\d+, `.*# {kind}`: .*{what}"
+            with self.assertRaisesRegex(ValueError, line):
+                self.export(Lines(kind), (ids(B, 40), 2.0 ** 23 + torch.rand(B, 40) * 2 ** 24))
+
+    def test_equal_values_that_the_sample_batch_lacks_are_noted_by_line(self):
+        x, keep = ids(B, 40), torch.ones(B, 40)
+        x[0, :38], keep[0, :38] = 7, 0  # equal values of equal keys: each choice gives one score
+        done = self.export(Lines("choice"), (x, keep))
+        line = r"test_exporter.py:\d+, `.*# choice`: the scores depend on which of equal values"
+        self.assertRegex(done.notes[-1], line)
+        x[0, :38] = torch.arange(38)
+        with self.assertRaisesRegex(ValueError, f"{line}.* on the sample batch"):
+            self.export(Lines("choice"), (x, keep))
+
     def test_what_cannot_run_in_the_car_is_refused_by_name_and_line(self):
         def refused(pattern, forward, batch, width=4, columns=None, **modules):
             with self.assertRaisesRegex(ValueError, pattern):
@@ -448,16 +472,45 @@ class Exports(unittest.TestCase):
         both = {"item": ids(B), "x": torch.randn(B, 5)}
         for mixed in (lambda x: x - x.t().mean(1), lambda x: x[0, 0].expand(len(x), 5)):
             refused("samples", lambda m, item, x: m.n(torch.cat([m.e(item), mixed(x)], 1)), both, 9)
-        refused(r"its batch at .*test_exporter.py:\d+, .* not from `len\(x\)`", lambda m, x: m.n(
-            m.e(x).view(len(x), -1)), ids(B, 2), 8)
+        refused(r"its batch at .*test_exporter.py:\d+, .* no loop over the samples",
+                lambda m, x: m.n(torch.stack([m.e(one) for one in x]).flatten(1)), ids(B, 2), 8)
         # All values are equal, and PyTorch takes the last ones.
-        refused("the `topk` of equal values", lambda m, x: m.n(m.e(x).gather(1, torch.topk(
+        refused("which of equal values `topk` takes", lambda m, x: m.n(m.e(x).gather(1, torch.topk(
             x[:, :, None] * 0.0, 3, dim=1).indices.expand(-1, -1, 4)).flatten(1)), ids(B, 40), 12)
+        refused(r"network has the shape \[40, 1\], and the model's \[", lambda m, history: m.n(
+            (m.e(history) * (history > 0)[..., None])[(history > 0).any(1)].sum(1)),
+            {"history": ids(B, LONG, low=1)})
         refused("depend on no table", lambda m, x: m.n(x), torch.randn(B, 4))
         refused("computed from `item`", lambda m, item: m.n(m.big(item * item % 7)), item,
                 big=nn.Embedding(300_000, 4))
         refused(r"columns\['x'\] has 2 names", lambda m, x: m.n(m.e(x).sum(1)), ids(B, 3),
                 columns={"x": ["a", "b"]})
+
+
+class Lines(nn.Module):
+    """A model whose `forward` has a line that a message names."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.e, self.n = kind, nn.Embedding(KEYS, 4), nn.Linear(4, 1)
+
+    def forward(self, x, keep):
+        rows, sums = self.e(x), self.e(x).sum(2)
+        if self.kind == "mixing":
+            rows = rows - rows.mean(0)  # mixing
+        elif self.kind == "large":
+            odd = 2 * keep.long() + 1  # large
+            most = torch.zeros_like(odd).scatter_reduce(1, odd % 3, odd, "amax")
+            rows = rows * (most % 5)[..., None]
+        elif self.kind == "sizes":
+            places = torch.nonzero(sums.flatten() > 0)[:, 0]  # sizes
+            ends = (sums > 0).sum(1).cumsum(0)
+            return self.n(functional.embedding_bag(places, rows.flatten(0, 1), torch.cat(
+                [ends[:1] * 0, ends]), mode="sum", include_last_offset=True))
+        else:
+            chosen = torch.topk(sums.exp() * keep, 3, dim=1).indices  # choice
+            rows = rows.gather(1, chosen[..., None].expand(-1, -1, 4))
+        return self.n(rows.sum(1))
 
 
 class Jagged:

@@ -46,7 +46,9 @@ class StandIns:
 
 
 def stand_in(*roots):
+    """Returns the stand-ins of these packages, which are imported from now on."""
     sys.meta_path.append(StandIns(roots))
+    return sys.meta_path[-1]
 
 
 def torchfm():
@@ -79,10 +81,15 @@ def torchfm():
 
 
 def deepctr():
-    stand_in("tensorflow")
+    tensorflow = stand_in("tensorflow")
     from deepctr_torch import models
     from deepctr_torch.inputs import DenseFeat, SparseFeat, VarLenSparseFeat, get_feature_names
     from deepctr_torch.models.multitask import ESMM, MMOE, PLE, SharedBottom
+
+    # TensorBoard, which another package imports, would take the stand-in for TensorFlow.
+    sys.meta_path.remove(tensorflow)
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorflow"]:
+        del sys.modules[name]
 
     plain = [SparseFeat(name, ROWS[name], DIM) for name in SPARSE] + [
         DenseFeat("age", 1), DenseFeat("price", 1)]

@@ -66,17 +66,6 @@ def feature_map(sequence, labels):
     return made
 
 
-def spread(model):
-    """Gives every embedding values whose differences reach the scores: the package begins with
-    1e-4, and training is what the field command leaves out."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            torch.nn.init.normal_(module.weight, std=0.3)
-            if module.padding_idx is not None:
-                module.weight.data[module.padding_idx] = 0
-    return model
-
-
 def imported(folder, name):
     """Imports the package of a folder, each of which the zoo calls `src`, under its own name."""
     spec = importlib.util.spec_from_file_location(
@@ -104,7 +93,7 @@ def short_cases(root):
             sequence, options = kind.__name__ in SEQUENCES, OPTIONS.get(kind.__name__, {})
             labels = ["label", "other"] if options.get("num_tasks") else ["label"]
             names = [*SOURCES, "history" if sequence else "genres"]
-            build = lambda kind=kind, sequence=sequence, labels=labels, options=options: spread(
+            build = lambda kind=kind, sequence=sequence, labels=labels, options=options: (
                 kind(feature_map(sequence, labels), **GIVEN | options))
             batch = lambda rows, names=names: {name: rows[name] for name in names}
             outputs = {} if "num_tasks" in options else {"outputs": ["y_pred"]}
@@ -138,7 +127,7 @@ def long_cases(root):
             known = inspect.signature(kind.__init__).parameters
             options = {name: value for name, value in given.items() if name in known}
             options |= OPTIONS["DCNv2"] if kind.__name__ == "DCNv2" else {}
-            build = lambda kind=kind, options=options: spread(kind(columns(), **GIVEN | options))
+            build = lambda kind=kind, options=options: kind(columns(), **GIVEN | options)
             yield Case("fuxictr", f"Long{kind.__name__}", build, batch, {}, True)
 
 
@@ -147,4 +136,5 @@ def fuxictr(folder):
     root = Path(folder) / "model_zoo"
     if not root.is_dir():
         raise SystemExit(f"--fuxictr {folder}: no folder model_zoo in it")
+    sys.path.append(str(folder))  # its package fuxictr, if that is not installed
     return [*short_cases(root), *long_cases(root)]
