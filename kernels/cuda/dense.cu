@@ -284,14 +284,12 @@ struct FewTiles {
     float w[FEW_DEPTH][FEW_COLUMNS];
 };
 
-// Begins the copies of a step from column `depth` of a on. The padding of a tile is 0. Four values
-// go together where the rows of the operand allow it.
-static __device__ __forceinline__ void load_few(
-    const MatrixProduct& p, FewTiles& tiles, int first_row, int first_column, int depth) {
-    // Steps after the last one are empty: the groups of copies are counted.
-    if (depth >= p.k) {
-        return end_copies();
-    }
+// Begins the copies of FEW_DEPTH columns of a from column `depth` on, which become the columns of
+// `tile` from `column` on. The padding of a tile is 0. Four values go together where the rows of a
+// allow it.
+template <int STRIDE>
+static __device__ __forceinline__ void load_few_a(
+    const MatrixProduct& p, float (&tile)[FEW_ROWS][STRIDE], int column, int first_row, int depth) {
     const int thread = threadIdx.x;
     if (p.k % 4 == 0) {
         const int row = thread / (FEW_DEPTH / 4);
@@ -299,35 +297,71 @@ static __device__ __forceinline__ void load_few(
         if (row < FEW_ROWS) {
             const bool wanted = first_row + row < p.m && depth + at < p.k;
             const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
-            copy_async_4(&tiles.a[row][at], p.a, from, wanted);
+            copy_async_4(&tile[row][column + at], p.a, from, wanted);
         }
-    } else {
-#pragma unroll 1
-        for (int i = thread; i < FEW_ROWS * FEW_DEPTH; i += FEW_THREADS) {
-            const int row = i / FEW_DEPTH;
-            const int at = i % FEW_DEPTH;
-            const bool wanted = first_row + row < p.m && depth + at < p.k;
-            const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
-            copy_async(&tiles.a[row][at], p.a, from, wanted);
-        }
+        return;
     }
+#pragma unroll 1
+    for (int i = thread; i < FEW_ROWS * FEW_DEPTH; i += FEW_THREADS) {
+        const int row = i / FEW_DEPTH;
+        const int at = i % FEW_DEPTH;
+        const bool wanted = first_row + row < p.m && depth + at < p.k;
+        const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
+        copy_async(&tile[row][column + at], p.a, from, wanted);
+    }
+}
+
+// Begins the copies of FEW_DEPTH rows of w from row `depth` on, as `load_few_a` does.
+static __device__ __forceinline__ void load_few_w(
+    const MatrixProduct& p, float (&tile)[FEW_DEPTH][FEW_COLUMNS], int first_column, int depth) {
+    const int thread = threadIdx.x;
     if (p.n % 4 == 0) {
         const int at = thread / (FEW_COLUMNS / 4);
         const int column = thread % (FEW_COLUMNS / 4) * 4;
         const bool wanted = depth + at < p.k && first_column + column < p.n;
         const size_t from = wanted ? (size_t)(depth + at) * p.n + first_column + column : 0;
-        copy_async_4(&tiles.w[at][column], p.w, from, wanted);
-    } else {
+        copy_async_4(&tile[at][column], p.w, from, wanted);
+        return;
+    }
 #pragma unroll 1
-        for (int i = thread; i < FEW_DEPTH * FEW_COLUMNS; i += FEW_THREADS) {
-            const int at = i / FEW_COLUMNS;
-            const int column = i % FEW_COLUMNS;
-            const bool wanted = depth + at < p.k && first_column + column < p.n;
-            const size_t from = wanted ? (size_t)(depth + at) * p.n + first_column + column : 0;
-            copy_async(&tiles.w[at][column], p.w, from, wanted);
+    for (int i = thread; i < FEW_DEPTH * FEW_COLUMNS; i += FEW_THREADS) {
+        const int at = i / FEW_COLUMNS;
+        const int column = i % FEW_COLUMNS;
+        const bool wanted = depth + at < p.k && first_column + column < p.n;
+        const size_t from = wanted ? (size_t)(depth + at) * p.n + first_column + column : 0;
+        copy_async(&tile[at][column], p.w, from, wanted);
+    }
+}
+
+// Adds the products of four rows of a, from column `from` on, and of column `x` of w. Stops before
+// the padding: a product with it could turn a sum of -0 into +0.
+template <int STRIDE>
+static __device__ __forceinline__ void multiply_few(
+    const float (*a)[STRIDE], int from, const float (&w)[FEW_DEPTH][FEW_COLUMNS], int x, int end,
+    float (&sum)[4][1]) {
+    int at = 0;
+#pragma unroll 2
+    for (; at + 4 <= end; at += 4) {
+        float left[4][4];
+        float right[4];
+        for (int r = 0; r < 4; r++) {
+            load_shared(left[r], &a[r][from + at]);
+        }
+        for (int i = 0; i < 4; i++) {
+            right[i] = w[at + i][x];
+        }
+        for (int i = 0; i < 4; i++) {
+            for (int r = 0; r < 4; r++) {
+                sum[r][0] = fmaf(left[r][i], right[i], sum[r][0]);
+            }
         }
     }
-    end_copies();
+#pragma unroll 1
+    for (; at < end; at++) {
+        for (int r = 0; r < 4; r++) {
+            sum[r][0] = fmaf(a[r][from + at], w[at][x], sum[r][0]);
+        }
+    }
 }
 
 // For few rows: 16 x 32 results a block, so that more multiprocessors read the weights at the same
@@ -344,10 +378,19 @@ extern "C" __global__ void __launch_bounds__(128, 8) dense_matrix_few(MatrixProd
     // The four rows of a warp are padding in a batch that ends before them.
     const bool is_wanted = first_row + y < p.m;
 
+    const auto load = [&](FewTiles& tile, int depth) {
+        // Steps after the last one are empty: the groups of copies are counted.
+        if (depth < p.k) {
+            load_few_a(p, tile.a, 0, first_row, depth);
+            load_few_w(p, tile.w, first_column, depth);
+        }
+        end_copies();
+    };
+
     float sum[4][1] = {};
 #pragma unroll 1
     for (int stage = 0; stage < FEW_STAGES - 1; stage++) {
-        load_few(p, tiles[stage], first_row, first_column, stage * FEW_DEPTH);
+        load(tiles[stage], stage * FEW_DEPTH);
     }
     start_sums<4, 1>(p, sum, first_row + y, first_column + x);
     int stage = 0;
@@ -357,39 +400,72 @@ extern "C" __global__ void __launch_bounds__(128, 8) dense_matrix_few(MatrixProd
         // All threads have finished with the stage before this one, which is loaded next.
         __syncthreads();
         const int before = stage == 0 ? FEW_STAGES - 1 : stage - 1;
-        load_few(p, tiles[before], first_row, first_column, depth + (FEW_STAGES - 1) * FEW_DEPTH);
+        load(tiles[before], depth + (FEW_STAGES - 1) * FEW_DEPTH);
         const FewTiles& tile = tiles[stage];
         stage = stage + 1 == FEW_STAGES ? 0 : stage + 1;
-        if (!is_wanted) {
-            continue;
-        }
-        // Stops before the padding: a product with it could turn a sum of -0 into +0.
-        const int end = p.k - depth < FEW_DEPTH ? p.k - depth : FEW_DEPTH;
-        int at = 0;
-#pragma unroll 2
-        for (; at + 4 <= end; at += 4) {
-            float left[4][4];
-            float right[4];
-            for (int r = 0; r < 4; r++) {
-                load_shared(left[r], &tile.a[y + r][at]);
-            }
-            for (int i = 0; i < 4; i++) {
-                right[i] = tile.w[at + i][x];
-            }
-            for (int i = 0; i < 4; i++) {
-                for (int r = 0; r < 4; r++) {
-                    sum[r][0] = fmaf(left[r][i], right[i], sum[r][0]);
-                }
-            }
-        }
-#pragma unroll 1
-        for (; at < end; at++) {
-            for (int r = 0; r < 4; r++) {
-                sum[r][0] = fmaf(tile.a[y + r][at], tile.w[at][x], sum[r][0]);
-            }
+        if (is_wanted) {
+            multiply_few(&tile.a[y], 0, tile.w, x, min(p.k - depth, FEW_DEPTH), sum);
         }
     }
     finish_sums<4, 1>(p, sum, first_row + y, first_column + x);
+}
+
+// Columns of a that `dense_matrix_once` keeps in shared memory. kernels/src/gpu/dense_kernels.rs
+// has the same number.
+#define ONCE_DEPTH 64
+
+// For few rows of at most ONCE_DEPTH columns in the host's memory. A block computes all columns of
+// 16 rows, one tile of `dense_matrix_few` after the other, so that the rows cross the bus once. The
+// copies of w run FEW_STAGES - 1 steps ahead, across the ends of tiles too.
+extern "C" __global__ void __launch_bounds__(128, 8) dense_matrix_once(MatrixProduct p) {
+    alignas(16) __shared__ float a[FEW_ROWS][ONCE_DEPTH + 4];
+    alignas(16) __shared__ float w[FEW_STAGES][FEW_DEPTH][FEW_COLUMNS];
+    const int first_row = blockIdx.x * FEW_ROWS;
+    const int x = threadIdx.x % FEW_COLUMNS;
+    const int y = threadIdx.x / FEW_COLUMNS * 4;
+    const bool is_wanted = first_row + y < p.m;
+
+    int next_column = 0;
+    int next_depth = 0;
+    const auto load_next = [&](int stage) {
+        if (next_column < p.n) {
+            load_few_w(p, w[stage], next_column, next_depth);
+        }
+        end_copies();
+        next_depth += FEW_DEPTH;
+        if (next_depth >= p.k) {
+            next_depth = 0;
+            next_column += FEW_COLUMNS;
+        }
+    };
+
+    // In the group of the first copies of w.
+#pragma unroll 1
+    for (int depth = 0; depth < p.k; depth += FEW_DEPTH) {
+        load_few_a(p, a, depth, first_row, depth);
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < FEW_STAGES - 1; stage++) {
+        load_next(stage);
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int column = 0; column < p.n; column += FEW_COLUMNS) {
+        float sum[4][1] = {};
+        start_sums<4, 1>(p, sum, first_row + y, column + x);
+#pragma unroll 1
+        for (int depth = 0; depth < p.k; depth += FEW_DEPTH) {
+            wait_for_copies<FEW_STAGES - 2>();
+            // As in `dense_matrix_few`.
+            __syncthreads();
+            load_next(stage == 0 ? FEW_STAGES - 1 : stage - 1);
+            if (is_wanted) {
+                multiply_few(&a[y], depth, w[stage], x, min(p.k - depth, FEW_DEPTH), sum);
+            }
+            stage = stage + 1 == FEW_STAGES ? 0 : stage + 1;
+        }
+        finish_sums<4, 1>(p, sum, first_row + y, column + x);
+    }
 }
 
 // Finishes a product that a library computed: `[values / n, n]` in place.
@@ -659,10 +735,10 @@ struct GatherRows {
     const float* from;   // `[.., from_stride]`
     const u32* numbers;  // `[rows]`; null for all rows in order
     float* to;           // `[rows, to_stride]`
-    int rows;
     int width;           // columns that are copied
     int from_stride;
     int to_stride;
+    int unused;
 };
 
 static_assert(sizeof(GatherRows) == 40, "kernels/src/gpu/dense_kernels.rs has the same structure");
@@ -707,14 +783,21 @@ extern "C" __global__ void __launch_bounds__(256) dense_pick(PickValues p) {
     }
 }
 
-// The first columns of row numbers[i] become those of row i of the result.
+// The first columns of row numbers[i] become those of row i of the result. Each row has a block,
+// of which one thread reads the number: the host's memory may have it.
 extern "C" __global__ void __launch_bounds__(256) dense_gather(GatherRows p) {
-    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-        const i64 number = p.numbers ? p.numbers[row] : row;
-        const float* from = p.from + number * p.from_stride;
-        float* to = p.to + (i64)row * p.to_stride;
-        for (int at = threadIdx.x; at < p.width; at += 256) {
-            to[at] = from[at];
+    __shared__ u32 number;
+    i64 row = blockIdx.x;
+    if (p.numbers) {
+        if (threadIdx.x == 0) {
+            number = p.numbers[row];
         }
+        __syncthreads();
+        row = number;
+    }
+    const float* from = p.from + row * p.from_stride;
+    float* to = p.to + (i64)blockIdx.x * p.to_stride;
+    for (int at = threadIdx.x; at < p.width; at += 256) {
+        to[at] = from[at];
     }
 }

@@ -35,13 +35,14 @@ primitives!(u8 u16 u32 u64 i32 f32);
 pub struct View<'a, T> {
     address: u64,
     len: usize,
+    on_host: bool,
     of: PhantomData<&'a T>,
 }
 
 impl<T> View<'_, T> {
     /// Returns the null view, which kernels take as "none".
     pub fn none() -> Self {
-        Self { address: 0, len: 0, of: PhantomData }
+        Self { address: 0, len: 0, on_host: false, of: PhantomData }
     }
 
     /// Returns the first `len` values.
@@ -63,6 +64,11 @@ impl<T> View<'_, T> {
     /// Returns the device address.
     pub fn address(&self) -> u64 {
         self.address
+    }
+
+    /// Returns whether the values are in the host's memory.
+    pub(crate) fn on_host(&self) -> bool {
+        self.on_host
     }
 
     /// Returns the number of values.
@@ -87,7 +93,7 @@ pub struct Buffer<T> {
 impl<T> Buffer<T> {
     /// Returns a view of all values, for a launch.
     pub fn view(&self) -> View<'_, T> {
-        View { address: self.address, len: self.len, of: PhantomData }
+        View { address: self.address, len: self.len, on_host: false, of: PhantomData }
     }
 
     /// Returns the device address.
@@ -130,7 +136,7 @@ unsafe impl<T: Sync> Sync for Mapped<T> {}
 impl<T> Mapped<T> {
     /// Returns a view of all values, for a launch.
     pub fn view(&self) -> View<'_, T> {
-        View { address: self.address, len: self.len, of: PhantomData }
+        View { address: self.address, len: self.len, on_host: true, of: PhantomData }
     }
 
     /// Returns the device address.

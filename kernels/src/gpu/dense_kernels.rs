@@ -21,6 +21,10 @@ const PRODUCT_BLOCKS: usize = 16;
 /// `dense_matrix` and `dense_matrix_few`.
 const MATRIX: Tile = Tile { rows: 64, columns: 64, threads: THREADS, instructions: 4600 };
 const MATRIX_FEW: Tile = Tile { rows: 16, columns: 32, threads: 128, instructions: 800 };
+/// Columns of the rows that `dense_matrix_once` takes, at most.
+pub(crate) const ONCE_DEPTH: usize = 64;
+/// Bytes in the host's memory of which every column of tiles may read a part of its own.
+pub(crate) const REREAD_BYTES_MAX: usize = 4096;
 /// Operands of one concatenation or of one launch of pairs.
 const PARTS: usize = 8;
 /// Floats of a block's vectors in `dense_pairs`.
@@ -158,10 +162,10 @@ struct GatherRows {
     from: u64,
     numbers: u64,
     to: u64,
-    rows: i32,
     width: i32,
     from_stride: i32,
     to_stride: i32,
+    unused: i32,
 }
 
 const _: () = assert!(size_of::<GatherRows>() == 40);
@@ -258,20 +262,25 @@ impl Tile {
     }
 }
 
-/// The kernels, loaded on one GPU.
-pub(crate) struct DenseKernels {
-    matrix: Kernel,
-    matrix_few: Kernel,
-    finish: Kernel,
-    products: Kernel,
-    pairs: Kernel,
-    map: Kernel,
-    zip: Kernel,
-    sum: Kernel,
-    concat: Kernel,
-    pick: Kernel,
-    gather: Kernel,
+/// Declares the kernels, which have the prefix `dense_` in the source.
+macro_rules! kernels {
+    ($($name:ident)*) => {
+        /// The kernels, loaded on one GPU.
+        pub(crate) struct DenseKernels {
+            $($name: Kernel),*
+        }
+
+        impl DenseKernels {
+            /// Loads the kernels; fails if no image runs on this GPU.
+            pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
+                let module = gpu.module(&IMAGES)?;
+                Ok(Self { $($name: module.kernel(concat!("dense_", stringify!($name)))?),* })
+            }
+        }
+    };
 }
+
+kernels!(matrix matrix_few matrix_once finish products pairs map zip sum concat pick gather);
 
 /// Returns at most `PARTS` operands as a kernel takes them, and the sum of their sizes.
 fn list_parts<'a>(
@@ -291,24 +300,6 @@ fn strided(values: usize) -> u32 {
 
 /// The functions put one launch onto the stream. Each returns the driver's error.
 impl DenseKernels {
-    /// Loads the kernels; fails if no image runs on this GPU.
-    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        let module = gpu.module(&IMAGES)?;
-        Ok(Self {
-            matrix: module.kernel("dense_matrix")?,
-            matrix_few: module.kernel("dense_matrix_few")?,
-            finish: module.kernel("dense_finish")?,
-            products: module.kernel("dense_products")?,
-            pairs: module.kernel("dense_pairs")?,
-            map: module.kernel("dense_map")?,
-            zip: module.kernel("dense_zip")?,
-            sum: module.kernel("dense_sum")?,
-            concat: module.kernel("dense_concat")?,
-            pick: module.kernel("dense_pick")?,
-            gather: module.kernel("dense_gather")?,
-        })
-    }
-
     /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
     pub fn matrix(
         &self,
@@ -327,9 +318,13 @@ impl DenseKernels {
         // Small tiles issue more for a result, but reach more multiprocessors.
         let processors = stream.gpu().processors() as usize;
         let few = MATRIX_FEW.cost(m, n, processors) <= MATRIX.cost(m, n, processors);
-        let (kernel, tile) =
-            if few { (&self.matrix_few, MATRIX_FEW) } else { (&self.matrix, MATRIX) };
-        let blocks = tile.blocks(m, n);
+        let once = a.on_host() && k <= ONCE_DEPTH && 4 * m * k > REREAD_BYTES_MAX;
+        let (kernel, tile, columns) = match few {
+            _ if once => (&self.matrix_once, MATRIX_FEW, 1),
+            true => (&self.matrix_few, MATRIX_FEW, n),
+            false => (&self.matrix, MATRIX, n),
+        };
+        let blocks = tile.blocks(m, columns);
         let argument = MatrixProduct {
             a: a.address(),
             w: by.weights.address(),
@@ -343,7 +338,7 @@ impl DenseKernels {
             continues: i32::from(start == Start::Sums),
             sigmoid: i32::from(is_score),
         };
-        // SAFETY: the parameter of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
+        // SAFETY: the parameter of all three kernels; the sizes were checked.
         unsafe { stream.launch(kernel, blocks as u32, tile.threads, argument) }
     }
 
@@ -565,15 +560,14 @@ impl DenseKernels {
             from: first(from),
             numbers: numbers.address(),
             to: first(to),
-            rows: samples as i32,
             width: width as i32,
             from_stride: from.stride as i32,
             to_stride: to.stride as i32,
+            unused: 0,
         };
-        let blocks = samples.min(STRIDED_GRID_BLOCKS) as u32;
         // SAFETY: the parameter of `dense_gather`; the sizes were checked, the caller vouches for
         // the numbers.
-        unsafe { stream.launch(&self.gather, blocks, THREADS, argument) }
+        unsafe { stream.launch(&self.gather, samples as u32, THREADS, argument) }
     }
 
     /// Copies the values `picks[..]` of each sample of `from[samples, from_width]` to `out[samples,

@@ -20,7 +20,8 @@ use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
-    DenseKernels, MatrixShape, PairShape, ProductShape, ResultShape, RowColumns, Side, SumShape,
+    DenseKernels, MatrixShape, ONCE_DEPTH, PairShape, ProductShape, ResultShape, RowColumns, Side,
+    SumShape,
 };
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use crate::gpu::samples::RequestSize;
@@ -149,6 +150,16 @@ impl DevicePlan {
     /// Returns the bytes of weights and index tables.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Returns whether our kernels read each row of input `id` once, however many columns their
+    /// results have.
+    pub fn reads_once(&self, id: Id) -> bool {
+        let mut readers = self.nodes.iter().filter(|node| node.inputs.contains(&id));
+        readers.all(|node| match &node.op {
+            DeviceOp::Matrix { matrix, .. } => matrix.k <= ONCE_DEPTH,
+            op => matches!(op, DeviceOp::Concat { .. }),
+        })
     }
 
     /// Allocates memory for runs of up to `batch_max` samples.

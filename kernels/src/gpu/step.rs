@@ -21,10 +21,6 @@ use crate::lookup::miss_list::MissList;
 use crate::lookup::{Bags, ColumnCopy, LookupStatus};
 use std::sync::Arc;
 
-/// Bytes of a part that kernels read where the host wrote them. Every column of a product's tiles
-/// reads them again, so more are copied to the device first.
-const IN_PLACE_BYTES_MAX: usize = 4096;
-
 /// Returns the batch sizes that are recorded, ascending.
 fn recorded_batches(batch_max: usize) -> impl Iterator<Item = usize> {
     (0..).map(|n| 1usize << n).take_while(move |&batch| batch < batch_max).chain([batch_max])
@@ -126,9 +122,7 @@ impl Network {
 
     /// Returns whether kernels read the values of part `i` where the host wrote them.
     fn is_in_place(&self, i: usize, size: RequestSize) -> bool {
-        // A context of TensorRT keeps the addresses of its inputs.
-        4 * self.rows(i, size) * self.words[i] <= IN_PLACE_BYTES_MAX
-            && !self.engine.graphs_own_scratch()
+        self.engine.reads_in_place(i, self.rows(i, size))
     }
 
     /// Puts a copy of rows `numbers` of part `i`, or of all in order, onto `stream`.
