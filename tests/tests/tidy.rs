@@ -18,15 +18,15 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_275),
-    ("runtime", 19_900),
+    ("kernels", 20_330),
+    ("runtime", 20_100),
     ("link", 630),
     ("server", 4_795),
     ("board", 1_920),
-    ("capi", 935),
+    ("capi", 950),
     ("python", 495),
-    ("tools", 16_090),
-    ("bench", 11_280),
+    ("tools", 16_115),
+    ("bench", 11_240),
     ("tests", 6_265),
 ];
 const WORDS_MAX: usize = 46_000;

@@ -229,30 +229,28 @@ mod x86 {
         unsafe { job.run::<vector::x86::OneRegister>() };
     }
 
-    // SAFETY of all below: only `dispatch` runs a `Simd`, with an `Isa` that proves the
-    // instructions.
     impl Simd for Avx2 {
         #[inline(always)]
         fn find(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { find_avx2(words, word) }
         }
 
         #[inline(always)]
         fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { copy_avx2(from, to) }
         }
 
         #[inline(always)]
         fn widen(halves: &[u8; 16]) -> [f32; 8] {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { widen(halves) }
         }
 
         #[inline(always)]
         fn run_vectors<J: VectorJob>(job: J) -> bool {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { run_vectors_avx2(job) };
             true
         }
@@ -261,25 +259,25 @@ mod x86 {
     impl Simd for Avx512 {
         #[inline(always)]
         fn find(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { find_avx512(words, word) }
         }
 
         #[inline(always)]
         fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { copy_avx512(from, to) }
         }
 
         #[inline(always)]
         fn widen(halves: &[u8; 16]) -> [f32; 8] {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { widen(halves) }
         }
 
         #[inline(always)]
         fn run_vectors<J: VectorJob>(job: J) -> bool {
-            // SAFETY: above.
+            // SAFETY: `dispatch` alone runs a `Simd`, with an `Isa` that proves the instructions.
             unsafe { run_vectors_avx512(job) };
             true
         }

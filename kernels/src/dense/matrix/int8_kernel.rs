@@ -187,7 +187,6 @@ unsafe fn narrow_tile<V: Sums, const C16: usize, const C32: usize, const C64: us
 #[derive(Clone, Copy)]
 struct Plain([i32; 4]);
 
-// SAFETY of all below: the pointers are valid for 16 bytes of weights, one group and four sums.
 impl Sums for Plain {
     const N: usize = 4;
     type Vector = [i8; 16];
@@ -198,12 +197,12 @@ impl Sums for Plain {
     }
     #[inline(always)]
     unsafe fn weights(p: *const i8) -> [i8; 16] {
-        // SAFETY: above.
+        // SAFETY: `Sums` asks for `4 N` weights at `p`; the load needs no alignment.
         unsafe { p.cast::<[i8; 16]>().read() }
     }
     #[inline(always)]
     unsafe fn group(p: *const u8) -> [i8; 16] {
-        // SAFETY: above.
+        // SAFETY: `Sums` asks for a group of 4 bytes at `p`; the read needs no alignment.
         let group = unsafe { p.cast::<[i8; GROUP]>().read() };
         std::array::from_fn(|i| group[i % GROUP])
     }
@@ -215,7 +214,7 @@ impl Sums for Plain {
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut i32) {
-        // SAFETY: above.
+        // SAFETY: `Sums` asks for room for `N` sums at `p`.
         unsafe { p.cast::<[i32; 4]>().write(self.0) }
     }
 }
@@ -235,34 +234,33 @@ mod x86 {
     #[derive(Clone, Copy)]
     struct Avx2(__m256i);
 
-    // SAFETY of all below: `Sums` requires exactly what the instructions need.
     impl Sums for Avx512Vnni {
         const N: usize = 16;
         type Vector = __m512i;
 
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: above.
+            // SAFETY: no memory is accessed, and `Sums` asks for the instruction.
             unsafe { Self(_mm512_setzero_si512()) }
         }
         #[inline(always)]
         unsafe fn weights(p: *const i8) -> __m512i {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for `4 N` weights at `p`; the load needs no alignment.
             unsafe { _mm512_loadu_si512(p.cast()) }
         }
         #[inline(always)]
         unsafe fn group(p: *const u8) -> __m512i {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for a group of 4 bytes at `p`; the read needs no alignment.
             unsafe { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         }
         #[inline(always)]
         unsafe fn add_products(self, weights: __m512i, group: __m512i) -> Self {
-            // SAFETY: above.
+            // SAFETY: registers alone, and `Sums` asks for the instructions.
             unsafe { Self(_mm512_dpbusd_epi32(self.0, group, weights)) }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut i32) {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for room for `N` sums at `p`.
             unsafe { _mm512_storeu_si512(p.cast(), self.0) }
         }
     }
@@ -273,27 +271,27 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: above.
+            // SAFETY: no memory is accessed, and `Sums` asks for the instruction.
             unsafe { Self(_mm256_setzero_si256()) }
         }
         #[inline(always)]
         unsafe fn weights(p: *const i8) -> __m256i {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for `4 N` weights at `p`; the load needs no alignment.
             unsafe { _mm256_loadu_si256(p.cast()) }
         }
         #[inline(always)]
         unsafe fn group(p: *const u8) -> __m256i {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for a group of 4 bytes at `p`; the read needs no alignment.
             unsafe { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         }
         #[inline(always)]
         unsafe fn add_products(self, weights: __m256i, group: __m256i) -> Self {
-            // SAFETY: above.
+            // SAFETY: registers alone, and `Sums` asks for the instructions.
             unsafe { Self(_mm256_dpbusd_avx_epi32(self.0, group, weights)) }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut i32) {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for room for `N` sums at `p`.
             unsafe { _mm256_storeu_si256(p.cast(), self.0) }
         }
     }
@@ -304,24 +302,24 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: above.
+            // SAFETY: no memory is accessed, and `Sums` asks for the instruction.
             unsafe { Self(_mm256_setzero_si256()) }
         }
         #[inline(always)]
         unsafe fn weights(p: *const i8) -> __m256i {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for `4 N` weights at `p`; the load needs no alignment.
             unsafe { _mm256_loadu_si256(p.cast()) }
         }
         #[inline(always)]
         unsafe fn group(p: *const u8) -> __m256i {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for a group of 4 bytes at `p`; the read needs no alignment.
             unsafe { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         }
         /// Moves the group's signs to the weights, because VPMADDUBSW wants one operand unsigned.
         /// It saturates at 32,767. A sum of two products is at most 2 x 128 x 127 = 32,512.
         #[inline(always)]
         unsafe fn add_products(self, weights: __m256i, group: __m256i) -> Self {
-            // SAFETY: above.
+            // SAFETY: registers alone, and `Sums` asks for the instructions.
             unsafe {
                 let weights = _mm256_sign_epi8(weights, group);
                 let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(group), weights);
@@ -331,7 +329,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut i32) {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for room for `N` sums at `p`.
             unsafe { _mm256_storeu_si256(p.cast(), self.0) }
         }
     }
@@ -388,31 +386,30 @@ mod neon {
     #[derive(Clone, Copy)]
     pub(in crate::dense) struct Widened(int32x4_t);
 
-    // SAFETY of all below: `Sums` requires exactly what the instructions need.
     impl Sums for Dot {
         const N: usize = 4;
         type Vector = int8x16_t;
 
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: above.
+            // SAFETY: no memory is accessed, and `Sums` asks for the instruction.
             unsafe { Self(vdupq_n_s32(0)) }
         }
         #[inline(always)]
         unsafe fn weights(p: *const i8) -> int8x16_t {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for `4 N` weights at `p`; the load needs no alignment.
             unsafe { vld1q_s8(p) }
         }
         #[inline(always)]
         unsafe fn group(p: *const u8) -> int8x16_t {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for a group of 4 bytes at `p`; the read needs no alignment.
             unsafe { vreinterpretq_s8_s32(vdupq_n_s32(p.cast::<i32>().read_unaligned())) }
         }
         /// In assembly because the intrinsic is not stable in this compiler.
         #[inline(always)]
         unsafe fn add_products(self, weights: int8x16_t, group: int8x16_t) -> Self {
             let mut sums = self.0;
-            // SAFETY: above.
+            // SAFETY: registers alone, and `Sums` asks for the instructions.
             unsafe {
                 std::arch::asm!(
                     ".arch_extension dotprod",
@@ -427,7 +424,7 @@ mod neon {
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut i32) {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for room for `N` sums at `p`.
             unsafe { vst1q_s32(p, self.0) }
         }
     }
@@ -438,23 +435,23 @@ mod neon {
 
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: above.
+            // SAFETY: no memory is accessed, and `Sums` asks for the instruction.
             unsafe { Self(vdupq_n_s32(0)) }
         }
         #[inline(always)]
         unsafe fn weights(p: *const i8) -> int8x16_t {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for `4 N` weights at `p`; the load needs no alignment.
             unsafe { vld1q_s8(p) }
         }
         #[inline(always)]
         unsafe fn group(p: *const u8) -> int8x16_t {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for a group of 4 bytes at `p`; the read needs no alignment.
             unsafe { vreinterpretq_s8_s32(vdupq_n_s32(p.cast::<i32>().read_unaligned())) }
         }
         /// A sum of two products is at most 2 x 128 x 127 = 32,512, so that 16 bits hold it.
         #[inline(always)]
         unsafe fn add_products(self, weights: int8x16_t, group: int8x16_t) -> Self {
-            // SAFETY: above.
+            // SAFETY: registers alone, and `Sums` asks for the instructions.
             unsafe {
                 let low = vmull_s8(vget_low_s8(weights), vget_low_s8(group));
                 let high = vmull_high_s8(weights, group);
@@ -463,7 +460,7 @@ mod neon {
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut i32) {
-            // SAFETY: above.
+            // SAFETY: `Sums` asks for room for `N` sums at `p`.
             unsafe { vst1q_s32(p, self.0) }
         }
     }
