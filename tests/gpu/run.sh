@@ -300,7 +300,7 @@ say "== the machine, $(date -u +%Y-%m-%dT%H:%M:%SZ)"
 machine | tee -a report.txt
 [ -z "${HATCHBACK_STANDIN:-}" ] || say "on the stand-in: times mean nothing"
 # The suite `tensorrt` compiles a stand-in for TensorRT, and `cuda_build` is about machines without a GPU.
-suites="allocations cuda_changes cuda_kernels cuda_requests cuda_swaps gpu_chain gpu_dense gpu_requests not_finite"
+suites="allocations cuda_changes cuda_driver cuda_kernels cuda_requests cuda_swaps gpu_chain gpu_dense gpu_requests not_finite"
 
 # Runs first, because every part needs a driver that accepts the kernels' machine code. A driver that keeps
 # what it compiled would not show how long that takes.

@@ -37,10 +37,10 @@ std::atomic<int> frees_hold, frees_come, frees_let;
 
 std::vector<sim::Named>& table() { static std::vector<sim::Named> t; return t; }
 
-// The GPUs: the board's, a desk's, one whose driver refuses later PTX, and two that are too old. A name
-// such as sm_121 is a desk's GPU of that capability.
-struct Device { const char* name; int sm, driver, integrated, processors; };
-const Device devices[] = {{"board", 87, 11040, 1, 1}, {"desk", 90, 13000, 0, 1}, {"ptx", 89, 12040, 0, 132},
+// The GPUs: the board's, a desk's, one with little memory, one whose driver refuses later PTX, and two
+// that are too old. A name such as sm_121 is a desk's GPU of that capability.
+struct Device { const char* name; int sm, driver, integrated, processors; size_t mib = 4096; };
+const Device devices[] = {{"board", 87, 11040, 1, 1}, {"desk", 90, 13000, 0, 1}, {"small", 90, 13000, 0, 1, 512}, {"ptx", 89, 12040, 0, 132},
                           {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2}};
 const Device* device_named(const char* name) {
     static Device other = {"", 0, 13000, 0, 1};
@@ -198,11 +198,21 @@ bool fails(const char* what) {
     return fault_after ? fault_after--, false : (fault_times--, true);
 }
 
+// What a module takes of the device's memory, large enough to be seen beside everything else.
+const uint64_t MODULE_BYTES = 64 << 20;
+// And what the context takes.
+const uint64_t CONTEXT_BYTES = 32 << 20;
+uint64_t free_bytes() {
+    const uint64_t all = device()->mib << 20, taken = CONTEXT_BYTES + live_bytes + modules * MODULE_BYTES;
+    return taken < all ? all - taken : 0;
+}
+
 Result allocate(Address* p, size_t n, size_t alignment, bool pinned) {
     BOUND;
     LOCKED;
     NOT_WHILE_RECORDING;
     if (!n) return INVALID_VALUE;
+    if (!pinned && n > free_bytes()) return OUT_OF_MEMORY;
     void* memory;
     if (pinned && fails("pinned memory")) return fault_code;
     if (posix_memalign(&memory, alignment, n)) return OUT_OF_MEMORY;
@@ -244,8 +254,6 @@ Result release(Address p, bool pinned) {
 
 // `entry` is the text before a kernel's name in the image.
 struct Module { std::string image, entry; };
-// What a module takes of the device's memory, large enough to be seen beside everything else.
-const uint64_t MODULE_BYTES = 64 << 20;
 struct Function { sim::Named kernel; bool ran = false; };
 int context;
 bool spins = false;
@@ -282,7 +290,7 @@ API Result cuDeviceGet(int* d, int i) { *d = 0; return i ? INVALID_DEVICE : SUCC
 API Result cuDeviceGetName(char* s, int n, int) { snprintf(s, n, "stand-in (no GPU: kernels run on the host)"); return SUCCESS; }
 API Result cuDeviceGetUuid(char* u, int) { memset(u, 7, 16); return SUCCESS; }
 API Result cuDeviceGetUuid_v2(char* u, int) { return cuDeviceGetUuid(u, 0); }
-API Result cuDeviceTotalMem_v2(size_t* n, int) { *n = 4ull << 30; return SUCCESS; }
+API Result cuDeviceTotalMem_v2(size_t* n, int) { *n = device()->mib << 20; return SUCCESS; }
 API Result cuDeviceGetAttribute(int* v, int a, int) {
     // Blocks of 1024, warps of 32; no pools, no managed memory.
     const Device& d = *device();
@@ -317,7 +325,7 @@ API Result cuCtxSynchronize() {
     run(idle);
     return SUCCESS;
 }
-API Result cuMemGetInfo_v2(size_t* left, size_t* all) { *all = 4ull << 30; *left = *all - live_bytes - modules * MODULE_BYTES; return SUCCESS; }
+API Result cuMemGetInfo_v2(size_t* left, size_t* all) { LOCKED; *all = device()->mib << 20, *left = free_bytes(); return SUCCESS; }
 API Result cuGetErrorName(Result r, const char** s) {
     bool known = (unsigned)r < 1000;
     *s = known ? "CUDA_ERROR (stand-in)" : nullptr;

@@ -69,6 +69,9 @@ impl Report {
         let taken = lookups.as_ref().map_or(0, |on| dense.driver_bytes(on));
         let taken = (taken > 0).then(|| reading("gpu", "taken by its driver bytes", Ok(taken)));
         readings.extend(taken);
+        let used = lookups.as_ref().map_or(0, |on| on.used_bytes());
+        let used = (used > 0).then(|| reading("gpu", "used before the models bytes", Ok(used)));
+        readings.extend(used);
         let release = lookups.as_ref().ok().and_then(|on| dense.release_on(on));
         let release = release.map(|found| found.map_err(|e| e.to_string()));
         readings.extend(release.map(|found| reading("settings", "release of TensorRT", found)));

@@ -263,6 +263,8 @@ fn the_report_names_a_gpu_that_is_missing_or_not_the_targets() {
     // The stand-in takes 64 MiB for each of three modules.
     let taken = reading(&report, "gpu", "taken by its driver bytes").as_u64().unwrap();
     assert!(taken >= 3 * (64 << 20), "{taken}");
+    // And 32 MiB for the context.
+    assert_eq!(reading(&report, "gpu", "used before the models bytes"), 32 << 20);
 }
 
 /// Models and updates must survive a restart and, on a board, an update of its OS.

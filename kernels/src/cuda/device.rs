@@ -43,6 +43,12 @@ impl Device {
         }
     }
 
+    /// Returns the bytes of the device's own memory in use when it was opened, as
+    /// [`Gpu::used_bytes`] does.
+    pub fn used_bytes(&self) -> u64 {
+        if let Self::Cuda(gpu) = self { gpu.used_bytes() } else { 0 }
+    }
+
     /// Allocates `len` zeros in host memory. On a GPU the device can access them too.
     ///
     /// # Errors

@@ -109,7 +109,9 @@ pub struct Gpu {
     processors: u32,
     integrated: bool,
     /// Bytes that the driver and its context took of the host's memory.
-    opened_bytes: u64,
+    pub(crate) opened_bytes: u64,
+    /// Bytes of the GPU's own memory in use when this value was made.
+    used_bytes: u64,
     /// The highest priority of a stream.
     priority: i32,
     launches: AtomicU64,
@@ -170,8 +172,11 @@ impl Gpu {
         let (name, priority) = (context.name()?, context.highest_priority()?);
         log::info!("GPU: {name}, compute capability {major}.{minor}, driver {driver}");
         let own = context.stream(priority)?;
+        let used =
+            if integrated { 0 } else { context.memory()?.saturating_sub(context.free_memory()?) };
         Ok(Arc::new(Self {
             opened_bytes: host_bytes().saturating_sub(bytes_before),
+            used_bytes: used as u64,
             own,
             context,
             profile,
@@ -214,22 +219,29 @@ impl Gpu {
         self.context.memory()
     }
 
+    /// Returns the bytes of the GPU's own memory in use when it was opened: by the context, and by
+    /// other programs. A driver tells the free memory only inside a context. 0 if the GPU shares
+    /// the host's memory.
+    pub fn used_bytes(&self) -> u64 {
+        self.used_bytes
+    }
+
+    /// Returns the bytes of the GPU's memory that no program has.
+    pub(crate) fn free_bytes(&self) -> Result<u64> {
+        self.bind()?;
+        Ok(self.context.free_memory()? as u64)
+    }
+
     /// Returns the result of `load` and the bytes that it took. Others' use of a GPU with memory of
-    /// its own changes the count. What a context takes of such memory stays unknown: a driver tells
-    /// the free memory only inside one.
+    /// its own changes the count.
     pub(crate) fn footprint_of<T>(&self, load: impl FnOnce() -> T) -> (T, u64) {
-        let free = || self.bind().and_then(|()| self.context.free_memory()).unwrap_or(0) as u64;
+        let free = || self.free_bytes().unwrap_or(0);
         let (host, device) = (host_bytes(), free());
         let loaded = load();
         let on_host = host_bytes().saturating_sub(host);
         // Free memory that the GPU shares with the host changes with every file that is read.
         let on_device = if self.integrated { 0 } else { device.saturating_sub(free()) };
         (loaded, on_host + on_device)
-    }
-
-    /// Returns the bytes that the driver and its context took of the host's memory.
-    pub fn opened_bytes(&self) -> u64 {
-        self.opened_bytes
     }
 
     /// Returns the bytes of the GPU's second-level cache.

@@ -45,6 +45,9 @@ pub enum CudaError {
     /// No image of the kernels runs on this GPU; `problem` lists the images that were tried.
     #[error("no kernels for {gpu}: {problem}")]
     NoKernels { gpu: String, problem: String },
+    /// The GPU's own memory has no room.
+    #[error("{needed} bytes do not fit into the GPU's memory, of which {free} bytes are free")]
+    NoRoom { needed: u64, free: u64 },
     /// A call into the driver failed; `call` is its purpose.
     #[error("CUDA: {call}: {error}")]
     Driver { call: &'static str, error: DriverError },

@@ -180,7 +180,7 @@ impl Gpu {
     /// Allocates `len` zeros in device memory.
     ///
     /// # Errors
-    /// `CudaError::Driver` if there is not enough memory.
+    /// [`CudaError::NoRoom`], or `CudaError::Driver`.
     pub fn buffer<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
         self.bind()?;
         // The driver refuses an allocation of nothing.
@@ -188,6 +188,9 @@ impl Gpu {
         let mut address = 0;
         // SAFETY: the call writes one address. No other code has it before the memory is zeroed.
         let result = unsafe { (self.driver().allocate)(&mut address, bytes) };
+        if result == DriverError::OUT_OF_MEMORY.0 {
+            return Err(CudaError::NoRoom { needed: bytes as u64, free: self.free_bytes()? });
+        }
         check("allocate device memory", result)?;
         let buffer = Buffer { address, len, gpu: Arc::clone(self), of: PhantomData };
 

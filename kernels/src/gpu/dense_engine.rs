@@ -19,7 +19,7 @@ use crate::gpu::launch::{CHANGES, LOOKUP};
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::samples::RequestSize;
-use crate::gpu::tensorrt::{self, TensorRt, TensorRtError};
+use crate::gpu::tensorrt::{self, OpenBuild, Plans, TensorRt, TensorRtError};
 use serde::Deserialize;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -101,6 +101,17 @@ impl GpuDense {
         Some(options.open(gpu).map(|tensorrt| tensorrt.version().to_string()))
     }
 
+    /// Counts a build of the plan of the network `onnx`, which nobody has parsed yet, until the
+    /// result is dropped. Returns `None` if the target does not allow TensorRT.
+    ///
+    /// # Errors
+    /// [`GpuDenseError::TensorRt`] if TensorRT is missing, or if too many builds of this network
+    /// ended with the process.
+    pub fn begin_build(&self, gpu: &Gpu, onnx: &[u8]) -> Result<Option<OpenBuild>, GpuDenseError> {
+        let Some((options, _)) = self.tensorrt() else { return Ok(None) };
+        Ok(Some(Plans::new(&options.plans).begin_build(&options.open(gpu)?, onnx)?))
+    }
+
     /// Returns the bytes that the driver takes on `device`, with our kernels and the libraries that
     /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing.
     pub fn driver_bytes(&self, device: &Device) -> u64 {
@@ -110,7 +121,7 @@ impl GpuDense {
             let factors = self.precision.factors();
             (modules, self.release_on(device), factors.map(|factors| Cublas::open(gpu, factors)))
         };
-        gpu.opened_bytes() + gpu.footprint_of(load).1
+        gpu.opened_bytes + gpu.footprint_of(load).1
     }
 }
 
@@ -469,27 +480,12 @@ impl DeviceEngine {
                 let is_shared = self.parts[part].shared;
                 let numbers = if is_shared { shape.request_of } else { View::none() };
                 let copied = ResultShape { samples: shape.size.samples, width };
-                self.gather(stream, from, numbers, copied, to)?;
+                self.kernels.gather(stream, from, numbers, copied, to)?;
                 first += width;
             }
             Ok(copy.view())
         };
         joined.iter().enumerate().map(input).collect()
-    }
-
-    /// Puts a copy of `shape` words onto `stream`, as `DenseKernels::gather` makes it.
-    ///
-    /// # Errors
-    /// [`CudaError::Driver`].
-    pub(crate) fn gather(
-        &self,
-        stream: &Stream,
-        from: RowColumns,
-        numbers: View<u32>,
-        shape: ResultShape,
-        to: RowColumns,
-    ) -> Result<(), CudaError> {
-        self.kernels.gather(stream, from, numbers, shape, to)
     }
 
     /// Returns the largest difference of a score from `expected`, `[samples, outputs]`, for
@@ -508,6 +504,8 @@ impl DeviceEngine {
             let batch = batch_max.min(all - first);
             let samples = first..first + batch;
             let uploaded = self.upload_inputs(&stream, inputs, samples)?;
+            // A score that no kernel writes is no number.
+            stream.upload(&vec![f32::NAN; scores.len()], &scores, 0)?;
             self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch)?;
             let mut found = vec![0.0; batch * self.outputs];
             stream.download(&scores, 0, &mut found)?;
@@ -539,25 +537,14 @@ impl DeviceEngine {
     /// in a batch of many.
     pub(super) fn check(self, reference: &DenseEngine, bound: f32) -> Result<Self, GpuDenseError> {
         let samples = self.batch_max.min(CHECK_SAMPLES);
-        let stream = self.gpu.stream()?;
-        let (mut on_gpu, mut on_cpu) = (self.scratch(samples)?, reference.scratch(samples));
-
+        let mut on_cpu = reference.scratch(samples);
         let parts = self.parts.iter().enumerate();
         let inputs: Vec<Vec<f32>> =
             parts.map(|(i, part)| generate(i as u64, samples * part.width)).collect();
-        let uploaded = self.upload_inputs(&stream, &inputs, 0..samples)?;
-
-        let scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
         for batch in [samples, 1] {
-            stream.upload(&vec![f32::NAN; scores.len()], &scores, 0)?;
-            self.enqueue(&stream, batch, &uploaded, scores.view(), &mut on_gpu)?;
-            let mut gpu_scores = vec![0.0; batch * self.outputs];
-            stream.download(&scores, 0, &mut gpu_scores)?;
-
-            let mut cpu_scores = vec![0.0; batch * self.outputs];
-            reference.run(batch, &inputs, &mut cpu_scores, &mut on_cpu)?;
-            let pairs = gpu_scores.iter().zip(&cpu_scores);
-            let difference = pairs.map(|(gpu, cpu)| difference(*gpu, *cpu)).fold(0.0, f32::max);
+            let mut expected = vec![0.0; batch * self.outputs];
+            reference.run(batch, &inputs, &mut expected, &mut on_cpu)?;
+            let difference = self.difference(&inputs, &expected)?;
             if difference > bound {
                 let backend = self.runs_on();
                 return Err(GpuDenseError::ScoresDiffer { backend, difference, bound });

@@ -291,10 +291,8 @@ impl Loader<'_> {
         let Inputs { tensorrt, plans, path, build, .. } = inputs;
         let at = plans.timings(tensorrt, self.gpu.name());
         let mut timings = plans.kept(&at).ok().flatten().unwrap_or_default();
-        plans.begin_build(path)?;
-        let built = tensorrt.build(build, &mut timings);
-        plans.end_build(path, built.as_deref().ok());
-        let plan = built?;
+        let plan = tensorrt.build(build, &mut timings)?;
+        plans.keep_unproven(path, &plan);
         plans.keep(&at, &timings);
         self.load_built(inputs, &plan, "built now").map(Some)
     }

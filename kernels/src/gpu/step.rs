@@ -137,7 +137,7 @@ impl Network {
         let shape = ResultShape { samples: self.rows(i, size), width: self.words[i] };
         let [from, to] =
             [from, to].map(|values| RowColumns { values, first: 0, stride: shape.width });
-        self.engine.gather(stream, from, numbers, shape, to)
+        self.engine.kernels.gather(stream, from, numbers, shape, to)
     }
 
     /// Puts the part of a run of size `number` onto `stream` that needs nothing looked up.
@@ -169,7 +169,8 @@ impl Network {
                 first: at.column,
                 stride: words[at.part],
             });
-            engine.gather(stream, from, View::none(), ResultShape { samples, width }, to)?;
+            let shape = ResultShape { samples, width };
+            engine.kernels.gather(stream, from, View::none(), shape, to)?;
         }
         let number = number.min(scratches.len() - 1);
         engine.enqueue_rest(stream, shape, inputs, scores, &mut scratches[number])

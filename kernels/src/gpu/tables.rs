@@ -7,7 +7,7 @@ use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher, mix};
 use crate::cache::eviction::WAYS;
 use crate::cache::resident::Resident;
 use crate::cache::{Cache, Epoch};
-use crate::cuda::driver::{Event, Gpu, Result, Stream};
+use crate::cuda::driver::{CudaError, Event, Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::gpu::launch::{
     CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, RowWrite, SlotRange, StagedRows,
@@ -175,6 +175,13 @@ impl DeviceTables {
         let (stream, kernels) = (gpu.stream()?, Kernels::load(gpu)?);
         kernels.warm(&stream)?;
         let cache_bytes = caches.iter().map(Cache::bytes).sum();
+        let resident_bytes: usize = residents.iter().map(|table| table.bytes()).sum();
+        let (needed, free) = ((cache_bytes + resident_bytes) as u64, gpu.free_bytes()?);
+        // Before the first copy, so that the error has the sum. Free memory that is shared with the
+        // host is no bound: the system gives what files have in memory.
+        if needed > free && !gpu.integrated() {
+            return Err(CudaError::NoRoom { needed, free });
+        }
         let on_device = |c| DeviceCache::new(&stream, c);
         let caches = caches.into_iter().map(on_device).collect::<Result<_>>()?;
         let on_device = |r: &&Resident| DeviceResident::new(&stream, r).map(Arc::new);

@@ -49,6 +49,8 @@ impl PlanJob {
     /// # Errors
     /// [`OpenError`]: TensorRT is missing or refuses, or its scores are not the CPU's.
     pub fn build(&mut self) -> Result<(), OpenError> {
+        // Before anything of the network is parsed: a crash there must count too.
+        let _counted = self.dense.begin_build(&self.gpu, &self.network.onnx)?;
         self.built = self.network.on(&self.gpu, &self.dense, DeviceEngine::build_plan)?;
         Ok(())
     }

@@ -3,10 +3,13 @@
 
 use hatchback::clock::SystemClock;
 use hatchback::request::serving::Serving;
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::KeySpaces;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu, Images, Profile};
 use hatchback_kernels::gpu::GpuDense;
 use hatchback_kernels::gpu::gather::PlainGather;
+use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_tests::models::repository;
 use hatchback_tests::standin;
 use std::ffi::CString;
@@ -206,4 +209,38 @@ fn what_the_driver_takes_is_measured_at_the_start_and_a_line_of_the_memory() {
         assert_eq!(bytes >= MODULES_BYTES, !is_board, "{name:?}: {bytes}");
         assert_eq!(serving.memory_taken(), bytes, "no module is left to be counted again");
     }
+}
+
+/// What is in use before the models is measured, and tables beyond the rest are refused before the
+/// first copy. The error has the bytes of all tables and those that are free.
+#[test]
+fn tables_beyond_the_free_memory_of_a_gpu_are_refused_with_both_numbers() {
+    const ALL: u64 = 512 << 20;
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: other programs change the free memory of a real GPU");
+    };
+    stand_in.device(c"small");
+    // The context, and another program.
+    let _module = PlainGather::load(&Gpu::open(Profile::default()).unwrap()).unwrap();
+    let gpu = Gpu::open(Profile::default()).unwrap();
+    let used = gpu.used_bytes();
+    assert!(((32 + 64) << 20..ALL).contains(&used), "{used}");
+
+    let tables = |rows| {
+        let spaces = KeySpaces::new(vec![Some(rows)]);
+        let cache = Cache::whole(1024, usize::MAX, &spaces).unwrap();
+        let bytes = cache.bytes() as u64;
+        (bytes, DeviceTables::new(&gpu, vec![TableStorage::Cached(0)], vec![cache], &[]))
+    };
+    assert!(tables(1000).1.is_ok());
+    // Half of the cache would fit, and its first copy too.
+    let (bytes, refused) = tables((ALL - used) >> 10);
+    let Err(CudaError::NoRoom { needed, free }) = refused else { panic!("{:?}", refused.err()) };
+    assert!(needed == bytes && free < ALL - used, "{needed} of {bytes}, {free} free");
+
+    let refused = gpu.buffer::<u8>(ALL as usize).err().unwrap().to_string();
+    assert!(refused.contains(&ALL.to_string()) && refused.contains(" bytes are free"), "{refused}");
+    stand_in.device(c"board");
+    assert_eq!(Gpu::open(Profile { tegra: true }).unwrap().used_bytes(), 0);
 }

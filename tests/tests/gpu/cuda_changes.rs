@@ -2,21 +2,19 @@
 //! after any changes, its dump and its epochs. Runs on the stand-in for the driver, or with
 //! `HATCHBACK_GPU=real` on the machine's GPU.
 
+use crate::one_key::{OneKey, exact};
 use hatchback_kernels::cache::address::{KeySpaces, RowKey, mix, unmix};
-use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
+use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 use hatchback_kernels::cache::{Cache, Epoch};
-use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::cuda::memory::Mapped;
-use hatchback_kernels::dense::{Activation, InputPart};
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
-use hatchback_kernels::gpu::step::{Step, StepInputs};
+use hatchback_kernels::dense::Activation;
+use hatchback_kernels::gpu::lookup::Keys;
+use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
-use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision,
-};
+use hatchback_kernels::gpu::{DenseNetwork, DeviceEngine};
 use hatchback_kernels::lookup::miss_list::MissList;
-use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
+use hatchback_kernels::lookup::{Bags, LookupStatus};
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
 use hatchback_tools::workload::onnx::{Graph, Type};
@@ -200,7 +198,12 @@ struct Litmus {
 impl Litmus {
     fn new(gpu: &Arc<Gpu>) -> Self {
         let sizes = LitmusSizes::of(gpu);
-        let (format, width) = (RowFormat::new(Codec::F32, sizes.dim, 0).unwrap(), sizes.width());
+        let features = OneKey {
+            tables: vec![0; sizes.features],
+            keys_end: LITMUS_ROWS as u64,
+            dim: sizes.dim,
+        };
+        let (format, width) = (features.format(), sizes.width());
         let spaces = KeySpaces::new(vec![Some(LITMUS_ROWS as u64)]);
         let cache = Cache::whole(format.row_bytes(), usize::MAX, &spaces).unwrap();
         for key in 0..LITMUS_ROWS as u64 {
@@ -210,40 +213,14 @@ impl Litmus {
         let storage = vec![TableStorage::Cached(0)];
         let tables = Arc::new(DeviceTables::new(gpu, storage, vec![cache], &[]).unwrap());
 
-        let default_row = vec![0.0; sizes.dim];
-        let feature = |number: usize, input| FeatureOnDevice {
-            table: 0,
-            format,
-            keys_end: Some(LITMUS_ROWS as u64),
-            default_row: &default_row,
-            pooling: Pooling::Sum,
-            weighted: false,
-            shared: false,
-            hotness_max: 1,
-            input,
-            input_type: InputType::F32,
-            stride: width,
-            column: number * sizes.dim,
-            width: sizes.dim,
-        };
-        let features =
-            |inputs: &[u64]| (0..sizes.features).map(|f| feature(f, inputs[0])).collect();
-        let limits = LookupLimits {
-            batch_max: sizes.batch,
-            misses_max: LITMUS_ROWS,
-            row_bytes_max: format.row_bytes(),
-            // Their copy delays the query, so that the changes are launched before it ends.
-            keys: Keys::Copied,
-            is_shared: false,
-        };
-        let parts = InputPart::whole(&[("x", width)], &[false]);
         let engine = Arc::new(sum_of_columns(gpu, width, sizes.batch));
-        let inputs = StepInputs { parts: &parts, copies: &[] };
-        let device = Device::Cuda(Arc::clone(gpu));
+        // Their copy delays the query, so that the changes are launched before it ends.
+        let limits = features.limits(sizes.batch, LITMUS_ROWS, Keys::Copied);
+        let (step, misses) = features.step(&tables, &engine, &[("x", width)], limits);
         Self {
-            step: Step::new(&tables, &engine, inputs, features, limits).unwrap(),
+            step,
             changes: RowChanges::new(&tables, LITMUS_ROWS).unwrap(),
-            misses: MissList::on(&device, LITMUS_ROWS, format.row_bytes()).unwrap(),
+            misses,
             staged: gpu.mapped(LITMUS_ROWS * format.row_bytes()).unwrap(),
             statuses: vec![LookupStatus::default(); sizes.batch],
             sizes,
@@ -300,9 +277,7 @@ fn sum_of_columns(gpu: &Arc<Gpu>, width: usize, batch_max: usize) -> DeviceEngin
     let inputs = [("x", width)];
     let (onnx, activation) = (&graph.file(), Activation::None);
     let network = DenseNetwork { onnx, inputs: &inputs, parts: &[], output: "sum", activation };
-    let dense = GpuDense { tensorrt: None, precision: Precision::Exact };
-    let options = DeviceOptions { dense, batch_max, f16_inputs: Vec::new(), fed: Vec::new() };
-    DeviceEngine::load(gpu, &network, &options).unwrap()
+    DeviceEngine::load(gpu, &network, &exact(batch_max, Vec::new())).unwrap()
 }
 
 /// Changes that are launched right after a query must wait for the query, also where a graph

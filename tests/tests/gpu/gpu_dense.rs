@@ -2,9 +2,9 @@
 //! operator, and the networks of the repository. Runs on the stand-in for the driver, or with
 //! HATCHBACK_GPU=real on the machine's GPU.
 
-use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
+use hatchback_kernels::cuda::driver::{Gpu, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
-use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
+use hatchback_kernels::cuda::memory::{Buffer, View};
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, InputPart};
 use hatchback_kernels::gpu::lookup::RequestSize;
 use hatchback_kernels::gpu::{
@@ -16,8 +16,7 @@ use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
 use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 const OWN: DeviceOptions = DeviceOptions {
     dense: GpuDense { tensorrt: None, precision: Precision::Exact },
@@ -215,12 +214,6 @@ impl Maker {
     }
 }
 
-/// The stand-in counts calls of the whole process, so one test runs at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Runs `n` samples on the device, directly or as a graph.
 fn on_device(
     gpu: &Arc<Gpu>,
@@ -317,7 +310,6 @@ fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]
 #[test]
 fn random_networks_give_the_cpus_bits() {
     let _turn = standin::alone();
-    let _alone = alone();
     let activations = [Activation::None, Activation::Sigmoid];
     for seed in 0..30 {
         let gpu = standin::gpu(seed);
@@ -334,7 +326,6 @@ fn random_networks_give_the_cpus_bits() {
 #[test]
 fn random_networks_with_shared_inputs_give_the_cpus_bits() {
     let _turn = standin::alone();
-    let _alone = alone();
     let has_cublas = standin::load_cublas();
     for seed in 0..40 {
         let (gpu, onnx) = (standin::gpu(seed), Maker::network(seed));
@@ -386,7 +377,7 @@ fn random_networks_with_shared_inputs_give_the_cpus_bits() {
 #[test]
 fn the_networks_of_the_tree_give_the_cpus_bits() {
     let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let gpu = standin::gpu(7);
     let networks: [(&str, &[(&str, usize)]); 5] = [
         ("tests/data/families/dlrm", &[("dense", 3), ("emb", 48)]),
         ("tests/data/families/dcnv2", &[("dense", 3), ("emb", 28)]),
@@ -411,7 +402,7 @@ fn with(precision: Precision) -> DeviceOptions {
 #[test]
 fn products_by_cublas_are_close_to_the_cpus() {
     let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let gpu = standin::gpu(7);
     let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
@@ -474,7 +465,7 @@ fn products_by_cublas_are_close_to_the_cpus() {
 #[test]
 fn a_product_that_ends_with_bias_and_relu_is_one_launch() {
     let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let gpu = standin::gpu(7);
     if !standin::load_cublas() {
         return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
     }
@@ -513,7 +504,7 @@ fn a_product_that_ends_with_bias_and_relu_is_one_launch() {
 #[test]
 fn each_precision_keeps_its_own_bound() {
     let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let gpu = standin::gpu(7);
     if !standin::load_cublas() {
         return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
     }
@@ -548,7 +539,7 @@ fn each_precision_keeps_its_own_bound() {
 #[test]
 fn a_network_that_needs_more_bits_than_the_precision_has_runs_exactly() {
     let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let gpu = standin::gpu(7);
     if !standin::load_cublas() {
         return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
     }
@@ -573,32 +564,10 @@ fn a_network_that_needs_more_bits_than_the_precision_has_runs_exactly() {
     }
 }
 
-/// A driver that is newer than this program returns codes that no list has.
-#[test]
-fn an_error_that_no_list_has_is_typed() {
-    let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
-    let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a real driver returns no such code");
-    };
-    let stream = gpu.stream().unwrap();
-    for (code, text) in [(46, "CUDA_ERROR (stand-in) (46)"), (9999, "error 9999, which the driver")]
-    {
-        stand_in.fault_code(code);
-        stand_in.fault(c"wait", 0, 1);
-        let e = stream.wait().unwrap_err();
-        assert!(matches!(&e, CudaError::Driver { call: "wait for the stream", error }
-            if error.0 == code as u32));
-        assert!(e.to_string().contains(text), "{e}");
-    }
-    stand_in.fault_code(2);
-    stream.wait().unwrap();
-}
-
 #[test]
 fn an_operator_without_a_kernel_is_refused_by_name() {
     let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let gpu = standin::gpu(7);
     let mut graph = Graph::default();
     graph.input("x", Type::Float, &[4]);
     graph.node("Abs", &["x"], "out", &[]);
@@ -613,112 +582,4 @@ fn an_operator_without_a_kernel_is_refused_by_name() {
     };
     let said = DeviceEngine::load(&gpu, &network, &OWN).err().unwrap().to_string();
     assert!(said.contains("Abs"), "{said}");
-}
-
-/// Pinned memory is freed even if the wait for the device fails.
-#[test]
-fn a_device_that_cannot_be_waited_for_keeps_no_memory() {
-    let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(9));
-    let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
-    };
-    let before = stand_in.counts().bytes;
-    let mapped = gpu.mapped::<u32>(9).unwrap();
-    stand_in.fault(c"wait for all", 0, 1);
-    drop(mapped);
-    assert_eq!(stand_in.counts().bytes, before);
-}
-
-/// Work that waits or allocates memory cannot be recorded; the stream stays usable.
-#[test]
-fn work_that_invalidates_a_recording_is_an_error() {
-    let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(7));
-    let mut graphs = Graphs::new(gpu.stream().unwrap());
-    let refused: Result<usize, CudaError> = graphs.record(|stream| stream, |stream| stream.wait());
-    assert!(matches!(refused.err().unwrap(), CudaError::Driver { .. }));
-    graphs.resources().wait().unwrap();
-    let takes = |stream: &mut Stream| stream.gpu().buffer::<u8>(8).map(drop);
-    assert!(graphs.record(|stream| stream, takes).is_err());
-    let other = gpu.event().unwrap();
-    gpu.stream().unwrap().record(&other).unwrap();
-    assert!(graphs.record(|stream| stream, |stream| stream.after(&other)).is_err());
-    graphs.resources().wait().unwrap();
-    let failed = graphs.record(|stream| stream, |_| Err(GpuDenseError::Buffers("no".into())));
-    assert!(matches!(failed.err().unwrap(), GpuDenseError::Buffers(_)));
-    graphs.resources().wait().unwrap();
-    // A recording that other code invalidates is repeated.
-    let mut times = 0;
-    let once = |stream: &mut Stream| {
-        times += 1;
-        if times == 1 { stream.wait() } else { Ok::<_, CudaError>(()) }
-    };
-    graphs.record(|stream| stream, once).unwrap();
-    assert_eq!(times, 2);
-}
-
-/// Any thread may free an object. It is freed once the device no longer uses it, and nothing leaks.
-#[test]
-fn any_thread_frees_what_the_device_no_longer_uses() {
-    let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(9));
-    let bytes = || standin::load().map(|s| s.counts().bytes);
-    let before = bytes();
-    let (stream, event, buffer) =
-        (gpu.stream().unwrap(), gpu.event().unwrap(), gpu.buffer::<u32>(999).unwrap());
-    let mut pinned = gpu.mapped::<u32>(999).unwrap();
-    pinned.fill(7);
-    stream.upload_async(&pinned, &buffer, 999).unwrap();
-    stream.record(&event).unwrap();
-    std::thread::spawn(move || drop(pinned)).join().unwrap();
-    std::thread::spawn(move || event.wait().unwrap()).join().unwrap();
-    let mut out = vec![0; 999];
-    stream.download(&buffer, 0, &mut out).unwrap();
-    assert!(out.iter().all(|&v| v == 7));
-    let mut graphs = Graphs::new((stream, buffer, gpu.buffer::<u32>(999).unwrap()));
-    let work = |(stream, from, to): &mut (Stream, Buffer<u32>, Buffer<u32>)| stream.copy(from, to);
-    graphs.record(|named| &named.0, work).unwrap();
-    graphs.launch(0, |named| &named.0, |_, launch| launch()).unwrap();
-    std::thread::spawn(move || drop(graphs)).join().unwrap();
-    assert_eq!(bytes(), before);
-}
-
-/// Other threads allocate, free and wait while work is recorded.
-#[test]
-fn a_recording_and_other_threads_do_not_disturb_each_other() {
-    let _turn = standin::alone();
-    let (_alone, gpu) = (alone(), standin::gpu(8));
-    let done = AtomicBool::new(false);
-
-    // A second opening, as by another model of the process.
-    let other = Gpu::open(Profile { tegra: standin::is_board() }).unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !done.load(Ordering::Relaxed) {
-                let (mapped, buffer) =
-                    (other.mapped::<u32>(9).unwrap(), other.buffer::<u32>(9).unwrap());
-                let stream = other.stream().unwrap();
-                stream.upload_async(&mapped, &buffer, 9).unwrap();
-                stream.wait().unwrap();
-            }
-        });
-
-        let recorded = (0..60).try_for_each(|_| {
-            let (from, to) = (gpu.mapped::<u32>(3).unwrap(), gpu.buffer::<u32>(3).unwrap());
-            let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
-            let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
-                stream.upload_async(from, to, 3)?;
-                // Gives the other threads time to run.
-                std::thread::sleep(std::time::Duration::from_micros(300));
-                stream.upload_async(from, to, 3)
-            };
-            graphs.record(|named| &named.0, work)?;
-            graphs.launch(0, |named| &named.0, |_, launch| launch())?;
-            graphs.resources().0.wait()
-        });
-
-        done.store(true, Ordering::Relaxed);
-        recorded.unwrap();
-    });
 }

@@ -6,6 +6,7 @@ use hatchback_tests::standin;
 
 mod cuda_build;
 mod cuda_changes;
+mod cuda_driver;
 mod cuda_kernels;
 mod cuda_requests;
 mod cuda_swaps;
@@ -13,8 +14,10 @@ mod gpu_chain;
 mod gpu_dense;
 mod gpu_requests;
 mod not_finite;
+mod one_key;
 mod plans;
 mod tensorrt;
+mod tensorrt_engines;
 
 /// Suites that AddressSanitizer watches; the others start processes or compile.
 const WATCHED: [&str; 6] = [

@@ -10,8 +10,10 @@ use hatchback::car::plan_steps::PlanSteps;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
+use hatchback::model::OpenError;
 use hatchback::model::budget::Budget;
 use hatchback::request::open::NextNetwork;
+use hatchback::request::served::Served;
 use hatchback::request::serving::Serving;
 use hatchback::request::worker::Worker;
 use hatchback::schema::KeySpace;
@@ -28,6 +30,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use tempfile::TempDir;
+
+const MEMORY_BYTES_MAX: u64 = 1 << 30;
 
 /// Bound of [`Precision::F32`].
 const BOUND: f64 = 1e-4;
@@ -62,15 +67,50 @@ impl SlowTwin {
         }
     }
 
-    /// Returns a server whose networks may run on this twin, with plans in `plans`.
-    fn serving(&self, plans: &Path) -> Serving {
+    /// Returns options with which networks may run on this twin, with plans in `plans`.
+    fn dense(&self, plans: &Path) -> GpuDense {
         let Twin { shim, library } = self.twin.clone();
         let libraries = Some((library.clone(), library));
         let (plans, workspace_bytes_max) = (plans.to_owned(), 1 << 20);
         let tensorrt = Some(TensorRtOptions { shim, libraries, plans, workspace_bytes_max });
-        let dense = GpuDense { tensorrt, precision: Precision::F32 };
-        let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
-        serving.on(Device::Cuda(standin::gpu(31)), dense)
+        GpuDense { tensorrt, precision: Precision::F32 }
+    }
+
+    /// Returns a server with these options.
+    fn serving(&self, plans: &Path) -> Serving {
+        let serving = Serving::new(MEMORY_BYTES_MAX, 64, Arc::new(SystemClock::default()));
+        serving.on(Device::Cuda(standin::gpu(31)), self.dense(plans))
+    }
+}
+
+/// A release that is served as `m`, whose plans are in a folder of their own.
+struct Car {
+    plans: TempDir,
+    folder: PathBuf,
+    flash: Flash,
+    serving: Serving,
+    served: Arc<Served>,
+}
+
+impl Car {
+    fn new(slow: &SlowTwin, release: &Release) -> Self {
+        let (plans, folder) = (tempfile::tempdir().unwrap(), release.packed.install());
+        let (serving, flash) =
+            (slow.serving(plans.path()), Flash::open(&disk::system(), &folder).unwrap());
+        let served = serving.load("m", &flash, budget()).unwrap();
+        Self { plans, folder, flash, serving, served }
+    }
+
+    /// Installs `release` and swaps to it. Returns its scores on the CPU.
+    fn update(&self, release: &Release) -> Vec<f32> {
+        install(&self.folder, &release.packed.bundle);
+        let flash = Flash::open(&disk::system(), &self.folder).unwrap();
+        self.serving.swap("m", &flash, budget(), &|_| ()).unwrap();
+        on_cpu(&flash, release, budget())
+    }
+
+    fn runs_on(&self) -> String {
+        self.served.dense_runs_on().unwrap()
     }
 }
 
@@ -202,33 +242,26 @@ fn no_answer_waits_for_a_build_and_a_refusal_leaves_what_served_before() {
 #[test]
 fn a_swap_does_not_wait_for_the_build_of_the_old_plan_or_of_the_new_one() {
     let _turn = standin::alone();
-    let (slow, plans) = (SlowTwin::new(), tempfile::tempdir().unwrap());
-    let (old, new) = (release(1, true), release(2, true));
-    let folder = old.packed.install();
-    let serving = slow.serving(plans.path());
-    let flash = Flash::open(&disk::system(), &folder).unwrap();
-    serving.load("m", &flash, budget()).unwrap();
+    let (slow, old, new) = (SlowTwin::new(), release(1, true), release(2, true));
+    let car = Car::new(&slow, &old);
     std::thread::scope(|scope| {
-        scope.spawn(|| take_steps(&serving));
+        scope.spawn(|| take_steps(&car.serving));
         let mut build = slow.begun();
-        install(&folder, &new.packed.bundle);
-        let flash = Flash::open(&disk::system(), &folder).unwrap();
-        serving.swap("m", &flash, budget(), &|_| ()).unwrap();
-        let expected = on_cpu(&flash, &new, budget());
-        assert_eq!(answers(&serving, &new), expected);
+        let expected = car.update(&new);
+        assert_eq!(answers(&car.serving, &new), expected);
         build.write_all(b"g").unwrap();
         // The first build must not take the letter of the next one, too.
         while rustix::io::ioctl_fionread(&build).unwrap() > 0 {
             std::thread::yield_now();
         }
         // The old plan is of no use; that of the new generation is next.
-        assert_eq!(answers(&serving, &new), expected);
+        assert_eq!(answers(&car.serving, &new), expected);
         // Between the two builds nobody reads.
         while build.write_all(b"g").is_err() {
             std::thread::yield_now();
         }
     });
-    assert!(serving.get("m").unwrap().dense_runs_on().unwrap().starts_with("TensorRT"));
+    assert!(car.runs_on().starts_with("TensorRT"));
 }
 
 /// Returns the network of `release`, as an update offers it before the release is live.
@@ -245,16 +278,14 @@ fn the_plan_of_the_next_release_is_built_before_its_swap_which_proves_it() {
     let slow = SlowTwin::new();
     for (letter, serves) in [(b"g", "TensorRT 8.6.3"), (b"w", "Hatchback's kernels")] {
         let (old, new) = (release(1, true), release(2, true));
-        let (plans, folder) = (tempfile::tempdir().unwrap(), old.packed.install());
-        let serving = slow.serving(plans.path());
-        let flash = Flash::open(&disk::system(), &folder).unwrap();
-        let served = serving.load("m", &flash, budget()).unwrap();
-        let expected = on_cpu(&flash, &old, budget());
+        let car = Car::new(&slow, &old);
+        let Car { serving, served, .. } = &car;
+        let expected = on_cpu(&car.flash, &old, budget());
         std::thread::scope(|scope| {
-            scope.spawn(|| take_steps(&serving));
+            scope.spawn(|| take_steps(serving));
             slow.end(slow.begun(), b"g");
         });
-        assert!(served.dense_runs_on().unwrap().starts_with("TensorRT"));
+        assert!(car.runs_on().starts_with("TensorRT"));
 
         // The old release serves during the build, and after it.
         let network = next_network(&new);
@@ -263,53 +294,85 @@ fn the_plan_of_the_next_release_is_built_before_its_swap_which_proves_it() {
         served.offer_next(network);
         assert_eq!(serving.memory_taken(), taken + bytes);
         std::thread::scope(|scope| {
-            scope.spawn(|| take_steps(&serving));
+            scope.spawn(|| take_steps(serving));
             let build = slow.begun();
             assert_eq!(serving.memory_taken(), taken + bytes);
-            assert!(largest_difference(&answers(&serving, &old), &expected) <= BOUND);
+            assert!(largest_difference(&answers(serving, &old), &expected) <= BOUND);
             slow.end(build, letter);
         });
         assert_eq!(serving.memory_taken(), taken, "the network is gone with its build");
         assert_eq!(served.model().unwrap().generation().sequence, 1);
 
         // The swap has the plan at once, if its scores are right. No other build begins.
-        install(&folder, &new.packed.bundle);
-        let flash = Flash::open(&disk::system(), &folder).unwrap();
-        serving.swap("m", &flash, budget(), &|_| ()).unwrap();
-        let runs_on = served.dense_runs_on().unwrap();
+        let expected = car.update(&new);
+        let runs_on = car.runs_on();
         assert!(runs_on.starts_with(serves), "{runs_on}");
-        let far = largest_difference(&answers(&serving, &new), &on_cpu(&flash, &new, budget()));
+        let far = largest_difference(&answers(serving, &new), &expected);
         assert!(far <= BOUND, "{runs_on}: {far}");
-        take_steps(&serving);
-        assert!(served.dense_runs_on().unwrap().starts_with(serves));
+        take_steps(serving);
+        assert!(car.runs_on().starts_with(serves));
     }
 }
 
 #[test]
 fn a_swap_does_not_wait_for_the_plan_of_its_release_which_is_built_once() {
     let _turn = standin::alone();
-    let (slow, plans) = (SlowTwin::new(), tempfile::tempdir().unwrap());
-    let (old, new) = (release(1, true), release(2, true));
-    let folder = old.packed.install();
-    let serving = slow.serving(plans.path());
-    let flash = Flash::open(&disk::system(), &folder).unwrap();
-    let served = serving.load("m", &flash, budget()).unwrap();
+    let (slow, old, new) = (SlowTwin::new(), release(1, true), release(2, true));
+    let car = Car::new(&slow, &old);
     let mut steps = PlanSteps::default();
-    let mut take_steps = || while steps.step(&serving, &|_| ()) {};
+    let mut take_steps = || while steps.step(&car.serving, &|_| ()) {};
     std::thread::scope(|scope| {
         scope.spawn(&mut take_steps);
         // The GPU is refused for the old release, so that the next one is built.
         slow.end(slow.begun(), b"u");
     });
-    served.offer_next(next_network(&new));
+    car.served.offer_next(next_network(&new));
     std::thread::scope(|scope| {
         scope.spawn(&mut take_steps);
         let build = slow.begun();
-        install(&folder, &new.packed.bundle);
-        let flash = Flash::open(&disk::system(), &folder).unwrap();
-        serving.swap("m", &flash, budget(), &|_| ()).unwrap();
-        assert_eq!(answers(&serving, &new), on_cpu(&flash, &new, budget()));
+        let expected = car.update(&new);
+        assert_eq!(answers(&car.serving, &new), expected);
         slow.end(build, b"g");
     });
-    assert!(served.dense_runs_on().unwrap().starts_with("TensorRT"));
+    assert!(car.runs_on().starts_with("TensorRT"));
+}
+
+/// A plan is optional, so its network waits while something else has the memory.
+#[test]
+fn a_plan_waits_until_the_budget_has_room_for_its_network() {
+    let _turn = standin::alone();
+    let release = release(1, true);
+    let car = Car::new(&SlowTwin::new(), &release);
+    // The network of a next release counts three times.
+    let left = MEMORY_BYTES_MAX - car.serving.memory_taken();
+    let onnx = vec![0; left as usize / 3];
+    car.served.offer_next(NextNetwork { onnx, ..next_network(&release) });
+    let plan = car.serving.plan_job("m").map(drop);
+    let Err(OpenError::Budget { field, value, problem }) = plan else { panic!("no plan waits") };
+    assert_eq!((field, value), ("memory_bytes_max", MEMORY_BYTES_MAX));
+    assert!(problem.starts_with("a plan waits: "), "{problem}");
+
+    drop(car.serving.next_plan_job("m").unwrap());
+    assert!(car.serving.plan_job("m").unwrap().is_some());
+}
+
+/// A network that ends the process while it is parsed counts as one that ends it in TensorRT.
+#[test]
+fn a_build_counts_before_its_network_is_parsed() {
+    let _turn = standin::alone();
+    let (slow, release) = (SlowTwin::new(), release(1, true));
+    let car = Car::new(&slow, &release);
+    let build = || {
+        let onnx = b"no network".to_vec();
+        car.served.offer_next(NextNetwork { onnx, ..next_network(&release) });
+        car.serving.next_plan_job("m").unwrap().build().unwrap_err().to_string()
+    };
+    let unread = build();
+    assert!(!unread.contains("builds"), "{unread}");
+    // Processes that ended while they parsed it.
+    let dense = slow.dense(car.plans.path());
+    let begin = || dense.begin_build(&standin::gpu(31), b"no network").unwrap();
+    (0..8).for_each(|_| std::mem::forget(begin()));
+    let refused = build();
+    assert!(refused.contains("8 builds"), "{refused}");
 }

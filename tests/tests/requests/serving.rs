@@ -5,7 +5,7 @@ use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
-use hatchback::request::explain::explain_served;
+use hatchback::request::explain::{ExplainError, explain_served};
 use hatchback::request::open::NextNetwork;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
@@ -207,12 +207,17 @@ fn total(serving: &Serving) -> u64 {
     serving.memory().iter().map(|(_, plan)| plan.total()).sum()
 }
 
+/// Returns the bytes of one model alone.
+fn alone(made: &Made) -> u64 {
+    let serving = serving(1 << 30);
+    serving.load("a", &made.flash, budget()).unwrap();
+    total(&serving)
+}
+
 #[test]
 fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     let (one, two) = (make(&plan(1)), make(&plan(2)));
-    let alone = serving(1 << 30);
-    alone.load("a", &one.flash, budget()).unwrap();
-    let each = total(&alone);
+    let each = alone(&one);
 
     // The budget has room for two models, or for the old and the new generation of one.
     let serving = serving(2 * each);
@@ -355,9 +360,7 @@ fn requests_are_scored_in_order_of_arrival() {
 #[test]
 fn what_a_process_takes_beside_its_models_counts() {
     let made = make(&plan(1));
-    let alone = serving(1 << 30);
-    alone.load("a", &made.flash, budget()).unwrap();
-    let each = total(&alone);
+    let each = alone(&made);
     serving(each).load("a", &made.flash, budget()).unwrap();
     let refused =
         serving(each).beside("the front door", 1).load("a", &made.flash, budget()).map(drop);
@@ -368,14 +371,12 @@ fn what_a_process_takes_beside_its_models_counts() {
 #[test]
 fn an_explanation_keeps_to_the_budget() {
     let made = make(&plan(1));
-    let alone = serving(1 << 30);
-    alone.load("a", &made.flash, budget()).unwrap();
     let explain_within = |bytes: u64| {
         let serving = serving(bytes);
         serving.load("a", &made.flash, budget()).unwrap();
         explain_served(&serving, "a", made.flash.directory(), r#"{"dense": [1, 2]}"#)
     };
-    let least = total(&alone);
+    let least = alone(&made);
     let refused = explain_within(least).map(drop).unwrap_err().to_string();
     let (_, after) =
         refused.split_once("an explanation takes ").unwrap_or_else(|| panic!("{refused}"));
@@ -384,13 +385,28 @@ fn an_explanation_keeps_to_the_budget() {
     assert!(explain_within(least + bytes).unwrap().score.is_some());
 }
 
+/// The live generation is not the one that gave the score.
+#[test]
+fn an_explanation_is_refused_until_an_update_is_swapped() {
+    let (made, next) = (make(&plan(1)), plan(2).pack());
+    let serving = serving(1 << 30);
+    serving.load("a", &made.flash, budget()).unwrap();
+    let directory = made.flash.directory();
+    let explain = || explain_served(&serving, "a", directory, r#"{"dense": [1, 2]}"#);
+    let before = explain().unwrap().generation;
+    install(directory, &next.bundle);
+    let refused = explain().map(drop).unwrap_err();
+    assert!(matches!(refused, ExplainError::Swap), "{refused}");
+    let flash = Flash::open(&disk::system(), directory).unwrap();
+    serving.swap("a", &flash, budget(), &|_| {}).unwrap();
+    assert_ne!(explain().unwrap().generation, before);
+}
+
 /// A plan of TensorRT is optional, so its network refuses no update.
 #[test]
 fn an_awaited_plan_refuses_no_swap() {
     let (one, two) = (make(&plan(1)), make(&plan(2)));
-    let alone = serving(1 << 30);
-    alone.load("a", &one.flash, budget()).unwrap();
-    let each = total(&alone);
+    let each = alone(&one);
     let serving = serving(2 * each);
     serving.load("a", &one.flash, budget()).unwrap();
     let (schema, onnx) = (one.packed.schema.clone(), vec![0; each as usize]);

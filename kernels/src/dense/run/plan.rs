@@ -458,10 +458,7 @@ impl Plan {
                 let memory = &mut scratch.state[..n * cell.state_width()];
                 cell.run(self.isa, &operands, out, memory, &mut scratch.gemm);
             }
-            Op::Concat { outer, parts } => {
-                debug_assert!(parts.iter().sum::<usize>() * outer == width);
-                concat(parts, read, out);
-            }
+            Op::Concat { parts, .. } => concat(parts, read, out),
             Op::Pick(picks) => {
                 patterns[0].copy(picks, read(0), self.layout.widths[node.inputs[0]], out);
             }
@@ -636,6 +633,7 @@ impl Product {
 /// `i`, which `read(i)` returns, at a time.
 fn concat<'a>(parts: &[usize], read: impl Fn(usize) -> &'a [f32], out: &mut [f32]) {
     let stride: usize = parts.iter().sum();
+    debug_assert!(out.len().is_multiple_of(stride));
     let mut first = 0;
     for (i, &part) in parts.iter().enumerate() {
         let (from, to) = (read(i), out.chunks_exact_mut(stride));

@@ -12,5 +12,5 @@ mod shim;
 pub use build::{BatchClass, Build, BuildInput, Types};
 pub use error::{TensorRtError, Version};
 pub use library::{Engine, TensorRt};
-pub use plans::Plans;
+pub use plans::{OpenBuild, Plans};
 pub use shim::Context;

@@ -29,6 +29,15 @@ const PLAN: &str = "plan";
 const UNPROVEN: &str = "unproven";
 const BUILDS: &str = "builds";
 
+/// A build that counts as ended by a crash until it is dropped.
+pub struct OpenBuild(PathBuf);
+
+impl Drop for OpenBuild {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
 /// A folder of plans.
 #[derive(Clone, Debug)]
 pub struct Plans {
@@ -77,26 +86,29 @@ impl Plans {
         files.any(|file| file.path().extension().is_some_and(|end| end == UNPROVEN))
     }
 
-    /// Counts a build of the plan in file `path` that begins.
+    /// Counts a build of a plan of the network `onnx` by `tensorrt` until the result is dropped.
+    /// Nothing of the network was read before.
     ///
     /// # Errors
     /// [`TensorRtError::Crashes`] if too many builds ended with the process.
-    pub fn begin_build(&self, path: &Path) -> Result<(), TensorRtError> {
-        let path = path.with_extension(BUILDS);
+    pub fn begin_build(
+        &self,
+        tensorrt: &TensorRt,
+        onnx: &[u8],
+    ) -> Result<OpenBuild, TensorRtError> {
+        let hash = Sha256::new_with_prefix(tensorrt.version().0.to_le_bytes()).chain_update(onnx);
+        let path = self.folder.join(hex(hash)).with_extension(BUILDS);
         let builds = fs::read(&path).map_or(0, |counted| counted.len());
         if builds >= BUILDS_MAX {
             return Err(TensorRtError::Crashes { path, builds });
         }
         self.log_failure(&path, self.replace(&path, &vec![b'.'; builds + 1]));
-        Ok(())
+        Ok(OpenBuild(path))
     }
 
-    /// Ends the build of the plan in file `path`, and keeps `built` until it is proven.
-    pub fn end_build(&self, path: &Path, built: Option<&[u8]>) {
-        if let Some(plan) = built {
-            self.keep(&path.with_extension(UNPROVEN), plan);
-        }
-        let _ = fs::remove_file(path.with_extension(BUILDS));
+    /// Keeps `built`, the plan of file `path`, until it is proven.
+    pub fn keep_unproven(&self, path: &Path, built: &[u8]) {
+        self.keep(&path.with_extension(UNPROVEN), built);
     }
 
     /// Keeps the unproven plan of file `path` for use if `is_good`. Otherwise the file records that
@@ -148,8 +160,7 @@ impl Plans {
     /// Returns the file of the timings of all builds by `tensorrt` for the GPU with the name `gpu`.
     pub fn timings(&self, tensorrt: &TensorRt, gpu: &str) -> PathBuf {
         let name = format!("{} {gpu}", tensorrt.version());
-        let hash = Sha256::digest(name).iter().map(|b| format!("{b:02x}")).collect::<String>();
-        self.folder.join(format!("{hash}.timings"))
+        self.folder.join(hex(Sha256::new_with_prefix(name))).with_extension("timings")
     }
 
     /// Returns the file of the plan of `build` for the GPU with the name `gpu`.
@@ -173,9 +184,12 @@ impl Plans {
         numbers.for_each(|number| take(&number.to_le_bytes()));
         take(&[build.types as u8]);
         take(&build.compute_capability.unwrap_or(0).to_le_bytes());
-        let name: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
-        self.folder.join(name).with_extension(PLAN)
+        self.folder.join(hex(hash)).with_extension(PLAN)
     }
+}
+
+fn hex(hash: Sha256) -> String {
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Returns the plan in a file's bytes, or `None` if the plan does not match the hash after it.
