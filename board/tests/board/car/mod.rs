@@ -35,6 +35,9 @@ const TOLERANCE: f64 = 2e-6;
 const DISTANCE: f64 = 2e-5;
 /// Time after which a process that does not answer counts as hanging. Answers take milliseconds.
 pub const HANGS: Duration = Duration::from_secs(60);
+/// Pause between two answers. Each shows the state of milliseconds; more of them take the CPU from
+/// the daemon's work on what the test did.
+const ASK_PAUSE: Duration = Duration::from_millis(5);
 /// The lineage of the model, and its name in the car.
 pub const LINEAGE: &str = "coupon-dlrm";
 const MODEL: &str = "coupon";
@@ -419,7 +422,7 @@ impl Car {
         let (start, mut last) = (Instant::now(), None);
         while start.elapsed() < time {
             last = self.ask().or(last);
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(ASK_PAUSE);
         }
         last
     }
