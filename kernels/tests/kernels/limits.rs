@@ -399,6 +399,98 @@ fn layers_of_the_models_of_the_field_run() {
     assert_eq!(scores(top, vec![ints("two", &[2])], x), [4.0, 4.0, -0.5, -1.0]);
 }
 
+/// The square roots of negative values are NaN, and many values are equal.
+#[test]
+fn the_best_values_are_those_of_a_stable_sort() {
+    let x = [4.0f32, 9.0, 0.25, -1.0, 1.0, -4.0, 16.0, 0.0];
+    for (n, inner, k, largest) in [
+        (1, 1, 1, 1),
+        (9, 1, 1, 0),
+        (26, 1, 26, 1),
+        (26, 2, 7, 0),
+        (30, 1, 3, 1),
+        (128, 1, 128, 0),
+        (129, 2, 129, 1),
+        (200, 1, 20, 0),
+    ] {
+        let picks: Vec<i64> = (0..n * inner).map(|i| (i * 7 + i / 3) % 4).collect();
+        let nodes = vec![
+            node("Gather", &["x", "picks"], &["g"], &[("axis", 1)]),
+            node("Sqrt", &["g"], &["roots"], &[]),
+            node("Reshape", &["roots", "shape"], &["y"], &[]),
+            node("TopK", &["y", "k"], &["top", "at"], &[("axis", 1), ("largest", largest)]),
+            node("Cast", &["at"], &["places"], &[("to", 1)]),
+            node("Flatten", &["places"], &["out"], &[]),
+        ];
+        let constants =
+            vec![ints("picks", &picks), ints("shape", &[-1, n, inner]), ints("k", &[k])];
+        let engine = load(&network(nodes, constants)).unwrap();
+        let mut found = vec![0.0; (2 * k * inner) as usize];
+        engine.run(2, &[x.to_vec()], &mut found, &mut engine.scratch(2)).unwrap();
+
+        let [n, inner, k] = [n, inner, k].map(|size| size as usize);
+        for (sample, found) in found.chunks(k * inner).enumerate() {
+            for column in 0..inner {
+                let root = |i: usize| x[sample * 4 + picks[i * inner + column] as usize].sqrt();
+                let rank = |i: usize| if largest == 1 { -root(i) } else { root(i) };
+                let mut order: Vec<usize> = (0..n).collect();
+                order.sort_by(|&a, &b| {
+                    let numbers = (rank(a).is_nan(), rank(b).is_nan());
+                    numbers
+                        .0
+                        .cmp(&numbers.1)
+                        .then(rank(a).partial_cmp(&rank(b)).unwrap_or(std::cmp::Ordering::Equal))
+                });
+                let found = found.iter().skip(column).step_by(inner).map(|at| *at as usize);
+                assert!(found.eq(order.into_iter().take(k)), "{n} {inner} {k} {largest}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_choice_reads_conditions_and_values_of_every_form() {
+    let x = [1.0f32, -2.0, 3.0, -4.0, -5.0, 6.0, -7.0, 8.0];
+    let both = |f: &dyn Fn(&[f32], usize) -> f32| -> Vec<f32> {
+        x.chunks(4).flat_map(|x| (0..8).map(move |i| (x, i))).map(|(x, i)| f(x, i)).collect()
+    };
+    let nodes = || {
+        vec![
+            node("Greater", &["x", "zero"], &["c"], &[]),
+            node("Unsqueeze", &["c", "two"], &["each"], &[]),
+            node("Unsqueeze", &["c", "one"], &["rows"], &[]),
+            node("Unsqueeze", &["x", "two"], &["y"], &[]),
+            node("Concat", &["y", "y"], &["wide"], &[("axis", 2)]),
+            node("Reshape", &["wide", "shape"], &["tall"], &[]),
+            node("Unsqueeze", &["x", "one"], &["x3"], &[]),
+        ]
+    };
+    let last = node("Flatten", &["w"], &["out"], &[]);
+    let ended = |inputs: [&str; 3]| {
+        let mut nodes = nodes();
+        nodes.extend([node("Where", &inputs, &["w"], &[]), last.clone()]);
+        let constants = vec![
+            floats("zero", &[]),
+            ints("one", &[1]),
+            ints("two", &[2]),
+            ints("shape", &[-1, 2, 4]),
+            TensorProto { float_data: (0..8).map(|i| i as f32).collect(), ..floats("k", &[4, 2]) },
+        ];
+        let engine = load(&network(nodes, constants)).unwrap();
+        let mut found = vec![0.0; 16];
+        engine.run(2, &[x.to_vec()], &mut found, &mut engine.scratch(2)).unwrap();
+        found
+    };
+    let positive = |x: f32| x > 0.25; // the constant `zero` of these tests
+    let constant = |i: usize| i as f32;
+    let expected = both(&|x, i| if positive(x[i / 2]) { x[i / 2] } else { constant(i) });
+    assert_eq!(ended(["each", "wide", "k"]), expected);
+    let expected = both(&|x, i| if positive(x[i / 2]) { constant(i) } else { x[i / 2] });
+    assert_eq!(ended(["each", "k", "y"]), expected);
+    let expected = both(&|x, i| if positive(x[i % 4]) { x[i / 2] } else { x[i % 4] });
+    assert_eq!(ended(["rows", "tall", "x3"]), expected);
+}
+
 /// `squeeze(1)` of PyTorch is an `If` whose condition follows from a shape.
 #[test]
 fn a_branch_that_follows_from_shapes_runs_on_our_engine() {

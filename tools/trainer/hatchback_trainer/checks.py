@@ -117,15 +117,15 @@ def difference(exporter, network, leaves, calls, scores, what):
                     f"model's {list(b.shape)} on {what}"
                 )
             most = (a - b).abs().max().item()
-            if not takes_equal_values(exporter, leaves, found):
+            choices = [one for one in network.graph.nodes if one.target is first_of_equal]
+            if not choices or not takes_equal_values(exporter, leaves, found):
                 raise ValueError(
                     f"{large_number(network, inputs)}output `{name}` of the network behind the "
                     f"lookups differs from the model's by {most:.2g} on {what}"
                 )
-            choice = next(one for one in network.graph.nodes if one.target is first_of_equal)
             said = (
-                f"{source_line(choice)}: the scores depend on which of equal values `topk` takes, "
-                "an order that PyTorch leaves open: make the values differ, or sort with "
+                f"{source_line(choices[0])}: the scores depend on which of equal values `topk` "
+                "takes, an order that PyTorch leaves open: make the values differ, or sort with "
                 "`stable=True`"
             )
             if leaves is exporter.leaves:

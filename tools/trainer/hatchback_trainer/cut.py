@@ -473,13 +473,10 @@ class Cut:
 
     def refuse_sizes_of_values(self, node, name):
         """Refuses an operation whose number of results follows from values of the batch."""
-        if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
-            return
         masks = [one for one in node.all_input_nodes[1:] if (
             torch.is_tensor(self.followed.value[one])
             and self.followed.value[one].dtype == torch.bool)]
-        if name in ("nonzero", "masked_select") or name.startswith("unique") or (
-                name == "index" and masks):
+        if name.startswith(("nonzero", "masked_select", "unique")) or name == "index" and masks:
             raise ValueError(
                 f"{source_line(node)}: how many values `{name}` gives follows from values of the "
                 "batch: give each sample a fixed number, with torch.where, a mask or topk"

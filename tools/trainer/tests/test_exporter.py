@@ -439,7 +439,7 @@ class Exports(unittest.TestCase):
     def test_a_refusal_of_an_operation_has_the_line_of_its_forward(self):
         for kind, what in (("mixing", "samples of a batch reach each other"),
                            ("large", r"makes \d+, and the car computes whole numbers up to 2"),
-                           ("sizes", "how many values `nonzero` gives follows from values")):
+                           ("sizes", "how many values `nonzero_numpy` gives follows from")):
             line = rf"^\S*test_exporter.py:\d+, `.*# {kind}`: .*{what}"
             with self.assertRaisesRegex(ValueError, line):
                 self.export(Lines(kind), (ids(B, 40), 2.0 ** 23 + torch.rand(B, 40) * 2 ** 24))
@@ -503,7 +503,7 @@ class Lines(nn.Module):
             most = torch.zeros_like(odd).scatter_reduce(1, odd % 3, odd, "amax")
             rows = rows * (most % 5)[..., None]
         elif self.kind == "sizes":
-            places = torch.nonzero(sums.flatten() > 0)[:, 0]  # sizes
+            places = torch.nonzero(sums.flatten() > 0, as_tuple=True)[0]  # sizes
             ends = (sums > 0).sum(1).cumsum(0)
             return self.n(functional.embedding_bag(places, rows.flatten(0, 1), torch.cat(
                 [ends[:1] * 0, ends]), mode="sum", include_last_offset=True))

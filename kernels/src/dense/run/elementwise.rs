@@ -163,10 +163,11 @@ fn pairs(
         }
         [left, right] => [Some(left), Some(right)],
     };
-    dispatch(isa, Pairs { sides, width, out, function });
+    dispatch(isa, Pairs { sides, width, out, function: |a, b, _| function(a, b) });
 }
 
-/// A function of each pair of values. A missing side stands in `out`.
+/// A function of each pair of values, and of the value that the result had. A missing side stands
+/// in `out`.
 struct Pairs<'a, F> {
     sides: [Option<Side<'a>>; 2],
     width: usize,
@@ -174,7 +175,7 @@ struct Pairs<'a, F> {
     function: F,
 }
 
-impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
+impl<F: Fn(f32, f32, f32) -> f32> Job for Pairs<'_, F> {
     type Out = ();
 
     #[inline(always)]
@@ -183,29 +184,29 @@ impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
         match sides {
             [Some(Side::Values(left)), Some(Side::Values(right))] => {
                 let pairs = left.iter().zip(right);
-                out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
+                out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b, *out));
             }
             [Some(Side::Values(left)), None] => {
-                out.iter_mut().zip(left).for_each(|(out, a)| *out = f(*a, *out));
+                out.iter_mut().zip(left).for_each(|(out, a)| *out = f(*a, *out, *out));
             }
             [None, Some(Side::Values(right))] => {
-                out.iter_mut().zip(right).for_each(|(out, b)| *out = f(*out, *b));
+                out.iter_mut().zip(right).for_each(|(out, b)| *out = f(*out, *b, *out));
             }
             [Some(Side::Values(left)), Some(Side::Constant(right))] => {
                 for (out, left) in out.chunks_exact_mut(width).zip(left.chunks_exact(width)) {
                     let pairs = left.iter().zip(right);
-                    out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
+                    out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b, *out));
                 }
             }
             [Some(Side::Constant(left)), Some(Side::Values(right))] => {
                 for (out, right) in out.chunks_exact_mut(width).zip(right.chunks_exact(width)) {
                     let pairs = left.iter().zip(right);
-                    out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
+                    out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b, *out));
                 }
             }
             [None, Some(Side::Constant(right))] => {
                 for out in out.chunks_exact_mut(width) {
-                    out.iter_mut().zip(right).for_each(|(out, b)| *out = f(*out, *b));
+                    out.iter_mut().zip(right).for_each(|(out, b)| *out = f(*out, *b, *out));
                 }
             }
             [Some(Side::Picked(rows, _, Pattern::Rows(row))), Some(right)]
@@ -216,13 +217,14 @@ impl<F: Fn(f32, f32) -> f32> Job for Pairs<'_, F> {
             [Some(left), Some(Side::Picked(rows, _, Pattern::Rows(row)))]
                 if !matches!(left, Side::Picked(..)) =>
             {
-                each_row([rows, left.values()], row, width, out, |b, a| f(a, b));
+                each_row([rows, left.values()], row, width, out, |b, a, old| f(a, b, old));
             }
             [Some(left), Some(right)] => {
                 let n = out.len() / width;
                 for (sample, out) in out.chunks_exact_mut(width).enumerate() {
                     for (i, out) in out.iter_mut().enumerate() {
-                        *out = f(left.at(sample, n, width, i), right.at(sample, n, width, i));
+                        let right = right.at(sample, n, width, i);
+                        *out = f(left.at(sample, n, width, i), right, *out);
                     }
                 }
             }
@@ -239,7 +241,7 @@ fn each_row(
     row: usize,
     width: usize,
     out: &mut [f32],
-    function: impl Fn(f32, f32) -> f32,
+    function: impl Fn(f32, f32, f32) -> f32,
 ) {
     let stride = rows.len() / (out.len() / width);
     let others = others.chunks_exact(width).cycle();
@@ -248,7 +250,7 @@ fn each_row(
     {
         for (out, others) in out.chunks_exact_mut(row).zip(others.chunks_exact(row)) {
             let pairs = rows[..row].iter().zip(others);
-            out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = function(*a, *b));
+            out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = function(*a, *b, *out));
         }
     }
 }
@@ -279,12 +281,14 @@ pub(in crate::dense) fn lookup(
 }
 
 /// Takes the second side where the first is not 0, else the third.
-pub(in crate::dense) fn select(sides: [Side; 3], width: usize, out: &mut [f32]) {
-    let n = out.len() / width;
-    for (sample, out) in out.chunks_exact_mut(width).enumerate() {
-        for (i, out) in out.iter_mut().enumerate() {
-            let [condition, yes, no] = sides.each_ref().map(|s| s.at(sample, n, width, i));
-            *out = if condition != 0.0 { yes } else { no };
-        }
+pub(in crate::dense) fn select(isa: Isa, sides: [Side; 3], width: usize, out: &mut [f32]) {
+    let [condition, yes, no] = sides;
+    // The condition is read into the result first, so that whole slices are read and chosen from.
+    if let Side::Picked(values, picks, pattern) = condition {
+        pattern.copy(picks, values, values.len() / (out.len() / width), out);
+    } else {
+        pairs(isa, [condition; 2], width, out, |condition, _| condition);
     }
+    let function = |yes: f32, no: f32, condition: f32| if condition != 0.0 { yes } else { no };
+    dispatch(isa, Pairs { sides: [Some(yes), Some(no)], width, out, function });
 }

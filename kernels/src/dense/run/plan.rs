@@ -445,7 +445,7 @@ impl Plan {
             }
             Op::Select(operands) => {
                 let side = |i: usize| operands[i].side(read, patterns[i]);
-                elementwise::select([side(0), side(1), side(2)], width, out);
+                elementwise::select(self.isa, [side(0), side(1), side(2)], width, out);
             }
             Op::Sum { outer, n: count, inner, divisor } => {
                 debug_assert!(read(0).len() == n * outer * count * inner);

@@ -156,27 +156,40 @@ impl Job for SoftmaxRows<'_> {
     }
 }
 
+/// Most values of which each one's rank is counted.
+const COUNTED_MAX: usize = 128;
+
 /// Writes the positions of the `k` best values along the middle axis of `[.., n, inner]` to
 /// `[.., k, inner]`, the best first. Of equal values the first is better; NaN is the worst.
-pub(in crate::dense) fn order(
-    from: &[f32],
-    [n, inner, k]: [usize; 3],
-    largest: bool,
-    out: &mut [f32],
-) {
-    let is_better = |a: (f32, usize), b: (f32, usize)| {
-        let is_beyond = if largest { a.0 > b.0 } else { a.0 < b.0 };
-        let is_number = b.0.is_nan() && !a.0.is_nan();
-        is_beyond || is_number || ((a.0 == b.0 || (a.0.is_nan() && b.0.is_nan())) && a.1 < b.1)
+pub(in crate::dense) fn order(from: &[f32], sizes: [usize; 3], largest: bool, out: &mut [f32]) {
+    let [n, inner, k] = sizes;
+    // A whole number with the order of the values. It is the least one for NaN.
+    let key = |x: f32| {
+        let x = if largest { x } else { -x } + 0.0; // -0.0 equals 0.0
+        let bits = x.to_bits() as i32;
+        if x.is_nan() { i32::MIN } else { bits ^ (((bits >> 31) as u32) >> 1) as i32 }
     };
+    let mut keys = [0; COUNTED_MAX];
     for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(k * inner)) {
         for column in 0..inner {
-            let mut last: Option<(f32, usize)> = None;
-            for rank in 0..k {
-                let all = (0..n).map(|i| (from[i * inner + column], i));
-                let next = all.filter(|&x| last.is_none_or(|last| is_better(last, x)));
-                last = next.reduce(|best, x| if is_better(x, best) { x } else { best });
-                out[rank * inner + column] = last.map_or(f32::NAN, |(_, i)| i as f32);
+            let values = from[column..].iter().step_by(inner);
+            if n > COUNTED_MAX || n > 8 * k {
+                let mut last = None;
+                for rank in 0..k {
+                    let all = values.clone().enumerate().map(|(i, x)| (key(*x), -(i as i64)));
+                    last = all.filter(|x| last.is_none_or(|last| *x < last)).max();
+                    out[rank * inner + column] = last.map_or(f32::NAN, |(_, i)| -i as f32);
+                }
+                continue;
+            }
+
+            // The rank of a value is the number of better ones: a count without a branch.
+            keys.iter_mut().zip(values).for_each(|(to, x)| *to = key(*x));
+            for i in 0..n {
+                let is_better = |j: usize| (keys[j] > keys[i]) | ((keys[j] == keys[i]) & (j < i));
+                let rank = (0..n).filter(|j| is_better(*j)).count();
+                // A rank of `k` or more has no place in the result.
+                out.get_mut(rank * inner + column).into_iter().for_each(|to| *to = i as f32);
             }
         }
     }

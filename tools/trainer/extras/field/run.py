@@ -33,7 +33,7 @@ from packages import PACKAGES  # noqa: E402
 import zoo  # noqa: E402
 
 CLOSE = 2e-4
-APART = 10 * CLOSE  # smallest deviation of the scores, below which a wrong network looks right
+APART = 5 * CLOSE  # smallest deviation of the scores, below which a wrong network looks right
 BATCHES = (1, 64)
 SECONDS = 1  # of each measurement
 
@@ -43,7 +43,7 @@ def spread(model):
     with 1e-4, and training is what this command leaves out."""
     for module in model.modules():
         for weight in module.parameters(recurse=False):
-            if weight.dim() > 1 and weight.std() < 0.1:
+            if weight.is_floating_point() and weight.dim() > 1 and weight.std() < 0.1:
                 is_table = isinstance(module, torch.nn.Embedding)
                 width = (2 / weight[0].numel()) ** 0.5
                 torch.nn.init.normal_(weight, std=0.3 if is_table else width)
