@@ -175,8 +175,8 @@ impl Pipeline {
         fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
     ) -> Result<Queued, E> {
         let model = self.live.model();
-        // A swap may replace `model` before the request is scored. A batch of the old model then has
-        // the new one's shape, or is answered with an error (`check.rs`).
+        // A swap may replace `model` before the request is scored. A batch of the old model then
+        // has the new one's shape, or is answered with an error (`check.rs`).
         let slot = self.workers.queue.submit(deadline, |batch| fill(&model, batch))?;
         Ok(Queued(Ticket { workers: Arc::clone(&self.workers), slot, deadline }))
     }
