@@ -186,10 +186,13 @@ pub(in crate::dense) fn order(from: &[f32], sizes: [usize; 3], largest: bool, ou
             // The rank of a value is the number of better ones: a count without a branch.
             keys.iter_mut().zip(values).for_each(|(to, x)| *to = key(*x));
             for i in 0..n {
-                let is_better = |j: usize| (keys[j] > keys[i]) | ((keys[j] == keys[i]) & (j < i));
-                let rank = (0..n).filter(|j| is_better(*j)).count();
+                let (before, behind) = (&keys[..i], &keys[i + 1..n]);
+                let first = before.iter().map(|x| u32::from(*x >= keys[i])).sum::<u32>();
+                let rank = behind.iter().map(|x| u32::from(*x > keys[i])).sum::<u32>() + first;
                 // A rank of `k` or more has no place in the result.
-                out.get_mut(rank * inner + column).into_iter().for_each(|to| *to = i as f32);
+                out.get_mut(rank as usize * inner + column)
+                    .into_iter()
+                    .for_each(|to| *to = i as f32);
             }
         }
     }
