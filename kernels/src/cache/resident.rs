@@ -243,6 +243,7 @@ impl Resident {
 
     /// Returns the bytes of memory that the table takes.
     pub fn bytes(&self) -> usize {
-        4 * self.rows.len() + self.index.as_ref().map_or(0, |i| Index::bytes_of(i.hashes.len()))
+        // Pages behind the last row are mapped and never touched.
+        Self::bytes_in(self.row_bytes, self.count, self.index.is_some())
     }
 }

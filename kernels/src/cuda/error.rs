@@ -46,7 +46,10 @@ pub enum CudaError {
     #[error("no kernels for {gpu}: {problem}")]
     NoKernels { gpu: String, problem: String },
     /// The GPU's own memory has no room.
-    #[error("{needed} bytes do not fit into the GPU's memory, of which {free} bytes are free")]
+    #[error(
+        "tables or buffers of {needed} bytes do not fit into the GPU's memory, of which {free} \
+         bytes are free; lower cache_bytes_max or resident_bytes_max"
+    )]
     NoRoom { needed: u64, free: u64 },
     /// A call into the driver failed; `call` is its purpose.
     #[error("CUDA: {call}: {error}")]

@@ -23,6 +23,8 @@ const MATRIX: Tile = Tile { rows: 64, columns: 64, threads: THREADS, instruction
 const MATRIX_FEW: Tile = Tile { rows: 16, columns: 32, threads: 128, instructions: 800 };
 /// Columns of the rows that `dense_matrix_once` takes, at most.
 pub(crate) const ONCE_DEPTH: usize = 64;
+/// Columns of its result, at most: a block computes them one tile after the other.
+pub(crate) const ONCE_WIDTH: usize = 512;
 /// Bytes in the host's memory of which every column of tiles may read a part of its own.
 pub(crate) const REREAD_BYTES_MAX: usize = 4096;
 /// Operands of one concatenation or of one launch of pairs.
@@ -318,7 +320,8 @@ impl DenseKernels {
         // Small tiles issue more for a result, but reach more multiprocessors.
         let processors = stream.gpu().processors() as usize;
         let few = MATRIX_FEW.cost(m, n, processors) <= MATRIX.cost(m, n, processors);
-        let once = a.on_host() && k <= ONCE_DEPTH && 4 * m * k > REREAD_BYTES_MAX;
+        let fits = k <= ONCE_DEPTH && n <= ONCE_WIDTH;
+        let once = a.on_host() && fits && 4 * m * k > REREAD_BYTES_MAX;
         let (kernel, tile, columns) = match few {
             _ if once => (&self.matrix_once, MATRIX_FEW, 1),
             true => (&self.matrix_few, MATRIX_FEW, n),

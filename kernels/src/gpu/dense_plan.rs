@@ -20,8 +20,8 @@ use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
-    DenseKernels, MatrixShape, ONCE_DEPTH, PairShape, ProductShape, ResultShape, RowColumns, Side,
-    SumShape,
+    DenseKernels, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, PairShape, ProductShape, ResultShape,
+    RowColumns, Side, SumShape,
 };
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use crate::gpu::samples::RequestSize;
@@ -157,7 +157,7 @@ impl DevicePlan {
     pub fn reads_once(&self, id: Id) -> bool {
         let mut readers = self.nodes.iter().filter(|node| node.inputs.contains(&id));
         readers.all(|node| match &node.op {
-            DeviceOp::Matrix { matrix, .. } => matrix.k <= ONCE_DEPTH,
+            DeviceOp::Matrix { matrix, .. } => matrix.k <= ONCE_DEPTH && matrix.n <= ONCE_WIDTH,
             op => matches!(op, DeviceOp::Concat { .. }),
         })
     }

@@ -166,6 +166,11 @@ impl TableRows {
         self.segments[0].counts().rows
     }
 
+    /// Returns the data pages of the longest segment.
+    pub fn pages_max(&self) -> usize {
+        self.segments.iter().map(|s| s.counts().data_pages as usize).max().unwrap_or(0)
+    }
+
     /// Returns the number of keys that the deltas change or delete.
     pub fn changed(&self) -> usize {
         self.changed

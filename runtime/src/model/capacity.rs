@@ -71,6 +71,23 @@ pub(crate) fn check_total(budget: &Budget, plan: &MemoryPlan) -> Result<(), Open
     Err(OpenError::Budget { field: "memory_bytes_max", value: max, problem })
 }
 
+/// Checks that the budget has room for `more` bytes beside `plan` for a while.
+///
+/// # Errors
+/// [`OpenError::Budget`] with the bytes to add.
+pub(crate) fn check_more(budget: &Budget, plan: &MemoryPlan, more: u64) -> Result<(), OpenError> {
+    let (total, max) = (plan.total(), budget.memory_bytes_max);
+    let needed = total.saturating_add(more);
+    if needed <= max {
+        return Ok(());
+    }
+    let problem = format!(
+        "the model takes {total} bytes, and {more} more while its rows are read; raise it to \
+         {needed}, or lower cache_bytes_max or resident_bytes_max"
+    );
+    Err(OpenError::Budget { field: "memory_bytes_max", value: max, problem })
+}
+
 /// Decides for each table whether it is resident: those that the schema declares resident, then the
 /// smallest automatic ones that fit.
 ///

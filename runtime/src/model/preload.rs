@@ -1,7 +1,7 @@
 //! Preloading: reads rows before a request needs them, in their order on flash. A damaged page
 //! loses only its own rows.
 
-use crate::flash::live::LiveState;
+use crate::flash::live::TableState;
 use crate::flash::segment::SegmentError;
 use crate::flash::segment::fences::LOCATE_KEYS;
 use crate::flash::table::{RowLocation, TableRows};
@@ -10,9 +10,9 @@ use crate::io::page::PageBytes;
 use crate::io::reader::PageReader;
 use crate::limits::VERIFY_PAGES;
 use crate::model::budget::Budget;
-use crate::model::memory_plan::MemoryPlan;
+use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::opened::Model;
-use crate::model::read_ahead::{BUFFER_BYTES, Run, read_ahead};
+use crate::model::read_ahead::{self, Run, read_ahead};
 use crate::model::served_tables::{ServedTable, Storage};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
@@ -24,23 +24,37 @@ const KEY_BYTES: u64 = 64;
 /// Keys of a round, at least.
 const ROUND_KEYS_MIN: u64 = 4096;
 
-/// Returns the bytes of all page buffers of a preloader.
-fn buffer_bytes(budget: &Budget) -> u64 {
-    (PageReader::bytes(budget.reads_max as usize) + BUFFER_BYTES) as u64
+/// Returns the bytes of all page buffers of a preloader of `tables`.
+fn buffer_bytes(tables: &[ServedTable], budget: &Budget) -> u64 {
+    let pages = tables.iter().map(|table| table.rows.pages_max()).max().unwrap_or(0);
+    (PageReader::bytes(budget.reads_max as usize) + read_ahead::buffer_bytes(pages)) as u64
 }
 
-/// Returns the keys that are preloaded in one round. Few rounds read few pages twice, but the lists
-/// of a round must fit in what the budget leaves beside `plan`, and in what is made later.
-fn round_keys(budget: &Budget, plan: &MemoryPlan) -> u64 {
+/// Returns the keys that are preloaded in one round. Few rounds read few pages twice. But the lists
+/// of a round must fit in what the budget leaves beside `plan` and in what is made later.
+fn round_keys(tables: &[ServedTable], budget: &Budget, plan: &MemoryPlan) -> u64 {
     let left = budget.memory_bytes_max.saturating_sub(plan.total());
-    let room = left.saturating_add(plan.later_bytes()).saturating_sub(buffer_bytes(budget));
+    let room = left.saturating_add(plan.later_bytes()).saturating_sub(buffer_bytes(tables, budget));
     (room / KEY_BYTES).max(ROUND_KEYS_MIN)
 }
 
-/// Returns the bytes that preloading the tables of `live` takes for a while, at most.
-pub(crate) fn bytes_max(live: &LiveState, budget: &Budget, plan: &MemoryPlan) -> u64 {
-    match live.tables.iter().filter_map(|table| Some(table.hot?.bytes / 8)).max() {
-        Some(keys) => KEY_BYTES * keys.min(round_keys(budget, plan)) + buffer_bytes(budget),
+/// Returns the bytes that preloading the caches of `tables` takes for a while, at most.
+pub(crate) fn bytes_max(
+    flash: &Flash,
+    tables: &[ServedTable],
+    budget: &Budget,
+    plan: &MemoryPlan,
+) -> u64 {
+    let of_table = |(table, state): (&ServedTable, &TableState)| {
+        let Storage::Cached(_) = table.storage else { return None };
+        // No cache has more rows than its bytes.
+        let rows = plan.bytes_of(&[Part::Caches]) / table.format.row_bytes() as u64;
+        Some((state.hot?.bytes / 8).min(rows))
+    };
+    match tables.iter().zip(&flash.record().live.tables).filter_map(of_table).max() {
+        Some(keys) => {
+            KEY_BYTES * keys.min(round_keys(tables, budget, plan)) + buffer_bytes(tables, budget)
+        }
         None => 0,
     }
 }
@@ -48,7 +62,7 @@ pub(crate) fn bytes_max(live: &LiveState, budget: &Budget, plan: &MemoryPlan) ->
 /// Puts the trainer's most used keys into the caches in host memory, up to each table's fair share.
 /// Does nothing for a model whose caches are on a GPU.
 pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&dyn Fn()>) {
-    let round = round_keys(model.budget(), model.memory());
+    let round = round_keys(model.tables(), model.budget(), model.memory());
     let mut preloader = Preloader::new(model, yield_now);
     for number in 0..model.tables().len() {
         let Some(cache) = model.cpu_cache(number as u16) else { continue };

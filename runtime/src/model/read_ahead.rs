@@ -9,8 +9,11 @@ use std::thread;
 
 /// Buffers for runs: the thread reads into one while the caller uses the other.
 const BUFFERS: usize = 2;
-/// Bytes of all buffers.
-pub(super) const BUFFER_BYTES: usize = BUFFERS * VERIFY_PAGES * PAGE_BYTES;
+
+/// Returns the bytes of all buffers for runs in segments of up to `pages` pages.
+pub(super) fn buffer_bytes(pages: usize) -> usize {
+    BUFFERS * pages.min(VERIFY_PAGES) * PAGE_BYTES
+}
 
 /// Consecutive pages of a segment, at least one.
 #[derive(Clone, Copy)]
@@ -31,7 +34,7 @@ impl RunBuffer {
     /// Reads `run` of `rows` on the caller's thread.
     fn read(&mut self, rows: &TableRows, run: Run) {
         // The buffer only grows: runs have different lengths, and each buffer is used for many of
-        // them. Exactly, as `BUFFER_BYTES` counts it.
+        // them. Exactly, as `buffer_bytes` counts it.
         self.pages.reserve_exact(run.pages.saturating_sub(self.pages.len()));
         self.pages.resize_with(self.pages.len().max(run.pages), AlignedPage::zeroed);
         let pages = &mut self.pages[..run.pages];

@@ -89,10 +89,15 @@ impl ServedTable {
         self.rows.base_rows() as usize + self.rows.changed()
     }
 
+    /// Returns the rows that the table has by its schema.
+    fn rows_declared(&self, table: &Table) -> usize {
+        self.rows_max().min(table.rows as usize)
+    }
+
     /// Returns the bytes of the table in memory, and those that reading and sorting its rows takes.
     fn resident_bytes(&self, table: &Table) -> (u64, u64) {
-        let (rows, is_hashed) = (self.rows_max(), !self.is_indexed(table));
-        let pages = VERIFY_PAGES * PAGE_BYTES;
+        let (rows, is_hashed) = (self.rows_declared(table), !self.is_indexed(table));
+        let pages = self.rows.pages_max().min(VERIFY_PAGES) * PAGE_BYTES;
         let sorting = if is_hashed { rows * size_of::<u32>() } else { 0 };
         let bytes = Resident::bytes_in(self.format.row_bytes(), rows, is_hashed);
         (bytes as u64, (pages + sorting) as u64)
@@ -135,7 +140,7 @@ pub(crate) fn load_residents(
 pub(crate) fn load_resident(served: &ServedTable, table: &Table) -> Result<Resident, OpenError> {
     let (rows_max, is_indexed) = (served.rows_max(), served.is_indexed(table));
     let mut resident = Resident::with_room(served.format.row_bytes(), rows_max);
-    let mut hashes = Vec::with_capacity(if is_indexed { 0 } else { rows_max });
+    let mut hashes = Vec::with_capacity(if is_indexed { 0 } else { served.rows_declared(table) });
     let (mut damaged, mut misplaced) = (None, None);
     served.rows.scan(
         |order, row| {
@@ -156,7 +161,10 @@ pub(crate) fn load_resident(served: &ServedTable, table: &Table) -> Result<Resid
     // Such pages agree with their checksums, so whoever wrote them was wrong.
     let path = served.rows.segments()[0].path();
     let misplaced = misplaced.map(|order| {
-        let problem = format!("{order} is not where its order belongs, or beyond {rows_max} rows");
+        let problem = format!(
+            "the row with the order {order} is not among {rows_max} rows in their places; publish \
+             a snapshot"
+        );
         SegmentError::field(path, "keys", problem)
     });
     match damaged.or(misplaced) {

@@ -91,7 +91,7 @@ impl Model {
     /// The same as [`Model::open`].
     pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
         let read_depth = DeviceDepth::new(budget.reads_max as usize);
-        let model = Self::open_cold(flash, budget, read_depth, &|| {})?;
+        let model = Self::open_cold(flash, budget, read_depth, Backing::Host, &|| {})?;
         preload::preload_hot_keys(&model, flash, None);
         Ok(model)
     }
@@ -102,6 +102,7 @@ impl Model {
         flash: &Flash,
         budget: Budget,
         read_depth: Arc<DeviceDepth>,
+        backing: Backing<'_>,
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
         flash.check_servable()?;
@@ -110,7 +111,7 @@ impl Model {
         let is_resident = capacity::choose_resident(schema, &budget)?;
         let placed = Placed { is_resident: &is_resident, before: &[] };
         let opening = Opening::begin(flash, budget, placed, yield_now)?;
-        let memory = opening.plan()?;
+        let memory = opening.plan(backing)?;
         opening.build(memory, read_depth, yield_now)
     }
 

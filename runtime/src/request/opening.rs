@@ -1,6 +1,6 @@
-//! One generation on its way from flash to a served model in host memory: its indexes and its
-//! network are open, and its caches and resident tables are not there yet. Their memory is planned
-//! first, so that a model beyond its budget never takes it.
+//! One generation on its way from flash to a served model in host memory. Its indexes and its
+//! network are open; its caches and resident tables are not there yet. Their memory is planned
+//! first, so a start beyond its budget never takes it.
 
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
@@ -55,11 +55,12 @@ impl<'a> Opening<'a> {
         Ok(Self { flash, schema, budget, is_resident, dense, tables })
     }
 
-    /// Returns the memory plan of the model in host memory.
+    /// Returns the memory plan of the model at `backing`, whose network is in host memory.
     ///
     /// # Errors
-    /// [`OpenError::Budget`] if the caches do not fit the budget, or if the whole model does not.
-    pub fn plan(&self) -> Result<MemoryPlan, OpenError> {
+    /// [`OpenError::Budget`] if the caches do not fit the budget, or if the whole model does not,
+    /// with what opening takes for a while.
+    pub fn plan(&self, backing: Backing<'_>) -> Result<MemoryPlan, OpenError> {
         let residents = resident_bytes(&self.schema, &self.tables);
         let indexes: usize = self.tables.iter().map(|table| table.rows.index_bytes()).sum();
         let sizes = ModelSizes {
@@ -72,11 +73,17 @@ impl<'a> Opening<'a> {
             outputs: self.dense.outputs(),
             opening: 0,
         };
-        let plan = plan_memory(&sizes, Backing::Host, 0);
+        let plan = plan_memory(&sizes, backing, 0);
         capacity::check_total(&self.budget, &plan)?;
         // Before the workers and slots are there, lists may take their bytes.
-        let preload = preload::bytes_max(&self.flash.record().live, &self.budget, &plan);
-        let more = residents.loading.max(preload).saturating_sub(plan.later_bytes());
+        let lists = residents.loading.max(preload::bytes_max(
+            self.flash,
+            &self.tables,
+            &self.budget,
+            &plan,
+        ));
+        let more = lists.saturating_sub(plan.later_bytes());
+        capacity::check_more(&self.budget, &plan, more)?;
         Ok(plan.with_opening(more))
     }
 

@@ -10,6 +10,7 @@ use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
 use crate::model::preload::preload_hot_keys;
 use crate::model::{Model, OpenError};
+use crate::request::memory::Backing;
 use crate::request::pipeline::{Pipeline, PipelineStarter};
 use crate::request::successor::{self, OpenOptions, can_follow};
 use crate::request::transition;
@@ -324,7 +325,11 @@ impl Serving {
         yield_now: Option<&dyn Fn()>,
     ) -> Result<Model, OpenError> {
         let (depth, rest) = (Arc::clone(&self.read_depth), yield_now.unwrap_or(&|| {}));
-        let model = Model::open_cold(flash, budget, depth, rest)?;
+        let backing = match &self.lookups {
+            Device::Cpu => Backing::Host,
+            Device::Cuda(gpu) => Backing::GpuTables(gpu),
+        };
+        let model = Model::open_cold(flash, budget, depth, backing, rest)?;
         // Before the move, because preloading fills caches in host memory only.
         preload_hot_keys(&model, flash, yield_now);
         let model = model.move_to_device(&self.lookups)?;

@@ -245,8 +245,10 @@ fn an_answer_with_misses_waits_for_no_query_of_another_worker() {
     let [mut one, mut other] = [9, 10].map(|seed| Car::new(&tables, Keys::InPlace, seed));
     let keys: Vec<u64> = (0..BATCH_MAX as u64).map(|sample| 2 * (sample % (ROWS / 2))).collect();
     let offsets: Vec<u32> = (0..=BATCH_MAX as u32).collect();
-    let (mut answered_before, mut missed) = (0, 0);
-    for _ in 0..20 {
+    let (mut answered_before, mut missed, mut rounds) = (0, 0, 0);
+    // Beside other work the query often ends first. An answer that waits for it never comes before.
+    while answered_before == 0 && rounds < 2000 {
+        rounds += 1;
         other.step.lookup().begin(BATCH_MAX, |_| Bags::new(&keys, &offsets)).unwrap();
         let misses = one.score(1, 1);
         missed += misses;
@@ -255,5 +257,5 @@ fn an_answer_with_misses_waits_for_no_query_of_another_worker() {
         let Car { step, misses, .. } = &mut other;
         assert!(!step.lookup().collect(misses, &mut statuses).unwrap() && misses.is_empty());
     }
-    assert!(missed > 20 && answered_before > 0, "{missed} misses, {answered_before} of 20");
+    assert!(missed > 0 && answered_before > 0, "{missed} misses in {rounds} rounds");
 }

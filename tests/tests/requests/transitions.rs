@@ -6,6 +6,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
+use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, Swapped};
@@ -275,4 +276,28 @@ fn swaps_leave_no_file_open_and_no_memory_taken() {
     }
     assert_eq!(open_files(car.folder.path()), files);
     assert_eq!(car.serving.memory()[0].1.total(), memory);
+}
+
+/// A start after deltas that change nearly every row of a resident table plans the rows that the
+/// table has: each changed row once. With the bytes of that plan the model opens.
+#[test]
+fn a_start_after_deltas_plans_the_rows_of_a_resident_table_once() {
+    let kind = Kind { placement: Placement::Resident, ..Kind::default() };
+    let versions = Versions::of(kind, &[1, 1], 2000, 41);
+    let residents = |bundles: &[&Path]| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut flashes = bundles.iter().map(|bundle| install(folder.path(), bundle));
+        let flash = flashes.by_ref().last().unwrap();
+        let plan = Model::from_flash(&flash, budget()).unwrap().memory().clone();
+        let memory_bytes_max = plan.total() + plan.opening_bytes();
+        let again = Model::from_flash(&flash, Budget { memory_bytes_max, ..budget() }).unwrap();
+        assert_eq!(again.memory().to_string(), plan.to_string());
+        plan.lines().into_iter().find(|(name, _)| *name == "resident tables").unwrap().1
+    };
+    let whole = residents(&[&versions.snapshots[2]]);
+    let changed = residents(&[&versions.snapshots[0], &versions.deltas[1], &versions.deltas[2]]);
+    // An index table with changed rows finds them by their hashes, 8.5 bytes a row.
+    let rows: usize = versions.rows[2].iter().map(|rows| rows.len()).sum();
+    let most = whole + 9 * rows as u64 + whole / 8;
+    assert!(whole > 0 && changed <= most, "{changed} bytes with deltas, {whole} without");
 }

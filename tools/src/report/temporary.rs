@@ -69,6 +69,12 @@ pub fn remove_at_signals() -> io::Result<()> {
     std::thread::Builder::new().name("signals".to_owned()).spawn(wait).map(drop)
 }
 
+/// Runs `work`, which a signal waits for: it comes before all of it or after. For short work alone.
+pub fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
+    let _claimed = claimed();
+    work()
+}
+
 /// A path that a signal removes while this value lives.
 #[derive(Debug)]
 pub struct Claim(PathBuf);
@@ -193,8 +199,7 @@ pub fn write_file(path: &Path, content: &[u8]) -> Result<()> {
     if to.exists() && !to.is_file() {
         return fs::write(path, content).with_context(named);
     }
-    let _part = Claim::part_of(&to);
-    let written = replace(&SystemDisk, &to, content);
+    let written = uninterrupted(|| replace(&SystemDisk, &to, content));
     written.inspect_err(|_| remove(&part_of(&to))).with_context(named)
 }
 

@@ -1,7 +1,7 @@
 //! The storage of a repository's objects: a directory, or with the feature `s3` a server with the
 //! S3 protocol, both through the `object_store` crate. Knows nothing of releases.
 
-use crate::report::temporary::Claim;
+use crate::report::temporary::uninterrupted;
 use crate::repository::clock::unix_s;
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
@@ -198,10 +198,15 @@ impl Objects {
         cause.context(place.display().to_string())
     }
 
-    /// Claims the file that a put of `path` writes before it is complete.
-    fn claim(&self, path: &str) -> Option<Claim> {
-        // The number of the first attempt. A further one is that of another publisher's leftover.
-        Some(Claim::new(self.directory.as_ref()?.join(format!("{path}#1"))))
+    /// Runs a put of the object at `path`. In a directory a signal waits for its end: until then
+    /// the object is a file of another name, which nobody would remove.
+    fn run_put<T>(
+        &self,
+        path: &str,
+        put: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<()> {
+        let run = || self.run(path, put).map(drop);
+        if self.directory.is_some() { uninterrupted(run) } else { run() }
     }
 }
 
@@ -217,15 +222,12 @@ impl Store for Objects {
     }
 
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        let _part = self.claim(path);
-        self.run(path, self.store.put(&path.into(), PutPayload::from(content))).map(drop)
+        self.run_put(path, self.store.put(&path.into(), PutPayload::from(content)))
     }
 
     fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        let (_part, new) = (self.claim(path), PutOptions::from(PutMode::Create));
-        let object = path.into();
-        let put = self.store.put_opts(&object, PutPayload::from(content), new);
-        self.run(path, put).map(drop)
+        let (object, new) = (path.into(), PutOptions::from(PutMode::Create));
+        self.run_put(path, self.store.put_opts(&object, PutPayload::from(content), new))
     }
 
     fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> Result<()> {
@@ -238,7 +240,6 @@ impl Store for Objects {
             "{path} has changed since this publish read it"
         );
 
-        let _part = self.claim(path);
         let same = PutOptions::from(PutMode::Update(UpdateVersion { e_tag, version }));
         let put = async {
             match self.store.put_opts(&object, content.clone(), same).await {
@@ -248,7 +249,7 @@ impl Store for Objects {
                 put => put,
             }
         };
-        self.run(path, put).map(drop)
+        self.run_put(path, put)
     }
 
     fn stored_at(&self, path: &str) -> Result<Option<u64>> {

@@ -415,8 +415,9 @@ class Choices(TorchFunctionMode):
             constant = self.next_of(mask, args[0])
             if constant is not None:
                 return select(args[0], mask, constant[-1])
-            if self.known is not None and self.chooses_samples(mask):
-                return args[0].flatten()
+            same = self.known is not None and mask.dim() == args[0].dim()
+            if same and self.chooses_samples(mask):
+                return args[0].flatten().clone()
         elif function is torch.Tensor.__getitem__:
             made = self.read(*args)
             if made is not None:
@@ -428,8 +429,9 @@ class Choices(TorchFunctionMode):
 
     def read(self, values, index):
         """Returns `values[index]` if a choice gives its size; None for any other index."""
+        # A choice is a copy: what the model then changes in place must not reach the values.
         if getattr(index, "is_every_sample", False):
-            return values
+            return values.clone()
         first, *rest = index if isinstance(index, tuple) else (index,)
         if isinstance(first, slice) and isinstance(first.stop, Place):
             return values.of_step[first.stop.step - 1][(slice(None), *rest)]
@@ -439,10 +441,10 @@ class Choices(TorchFunctionMode):
         if constant == EACH:
             self.seen.append(None)
             keep = index.reshape(*index.shape, *[1] * (values.dim() - index.dim()))
-            return torch.where(keep, values, 0).sum(1)
+            return torch.where(keep, values, 0).sum(1).to(values.dtype)
         if constant is None and self.chooses_samples(index):
             self.seen.append(None)
-            return values
+            return values.clone()
         return None
 
     def write(self, values, index, given):
@@ -477,7 +479,7 @@ class Choices(TorchFunctionMode):
         made = []
         for one in whole:
             constant = self.next_of(one) if is_mask(one) else None
-            made += [one] if constant is None else constant[0]
+            made += [one] if constant is None or constant == EACH else constant[0]
         return tuple(made)
 
     def next_of(self, mask, values=None):
@@ -488,7 +490,7 @@ class Choices(TorchFunctionMode):
             return self.known[place] if place < len(self.known) else None
         if values is None:
             self.seen[place] = mask.clone()
-        elif not self.chooses_samples(mask):  # the mask of one sample, if all have the same
+        elif mask.dim() != values.dim() or not self.chooses_samples(mask):  # the mask of one sample, if all have the same
             whole = mask.expand(torch.broadcast_shapes(mask.shape, values.shape))
             same = len(whole) > 0 and bool((whole == whole[:1]).all())
             self.seen[place] = whole[:1].clone() if same else None
@@ -551,7 +553,8 @@ class Captured(nn.Module):
         self.call = lambda *values, **named: call(*values, **named)  # no submodule twice
         self.flat, self.pick, self.masks = source.flat, source.pick, masks
         # An object of its own, because torch restores the module's attributes after a capture.
-        self.per_sample, self.found = per_sample, SimpleNamespace(leaves_out=False)
+        self.per_sample = per_sample
+        self.found = SimpleNamespace(leaves_out=False, of_two_sizes=False)
 
     def forward(self, *tensors):
         leaves = len(self.flat.tensors)
@@ -595,7 +598,7 @@ def fixes_samples(program, per_sample):
     return any(whole and fixed(sizes[name][0]) for name, whole in zip(names, per_sample))
 
 
-SIZES = (61, 53)  # numbers of samples: primes, for sizes of a model that are no multiples of them
+SIZES = (61, 53)  # numbers of samples: primes, of which no size of a model is a multiple
 
 
 class OfTwoSizes:
@@ -615,6 +618,7 @@ class OfTwoSizes:
         nodes, twins = (list(one.graph.nodes) for one in graphs)
         if [node.target for node in nodes] != [node.target for node in twins]:
             raise ValueError("the operations follow from the number of samples")
+        self.place = {node: at for both in (nodes, twins) for at, node in enumerate(both)}
         inputs = [node for node in nodes if node.op == "placeholder"]
         self.first = nodes[nodes.index(inputs[-1]) + 1]
         with self.module.graph.inserting_before(self.first):
@@ -637,7 +641,11 @@ class OfTwoSizes:
     def merged(self, one, twin):
         if isinstance(one, (list, tuple)) and len(one) == len(twin):
             return type(one)(self.merged(*both) for both in zip(one, twin))
-        if isinstance(one, torch.fx.Node) or one == twin:
+        if isinstance(one, torch.fx.Node):
+            if self.place[one] != self.place.get(twin):
+                raise ValueError("the operands follow from the number of samples")
+            return one
+        if one == twin:
             return one
         slope, rest = divmod(one - twin, SIZES[0] - SIZES[1]) if isinstance(one, int) else (0, 1)
         if rest:
@@ -682,6 +690,7 @@ def capture(captured, tensors):
         if not fixes_samples(program, captured.per_sample):
             return module
     try:
+        captured.found.of_two_sizes = True
         return OfTwoSizes(captured, tensors).module
     except Exception as error:
         errors.append(error)
@@ -690,8 +699,8 @@ def capture(captured, tensors):
         fixed = next((f" at {line}" for line in lines if line), "")
         raise ValueError(
             f"the model fixes the number of samples of its batch{fixed}: take it from "
-            "`x.shape[0]`, which stays open while torch captures, and not from `len(x)` or "
-            "`int(x.shape[0])`, and write no loop over the samples"
+            "`x.shape[0]`, which stays open while torch captures, and write no loop over the "
+            "samples"
         ) from None
     where, said = user_line(error), str(error).strip().splitlines()
     raise ValueError(

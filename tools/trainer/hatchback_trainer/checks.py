@@ -5,14 +5,16 @@ on one sample and on many. Nothing here changes the network.
 """
 
 import copy
+import traceback
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .batch import Leaf
+from .capture import Choices, is_mask, last_own
 from .graph import op_name, source_line
 
 MANY = 300  # samples of a batch that no sample batch has
-EXACT_MAX = 1 << 24  # the largest whole number below which f32 has all
 TOLERANCE = 1e-4  # largest difference between the model and the cut network
 
 
@@ -25,7 +27,9 @@ def check(exporter, network):
     """
     source, leaves = exporter.source, exporter.leaves
     network = with_ordered_choices(network)
-    again = source.scores(exporter.flat)
+    exporter.left_out = LeftOut()
+    with exporter.left_out:
+        again = source.scores(exporter.flat)
     if any(differ(a, b) for a, b in zip(again, exporter.scores)):
         raise ValueError(
             "two calls of the model with the same samples give different scores: it draws random "
@@ -42,6 +46,10 @@ def check(exporter, network):
                 compare(exporter, network, changed)
             except ValueError as error:
                 raise ValueError(f"{error}{culprits(exporter, network, changed)}") from None
+        if exporter.of_two_sizes:
+            other_sizes(exporter, network)
+    if exporter.leaves_out:
+        exporter.left_out.check()
     numbers_of_samples(exporter, network)
     if all(leaf.per_sample for leaf in leaves) and not exporter.calls:
         one_sample(exporter)
@@ -80,7 +88,8 @@ def culprits(exporter, network, changed):
 
 def compare(exporter, network, leaves):
     try:
-        scores = exporter.source.scores(exporter.flat, [leaf.tensor for leaf in leaves])
+        with exporter.left_out:
+            scores = exporter.source.scores(exporter.flat, [leaf.tensor for leaf in leaves])
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         said = str(error).splitlines()[0]
         exporter.note(f"the model fails on other rows ({said}), so they were not compared")
@@ -157,8 +166,49 @@ def takes_equal_values(exporter, leaves, found):
 def differ(a, b):
     if a.shape != b.shape:
         return True
-    same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= TOLERANCE * (1 + b.abs()))
-    return not bool(same.all())
+    near = b.isfinite() & ((a - b).abs() <= TOLERANCE * (1 + b.abs()))
+    return not bool(((a == b) | (a.isnan() & b.isnan()) | near).all())
+
+
+class LeftOut(TorchFunctionMode):
+    """Records by line whether a mask of samples has ever left one out."""
+
+    CHOICES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__, *Choices.SELECT)
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        mask = args[1] if function in self.CHOICES and len(args) > 1 else None
+        if is_mask(mask) and len(mask) == mask.numel() == len(args[0]):
+            line = last_own(traceback.extract_stack())
+            self.found[line] = self.found.get(line, False) or not bool(mask.all())
+        return function(*args, **(kwargs or {}))
+
+    def check(self):
+        for line, left_out in self.found.items():
+            if not left_out:
+                raise ValueError(
+                    f"{line}: no compared batch has a sample that this mask leaves out, so its "
+                    "effect is not known: pass a batch with such samples"
+                )
+
+
+def other_sizes(exporter, network):
+    """Compares batches of other numbers of samples: the graph was made of those for two numbers."""
+    for count in (1, 2, 3, 4, 5, 7, MANY):
+        at = torch.arange(count)
+        leaves = [
+            Leaf(leaf.name, leaf.tensor[at % len(leaf.tensor)], True) if leaf.per_sample else leaf
+            for leaf in exporter.leaves
+        ]
+        try:
+            compare(exporter, network, leaves)
+        except ValueError as error:
+            raise ValueError(
+                f"the model follows another path for {count} samples: {error}"
+            ) from None
 
 
 def numbers_of_samples(exporter, network):
@@ -195,9 +245,10 @@ def large_number(network, inputs):
     for node, value in Values(network, inputs).value.items():
         if not torch.is_tensor(value) or value.is_floating_point() or value.is_complex():
             continue
-        if "stack_trace" in node.meta and value.numel() and int(value.max()) > EXACT_MAX:
+        inexact = value[value.float().double() != value.double()]
+        if "stack_trace" in node.meta and inexact.numel():
             return (
-                f"{source_line(node)}: `{op_name(node)}` makes {int(value.max())}, and the car "
+                f"{source_line(node)}: `{op_name(node)}` makes {int(inexact[0])}, and the car "
                 f"computes whole numbers up to 2^24 exactly: "
             )
     return ""

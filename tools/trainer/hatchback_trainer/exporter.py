@@ -188,6 +188,7 @@ class Exporter:
         given = [tensor.clone() for tensor in (*self.flat.tensors, *vectors)]
         self.graph = with_real_pairs(capture(captured, given))
         self.leaves_out = captured.found.leaves_out
+        self.of_two_sizes = captured.found.of_two_sizes
         followed = self.follow(self.leaves, self.calls)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)

@@ -433,8 +433,42 @@ class Exports(unittest.TestCase):
 
     def test_a_score_that_is_no_number_differs_from_one_that_is(self):
         nan, half = torch.tensor([torch.nan]), torch.tensor([0.5])
-        pairs = ((nan, half), (half, nan), (nan, nan))
-        self.assertEqual([differ(*both) for both in pairs], [True, True, False])
+        endless = torch.tensor([torch.inf])
+        pairs = ((nan, half), (half, nan), (nan, nan), (half, endless), (half, -endless),
+                 (endless, -endless), (endless, endless))
+        expected = [True, True, False, True, True, True, False]
+        self.assertEqual([differ(*both) for both in pairs], expected)
+
+    def test_what_is_changed_in_a_choice_reaches_its_samples_alone(self):
+        def forward(m, item, x):
+            out, keep = m.e(item).clone(), x[:, 0] > 0.2
+            out[keep] += 1.0
+            chosen = m.e(item)[keep]
+            chosen *= 3
+            more = torch.zeros_like(out)
+            more[keep] = chosen
+            return m.n(torch.cat([out, more, m.e(item)], 1))
+
+        self.export(Model(forward, 12), {"item": ids(B), "x": torch.rand(B, 2)})
+
+    def test_a_mask_that_leaves_no_sample_out_is_refused(self):
+        def forward(m, item, x):
+            keep, out = x[:, 0] > -5, torch.zeros(item.shape[0], 4)
+            out[keep] = m.e(item)[keep]  # all
+            return m.n(out)
+
+        line = r"test_exporter.py:\d+.*no compared batch has a sample that this mask leaves out"
+        with self.assertRaisesRegex(ValueError, line):
+            self.export(Model(forward, 4), {"item": ids(B), "x": torch.rand(B, 2)})
+
+    def test_a_branch_on_the_number_of_samples_is_refused(self):
+        for branch in (lambda count: count % 3 == 0, lambda count: count < 2):
+            def forward(m, item):
+                rows = m.e(item)
+                return m.n(rows * 3 if branch(int(item.shape[0])) else rows)
+
+            with self.assertRaisesRegex(ValueError, "the model follows another path for"):
+                self.export(Model(forward, 4), {"item": ids(B)})
 
     def test_a_refusal_of_an_operation_has_the_line_of_its_forward(self):
         for kind, what in (("mixing", "samples of a batch reach each other"),
