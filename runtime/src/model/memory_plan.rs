@@ -109,9 +109,9 @@ impl MemoryPlan {
         self.bytes_of(&LATER)
     }
 
-    /// Returns the bytes that opening the model took beside the total and freed again. A start lists
-    /// the rows that it reads. A copy to a GPU is in memory twice for a while. A swap has the new
-    /// parts beside the old ones.
+    /// Returns the bytes that opening the model took beside the total and freed again. A start
+    /// lists the rows that it reads. A copy to a GPU is in memory twice for a while. A swap has the
+    /// new parts beside the old ones.
     pub fn opening_bytes(&self) -> u64 {
         self.opening_bytes
     }

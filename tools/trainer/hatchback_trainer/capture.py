@@ -490,7 +490,8 @@ class Choices(TorchFunctionMode):
             return self.known[place] if place < len(self.known) else None
         if values is None:
             self.seen[place] = mask.clone()
-        elif mask.dim() != values.dim() or not self.chooses_samples(mask):  # the mask of one sample, if all have the same
+        elif mask.dim() != values.dim() or not self.chooses_samples(mask):
+            # The mask of one sample, if all have the same.
             whole = mask.expand(torch.broadcast_shapes(mask.shape, values.shape))
             same = len(whole) > 0 and bool((whole == whole[:1]).all())
             self.seen[place] = whole[:1].clone() if same else None
