@@ -19,13 +19,13 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 20_358),
-    ("runtime", 20_145),
+    ("runtime", 20_140),
     ("link", 630),
     ("server", 4_795),
     ("board", 1_920),
     ("capi", 950),
     ("python", 495),
-    ("tools", 16_119),
+    ("tools", 16_121),
     ("bench", 11_240),
     ("tests", 6_265),
 ];

@@ -115,14 +115,22 @@ impl Default for SentDense {
     }
 }
 
-/// Returns the differences of each sample in `line`, which fits `schema`.
-pub fn differences(line: &str, schema: &Schema) -> Vec<Differences> {
-    sent_names(line).differences(schema)
+/// What a line sends beside the values.
+pub struct Sent {
+    /// Whether it has candidates.
+    pub has_candidates: bool,
+    /// The differences of each sample.
+    pub differences: Vec<Differences>,
 }
 
-fn sent_names(line: &str) -> SentNames {
-    // The line was read as samples, so the names can be read too.
-    serde_json::from_str(line).unwrap_or_default()
+impl Sent {
+    /// Reads `line`, which fits `schema`.
+    pub fn read(line: &str, schema: &Schema) -> Self {
+        // The line was read as samples, so the names can be read too.
+        let names: SentNames = serde_json::from_str(line).unwrap_or_default();
+        let differences = names.differences(schema);
+        Self { has_candidates: names.candidates.is_some(), differences }
+    }
 }
 
 impl SentNames {
@@ -170,17 +178,13 @@ fn differences_of(parts: &[&SentNames], schema: &Schema) -> Differences {
 /// What a line holds.
 struct Parsed {
     samples: Vec<Sample>,
-    has_candidates: bool,
-    /// Those of each sample.
-    differences: Vec<Differences>,
+    sent: Sent,
 }
 
 impl Parsed {
     fn read(line: &str, schema: &Schema) -> Result<Self, SampleError> {
         let samples = Sample::request_from_json(line, schema)?;
-        let sent = sent_names(line);
-        let (differences, has_candidates) = (sent.differences(schema), sent.candidates.is_some());
-        Ok(Self { samples, has_candidates, differences })
+        Ok(Self { samples, sent: Sent::read(line, schema) })
     }
 }
 
@@ -294,7 +298,7 @@ impl<W: Write> Output<W> {
             Ok(parsed)
         });
         match added {
-            Ok(Parsed { samples, has_candidates, differences }) => {
+            Ok(Parsed { samples, sent: Sent { has_candidates, differences } }) => {
                 let samples = samples.len();
                 self.samples += samples;
                 self.lines.push(Scored { line, samples, has_candidates, differences });

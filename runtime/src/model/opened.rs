@@ -257,11 +257,6 @@ impl Model {
         self.parts.iter().map(|part| part.width).collect()
     }
 
-    /// Returns the bytes of the widest row of any table, which one row of a miss list takes.
-    pub(crate) fn staging_row_bytes(&self) -> usize {
-        self.schema.row_bytes_max()
-    }
-
     /// Returns whether `table` is on flash, with a cache of its rows.
     pub(crate) fn is_cached(&self, table: u16) -> bool {
         matches!(self.tables[usize::from(table)].storage, Storage::Cached(_))

@@ -39,7 +39,7 @@ impl<'a> RowWriter<'a> {
         match model.backend() {
             ModelBackend::Cpu { .. } => Ok(Self::Cpu(model)),
             ModelBackend::GpuTables { tables, .. } | ModelBackend::Gpu { tables, .. } => {
-                let stride = model.staging_row_bytes().next_multiple_of(4);
+                let stride = model.schema().row_bytes_max().next_multiple_of(4);
                 Ok(Self::Gpu(Box::new(GpuWriter {
                     changes: RowChanges::new(tables, ROWS_PER_LAUNCH)?,
                     rows: Vec::with_capacity(ROWS_PER_LAUNCH),
@@ -52,7 +52,7 @@ impl<'a> RowWriter<'a> {
 
     /// Returns the bytes that the writer takes on a GPU.
     pub fn bytes(model: &Model) -> u64 {
-        let stride = model.staging_row_bytes().next_multiple_of(4);
+        let stride = model.schema().row_bytes_max().next_multiple_of(4);
         let on_gpu = RowChanges::bytes(ROWS_PER_LAUNCH) + ROWS_PER_LAUNCH * stride;
         if model.backend().device_tables().is_some() { on_gpu as u64 } else { 0 }
     }

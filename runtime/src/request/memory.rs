@@ -102,12 +102,8 @@ impl<'a> ModelSizes<'a> {
 }
 
 /// Returns the memory plan of a model of `sizes`, with its workers and request slots, if it were at
-/// `backing`. Moving it there takes `opening_bytes` more for a while.
-pub(crate) fn plan_memory(
-    sizes: &ModelSizes<'_>,
-    backing: Backing<'_>,
-    opening_bytes: u64,
-) -> MemoryPlan {
+/// `backing`.
+pub(crate) fn plan_memory(sizes: &ModelSizes<'_>, backing: Backing<'_>) -> MemoryPlan {
     let mut parts = vec![
         (Part::Caches, sizes.caches),
         (Part::Residents, sizes.residents),
@@ -120,7 +116,7 @@ pub(crate) fn plan_memory(
     add_workers(&mut parts, sizes);
     add_queue(&mut parts, sizes);
     add_gpu(&mut parts, sizes, backing);
-    MemoryPlan::new(parts, sizes.opening.max(opening_bytes))
+    MemoryPlan::new(parts, sizes.opening)
 }
 
 /// Adds the network's inputs, and what the network takes if it is in host memory.

@@ -177,7 +177,8 @@ impl Model {
         };
         // The host frees each cache after its copy, and all resident tables after the last copy.
         let peak = peak_of_move(self.backend());
-        let memory = plan_memory(&ModelSizes::of(&self), Backing::GpuTables(gpu), peak);
+        let memory =
+            plan_memory(&ModelSizes::of(&self), Backing::GpuTables(gpu)).with_opening(peak);
         capacity::check_total(self.budget(), &memory)?;
         let storages = self.tables().iter().map(device_storage).collect();
         self.map_backend(memory, |backend| match backend {
@@ -271,7 +272,8 @@ impl Model {
             return Ok(self);
         };
         let backing = Backing::Gpu(tables.gpu(), &engine);
-        let memory = plan_memory(&ModelSizes::of(&self), backing, dense.bytes() as u64);
+        let memory =
+            plan_memory(&ModelSizes::of(&self), backing).with_opening(dense.bytes() as u64);
         capacity::check_total(self.budget(), &memory)?;
         self.map_backend(memory, |backend| match backend {
             ModelBackend::GpuTables { tables, .. } => {

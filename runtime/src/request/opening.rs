@@ -73,7 +73,7 @@ impl<'a> Opening<'a> {
             outputs: self.dense.outputs(),
             opening: 0,
         };
-        let plan = plan_memory(&sizes, backing, 0);
+        let plan = plan_memory(&sizes, backing);
         capacity::check_total(&self.budget, &plan)?;
         // Before the workers and slots are there, lists may take their bytes.
         let lists = residents.loading.max(preload::bytes_max(

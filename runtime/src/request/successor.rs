@@ -101,7 +101,7 @@ pub(crate) fn open(
     let model = model.with_storage(&storage, backend, *old.budget());
     let gpu = model.backend().device_tables().map(|tables| tables.gpu());
     let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
-    let memory = plan_memory(&ModelSizes::of(&model), backing, 0);
+    let memory = plan_memory(&ModelSizes::of(&model), backing);
     let model = model.with_memory(memory).load_dense_to_gpu(flash, options.dense)?;
 
     let own = own_bytes(&model, old) + taken;

@@ -323,7 +323,7 @@ fn check_names<'a>(
 }
 
 impl Schema {
-    /// Returns the bytes of the widest encoded row of any table.
+    /// Returns the bytes of the widest encoded row, which a row of a miss list takes.
     pub fn row_bytes_max(&self) -> usize {
         self.tables.iter().map(Table::row_bytes).max().unwrap_or(0)
     }

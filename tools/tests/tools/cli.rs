@@ -2,7 +2,7 @@
 //! and its output.
 
 use hatchback::bundle::BundleReader;
-use hatchback_tools::run::differences;
+use hatchback_tools::run::Sent;
 use serde_json::Value;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -575,7 +575,7 @@ fn an_answer_of_run_names_the_inputs_that_were_ignored_or_absent() {
     let line =
         format!(r#"{{"dense":{{"{}":1}},"sparse":{{"weather":[2],"driver":[1]}}}}"#, own.name);
     let rest: Vec<&str> = rest.iter().map(|feature| feature.name.as_str()).collect();
-    let found = differences(&line, &schema);
+    let found = Sent::read(&line, &schema).differences;
     assert_eq!(found[0].ignored_inputs, format!("weather,{}", own.name));
     assert_eq!(found[0].absent_inputs, format!("{others},{}", rest.join(",")));
 }

@@ -311,7 +311,7 @@ impl ModelState {
     fn memory(current: &Current) -> Result<(WorkerBackend, MissList), CudaError> {
         let model = &current.model;
         let (misses_max, device) = (model.budget().misses_max as usize, model.lookup_device());
-        let misses = MissList::on(&device, misses_max, model.staging_row_bytes())?;
+        let misses = MissList::on(&device, misses_max, model.schema().row_bytes_max())?;
         Ok((current.backend()?, misses))
     }
 
