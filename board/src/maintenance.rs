@@ -13,6 +13,7 @@ use hatchback::maintenance::{Maintenance, MaintenanceRules};
 use hatchback::update::Updater;
 use hatchback_server::WearFacts;
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -90,8 +91,14 @@ impl MaintenanceThread {
                     });
                 }
                 let is_due = match &mut steps {
-                    Some(steps) if !shed.holds_maintenance() => {
-                        steps.step(background.clock(), now())
+                    Some(open) if !shed.holds_maintenance() => {
+                        let step = || open.step(background.clock(), now());
+                        // A panic over damaged content must not end maintenance for good. The next
+                        // round opens the directory again.
+                        catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|_| {
+                            steps = None;
+                            false
+                        })
                     }
                     _ => false,
                 };

@@ -1,9 +1,7 @@
 //! The manifest of a bundle: the generation, the schema, and the chunks of every blob with their
 //! hashes. The encoding is a format number, then postcard. `decode` returns no manifest that fails
-//! `check`. Only the manifest of a restored release is written in format 3, so that programs which
-//! read format 2 follow all other releases.
+//! `check`.
 
-use crate::bundle::schema_1::Schema1;
 use crate::limits::{
     CHUNK_BYTES, DELTA_PAGES_MAX, DELTAS_MAX, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES,
     PROBE_BYTES_MAX,
@@ -12,9 +10,8 @@ use crate::schema::{KeySpace, Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The newest format of manifests, that of restored releases. This version writes format 2 for all
-/// others, and reads every format from 1 on.
-pub const MANIFEST_FORMAT: u32 = 3;
+/// The format of manifests.
+pub const MANIFEST_FORMAT: u32 = 1;
 
 /// A SHA-256 hash.
 pub type Hash = [u8; 32];
@@ -153,9 +150,7 @@ pub struct Manifest {
     pub probe: Option<u32>,
     /// The changes left for a later delta; `None` unless `select` made this one.
     pub deferral: Option<Deferral>,
-    /// Where the content comes from; `None` unless `publish --restore` made this release. Follows
-    /// the other fields in format 3 only.
-    #[serde(skip)]
+    /// Where the content comes from; `None` unless `publish --restore` made this release.
     pub restored: Option<Restored>,
 }
 
@@ -163,7 +158,7 @@ pub struct Manifest {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     /// The format number is unknown.
-    #[error("format: {0} is not in 1..={MANIFEST_FORMAT}, which this version reads")]
+    #[error("format: {0} is not {MANIFEST_FORMAT}, the one that this version reads")]
     Format(u32),
     /// The bytes do not decode.
     #[error("does not decode ({0})")]
@@ -181,58 +176,15 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, M
     Err(ManifestError::Field { field: field.into(), problem: problem.into() })
 }
 
-/// The numbers of the blobs of one table in a manifest of format 1, whose deltas have no base.
-#[derive(Deserialize)]
-struct TableBlobs1 {
-    segment: u32,
-    hot: Option<u32>,
-}
-
-impl From<TableBlobs1> for TableBlobs {
-    fn from(old: TableBlobs1) -> Self {
-        Self { segment: old.segment, hot: old.hot, whole: false }
-    }
-}
-
-/// A manifest of format 1.
-#[derive(Deserialize)]
-struct Manifest1 {
-    generation: Generation,
-    parent: Option<u64>,
-    schema: Schema1,
-    blobs: Vec<Blob>,
-    tables: Vec<TableBlobs1>,
-    dense: u32,
-    probe: Option<u32>,
-    deferral: Option<Deferral>,
-}
-
-impl From<Manifest1> for Manifest {
-    fn from(old: Manifest1) -> Self {
-        let Manifest1 { generation, parent, schema, blobs, tables, dense, probe, deferral } = old;
-        let tables = tables.into_iter().map(TableBlobs::from).collect();
-        let (schema, restored) = (schema.into(), None);
-        Self { generation, parent, schema, blobs, tables, dense, probe, deferral, restored }
-    }
-}
-
 impl Manifest {
     /// Encodes the manifest: the format number, then postcard.
     ///
     /// # Errors
     /// [`ManifestError::Decode`] if postcard refuses the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
-        let mut bytes = self.format().to_le_bytes().to_vec();
+        let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
         bytes.extend(postcard::to_allocvec(self).map_err(refused)?);
-        if let Some(restored) = &self.restored {
-            bytes.extend(postcard::to_allocvec(restored).map_err(refused)?);
-        }
         Ok(bytes)
-    }
-
-    /// Returns the format in which this manifest is written.
-    pub fn format(&self) -> u32 {
-        if self.restored.is_some() { MANIFEST_FORMAT } else { 2 }
     }
 
     /// Decodes and checks a manifest.
@@ -245,22 +197,14 @@ impl Manifest {
             return fault("format", format!("{} bytes are too few", bytes.len()));
         };
         let format = u32::from_le_bytes(*format);
-        if !(1..=MANIFEST_FORMAT).contains(&format) {
+        if format != MANIFEST_FORMAT {
             return Err(ManifestError::Format(format));
         }
         if bytes.len() > MANIFEST_BYTES_MAX {
             return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
         }
 
-        let (mut manifest, mut rest): (Self, &[u8]) = match format {
-            1 => postcard::take_from_bytes::<Manifest1>(body).map(|(old, rest)| (old.into(), rest)),
-            _ => postcard::take_from_bytes(body),
-        }
-        .map_err(refused)?;
-        if format > 2 {
-            let (restored, end) = postcard::take_from_bytes(rest).map_err(refused)?;
-            (manifest.restored, rest) = (Some(restored), end);
-        }
+        let (manifest, rest): (Self, &[u8]) = postcard::take_from_bytes(body).map_err(refused)?;
         if !rest.is_empty() {
             return fault("length", format!("{} bytes follow the manifest", rest.len()));
         }

@@ -4,7 +4,6 @@
 //! more than one chunk and the manifest in memory.
 
 pub mod manifest;
-mod schema_1;
 
 use crate::bundle::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::io::atomic_write;

@@ -163,11 +163,10 @@ pub(crate) struct ResidentPatch {
 }
 
 impl ResidentPatch {
-    /// Returns the bytes of memory, with the copy that a GPU of `backend` gets.
-    pub fn bytes(&self, backend: &ModelBackend) -> u64 {
+    /// Returns the bytes of a patch of `rows` rows, with the copy that a GPU of `backend` gets.
+    pub fn bytes(rows: usize, row_bytes: usize, backend: &ModelBackend) -> u64 {
         let copies = if backend.device_tables().is_some() { 2 } else { 1 };
-        let bytes = |row: &(u32, Vec<u8>)| size_of_val(row) + copies * row.1.len();
-        self.rows.iter().map(bytes).sum::<usize>() as u64
+        (rows * (size_of::<(u32, Vec<u8>)>() + copies * row_bytes)) as u64
     }
 
     /// Prefetches the rows that [`ResidentWriter::write`] replaces in host memory.

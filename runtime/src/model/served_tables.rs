@@ -95,7 +95,7 @@ impl ServedTable {
     }
 
     /// Returns the bytes of the table in memory, and those that reading and sorting its rows takes.
-    fn resident_bytes(&self, table: &Table) -> (u64, u64) {
+    pub fn resident_bytes(&self, table: &Table) -> (u64, u64) {
         let (rows, is_hashed) = (self.rows_declared(table), !self.is_indexed(table));
         let pages = self.rows.pages_max().min(VERIFY_PAGES) * PAGE_BYTES;
         let sorting = if is_hashed { rows * size_of::<u32>() } else { 0 };

@@ -36,12 +36,27 @@ pub(crate) struct OpenOptions<'a> {
     pub yield_now: &'a dyn Fn(),
 }
 
-/// The changes to the resident tables.
+/// A resident table whose rows differ.
+struct ChangedResident<'a> {
+    /// Its number in the schema, and among the resident tables.
+    table: usize,
+    number: usize,
+    work: ResidentWork<'a>,
+}
+
+/// The work on a resident table.
+enum ResidentWork<'a> {
+    /// The rows of `keys` are replaced, in these slots.
+    Patch { keys: &'a [u64], slots: Vec<Option<u32>> },
+    /// Its keys changed, so it is read whole. It is in memory twice until the transition has ended.
+    Replace,
+}
+
+/// What was read of resident tables.
 #[derive(Default)]
 struct ResidentChanges {
     patches: Vec<ResidentPatch>,
-    /// Tables whose keys changed, by their numbers. They are in memory twice until the transition
-    /// has ended.
+    /// Whole tables, by their numbers.
     replaced: Vec<(usize, Resident)>,
 }
 
@@ -88,64 +103,108 @@ pub(crate) fn open(
     let (budget, yield_now) = (options.budget, options.yield_now);
     let model = Model::open_on_flash(flash, budget, 0, Some(old), yield_now)?;
     let change = GenerationChange::between(old, &model)?;
-    let ResidentChanges { patches, replaced } =
-        change_residents(old, &model, &change, options.yield_now)?;
-    let taken: u64 = patches.iter().map(|patch| patch.bytes(old.backend())).sum::<u64>()
-        + replaced.iter().map(|(_, table)| table.bytes() as u64).sum::<u64>()
+    let changed = changed_residents(old, &model, &change)?;
+    let taken = resident_bytes(old, &model, &changed)
         + change.bytes()
         + list_bytes(old, &change)
         + RowWriter::bytes(old);
+    let gpu = old.backend().device_tables().map(|tables| tables.gpu());
+    let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
+    let sizes = ModelSizes { budget: old.budget(), ..ModelSizes::of(&model) };
+    let memory = plan_memory(&sizes, backing);
+    let model = model.with_memory(memory);
+    // The rows are read only if they fit. A GPU tells the bytes of its network when it has it.
+    check_room(&budget, &model, own_bytes(&model, old) + taken)?;
 
+    let ResidentChanges { patches, replaced } = read_residents(&model, changed, yield_now)?;
     let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
     let backend = share_tables(old.backend(), &model, replaced)?;
     let model = model.with_storage(&storage, backend, *old.budget());
-    let gpu = model.backend().device_tables().map(|tables| tables.gpu());
-    let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
     let memory = plan_memory(&ModelSizes::of(&model), backing);
     let model = model.with_memory(memory).load_dense_to_gpu(flash, options.dense)?;
 
     let own = own_bytes(&model, old) + taken;
-    if own > budget.memory_bytes_max {
-        let problem = format!(
-            "the next generation takes {own} bytes beside the one that is served; lower \
-             cache_bytes_max:\n{}",
-            model.memory()
-        );
-        let (field, value) = ("memory_bytes_max", budget.memory_bytes_max);
-        return Err(OpenError::Budget { field, value, problem });
-    }
+    check_room(&budget, &model, own)?;
     let memory = model.memory().clone().with_opening(own);
     Ok(Opened { model: model.with_memory(memory), change, patches })
 }
 
-/// Reads the rows of resident tables that differ in `new`. A table whose keys differ is read whole.
-fn change_residents(
+/// Checks that `budget` has the `own` bytes of the next generation.
+fn check_room(budget: &Budget, model: &Model, own: u64) -> Result<(), OpenError> {
+    let (field, value) = ("memory_bytes_max", budget.memory_bytes_max);
+    if own <= value {
+        return Ok(());
+    }
+    let problem = format!(
+        "the next generation takes {own} bytes beside the one that is served; lower \
+         cache_bytes_max:\n{}",
+        model.memory()
+    );
+    Err(OpenError::Budget { field, value, problem })
+}
+
+/// Returns the resident tables whose rows differ in `new`, and reads no row.
+fn changed_residents<'a>(
     old: &Model,
     new: &Model,
-    change: &GenerationChange,
+    change: &'a GenerationChange,
+) -> Result<Vec<ChangedResident<'a>>, OpenError> {
+    let mut changed = Vec::new();
+    for (table, served) in old.tables().iter().enumerate() {
+        let Storage::Resident(number) = served.storage else { continue };
+        let work = match change.of(table as u16) {
+            TableChange::Keys(keys) if keys.is_empty() => continue,
+            TableChange::Keys(keys) => {
+                let slots = resident_slots(old.backend(), number, keys)?;
+                let exists = |&key: &u64| new.tables()[table].rows.locate(key).is_some();
+                let mut both = keys.iter().zip(&slots);
+                match both.all(|(key, slot)| slot.is_some() == exists(key)) {
+                    true => ResidentWork::Patch { keys, slots },
+                    false => ResidentWork::Replace,
+                }
+            }
+            TableChange::All => ResidentWork::Replace,
+        };
+        changed.push(ChangedResident { table, number, work });
+    }
+    Ok(changed)
+}
+
+/// Returns the bytes that the rows of `changed` take at most, with what reading them takes.
+fn resident_bytes(old: &Model, new: &Model, changed: &[ChangedResident<'_>]) -> u64 {
+    let bytes = changed.iter().map(|changed| {
+        let served = &new.tables()[changed.table];
+        match &changed.work {
+            ResidentWork::Patch { slots, .. } => {
+                let rows = slots.iter().flatten().count();
+                let slots = size_of_val(slots.as_slice()) as u64;
+                slots + ResidentPatch::bytes(rows, served.format.row_bytes(), old.backend())
+            }
+            ResidentWork::Replace => {
+                let (bytes, loading) = served.resident_bytes(&new.schema().tables[changed.table]);
+                bytes + loading
+            }
+        }
+    });
+    bytes.sum()
+}
+
+/// Reads the rows of `changed`.
+fn read_residents(
+    new: &Model,
+    changed: Vec<ChangedResident<'_>>,
     yield_now: &dyn Fn(),
 ) -> Result<ResidentChanges, OpenError> {
     let mut changes = ResidentChanges::default();
     let mut preloader = Preloader::new(new, Some(yield_now));
-    for (table, served) in old.tables().iter().enumerate() {
-        let Storage::Resident(number) = served.storage else { continue };
-        let rows = &new.tables()[table].rows;
-        let keys = match change.of(table as u16) {
-            TableChange::Keys(keys) if keys.is_empty() => continue,
-            TableChange::Keys(keys) => keys.as_slice(),
-            TableChange::All => &[],
-        };
-
-        let slots = resident_slots(old.backend(), number, keys)?;
-        let exists = |&key: &u64| rows.locate(key).is_some();
-        let same_keys = keys.iter().zip(&slots).all(|(key, slot)| slot.is_some() == exists(key));
-        if !same_keys || keys.is_empty() {
-            changes.replaced.push((number, read_whole(new, table)?));
+    for ChangedResident { table, number, work } in changed {
+        let served = &new.tables()[table];
+        let ResidentWork::Patch { keys, slots } = work else {
+            changes.replaced.push((number, load_resident(served, &new.schema().tables[table])?));
             continue;
-        }
-
+        };
         let mut patch = ResidentPatch { number, rows: Vec::with_capacity(keys.len()) };
-        preloader.read_rows(rows, keys, |key, bytes| {
+        preloader.read_rows(&served.rows, keys, |key, bytes| {
             let slot = keys.binary_search(&key).ok().and_then(|at| slots[at]);
             patch.rows.extend(slot.map(|slot| (slot, bytes.to_vec())));
         })?;
@@ -153,10 +212,6 @@ fn change_residents(
         changes.patches.push(patch);
     }
     Ok(changes)
-}
-
-fn read_whole(new: &Model, table: usize) -> Result<Resident, OpenError> {
-    load_resident(&new.tables()[table], &new.schema().tables[table])
 }
 
 /// Returns a backend with the caches of `old` and the dense network of `new`, which is in host

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 /// The format of the record.
-pub const FETCH_FORMAT: u32 = 2;
+pub const FETCH_FORMAT: u32 = 1;
 const RECORD: PairedRecord = PairedRecord {
     magic: b"HATCHFET",
     format: FETCH_FORMAT,
@@ -113,7 +113,7 @@ pub struct FetchStatus {
     pub received: DailyBytes,
     /// The last steps, oldest first.
     pub history: Vec<UpdateEvent>,
-    /// The newest release, if this version of the program cannot read it, and why. Since format 2.
+    /// The newest release, if this version of the program cannot read it, and why.
     pub skipped: Option<String>,
     /// Number of writes of the record.
     #[serde(skip)]

@@ -28,11 +28,11 @@ pub struct Program {
     pub sizes: BTreeMap<String, u64>,
 }
 
-/// Returns the formats of a bundle whose manifest has this format.
-fn formats(manifest: u32) -> [String; 4] {
+/// Returns the formats of a bundle.
+fn formats() -> [String; 4] {
     [
         format!("bundle-{BUNDLE_FORMAT}"),
-        format!("manifest-{manifest}"),
+        format!("manifest-{MANIFEST_FORMAT}"),
         format!("segment-{SEGMENT_FORMAT}"),
         format!("probe-{PROBE_FORMAT}"),
     ]
@@ -43,7 +43,7 @@ impl Program {
     pub fn this() -> Arc<Self> {
         static THIS: LazyLock<Arc<Program>> = LazyLock::new(|| {
             let known = operators().map(|name| format!("operator-{name}"));
-            let known = known.chain((1..=MANIFEST_FORMAT).flat_map(formats));
+            let known = known.chain(formats());
             let sizes = [
                 ("tables", TABLES_MAX as u64),
                 ("features", FEATURES_MAX as u64),
@@ -104,7 +104,7 @@ pub fn needs_of(bundle: &mut BundleReader) -> BTreeSet<String> {
 pub fn needs_of_manifest(manifest: &Manifest, bytes: usize) -> BTreeSet<String> {
     let sizes = sizes_of(manifest, bytes).into_iter().filter(|(_, value)| *value > 0);
     let sizes = sizes.map(|(size, value)| format!("{size}-{value}"));
-    formats(manifest.format()).into_iter().chain(sizes).collect()
+    formats().into_iter().chain(sizes).collect()
 }
 
 fn sizes_of(manifest: &Manifest, manifest_bytes: usize) -> [(&'static str, u64); 14] {

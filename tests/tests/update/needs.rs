@@ -1,15 +1,9 @@
 //! Programs of several versions in one fleet: what a release needs, several bundles for one
 //! generation, and another program on the same directories.
 
-use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::flash::Flash;
-use hatchback::flash::live::LiveRecord;
-use hatchback::update::accepted::Accepted;
 use hatchback::update::apply::Policy;
-use hatchback::update::fetch_status::FetchStatus;
-use hatchback::update::install_status::{InstallState, InstallStatus};
 use hatchback::update::release::parse_name;
-use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::UpdateState;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, VERSIONS, release_of};
 use hatchback_tools::repository::prune::{Retention, prune};
@@ -174,30 +168,6 @@ fn after_a_downgrade_the_car_takes_the_variant_that_it_reads() {
     car.run(&mut fleet.link(), T0 + 21).unwrap();
     assert_eq!((car.live(), live_of(&car, &[&VERSIONS.snapshots[1]])), (2, Some(0)));
     assert!(car.sync.status().unwrap().refused.is_empty());
-}
-
-/// Records that a program of format 1 wrote, in a walk of `tests/versions` that ended at 9.
-#[test]
-fn the_records_of_format_1_are_read() {
-    let file = |name: &str| hatchback_tests::goldens::file(&format!("tests/data/records/1/{name}"));
-    let fetch = FetchStatus::decode(&file("status.a")).unwrap();
-    let install = InstallStatus::decode(&file("update.a")).unwrap();
-    let newest = |sequence| Some(("coupon-dlrm".to_owned(), sequence));
-    let of = |generation: Generation| (generation.lineage, generation.sequence);
-    assert_eq!((fetch.newest, fetch.skipped), (Some(9), None));
-    assert_eq!(install.state, InstallState::Committed);
-    assert_eq!(install.committed.map(of), newest(9));
-    let (_, live) = LiveRecord::decode(&file("live.a")).unwrap();
-    assert_eq!(Some(of(live.live.generation)), newest(9));
-    let (_, floor) = RollbackFloor::decode(&file("floor.a")).unwrap();
-    let (_, trust) = Accepted::decode(&file("trust.a")).unwrap();
-    assert_eq!((floor.root, floor.targets, trust.targets), (1, 9, 9));
-
-    let manifest = Manifest::decode(&file("manifest")).unwrap();
-    let schema = &manifest.schema;
-    assert_eq!((manifest.generation.sequence, schema.dense_features.len()), (1, 7));
-    assert!(schema.dense_features.iter().all(|feature| feature.missing.is_none()));
-    assert!(schema.features.iter().all(|feature| feature.null.is_none()));
 }
 
 /// 200 cars of three versions: each is at the best release that it can read, and is there again

@@ -1,9 +1,7 @@
 //! `publish --restore`: an earlier release comes back under the next sequence. Every car reaches
 //! it, whatever it serves, and no row is uploaded.
 
-use hatchback::bundle::manifest::Manifest;
 use hatchback::flash::Flash;
-use hatchback::update::program::Program;
 use hatchback::update::status::UpdateState;
 use hatchback_tests::flash_check::has_rows_of;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, VERSIONS};
@@ -12,7 +10,6 @@ use hatchback_tools::repository::prune::{Retention, prune};
 use hatchback_tools::repository::publish::Change;
 use hatchback_tools::repository::store::{Objects, Store};
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 fn live(car: &Car) -> Flash {
     Flash::open(&car.sync.disk, &car.sync.flash).unwrap()
@@ -170,30 +167,6 @@ fn a_restored_release_outlives_the_releases_that_it_came_from() {
 }
 
 #[test]
-fn a_program_that_does_not_know_restored_releases_takes_their_delta_alone() {
-    let (fleet, mut cars) = at_four();
-    fleet.restore(T0 + 50, "2");
-    let mut program = Program::clone(&Program::this());
-    "0.0.9".clone_into(&mut program.version);
-    assert!(program.known.remove("manifest-3"));
-    let program = Arc::new(program);
-    cars.iter_mut().for_each(|car| car.sync.program = Arc::clone(&program));
-
-    // A delta without changes is a release as any other.
-    for car in [&cars[0], &cars[1], &cars[4]] {
-        reaches(&fleet, car, T0 + 51, 5, 2);
-    }
-    let refused = cars[3].run(&mut fleet.link(), T0 + 51).unwrap_err().to_string();
-    assert!(
-        refused.starts_with("no listed release leads from sequence 4 to sequence 5"),
-        "{refused}"
-    );
-    assert_eq!(live(&cars[3]).manifest().generation.sequence, 4);
-    cars[3].sync.program = Program::this();
-    reaches(&fleet, &cars[3], T0 + 52, 5, 2);
-}
-
-#[test]
 fn each_variant_is_restored_as_itself() {
     let fleet = Fleet::new();
     let new = fleet.needing(&VERSIONS.snapshots[1], &["Abs"]);
@@ -210,27 +183,4 @@ fn each_variant_is_restored_as_itself() {
         live(car).dense().unwrap()
     });
     assert!(networks[0] != networks[1], "each car has the network of its variant");
-}
-
-/// All manifests but those of restored releases stay in the format of earlier programs.
-#[test]
-fn only_a_restored_release_has_the_newer_format_of_manifests() {
-    let (fleet, _) = at_four();
-    let formats = || {
-        let folder = fleet.file("targets/versions");
-        let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
-        let mut formats: Vec<u32> = files
-            .map(|path| {
-                let bytes = std::fs::read(path).unwrap();
-                let format = u32::from_le_bytes(*bytes.first_chunk().unwrap());
-                assert_eq!(Manifest::decode(&bytes).unwrap().format(), format);
-                format
-            })
-            .collect();
-        formats.sort_unstable();
-        formats
-    };
-    assert_eq!(formats(), [2, 2, 2, 2]);
-    fleet.restore(T0 + 50, "2");
-    assert_eq!(formats(), [2, 2, 2, 2, 2, 3]);
 }
