@@ -54,6 +54,11 @@ pub(crate) enum Op {
 pub(crate) const VALUE: u32 = 1 << 31;
 
 impl Op {
+    /// Returns whether this is a product. A GPU has a kernel for each, and one for all others.
+    pub fn is_product(&self) -> bool {
+        matches!(self, Self::Matrix { .. } | Self::Products { .. } | Self::Pairs { .. })
+    }
+
     /// Returns the multiply-adds of one sample, whose result has `width` values.
     pub fn multiply_adds(&self, width: usize) -> u64 {
         let factors = match self {

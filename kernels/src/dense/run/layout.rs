@@ -60,7 +60,8 @@ impl Layout {
         fuse_rows(&mut graph, &shared);
         fuse_repeated(&mut graph, &shared);
         drop_unused(&mut graph);
-        Self::with_buffers(graph, shared)
+        let ends: Vec<usize> = (0..graph.nodes.len()).collect();
+        Self::with_buffers(graph, shared, &ends)
     }
 
     /// Fuses the nodes of `graph` and assigns buffers, for a GPU. The products are those of
@@ -78,12 +79,14 @@ impl Layout {
         join_pairs(&mut graph, &shared);
         drop_unused(&mut graph);
         let early = bring_forward(&mut graph, &shared, on);
-        Self { early, ..Self::with_buffers(graph, shared) }
+        let ends = launch_ends(&graph, &shared, early);
+        Self { early, ..Self::with_buffers(graph, shared, &ends) }
     }
 
-    fn with_buffers(graph: Graph, shared: Vec<bool>) -> Self {
+    /// `ends` has for each node the last node that may run beside it.
+    fn with_buffers(graph: Graph, shared: Vec<bool>, ends: &[usize]) -> Self {
         let Buffers { places, widths: buffers, shared: shared_buffers } =
-            Buffers::assign(&graph, &shared);
+            Buffers::assign(&graph, &shared, ends);
         let Graph { nodes, widths, output } = graph;
         Self { nodes, widths, places, buffers, output, shared, shared_buffers, early: 0 }
     }
@@ -326,6 +329,22 @@ fn bring_forward(graph: &mut Graph, shared: &[bool], on: &GpuLayout<'_>) -> usiz
     graph.nodes.iter().take_while(is_early).count()
 }
 
+/// Returns for each node the last node of its launch: nodes that follow one another and are no
+/// products share one. In it some samples are at a later node than others, so no value may take the
+/// buffer of an earlier one.
+fn launch_ends(graph: &Graph, shared: &[bool], early: usize) -> Vec<usize> {
+    let nodes = &graph.nodes;
+    let mut ends: Vec<usize> = (0..nodes.len()).collect();
+    for at in (0..nodes.len().saturating_sub(1)).rev() {
+        let [one, next] = [at, at + 1].map(|at| &nodes[at]);
+        let is_one = !one.op.is_product() && !next.op.is_product();
+        if is_one && shared[one.output] == shared[next.output] && at + 1 != early {
+            ends[at] = ends[at + 1];
+        }
+    }
+    ends
+}
+
 /// Replaces the products of every two rows that no kernel takes by a concatenation, a product and
 /// a selection.
 fn part_pairs(
@@ -413,8 +432,9 @@ struct Buffers {
 
 impl Buffers {
     /// Assigns a buffer to every result: the smallest free one that is large enough. If none is,
-    /// the largest free buffer grows; if none is free, the result takes a new one.
-    fn assign(graph: &Graph, shared: &[bool]) -> Self {
+    /// the largest free buffer grows; if none is free, the result takes a new one. A buffer is free
+    /// after the node in `ends` of the last node that reads its value.
+    fn assign(graph: &Graph, shared: &[bool], ends: &[usize]) -> Self {
         let mut last = vec![0; graph.widths.len()];
         for (at, node) in graph.nodes.iter().enumerate() {
             for &id in &node.inputs {
@@ -427,24 +447,29 @@ impl Buffers {
 
         let places = (0..graph.widths.len()).map(Place::Input).collect();
         let mut all = Self { places, widths: Vec::new(), shared: Vec::new() };
-        let mut free: Vec<usize> = Vec::new();
+        let (mut free, mut ended): (Vec<usize>, Vec<Id>) = (Vec::new(), Vec::new());
         for (at, node) in graph.nodes.iter().enumerate() {
             let is_last_read = |id: Id| last[id] == at;
-            // A function of each value works in place on an operand that no later node reads.
-            if let (Op::Map(_) | Op::Check { .. }, &[operand]) = (&node.op, node.inputs.as_slice())
-                && let Place::Buffer(b) = all.places[operand]
-                && is_last_read(operand)
-            {
-                all.places[node.output] = Place::Buffer(b);
-                continue;
+            match (&node.op, node.inputs.as_slice()) {
+                // A function of each value works in place on an operand that no later node reads.
+                (Op::Map(_) | Op::Check { .. }, &[operand])
+                    if matches!(all.places[operand], Place::Buffer(_)) && is_last_read(operand) =>
+                {
+                    all.places[node.output] = all.places[operand];
+                }
+                _ => {
+                    let width = graph.widths[node.output];
+                    let buffer = all.take(&mut free, width, shared[node.output]);
+                    all.places[node.output] = Place::Buffer(buffer);
+                    ended.extend(node.inputs.iter().copied().filter(|&id| is_last_read(id)));
+                }
             }
-
-            let buffer = all.take(&mut free, graph.widths[node.output], shared[node.output]);
-            all.places[node.output] = Place::Buffer(buffer);
-            for &id in &node.inputs {
-                match all.places[id] {
-                    Place::Buffer(b) if is_last_read(id) && !free.contains(&b) => free.push(b),
-                    _ => {}
+            if ends[at] == at {
+                for id in ended.drain(..) {
+                    match all.places[id] {
+                        Place::Buffer(b) if !free.contains(&b) => free.push(b),
+                        _ => {}
+                    }
                 }
             }
         }
