@@ -10,7 +10,8 @@
 // finish(x) = sigmoid?(relu?(x * scale + bias))
 
 struct MatrixProduct {
-    const float* a;
+    const float* a;      // `[m, split]`, the first columns of the left operand
+    const float* rest;   // `[m, k - split]`, its other columns
     const float* w;
     const float* scale;  // `[n]`
     const float* bias;   // `[n]`
@@ -19,8 +20,19 @@ struct MatrixProduct {
     int k;
     int n;
     int relu;
+    int split;
     int continues;       // whether `out` has sums, to which the product adds
     int sigmoid;
+
+    // Returns the operand that has column `at`, and sets `from` to the value's index in it. A value
+    // that is not wanted may be the first.
+    __device__ __forceinline__ const float* left(int row, int at, bool wanted, size_t& from) const {
+        const bool is_rest = wanted && at >= split;
+        const int before = is_rest ? split : 0;
+        const int width = is_rest ? k - split : split;
+        from = wanted ? (size_t)row * width + at - before : 0;
+        return is_rest ? rest : a;
+    }
 };
 
 struct MatrixFinish {
@@ -43,7 +55,7 @@ struct SmallProducts {
     int transposed;  // whether `b` is `[n, k]`
 };
 
-static_assert(sizeof(MatrixProduct) == 64 && sizeof(MatrixFinish) == 40,
+static_assert(sizeof(MatrixProduct) == 80 && sizeof(MatrixFinish) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 static_assert(sizeof(SmallProducts) == 48,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
@@ -199,7 +211,6 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     alignas(16) __shared__ float a_tiles[2][DEPTH][ROWS + 4];
     alignas(16) __shared__ float w_tiles[2][DEPTH][COLUMNS];
 
-    const float* __restrict__ a = p.a;
     const float* __restrict__ w = p.w;
     const int m = p.m;
     const int k = p.k;
@@ -219,8 +230,9 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
             const int row = first_row + number / DEPTH;
             const int at = depth + number % DEPTH;
             const bool wanted = row < m && at < k;
-            copy_async(&a_tiles[side][number % DEPTH][number / DEPTH], a,
-                       wanted ? (size_t)row * k + at : 0, wanted);
+            size_t from;
+            const float* left = p.left(row, at, wanted, from);
+            copy_async(&a_tiles[side][number % DEPTH][number / DEPTH], left, from, wanted);
         }
 #pragma unroll 2
         for (int i = 0; i < W_EACH; i++) {
@@ -291,13 +303,14 @@ template <int STRIDE>
 static __device__ __forceinline__ void load_few_a(
     const MatrixProduct& p, float (&tile)[FEW_ROWS][STRIDE], int column, int first_row, int depth) {
     const int thread = threadIdx.x;
-    if (p.k % 4 == 0) {
+    if ((p.k | p.split) % 4 == 0) {
         const int row = thread / (FEW_DEPTH / 4);
         const int at = thread % (FEW_DEPTH / 4) * 4;
         if (row < FEW_ROWS) {
             const bool wanted = first_row + row < p.m && depth + at < p.k;
-            const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
-            copy_async_4(&tile[row][column + at], p.a, from, wanted);
+            size_t from;
+            const float* left = p.left(first_row + row, depth + at, wanted, from);
+            copy_async_4(&tile[row][column + at], left, from, wanted);
         }
         return;
     }
@@ -306,8 +319,9 @@ static __device__ __forceinline__ void load_few_a(
         const int row = i / FEW_DEPTH;
         const int at = i % FEW_DEPTH;
         const bool wanted = first_row + row < p.m && depth + at < p.k;
-        const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
-        copy_async(&tile[row][column + at], p.a, from, wanted);
+        size_t from;
+        const float* left = p.left(first_row + row, depth + at, wanted, from);
+        copy_async(&tile[row][column + at], left, from, wanted);
     }
 }
 

@@ -43,6 +43,7 @@ const INT_END: usize = 1 << 31;
 #[derive(Clone, Copy)]
 struct MatrixProduct {
     a: u64,
+    rest: u64,
     w: u64,
     scale: u64,
     bias: u64,
@@ -51,8 +52,10 @@ struct MatrixProduct {
     k: i32,
     n: i32,
     relu: i32,
+    split: i32,
     continues: i32,
     sigmoid: i32,
+    unused: i32,
 }
 
 #[repr(C)]
@@ -147,7 +150,7 @@ struct GatherRows {
 }
 
 const _: () = assert!(size_of::<GatherRows>() == 40);
-const _: () = assert!(size_of::<MatrixProduct>() == 64 && size_of::<MatrixFinish>() == 40);
+const _: () = assert!(size_of::<MatrixProduct>() == 80 && size_of::<MatrixFinish>() == 40);
 const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<Pairs>() == 168);
 const _: () = assert!(size_of::<StepSide>() == 24 && size_of::<StepValues>() == 88);
 const _: () = assert!(size_of::<StepList>() == 1424);
@@ -201,7 +204,7 @@ pub(crate) struct RowColumns<'a> {
     pub stride: usize,
 }
 
-/// One operand of a [`Step`].
+/// One operand of a [`ValueStep`].
 #[derive(Clone, Copy)]
 pub(crate) struct Side<'a> {
     pub values: View<'a, f32>,
@@ -235,7 +238,7 @@ pub(crate) struct Groups {
 
 /// A function that computes `width` values of each sample.
 #[derive(Clone, Copy)]
-pub(crate) struct Step<'a> {
+pub(crate) struct ValueStep<'a> {
     pub function: StepNumber,
     /// Functions of one value have a right side without values.
     pub sides: [Side<'a>; 2],
@@ -247,7 +250,7 @@ pub(crate) struct Step<'a> {
     pub pitch: usize,
 }
 
-impl<'a> Step<'a> {
+impl<'a> ValueStep<'a> {
     /// Returns the step that writes `out[samples, width]`.
     pub fn new(
         function: StepNumber,
@@ -263,6 +266,19 @@ impl<'a> Step<'a> {
     fn is_pointwise(&self) -> bool {
         let is_whole = self.sides.iter().all(|side| side.picks.is_empty());
         is_whole && !matches!(self.function, StepNumber::Sum | StepNumber::Copy)
+    }
+
+    /// Returns whether a thread may compute a value of this step before others have ended `before`,
+    /// an earlier step.
+    fn is_beside(&self, before: &Self) -> bool {
+        let meets = |a: View<f32>, b: View<f32>| {
+            let end = |view: View<f32>| view.address() + (size_of::<f32>() * view.len()) as u64;
+            a.address() < end(b) && b.address() < end(a)
+        };
+        let reads = self.sides.iter().any(|side| meets(side.values, before.out));
+        let replaces = before.sides.iter().any(|side| meets(side.values, self.out));
+        let is_same = self.is_pointwise() && before.is_pointwise() && self.width == before.width;
+        is_same || !(reads || replaces)
     }
 
     /// Panics if a step of `samples` samples would leave its memory. The plan vouches for the
@@ -315,13 +331,16 @@ impl<'a> Step<'a> {
     }
 }
 
-/// Returns how many of the first `steps` share a launch: those of one width that are pointwise, or
-/// those that are narrow.
-fn joined(steps: &[Step<'_>]) -> usize {
-    let width = steps[0].width;
-    let pointwise = steps.iter().take_while(|s| s.is_pointwise() && s.width == width).count();
-    let narrow = steps.iter().take_while(|s| s.width <= NARROW).count();
-    pointwise.max(narrow).clamp(1, STEPS)
+/// Returns how many of the first `steps` may run beside each other: no thread waits for another.
+fn beside(steps: &[ValueStep<'_>]) -> usize {
+    let fits = |at: &usize| steps[..*at].iter().all(|before| steps[*at].is_beside(before));
+    (0..steps.len()).take_while(fits).count()
+}
+
+/// Returns how many of the first `steps` share a launch.
+fn joined(steps: &[ValueStep<'_>]) -> usize {
+    let narrow = steps.iter().take_while(|step| step.width <= NARROW).count();
+    narrow.max(beside(steps)).min(STEPS)
 }
 
 /// The results that a block of a product computes.
@@ -382,26 +401,30 @@ fn strided(values: usize) -> u32 {
 
 /// The functions put one launch onto the stream. Each returns the driver's error.
 impl DenseKernels {
-    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
+    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu. The rows of `a` are
+    /// those of its two parts side by side, of which the second may be empty.
     pub fn matrix(
         &self,
         stream: &Stream,
         MatrixShape { m, start, is_score }: MatrixShape,
-        a: View<f32>,
+        a: [View<f32>; 2],
         by: &DeviceMatrix,
         out: View<f32>,
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
-        assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
+        let split = if a[1].is_empty() { k } else { a[0].len() / m };
+        assert!(a[0].len() >= m * split && a[1].len() >= m * (k - split));
+        assert!(out.len() >= m * n && by.weights.len() >= k * n);
         assert!(by.scale.len() >= n && by.bias.len() >= n && m < INT_END && k * n < INT_END);
 
         // Copies of four values.
-        assert!(a.address().is_multiple_of(16) && by.weights.address().is_multiple_of(16));
+        let copied = [a[0].address(), a[1].address(), by.weights.address()];
+        assert!(copied.iter().all(|address| address.is_multiple_of(16)));
         // Small tiles issue more for a result, but reach more multiprocessors.
         let processors = stream.gpu().processors() as usize;
         let few = MATRIX_FEW.cost(m, n, processors) <= MATRIX.cost(m, n, processors);
         let fits = k <= ONCE_DEPTH && n <= ONCE_WIDTH;
-        let once = a.on_host() && fits && 4 * m * k > REREAD_BYTES_MAX;
+        let once = a.iter().any(View::on_host) && fits && 4 * m * k > REREAD_BYTES_MAX;
         let (kernel, tile, columns) = match few {
             _ if once => (&self.matrix_once, MATRIX_FEW, 1),
             true => (&self.matrix_few, MATRIX_FEW, n),
@@ -409,7 +432,8 @@ impl DenseKernels {
         };
         let blocks = tile.blocks(m, columns);
         let argument = MatrixProduct {
-            a: a.address(),
+            a: a[0].address(),
+            rest: a[1].address(),
             w: by.weights.address(),
             scale: by.scale.address(),
             bias: by.bias.address(),
@@ -418,8 +442,10 @@ impl DenseKernels {
             k: k as i32,
             n: n as i32,
             relu: i32::from(by.relu),
+            split: split as i32,
             continues: i32::from(start == Start::Sums),
             sigmoid: i32::from(is_score),
+            unused: 0,
         };
         // SAFETY: the parameter of all three kernels; the sizes were checked.
         unsafe { stream.launch(kernel, blocks as u32, tile.threads, argument) }
@@ -487,21 +513,20 @@ impl DenseKernels {
         out: View<f32>,
     ) -> Result<()> {
         let side = Side { values: from, picks: View::none(), width: 1 };
-        self.steps(stream, from.len(), &[Step::new(function, [side, Side::none()], 1, out)])
+        self.steps(stream, from.len(), &[ValueStep::new(function, [side, Side::none()], 1, out)])
     }
 
     /// Computes `steps` of each sample in their order, with as few launches as possible. The memory
     /// of a sample's values must be its own: no value may take that of another which an earlier
     /// step reads, except a function of one value that of its operand.
-    pub fn steps(&self, stream: &Stream, samples: usize, steps: &[Step<'_>]) -> Result<()> {
+    pub fn steps(&self, stream: &Stream, samples: usize, steps: &[ValueStep<'_>]) -> Result<()> {
         let mut rest = steps;
         while !rest.is_empty() && samples > 0 {
             let (now, later) = rest.split_at(joined(rest));
             rest = later;
             now.iter().for_each(|step| step.check(samples));
             let widest = now.iter().map(|step| step.width).max().unwrap_or(1);
-            let is_flat = now.len() == 1
-                || now.iter().all(|step| step.is_pointwise() && step.width == widest);
+            let is_flat = beside(now) == now.len();
             // Blocks of several samples leave fewer threads idle in narrow steps.
             let blocks_max = stream.gpu().processors() as usize * PRODUCT_BLOCKS;
             let each = (THREADS as usize / widest).max(samples.div_ceil(blocks_max)).max(1);

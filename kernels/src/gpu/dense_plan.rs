@@ -18,12 +18,13 @@ use crate::dense::graph::functions::Map;
 use crate::dense::graph::node::{Node as LayoutNode, VALUE};
 use crate::dense::graph::onnx_graph::{Op, Operand};
 use crate::dense::graph::tensor::Id;
+use crate::dense::matrix::gemm::Matrix;
 use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
     DenseKernels, Groups, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, PairShape, ProductShape,
-    ResultShape, RowColumns, Side, Step,
+    ResultShape, RowColumns, Side, ValueStep,
 };
 use crate::gpu::numbers::StepNumber;
 use crate::gpu::samples::RequestSize;
@@ -38,13 +39,36 @@ struct Node {
 
 /// [`Op`] with its constants on the device.
 enum DeviceOp {
-    Matrix { rows: usize, matrix: DeviceMatrix },
-    Products { count: usize, shape: ProductShape },
-    Pairs { rows: Vec<usize>, k: usize, picks: Buffer<u32> },
+    /// With `joins` of two operands side by side.
+    Matrix {
+        rows: usize,
+        matrix: DeviceMatrix,
+        joins: bool,
+    },
+    Products {
+        count: usize,
+        shape: ProductShape,
+    },
+    Pairs {
+        rows: Vec<usize>,
+        k: usize,
+        picks: Buffer<u32>,
+    },
     Map(StepNumber),
-    Zip { function: StepNumber, left: DeviceOperand, right: DeviceOperand },
-    Sum { n: usize, inner: usize, divisor: f32 },
-    Concat { outer: usize, parts: Vec<usize> },
+    Zip {
+        function: StepNumber,
+        left: DeviceOperand,
+        right: DeviceOperand,
+    },
+    Sum {
+        n: usize,
+        inner: usize,
+        divisor: f32,
+    },
+    Concat {
+        outer: usize,
+        parts: Vec<usize>,
+    },
     Pick(Buffer<u32>),
 }
 
@@ -233,7 +257,7 @@ fn ending_of(layout: &Layout) -> Ending {
         Some(LayoutNode { op: Op::Matrix { .. }, inputs, .. }) if inputs.len() > 1 => {
             Ending::Launch
         }
-        Some(LayoutNode { op: Op::Matrix { .. }, .. }) => Ending::Product,
+        Some(LayoutNode { op: Op::Matrix { .. } | Op::Joined(_), .. }) => Ending::Product,
         Some(node) if node.op.is_product() => Ending::Node,
         Some(_) => Ending::Step,
         None => Ending::Launch,
@@ -344,7 +368,7 @@ impl<'a> Run<'a> {
     }
 
     /// Adds the steps of `node`; returns false if it is a product.
-    fn add_steps(&self, node: &'a Node, steps: &mut Vec<Step<'a>>) -> bool {
+    fn add_steps(&self, node: &'a Node, steps: &mut Vec<ValueStep<'a>>) -> bool {
         let width = self.plan.widths[node.output];
         let scores = self.scores_of(node);
         // A sigmoid reads its operand, and the host's memory is slow to read.
@@ -357,7 +381,7 @@ impl<'a> Run<'a> {
             let width = self.plan.widths[node.inputs[i]];
             Side { values: self.operand(node, i), picks: View::none(), width }
         };
-        let step = |function, sides| Step::new(function, sides, width, out);
+        let step = |function, sides| ValueStep::new(function, sides, width, out);
         match &node.op {
             DeviceOp::Map(function) => steps.push(step(*function, [whole(0), Side::none()])),
             DeviceOp::Zip { function, left, right } => {
@@ -366,15 +390,16 @@ impl<'a> Run<'a> {
             DeviceOp::Sum { n, inner, divisor } => {
                 let groups = Groups { inner: *inner, stride: n * inner, n: *n, divisor: *divisor };
                 let sum = step(StepNumber::Sum, [whole(0), Side::none()]);
-                steps.push(Step { groups, ..sum });
+                steps.push(ValueStep { groups, ..sum });
             }
             DeviceOp::Concat { outer, parts } => {
                 let (stride, mut before) = (parts.iter().sum(), 0);
                 for (i, &inner) in parts.iter().enumerate() {
                     let groups = Groups { inner, stride, n: 1, divisor: 1.0 };
                     let sides = [whole(i), Side::none()];
-                    let copy = Step::new(StepNumber::Copy, sides, outer * inner, out.skip(before));
-                    steps.push(Step { groups, pitch: width, ..copy });
+                    let copy =
+                        ValueStep::new(StepNumber::Copy, sides, outer * inner, out.skip(before));
+                    steps.push(ValueStep { groups, pitch: width, ..copy });
                     before += inner;
                 }
             }
@@ -389,7 +414,7 @@ impl<'a> Run<'a> {
         if let Some(Scores { values, .. }) = unfinished {
             let side = Side { values: out, picks: View::none(), width };
             let sides = [side, Side::none()];
-            steps.push(Step::new(StepNumber::Sigmoid, sides, width, values));
+            steps.push(ValueStep::new(StepNumber::Sigmoid, sides, width, values));
         }
         true
     }
@@ -402,19 +427,20 @@ impl<'a> Run<'a> {
         let read = |i: usize| self.operand(node, i);
 
         match &node.op {
-            DeviceOp::Matrix { rows, matrix } => {
+            DeviceOp::Matrix { rows, matrix, joins } => {
                 let m = samples * rows;
                 let start = match node.inputs.get(1) {
-                    None => Start::Zero,
-                    Some(&sums) => {
+                    Some(&sums) if !joins => {
                         self.copy(sums, out)?;
                         Start::Sums
                     }
+                    _ => Start::Zero,
                 };
                 let Some(cublas) = cublas else {
                     let is_score = scores.is_some_and(|s| s.activation == Activation::Sigmoid);
                     let shape = MatrixShape { m, start, is_score };
-                    return Ok(kernels.matrix(stream, shape, read(0), matrix, out)?);
+                    let rest = if *joins { read(1) } else { View::none() };
+                    return Ok(kernels.matrix(stream, shape, [read(0), rest], matrix, out)?);
                 };
                 let product = cublas.multiply(stream, m, read(0), matrix, out, start)?;
                 if product == Product::Unfinished {
@@ -495,20 +521,24 @@ impl Upload<'_> {
         })
     }
 
+    fn matrix(&mut self, matrix: &Matrix) -> Result<DeviceMatrix, CudaError> {
+        let (k, n, relu) = (matrix.k, matrix.n, matrix.relu);
+        let (scale, bias) = matrix.finish();
+        let is_scaled = scale.iter().any(|scale| *scale != 1.0);
+        let (scale, bias) = (self.floats(scale)?, self.floats(bias)?);
+        let weights = self.floats(&matrix.unpacked())?;
+        Ok(DeviceMatrix { k, n, weights, scale, is_scaled, bias, relu })
+    }
+
     /// Uploads `op`, whose result has `width` values.
     fn op(&mut self, op: &Op, width: usize) -> Result<DeviceOp, GpuDenseError> {
         let missing = |what: String| GpuDenseError::Unsupported(what);
         Ok(match op {
             Op::Matrix { rows, matrix } => {
-                let (k, n, relu) = (matrix.k, matrix.n, matrix.relu);
-                let (scale, bias) = matrix.finish();
-                let is_scaled = scale.iter().any(|scale| *scale != 1.0);
-                let (scale, bias) = (self.floats(scale)?, self.floats(bias)?);
-                let weights = self.floats(&matrix.unpacked())?;
-                DeviceOp::Matrix {
-                    rows: *rows,
-                    matrix: DeviceMatrix { k, n, weights, scale, is_scaled, bias, relu },
-                }
+                DeviceOp::Matrix { rows: *rows, matrix: self.matrix(matrix)?, joins: false }
+            }
+            Op::Joined(matrix) => {
+                DeviceOp::Matrix { rows: 1, matrix: self.matrix(matrix)?, joins: true }
             }
 
             Op::Products { count, m, k, n, transposed } => {

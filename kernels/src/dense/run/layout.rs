@@ -41,6 +41,8 @@ pub(crate) struct GpuLayout<'a> {
     pub shared: &'a [bool],
     /// The inputs that the host fills. Lookups fill the others.
     pub fed: &'a [usize],
+    /// Whether a product by weights takes two operands side by side.
+    pub joins: bool,
     /// Returns whether one kernel takes pairs of this many operands, rows and columns.
     pub fits_pairs: fn(usize, usize, usize) -> bool,
 }
@@ -77,7 +79,11 @@ impl Layout {
         drop_unused(&mut graph);
         part_pairs(&mut graph, &mut shared, on.fits_pairs);
         join_pairs(&mut graph, &shared);
+        if on.joins {
+            join_operands(&mut graph, &shared);
+        }
         drop_unused(&mut graph);
+        delay(&mut graph);
         let early = bring_forward(&mut graph, &shared, on);
         let ends = launch_ends(&graph, &shared, early);
         Self { early, ..Self::with_buffers(graph, shared, &ends) }
@@ -311,6 +317,55 @@ fn join_pairs(graph: &mut Graph, shared: &[bool]) {
             _ => {}
         }
     }
+}
+
+/// Lets the products by weights of a `Concat` read its two operands, so that they wait for no copy.
+fn join_operands(graph: &mut Graph, shared: &[bool]) {
+    let mut concats: HashMap<Id, Vec<Id>> = HashMap::new();
+    for node in &mut graph.nodes {
+        if let Op::Concat { outer: 1, parts } = &node.op
+            && parts.len() == 2
+        {
+            concats.insert(node.output, node.inputs.clone());
+        }
+        let operands = match node.inputs.as_slice() {
+            [one] if shared[*one] == shared[node.output] => concats.get(one),
+            _ => None,
+        };
+        node.op = match (std::mem::replace(&mut node.op, Op::Pick(Vec::new())), operands) {
+            (Op::Matrix { rows: 1, matrix }, Some(operands)) => {
+                node.inputs = operands.clone();
+                Op::Joined(matrix)
+            }
+            (op, _) => op,
+        };
+    }
+}
+
+/// Moves the nodes that are no products behind all products that do not need them. There they share
+/// launches, and fewer products wait for them.
+fn delay(graph: &mut Graph) {
+    let writers: HashMap<Id, usize> =
+        graph.nodes.iter().enumerate().map(|(at, node)| (node.output, at)).collect();
+    let mut left: Vec<Option<Node>> = graph.nodes.drain(..).map(Some).collect();
+    for at in 0..left.len() {
+        if !left[at].as_ref().is_some_and(|node| node.op.is_product()) {
+            continue;
+        }
+        let mut needed = vec![false; at + 1];
+        needed[at] = true;
+        for node in (0..=at).rev() {
+            if let (Some(node), true) = (&left[node], needed[node]) {
+                node.inputs
+                    .iter()
+                    .filter_map(|id| writers.get(id))
+                    .for_each(|&at| needed[at] = true);
+            }
+        }
+        let nodes = left.iter_mut().zip(needed).filter(|(_, needed)| *needed);
+        graph.nodes.extend(nodes.filter_map(|(node, _)| node.take()));
+    }
+    graph.nodes.extend(left.into_iter().flatten());
 }
 
 /// Moves the nodes that need nothing looked up to the front, in their order. Returns how many can
