@@ -37,38 +37,15 @@ struct Node {
     output: Id,
 }
 
-/// [`Op`] with its constants on the device.
+/// [`Op`] with its constants on the device. A matrix that `joins` has two operands side by side.
 enum DeviceOp {
-    /// With `joins` of two operands side by side.
-    Matrix {
-        rows: usize,
-        matrix: DeviceMatrix,
-        joins: bool,
-    },
-    Products {
-        count: usize,
-        shape: ProductShape,
-    },
-    Pairs {
-        rows: Vec<usize>,
-        k: usize,
-        picks: Buffer<u32>,
-    },
+    Matrix { rows: usize, matrix: DeviceMatrix, joins: bool },
+    Products { count: usize, shape: ProductShape },
+    Pairs { rows: Vec<usize>, k: usize, picks: Buffer<u32> },
     Map(StepNumber),
-    Zip {
-        function: StepNumber,
-        left: DeviceOperand,
-        right: DeviceOperand,
-    },
-    Sum {
-        n: usize,
-        inner: usize,
-        divisor: f32,
-    },
-    Concat {
-        outer: usize,
-        parts: Vec<usize>,
-    },
+    Zip { function: StepNumber, left: DeviceOperand, right: DeviceOperand },
+    Sum { n: usize, inner: usize, divisor: f32 },
+    Concat { outer: usize, parts: Vec<usize> },
     Pick(Buffer<u32>),
 }
 
