@@ -10,7 +10,8 @@
 // finish(x) = sigmoid?(relu?(x * scale + bias))
 
 struct MatrixProduct {
-    const float* a;
+    const float* a;      // `[m, split]`, the first columns of the left operand
+    const float* rest;   // `[m, k - split]`, its other columns
     const float* w;
     const float* scale;  // `[n]`
     const float* bias;   // `[n]`
@@ -19,8 +20,19 @@ struct MatrixProduct {
     int k;
     int n;
     int relu;
+    int split;
     int continues;       // whether `out` has sums, to which the product adds
     int sigmoid;
+
+    // Returns the operand that has column `at`, and sets `from` to the value's index in it. A value
+    // that is not wanted may be the first.
+    __device__ __forceinline__ const float* left(int row, int at, bool wanted, size_t& from) const {
+        const bool is_rest = wanted && at >= split;
+        const int before = is_rest ? split : 0;
+        const int width = is_rest ? k - split : split;
+        from = wanted ? (size_t)row * width + at - before : 0;
+        return is_rest ? rest : a;
+    }
 };
 
 struct MatrixFinish {
@@ -43,7 +55,7 @@ struct SmallProducts {
     int transposed;  // whether `b` is `[n, k]`
 };
 
-static_assert(sizeof(MatrixProduct) == 64 && sizeof(MatrixFinish) == 40,
+static_assert(sizeof(MatrixProduct) == 80 && sizeof(MatrixFinish) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 static_assert(sizeof(SmallProducts) == 48,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
@@ -199,7 +211,6 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     alignas(16) __shared__ float a_tiles[2][DEPTH][ROWS + 4];
     alignas(16) __shared__ float w_tiles[2][DEPTH][COLUMNS];
 
-    const float* __restrict__ a = p.a;
     const float* __restrict__ w = p.w;
     const int m = p.m;
     const int k = p.k;
@@ -219,8 +230,9 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
             const int row = first_row + number / DEPTH;
             const int at = depth + number % DEPTH;
             const bool wanted = row < m && at < k;
-            copy_async(&a_tiles[side][number % DEPTH][number / DEPTH], a,
-                       wanted ? (size_t)row * k + at : 0, wanted);
+            size_t from;
+            const float* left = p.left(row, at, wanted, from);
+            copy_async(&a_tiles[side][number % DEPTH][number / DEPTH], left, from, wanted);
         }
 #pragma unroll 2
         for (int i = 0; i < W_EACH; i++) {
@@ -291,13 +303,14 @@ template <int STRIDE>
 static __device__ __forceinline__ void load_few_a(
     const MatrixProduct& p, float (&tile)[FEW_ROWS][STRIDE], int column, int first_row, int depth) {
     const int thread = threadIdx.x;
-    if (p.k % 4 == 0) {
+    if ((p.k | p.split) % 4 == 0) {
         const int row = thread / (FEW_DEPTH / 4);
         const int at = thread % (FEW_DEPTH / 4) * 4;
         if (row < FEW_ROWS) {
             const bool wanted = first_row + row < p.m && depth + at < p.k;
-            const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
-            copy_async_4(&tile[row][column + at], p.a, from, wanted);
+            size_t from;
+            const float* left = p.left(first_row + row, depth + at, wanted, from);
+            copy_async_4(&tile[row][column + at], left, from, wanted);
         }
         return;
     }
@@ -306,8 +319,9 @@ static __device__ __forceinline__ void load_few_a(
         const int row = i / FEW_DEPTH;
         const int at = i % FEW_DEPTH;
         const bool wanted = first_row + row < p.m && depth + at < p.k;
-        const size_t from = wanted ? (size_t)(first_row + row) * p.k + depth + at : 0;
-        copy_async(&tile[row][column + at], p.a, from, wanted);
+        size_t from;
+        const float* left = p.left(first_row + row, depth + at, wanted, from);
+        copy_async(&tile[row][column + at], left, from, wanted);
     }
 }
 
@@ -630,106 +644,115 @@ extern "C" __global__ void __launch_bounds__(256, 4) dense_pairs(Pairs p) {
     }
 }
 
-// ---- Functions of each value
+// ---- Functions of values, sums, concatenations, selections
 
 // kernels/src/gpu/numbers.rs has the same numbers.
-enum MapFunction { RELU, SIGMOID, TANH };
+enum StepFunction { RELU, SIGMOID, TANH, ADD, SUBTRACT, MULTIPLY, DIVIDE, SUM, COPY };
 
-struct MapValues {
-    const float* from;
-    float* to;  // may be `from`
-    i64 values;
-    int function;
-};
+// kernels/src/gpu/dense_kernels.rs has the same number: steps of one launch.
+#define STEPS 16
 
-static_assert(sizeof(MapValues) == 32, "kernels/src/gpu/dense_kernels.rs has the same structure");
-
-extern "C" __global__ void __launch_bounds__(256) dense_map(MapValues p) {
-    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
-        const float x = p.from[i];
-        p.to[i] = p.function == RELU ? rectify(x, 1)
-            : p.function == SIGMOID  ? sigmoid(x)
-                                     : fmaf(2.0f, sigmoid(x + x), -1.0f);
-    }
-}
-
-// ---- Functions of two values
-
-// kernels/src/gpu/numbers.rs has the same numbers.
-enum ZipFunction { ADD, SUBTRACT, MULTIPLY, DIVIDE };
-
-// One operand of a zip. With `picks` it has value picks[i] of the sample, otherwise value i.
-// Without `picks`, a `width` of 0 means that all samples have the same values.
-struct ZipSide {
+// One operand of a step. With `picks` it has value picks[i] of the sample, otherwise value i.
+struct StepSide {
     const float* values;
     const u32* picks;
-    int width;
+    int pitch;   // from sample to sample; 0 if all samples have the same values
+    int unused;
 
     __device__ __forceinline__ float value(i64 sample, int i) const {
-        return values[sample * width + (picks ? (int)picks[i] : i)];
+        return values[sample * pitch + (picks ? (int)picks[i] : i)];
     }
 };
 
-struct ZipValues {
-    ZipSide left;
-    ZipSide right;
+// Computes `width` values of each sample. A sum reads groups of `inner` columns, and a copy writes
+// them, which begin `stride` apart. A sum adds `n` columns that are `inner` apart.
+struct Step {
+    StepSide left;
+    StepSide right;
     float* out;
-    i64 values;
-    int width;
+    int pitch;  // of `out`, from sample to sample
     int function;
-};
-
-static_assert(sizeof(ZipSide) == 24 && sizeof(ZipValues) == 72,
-              "kernels/src/gpu/dense_kernels.rs has the same structures");
-
-extern "C" __global__ void __launch_bounds__(256) dense_zip(ZipValues p) {
-    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
-        const i64 sample = i / p.width;
-        const int at = (int)(i - sample * p.width);
-        const float a = p.left.value(sample, at);
-        const float b = p.right.value(sample, at);
-        p.out[i] = p.function == ADD ? a + b
-            : p.function == SUBTRACT ? a - b
-            : p.function == MULTIPLY ? a * b
-                                     : a / b;
-    }
-}
-
-// ---- Sums, concatenations, selections
-
-struct SumValues {
-    const float* from;  // `[.., n, inner]`
-    float* out;         // `[.., inner]`
-    i64 values;         // of `out`
-    int n;
-    int inner;
-    float divisor;
-};
-
-struct ConcatPart {
-    const float* from;  // `[rows, width]`
     int width;
-    int before;  // columns of the parts before it
-};
-
-struct ConcatParts {
-    ConcatPart parts[PARTS];
-    float* out;  // `[rows, stride]`, from the first column of the parts on
-    i64 rows;
-    int count;   // of the parts
-    int width;   // of all of them
+    int inner;
     int stride;
+    int n;
+    float divisor;
     int unused;
 };
 
-struct PickValues {
-    const float* from;  // `[values / width, from_width]`
-    const u32* picks;   // `[width]`
-    float* out;         // `[values / width, width]`
-    i64 values;         // of `out`
-    int width;
-    int from_width;
+struct Steps {
+    Step steps[STEPS];
+    i64 samples;
+    int count;  // of the steps
+    int each;   // samples of a block; 0 if each value depends on the values at its own place only
 };
+
+static_assert(sizeof(StepSide) == 24 && sizeof(Step) == 88 && sizeof(Steps) == 1424,
+              "kernels/src/gpu/dense_kernels.rs has the same structures");
+
+// Returns value `at` of a sample.
+static __device__ __forceinline__ float compute_step(const Step& p, i64 sample, int at) {
+    if (p.function == SUM) {
+        // Adds in the order of n.
+        const float* column =
+            p.left.values + sample * p.left.pitch + at / p.inner * p.stride + at % p.inner;
+        float sum = column[0];
+        for (int next = 1; next < p.n; next++) {
+            sum += column[(i64)next * p.inner];
+        }
+        return p.divisor != 1.0f ? sum / p.divisor : sum;
+    }
+    const float a = p.left.value(sample, at);
+    switch (p.function) {
+    case RELU: return rectify(a, 1);
+    case SIGMOID: return sigmoid(a);
+    case TANH: return fmaf(2.0f, sigmoid(a + a), -1.0f);
+    case COPY: return a;
+    }
+    const float b = p.right.value(sample, at);
+    return p.function == ADD ? a + b
+        : p.function == SUBTRACT ? a - b
+        : p.function == MULTIPLY ? a * b
+                                 : a / b;
+}
+
+// Computes the values from `first` on of all samples, one for each of `threads`.
+static __device__ __forceinline__ void run_step(const Step& p, i64 first, i64 end, i64 threads) {
+    for (i64 i = first; i < end; i += threads) {
+        const i64 sample = i / p.width;
+        const int at = (int)(i - sample * p.width);
+        const int to = p.function == COPY ? at / p.inner * p.stride + at % p.inner : at;
+        p.out[sample * p.pitch + to] = compute_step(p, sample, at);
+    }
+}
+
+// Runs the steps in their order. A block has all values of its samples, so it waits for no other
+// block between two steps.
+extern "C" __global__ void __launch_bounds__(256) dense_steps(Steps p) {
+    __shared__ Step steps[STEPS];
+    // Unrolled for the same reason as in dense_pairs.
+#pragma unroll
+    for (int number = 0; number < STEPS; number++) {
+        if ((int)threadIdx.x == number && number < p.count) {
+            steps[number] = p.steps[number];
+        }
+    }
+    __syncthreads();
+    const i64 first = (i64)blockIdx.x * p.each;
+    const i64 end = min(first + p.each, p.samples);
+    for (int number = 0; number < p.count; number++) {
+        const Step step = steps[number];
+        if (p.each == 0) {
+            const i64 thread = blockIdx.x * 256LL + threadIdx.x;
+            run_step(step, thread, p.samples * step.width, gridDim.x * 256LL);
+        } else {
+            run_step(step, first * step.width + threadIdx.x, end * step.width, 256);
+            __syncthreads();
+        }
+    }
+}
+
+// ---- Copies of rows
 
 struct GatherRows {
     const float* from;   // `[.., from_stride]`
@@ -742,46 +765,6 @@ struct GatherRows {
 };
 
 static_assert(sizeof(GatherRows) == 40, "kernels/src/gpu/dense_kernels.rs has the same structure");
-static_assert(sizeof(SumValues) == 40 && sizeof(ConcatParts) == 160 && sizeof(PickValues) == 40,
-              "kernels/src/gpu/dense_kernels.rs has the same structures");
-
-// Adds in the order of n.
-extern "C" __global__ void __launch_bounds__(256) dense_sum(SumValues p) {
-    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
-        const float* column = p.from + i / p.inner * p.n * p.inner + i % p.inner;
-        float sum = column[0];
-        for (int at = 1; at < p.n; at++) {
-            sum += column[(i64)at * p.inner];
-        }
-        p.out[i] = p.divisor != 1.0f ? sum / p.divisor : sum;
-    }
-}
-
-// Copies the parts side by side.
-extern "C" __global__ void __launch_bounds__(256) dense_concat(ConcatParts p) {
-    const i64 values = p.rows * p.width;
-    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < values; i += gridDim.x * 256LL) {
-        const i64 row = i / p.width;
-        const int column = (int)(i - row * p.width);
-        // Unrolled for the same reason as in dense_pairs.
-        const float* from = nullptr;
-#pragma unroll
-        for (int number = 0; number < PARTS; number++) {
-            const ConcatPart part = p.parts[number];
-            if (number < p.count && column >= part.before) {
-                from = part.from + row * part.width + (column - part.before);
-            }
-        }
-        p.out[row * p.stride + column] = *from;
-    }
-}
-
-// Value picks[i] of each sample becomes value i of the result.
-extern "C" __global__ void __launch_bounds__(256) dense_pick(PickValues p) {
-    for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
-        p.out[i] = p.from[i / p.width * p.from_width + p.picks[i % p.width]];
-    }
-}
 
 // The first columns of row numbers[i] become those of row i of the result. Each row has a block,
 // of which one thread reads the number: the host's memory may have it.

@@ -16,7 +16,7 @@ use crate::gpu::dense_kernels::{DenseKernels, IMAGES, REREAD_BYTES_MAX, ResultSh
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, PlanWork, RunShape, Scores};
 use crate::gpu::input_type::InputType;
 use crate::gpu::launch::{CHANGES, LOOKUP};
-use crate::gpu::numbers::MapNumber;
+use crate::gpu::numbers::StepNumber;
 use crate::gpu::precision::Precision;
 use crate::gpu::samples::RequestSize;
 use crate::gpu::tensorrt::{self, OpenBuild, Plans, TensorRt, TensorRtError};
@@ -421,7 +421,7 @@ impl DeviceEngine {
                     Some(logits) => {
                         let logits = logits.view().first(values);
                         context.enqueue(stream, batch, &inputs, logits)?;
-                        self.kernels.map(stream, MapNumber::Sigmoid, logits, scores)?;
+                        self.kernels.map(stream, StepNumber::Sigmoid, logits, scores)?;
                     }
                 }
             }

@@ -6,7 +6,7 @@
 use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream, images};
 use crate::cuda::matrix::{DeviceMatrix, Start};
 use crate::cuda::memory::View;
-use crate::gpu::numbers::{MapNumber, ZipNumber};
+use crate::gpu::numbers::StepNumber;
 use std::sync::Arc;
 
 pub(crate) static IMAGES: Images = images!("dense");
@@ -27,8 +27,13 @@ pub(crate) const ONCE_DEPTH: usize = 64;
 pub(crate) const ONCE_WIDTH: usize = 512;
 /// Bytes in the host's memory of which every column of tiles may read a part of its own.
 pub(crate) const REREAD_BYTES_MAX: usize = 4096;
-/// Operands of one concatenation or of one launch of pairs.
+/// Operands of one launch of pairs.
 const PARTS: usize = 8;
+/// Steps of one launch.
+const STEPS: usize = 16;
+/// Values of a sample in a step that shares its launch with steps of other widths: a block has all
+/// of them.
+const NARROW: usize = 1024;
 /// Floats of a block's vectors in `dense_pairs`.
 const PAIR_VALUES: usize = 8192;
 /// Sizes and indexes are `int` in the kernels.
@@ -38,6 +43,7 @@ const INT_END: usize = 1 << 31;
 #[derive(Clone, Copy)]
 struct MatrixProduct {
     a: u64,
+    rest: u64,
     w: u64,
     scale: u64,
     bias: u64,
@@ -46,8 +52,10 @@ struct MatrixProduct {
     k: i32,
     n: i32,
     relu: i32,
+    split: i32,
     continues: i32,
     sigmoid: i32,
+    unused: i32,
 }
 
 #[repr(C)]
@@ -75,63 +83,45 @@ struct SmallProducts {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
-struct MapValues {
-    from: u64,
-    to: u64,
-    values: i64,
-    function: MapNumber,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ZipSide {
+#[derive(Clone, Copy, Default)]
+struct StepSide {
     values: u64,
     picks: u64,
-    width: i32,
+    pitch: i32,
+    unused: i32,
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
-struct ZipValues {
-    left: ZipSide,
-    right: ZipSide,
+#[derive(Clone, Copy, Default)]
+struct StepValues {
+    left: StepSide,
+    right: StepSide,
     out: u64,
-    values: i64,
+    pitch: i32,
+    function: i32,
     width: i32,
-    function: ZipNumber,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SumValues {
-    from: u64,
-    out: u64,
-    values: i64,
-    n: i32,
     inner: i32,
+    stride: i32,
+    n: i32,
     divisor: f32,
+    unused: i32,
 }
 
-/// Also of the pairs, where `size` are rows.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct StepList {
+    steps: [StepValues; STEPS],
+    samples: i64,
+    count: i32,
+    each: i32,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Part {
     from: u64,
-    size: i32,
+    rows: i32,
     before: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ConcatParts {
-    parts: [Part; PARTS],
-    out: u64,
-    rows: i64,
-    count: i32,
-    width: i32,
-    stride: i32,
-    unused: i32,
 }
 
 #[repr(C)]
@@ -149,17 +139,6 @@ struct Pairs {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct PickValues {
-    from: u64,
-    picks: u64,
-    out: u64,
-    values: i64,
-    width: i32,
-    from_width: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
 struct GatherRows {
     from: u64,
     numbers: u64,
@@ -171,11 +150,10 @@ struct GatherRows {
 }
 
 const _: () = assert!(size_of::<GatherRows>() == 40);
-const _: () = assert!(size_of::<MatrixProduct>() == 64 && size_of::<MatrixFinish>() == 40);
-const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<MapValues>() == 32);
-const _: () = assert!(size_of::<ZipSide>() == 24 && size_of::<ZipValues>() == 72);
-const _: () = assert!(size_of::<SumValues>() == 40 && size_of::<ConcatParts>() == 160);
-const _: () = assert!(size_of::<PickValues>() == 40 && size_of::<Pairs>() == 168);
+const _: () = assert!(size_of::<MatrixProduct>() == 80 && size_of::<MatrixFinish>() == 40);
+const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<Pairs>() == 168);
+const _: () = assert!(size_of::<StepSide>() == 24 && size_of::<StepValues>() == 88);
+const _: () = assert!(size_of::<StepList>() == 1424);
 
 /// Shape of one small product `[m, k] x [k, n]`; the second operand is `[n, k]` if `transposed`.
 #[derive(Clone, Copy)]
@@ -191,14 +169,6 @@ pub(crate) struct ProductShape {
 pub(crate) struct ResultShape {
     pub samples: usize,
     pub width: usize,
-}
-
-/// Shape `[outer, n, inner]` of the values that [`DenseKernels::sum`] adds over `n`.
-#[derive(Clone, Copy)]
-pub(crate) struct SumShape {
-    pub outer: usize,
-    pub n: usize,
-    pub inner: usize,
 }
 
 /// A product by weights: its rows, how its sums start, and whether its results are scores, which
@@ -234,7 +204,7 @@ pub(crate) struct RowColumns<'a> {
     pub stride: usize,
 }
 
-/// One side of a [`DenseKernels::zip`].
+/// One operand of a [`ValueStep`].
 #[derive(Clone, Copy)]
 pub(crate) struct Side<'a> {
     pub values: View<'a, f32>,
@@ -242,6 +212,135 @@ pub(crate) struct Side<'a> {
     pub picks: View<'a, u32>,
     /// Values of one sample; 0 if all samples have the same values.
     pub width: usize,
+}
+
+impl Side<'_> {
+    /// Returns no operand.
+    pub fn none() -> Self {
+        Self { values: View::none(), picks: View::none(), width: 0 }
+    }
+
+    fn address(&self) -> StepSide {
+        let (values, picks) = (self.values.address(), self.picks.address());
+        StepSide { values, picks, pitch: self.width as i32, unused: 0 }
+    }
+}
+
+/// Groups of `inner` columns that begin `stride` apart. A sum adds `n` columns of each, `inner`
+/// apart, and divides by `divisor`.
+#[derive(Clone, Copy)]
+pub(crate) struct Groups {
+    pub inner: usize,
+    pub stride: usize,
+    pub n: usize,
+    pub divisor: f32,
+}
+
+/// A function that computes `width` values of each sample.
+#[derive(Clone, Copy)]
+pub(crate) struct ValueStep<'a> {
+    pub function: StepNumber,
+    /// Functions of one value have a right side without values.
+    pub sides: [Side<'a>; 2],
+    pub width: usize,
+    /// What a sum reads, and what a copy writes.
+    pub groups: Groups,
+    pub out: View<'a, f32>,
+    /// Columns of `out`, of which a copy may write some.
+    pub pitch: usize,
+}
+
+impl<'a> ValueStep<'a> {
+    /// Returns the step that writes `out[samples, width]`.
+    pub fn new(
+        function: StepNumber,
+        sides: [Side<'a>; 2],
+        width: usize,
+        out: View<'a, f32>,
+    ) -> Self {
+        let groups = Groups { inner: width, stride: width, n: 1, divisor: 1.0 };
+        Self { function, sides, width, groups, out, pitch: width }
+    }
+
+    /// Returns whether each value depends on those at its own place only.
+    fn is_pointwise(&self) -> bool {
+        let is_whole = self.sides.iter().all(|side| side.picks.is_empty());
+        is_whole && !matches!(self.function, StepNumber::Sum | StepNumber::Copy)
+    }
+
+    /// Returns whether a thread may compute a value of this step before others have ended `before`,
+    /// an earlier step.
+    fn is_beside(&self, before: &Self) -> bool {
+        let meets = |a: View<f32>, b: View<f32>| {
+            let end = |view: View<f32>| view.address() + (size_of::<f32>() * view.len()) as u64;
+            a.address() < end(b) && b.address() < end(a)
+        };
+        let reads = self.sides.iter().any(|side| meets(side.values, before.out));
+        let replaces = before.sides.iter().any(|side| meets(side.values, self.out));
+        let is_same = self.is_pointwise() && before.is_pointwise() && self.width == before.width;
+        is_same || !(reads || replaces)
+    }
+
+    /// Panics if a step of `samples` samples would leave its memory. The plan vouches for the
+    /// picks.
+    fn check(&self, samples: usize) {
+        let Self { function, sides: [left, right], width, groups, .. } = self;
+        let Groups { inner, stride, n, .. } = *groups;
+        assert!(*width > 0 && inner > 0 && width.is_multiple_of(inner) && n > 0);
+        let (last, of_groups) = (samples.saturating_sub(1), width / inner * stride);
+        let reads = |side: &Side, columns: usize| {
+            let columns = if side.picks.is_empty() { columns } else { side.width };
+            assert!(side.picks.is_empty() || side.picks.len() >= *width);
+            assert!(side.values.len() >= last * side.width + columns);
+        };
+        match function {
+            StepNumber::Sum => {
+                assert!(left.picks.is_empty() && stride >= n * inner);
+                reads(left, of_groups);
+            }
+            StepNumber::Add | StepNumber::Subtract | StepNumber::Multiply | StepNumber::Divide => {
+                reads(left, *width);
+                reads(right, *width);
+            }
+            _ => reads(left, *width),
+        }
+        let written = match function {
+            StepNumber::Copy => of_groups - stride + inner,
+            _ => *width,
+        };
+        assert!(self.out.len() >= last * self.pitch + written && stride >= inner);
+        assert!(of_groups.max(self.pitch).max(left.width).max(right.width) < INT_END);
+    }
+
+    fn values(&self) -> StepValues {
+        let Groups { inner, stride, n, divisor } = self.groups;
+        let [left, right] = self.sides.each_ref().map(Side::address);
+        StepValues {
+            left,
+            right,
+            out: self.out.address(),
+            pitch: self.pitch as i32,
+            function: self.function as i32,
+            width: self.width as i32,
+            inner: inner as i32,
+            stride: stride as i32,
+            n: n as i32,
+            divisor,
+            unused: 0,
+        }
+    }
+}
+
+/// Returns how many of the first `steps` may run beside each other: no thread waits for another.
+fn beside(steps: &[ValueStep<'_>]) -> usize {
+    let fits = |at: &usize| steps[..*at].iter().all(|before| steps[*at].is_beside(before));
+    (0..steps.len()).take_while(fits).count()
+}
+
+/// Returns how many of the first `steps` share a launch.
+fn joined(steps: &[ValueStep<'_>]) -> usize {
+    let narrow = steps.iter().take_while(|step| step.width <= NARROW).count();
+    narrow.max(beside(steps)).min(STEPS)
 }
 
 /// The results that a block of a product computes.
@@ -282,16 +381,16 @@ macro_rules! kernels {
     };
 }
 
-kernels!(matrix matrix_few matrix_once finish products pairs map zip sum concat pick gather);
+kernels!(matrix matrix_few matrix_once finish products pairs steps gather);
 
-/// Returns at most `PARTS` operands as a kernel takes them, and the sum of their sizes.
+/// Returns at most `PARTS` operands as a kernel takes them, and the sum of their rows.
 fn list_parts<'a>(
     operands: impl Iterator<Item = (View<'a, f32>, usize)>,
 ) -> ([Part; PARTS], usize) {
     let (mut list, mut before) = ([Part::default(); PARTS], 0);
-    for (to, (from, size)) in list.iter_mut().zip(operands) {
-        *to = Part { from: from.address(), size: size as i32, before: before as i32 };
-        before += size;
+    for (to, (from, rows)) in list.iter_mut().zip(operands) {
+        *to = Part { from: from.address(), rows: rows as i32, before: before as i32 };
+        before += rows;
     }
     (list, before)
 }
@@ -302,26 +401,30 @@ fn strided(values: usize) -> u32 {
 
 /// The functions put one launch onto the stream. Each returns the driver's error.
 impl DenseKernels {
-    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
+    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu. The rows of `a` are
+    /// those of its two parts side by side, of which the second may be empty.
     pub fn matrix(
         &self,
         stream: &Stream,
         MatrixShape { m, start, is_score }: MatrixShape,
-        a: View<f32>,
+        a: [View<f32>; 2],
         by: &DeviceMatrix,
         out: View<f32>,
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
-        assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
+        let split = if a[1].is_empty() { k } else { a[0].len() / m };
+        assert!(a[0].len() >= m * split && a[1].len() >= m * (k - split));
+        assert!(out.len() >= m * n && by.weights.len() >= k * n);
         assert!(by.scale.len() >= n && by.bias.len() >= n && m < INT_END && k * n < INT_END);
 
         // Copies of four values.
-        assert!(a.address().is_multiple_of(16) && by.weights.address().is_multiple_of(16));
+        let copied = [a[0].address(), a[1].address(), by.weights.address()];
+        assert!(copied.iter().all(|address| address.is_multiple_of(16)));
         // Small tiles issue more for a result, but reach more multiprocessors.
         let processors = stream.gpu().processors() as usize;
         let few = MATRIX_FEW.cost(m, n, processors) <= MATRIX.cost(m, n, processors);
         let fits = k <= ONCE_DEPTH && n <= ONCE_WIDTH;
-        let once = a.on_host() && fits && 4 * m * k > REREAD_BYTES_MAX;
+        let once = a.iter().any(View::on_host) && fits && 4 * m * k > REREAD_BYTES_MAX;
         let (kernel, tile, columns) = match few {
             _ if once => (&self.matrix_once, MATRIX_FEW, 1),
             true => (&self.matrix_few, MATRIX_FEW, n),
@@ -329,7 +432,8 @@ impl DenseKernels {
         };
         let blocks = tile.blocks(m, columns);
         let argument = MatrixProduct {
-            a: a.address(),
+            a: a[0].address(),
+            rest: a[1].address(),
             w: by.weights.address(),
             scale: by.scale.address(),
             bias: by.bias.address(),
@@ -338,8 +442,10 @@ impl DenseKernels {
             k: k as i32,
             n: n as i32,
             relu: i32::from(by.relu),
+            split: split as i32,
             continues: i32::from(start == Start::Sums),
             sigmoid: i32::from(is_score),
+            unused: 0,
         };
         // SAFETY: the parameter of all three kernels; the sizes were checked.
         unsafe { stream.launch(kernel, blocks as u32, tile.threads, argument) }
@@ -402,107 +508,38 @@ impl DenseKernels {
     pub fn map(
         &self,
         stream: &Stream,
-        function: MapNumber,
+        function: StepNumber,
         from: View<f32>,
         out: View<f32>,
     ) -> Result<()> {
-        assert!(out.len() >= from.len());
-        let (to, values) = (out.address(), from.len() as i64);
-        let argument = MapValues { from: from.address(), to, values, function };
-        // SAFETY: the parameter of `dense_map`; the sizes were checked.
-        unsafe { stream.launch(&self.map, strided(from.len()), THREADS, argument) }
+        let side = Side { values: from, picks: View::none(), width: 1 };
+        self.steps(stream, from.len(), &[ValueStep::new(function, [side, Side::none()], 1, out)])
     }
 
-    /// Computes `out[samples, width] = function(left, right)`. Picks must be below the width of
-    /// their side.
-    pub fn zip(
-        &self,
-        stream: &Stream,
-        function: ZipNumber,
-        [left, right]: [Side; 2],
-        shape: ResultShape,
-        out: View<f32>,
-    ) -> Result<()> {
-        let ResultShape { samples, width } = shape;
-        for side in [left, right] {
-            assert!(side.picks.is_empty() || side.picks.len() >= width);
-            let each = if side.picks.is_empty() { width } else { side.width };
-            assert!(side.values.len() >= if side.width == 0 { each } else { samples * each });
-            assert!(side.width == 0 || !side.picks.is_empty() || side.width == width);
-        }
-        let values = samples * width;
-        assert!(out.len() >= values);
-
-        let side = |s: Side| ZipSide {
-            values: s.values.address(),
-            picks: s.picks.address(),
-            width: s.width as i32,
-        };
-        let argument = ZipValues {
-            left: side(left),
-            right: side(right),
-            out: out.address(),
-            values: values as i64,
-            width: width as i32,
-            function,
-        };
-        // SAFETY: the parameter of `dense_zip`; the sizes were checked, the plan vouches for the
-        // picks.
-        unsafe { stream.launch(&self.zip, strided(values), THREADS, argument) }
-    }
-
-    /// Computes `out[outer, inner]` from `from[outer, n, inner]`: adds in order, then divides by
-    /// `divisor`.
-    pub fn sum(
-        &self,
-        stream: &Stream,
-        from: View<f32>,
-        shape: SumShape,
-        divisor: f32,
-        out: View<f32>,
-    ) -> Result<()> {
-        let SumShape { outer, n, inner } = shape;
-        let values = outer * inner;
-        assert!(from.len() >= values * n && out.len() >= values && n > 0 && inner > 0);
-        let argument = SumValues {
-            from: from.address(),
-            out: out.address(),
-            values: values as i64,
-            n: n as i32,
-            inner: inner as i32,
-            divisor,
-        };
-        // SAFETY: the parameter of `dense_sum`; the sizes were checked.
-        unsafe { stream.launch(&self.sum, strided(values), THREADS, argument) }
-    }
-
-    /// Copies `parts`, `[rows, width]` each, side by side to `out[rows, stride]`: one launch for
-    /// every `PARTS` parts.
-    pub fn concat(
-        &self,
-        stream: &Stream,
-        rows: usize,
-        parts: &[(View<f32>, usize)],
-        out: View<f32>,
-    ) -> Result<()> {
-        let stride: usize = parts.iter().map(|(_, width)| width).sum();
-        let mut first = 0;
-        for parts in parts.chunks(PARTS) {
-            assert!(parts.iter().all(|(from, width)| from.len() >= rows * width));
-            let (list, width) = list_parts(parts.iter().map(|&(from, width)| (from, width)));
-            assert!(out.len() >= rows * stride && stride < INT_END);
-            let argument = ConcatParts {
-                parts: list,
-                out: out.skip(first).address(),
-                rows: rows as i64,
-                count: parts.len() as i32,
-                width: width as i32,
-                stride: stride as i32,
-                unused: 0,
+    /// Computes `steps` of each sample in their order, with as few launches as possible. The memory
+    /// of a sample's values must be its own: no value may take that of another which an earlier
+    /// step reads, except a function of one value that of its operand.
+    pub fn steps(&self, stream: &Stream, samples: usize, steps: &[ValueStep<'_>]) -> Result<()> {
+        let mut rest = steps;
+        while !rest.is_empty() && samples > 0 {
+            let (now, later) = rest.split_at(joined(rest));
+            rest = later;
+            now.iter().for_each(|step| step.check(samples));
+            let widest = now.iter().map(|step| step.width).max().unwrap_or(1);
+            let is_flat = beside(now) == now.len();
+            // Blocks of several samples leave fewer threads idle in narrow steps.
+            let blocks_max = stream.gpu().processors() as usize * PRODUCT_BLOCKS;
+            let each = (THREADS as usize / widest).max(samples.div_ceil(blocks_max)).max(1);
+            let (blocks, each) = match is_flat {
+                true => (strided(samples * widest), 0),
+                false => (samples.div_ceil(each) as u32, each),
             };
-            // SAFETY: the parameter of `dense_concat`; the sizes were checked.
-            unsafe { stream.launch(&self.concat, strided(rows * width), THREADS, argument)? };
-            first += width;
+            let mut list = [StepValues::default(); STEPS];
+            list.iter_mut().zip(now).for_each(|(to, step)| *to = step.values());
+            let (samples, count) = (samples as i64, now.len() as i32);
+            let argument = StepList { steps: list, samples, count, each: each as i32 };
+            // SAFETY: the parameter of `dense_steps`; the sizes were checked.
+            unsafe { stream.launch(&self.steps, blocks, THREADS, argument)? };
         }
         Ok(())
     }
@@ -571,31 +608,5 @@ impl DenseKernels {
         // SAFETY: the parameter of `dense_gather`; the sizes were checked, the caller vouches for
         // the numbers.
         unsafe { stream.launch(&self.gather, samples as u32, THREADS, argument) }
-    }
-
-    /// Copies the values `picks[..]` of each sample of `from[samples, from_width]` to `out[samples,
-    /// picks.len()]`. Picks must be below `from_width`.
-    pub fn pick(
-        &self,
-        stream: &Stream,
-        from: View<f32>,
-        from_shape: ResultShape,
-        picks: View<u32>,
-        out: View<f32>,
-    ) -> Result<()> {
-        let ResultShape { samples, width: from_width } = from_shape;
-        let (width, values) = (picks.len(), samples * picks.len());
-        assert!(from.len() >= samples * from_width && out.len() >= values && width > 0);
-        let argument = PickValues {
-            from: from.address(),
-            picks: picks.address(),
-            out: out.address(),
-            values: values as i64,
-            width: width as i32,
-            from_width: from_width as i32,
-        };
-        // SAFETY: the parameter of `dense_pick`; the sizes were checked, the plan vouches for the
-        // picks.
-        unsafe { stream.launch(&self.pick, strided(values), THREADS, argument) }
     }
 }

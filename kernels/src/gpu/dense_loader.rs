@@ -176,8 +176,10 @@ impl Loader<'_> {
             Ok(mut graph) => {
                 divide_inputs(&mut graph, self.parts);
                 let shared: Vec<bool> = self.parts.iter().map(|part| part.shared).collect();
-                let (shared, fits_pairs) = (&shared[..], PairShape::fits);
-                Layout::for_gpu(graph, &GpuLayout { shared, fed: self.fed, fits_pairs })
+                // cuBLAS takes one operand.
+                let (joins, fits_pairs) = (precision.factors().is_none(), PairShape::fits);
+                let on = GpuLayout { shared: &shared, fed: self.fed, joins, fits_pairs };
+                Layout::for_gpu(graph, &on)
             }
             Err(Stop::Refused(e)) => return Err(e.into()),
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),

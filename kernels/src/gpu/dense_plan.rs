@@ -3,6 +3,8 @@
 //! bit. Weights are in device memory as f32, rounded like the CPU's packed weights. The results
 //! between nodes are in buffers that each worker allocates at its start. Never waits for a run.
 //!
+//! Nodes that follow one another and are no products share a launch.
+//!
 //! What only shared inputs reach is computed once a request. One launch then copies such a value to
 //! each sample of its request, if other nodes read it.
 
@@ -16,14 +18,15 @@ use crate::dense::graph::functions::Map;
 use crate::dense::graph::node::{Node as LayoutNode, VALUE};
 use crate::dense::graph::onnx_graph::{Op, Operand};
 use crate::dense::graph::tensor::Id;
+use crate::dense::matrix::gemm::Matrix;
 use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
-    DenseKernels, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, PairShape, ProductShape, ResultShape,
-    RowColumns, Side, SumShape,
+    DenseKernels, Groups, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, PairShape, ProductShape,
+    ResultShape, RowColumns, Side, ValueStep,
 };
-use crate::gpu::numbers::{MapNumber, ZipNumber};
+use crate::gpu::numbers::StepNumber;
 use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
 
@@ -34,14 +37,14 @@ struct Node {
     output: Id,
 }
 
-/// [`Op`] with its constants on the device.
+/// [`Op`] with its constants on the device. A matrix that `joins` has two operands side by side.
 enum DeviceOp {
-    Matrix { rows: usize, matrix: DeviceMatrix },
+    Matrix { rows: usize, matrix: DeviceMatrix, joins: bool },
     Products { count: usize, shape: ProductShape },
     Pairs { rows: Vec<usize>, k: usize, picks: Buffer<u32> },
-    Map(MapNumber),
-    Zip { function: ZipNumber, left: DeviceOperand, right: DeviceOperand },
-    Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
+    Map(StepNumber),
+    Zip { function: StepNumber, left: DeviceOperand, right: DeviceOperand },
+    Sum { n: usize, inner: usize, divisor: f32 },
     Concat { outer: usize, parts: Vec<usize> },
     Pick(Buffer<u32>),
 }
@@ -75,6 +78,8 @@ enum Ending {
     Launch,
     /// The node of the result, if there is no activation.
     Node,
+    /// The node of the result, or a further step of its launch.
+    Step,
     /// The product of the result, if our kernels compute it.
     Product,
 }
@@ -188,8 +193,7 @@ impl DevicePlan {
     ) -> Result<(), CublasError> {
         let DevicePlanScratch { buffers, spread, cublas } = scratch;
         let run = Run { plan: self, work, buffers, spread, scores: None };
-        let mut early = self.nodes[..self.early].iter();
-        early.try_for_each(|node| run.enqueue_node(node, cublas.as_mut()))
+        run.enqueue(&self.nodes[..self.early], cublas.as_mut())
     }
 
     /// Puts the other nodes and `scores` onto the stream.
@@ -203,19 +207,16 @@ impl DevicePlan {
         let is_written = match self.ending {
             Ending::Launch => false,
             Ending::Node => scores.activation == Activation::None,
+            Ending::Step => true,
             Ending::Product => cublas.is_none(),
         };
         let run = Run { plan: self, work, buffers, spread, scores: is_written.then_some(scores) };
         // Shared nodes come first.
         let of_requests = self.nodes.iter().take_while(|node| self.shared[node.output]).count();
         let (of_requests, of_samples) = self.nodes.split_at(of_requests.max(self.early));
-        for node in &of_requests[self.early..] {
-            run.enqueue_node(node, cublas.as_mut())?;
-        }
+        run.enqueue(&of_requests[self.early..], cublas.as_mut())?;
         run.spread()?;
-        for node in of_samples {
-            run.enqueue_node(node, cublas.as_mut())?;
-        }
+        run.enqueue(of_samples, cublas.as_mut())?;
         if !is_written {
             run.enqueue_scores(scores)?;
         }
@@ -233,8 +234,9 @@ fn ending_of(layout: &Layout) -> Ending {
         Some(LayoutNode { op: Op::Matrix { .. }, inputs, .. }) if inputs.len() > 1 => {
             Ending::Launch
         }
-        Some(LayoutNode { op: Op::Matrix { .. }, .. }) => Ending::Product,
-        Some(_) => Ending::Node,
+        Some(LayoutNode { op: Op::Matrix { .. } | Op::Joined(_), .. }) => Ending::Product,
+        Some(node) if node.op.is_product() => Ending::Node,
+        Some(_) => Ending::Step,
         None => Ending::Launch,
     }
 }
@@ -312,31 +314,110 @@ impl<'a> Run<'a> {
         )
     }
 
-    fn enqueue_node(&self, node: &Node, cublas: Option<&mut Cublas>) -> Result<(), CublasError> {
-        let Self { plan, work: PlanWork { kernels, stream, .. }, .. } = *self;
-        let (is_shared, samples) = (plan.shared[node.output], self.rows(node.output));
-        let read = |i: usize| {
-            let id = node.inputs[i];
-            if is_shared { self.value(id) } else { self.of_samples(id) }
+    /// Returns operand `i` of `node`.
+    fn operand(&self, node: &Node, i: usize) -> View<'a, f32> {
+        let id = node.inputs[i];
+        if self.plan.shared[node.output] { self.value(id) } else { self.of_samples(id) }
+    }
+
+    /// Returns the scores, if `node` writes them.
+    fn scores_of(&self, node: &Node) -> Option<Scores<'a>> {
+        self.scores.filter(|_| node.output == self.plan.output)
+    }
+
+    /// Puts `nodes`, all of requests or all of samples, onto the stream.
+    fn enqueue(
+        &self,
+        nodes: &'a [Node],
+        mut cublas: Option<&mut Cublas>,
+    ) -> Result<(), CublasError> {
+        let PlanWork { kernels, stream, .. } = self.work;
+        let Some(first) = nodes.first() else { return Ok(()) };
+        let (samples, mut steps) = (self.rows(first.output), Vec::new());
+        for node in nodes {
+            if !self.add_steps(node, &mut steps) {
+                kernels.steps(stream, samples, &steps)?;
+                steps.clear();
+                self.enqueue_product(node, cublas.as_deref_mut())?;
+            }
+        }
+        Ok(kernels.steps(stream, samples, &steps)?)
+    }
+
+    /// Adds the steps of `node`; returns false if it is a product.
+    fn add_steps(&self, node: &'a Node, steps: &mut Vec<ValueStep<'a>>) -> bool {
+        let width = self.plan.widths[node.output];
+        let scores = self.scores_of(node);
+        // A sigmoid reads its operand, and the host's memory is slow to read.
+        let unfinished = scores.filter(|scores| scores.activation == Activation::Sigmoid);
+        let out = match scores {
+            Some(scores) if unfinished.is_none() => scores.values,
+            _ => self.value(node.output),
         };
-        let shape_of = |id: Id| ResultShape { samples, width: plan.widths[id] };
-        let scores = self.scores.filter(|_| node.output == plan.output);
+        let whole = |i: usize| {
+            let width = self.plan.widths[node.inputs[i]];
+            Side { values: self.operand(node, i), picks: View::none(), width }
+        };
+        let step = |function, sides| ValueStep::new(function, sides, width, out);
+        match &node.op {
+            DeviceOp::Map(function) => steps.push(step(*function, [whole(0), Side::none()])),
+            DeviceOp::Zip { function, left, right } => {
+                steps.push(step(*function, [self.side(left, node), self.side(right, node)]));
+            }
+            DeviceOp::Sum { n, inner, divisor } => {
+                let groups = Groups { inner: *inner, stride: n * inner, n: *n, divisor: *divisor };
+                let sum = step(StepNumber::Sum, [whole(0), Side::none()]);
+                steps.push(ValueStep { groups, ..sum });
+            }
+            DeviceOp::Concat { outer, parts } => {
+                let (stride, mut before) = (parts.iter().sum(), 0);
+                for (i, &inner) in parts.iter().enumerate() {
+                    let groups = Groups { inner, stride, n: 1, divisor: 1.0 };
+                    let sides = [whole(i), Side::none()];
+                    let copy =
+                        ValueStep::new(StepNumber::Copy, sides, outer * inner, out.skip(before));
+                    steps.push(ValueStep { groups, pitch: width, ..copy });
+                    before += inner;
+                }
+            }
+            DeviceOp::Pick(picks) => {
+                let side = Side { picks: picks.view(), ..whole(0) };
+                steps.push(step(StepNumber::Copy, [side, Side::none()]));
+            }
+            DeviceOp::Matrix { .. } | DeviceOp::Products { .. } | DeviceOp::Pairs { .. } => {
+                return false;
+            }
+        }
+        if let Some(Scores { values, .. }) = unfinished {
+            let side = Side { values: out, picks: View::none(), width };
+            let sides = [side, Side::none()];
+            steps.push(ValueStep::new(StepNumber::Sigmoid, sides, width, values));
+        }
+        true
+    }
+
+    /// Puts a product onto the stream.
+    fn enqueue_product(&self, node: &Node, cublas: Option<&mut Cublas>) -> Result<(), CublasError> {
+        let PlanWork { kernels, stream, .. } = self.work;
+        let (samples, scores) = (self.rows(node.output), self.scores_of(node));
         let out = scores.map_or_else(|| self.value(node.output), |scores| scores.values);
+        let read = |i: usize| self.operand(node, i);
 
         match &node.op {
-            DeviceOp::Matrix { rows, matrix } => {
+            DeviceOp::Matrix { rows, matrix, joins } => {
                 let m = samples * rows;
                 let start = match node.inputs.get(1) {
-                    None => Start::Zero,
-                    Some(&sums) => {
+                    Some(&sums) if !joins => {
                         self.copy(sums, out)?;
                         Start::Sums
                     }
+                    _ => Start::Zero,
                 };
                 let Some(cublas) = cublas else {
                     let is_score = scores.is_some_and(|s| s.activation == Activation::Sigmoid);
                     let shape = MatrixShape { m, start, is_score };
-                    return Ok(kernels.matrix(stream, shape, read(0), matrix, out)?);
+                    let rest = if *joins { read(1) } else { View::none() };
+                    return Ok(kernels.matrix(stream, shape, [read(0), rest], matrix, out)?);
                 };
                 let product = cublas.multiply(stream, m, read(0), matrix, out, start)?;
                 if product == Product::Unfinished {
@@ -350,23 +431,7 @@ impl<'a> Run<'a> {
                 let shape = PairShape { samples, rows, k: *k };
                 kernels.pairs(stream, shape, read, picks.view(), out)?;
             }
-            DeviceOp::Map(function) => kernels.map(stream, *function, read(0), out)?,
-            DeviceOp::Zip { function, left, right } => {
-                let sides = [self.side(left, node), self.side(right, node)];
-                kernels.zip(stream, *function, sides, shape_of(node.output), out)?;
-            }
-            DeviceOp::Sum { outer, n, inner, divisor } => {
-                let shape = SumShape { outer: samples * outer, n: *n, inner: *inner };
-                kernels.sum(stream, read(0), shape, *divisor, out)?;
-            }
-            DeviceOp::Concat { outer, parts } => {
-                let parts: Vec<_> =
-                    parts.iter().enumerate().map(|(i, &part)| (read(i), part)).collect();
-                kernels.concat(stream, samples * outer, &parts, out)?;
-            }
-            DeviceOp::Pick(picks) => {
-                kernels.pick(stream, read(0), shape_of(node.inputs[0]), picks.view(), out)?;
-            }
+            _ => unreachable!("the caller passes products only"),
         }
         Ok(())
     }
@@ -376,7 +441,7 @@ impl<'a> Run<'a> {
         let PlanWork { kernels, stream, shape, .. } = self.work;
         let result = self.of_samples(self.plan.output);
         match activation {
-            Activation::Sigmoid => kernels.map(stream, MapNumber::Sigmoid, result, values),
+            Activation::Sigmoid => kernels.map(stream, StepNumber::Sigmoid, result, values),
             Activation::None => {
                 let width = self.plan.widths[self.plan.output];
                 let [from, to] =
@@ -387,17 +452,12 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn side<'s>(&self, operand: &'s DeviceOperand, node: &Node) -> Side<'s>
-    where
-        'a: 's,
-    {
+    fn side(&self, operand: &'a DeviceOperand, node: &Node) -> Side<'a> {
         match operand {
             DeviceOperand::Value { input, picks } => {
-                let id = node.inputs[*input];
-                let is_shared = self.plan.shared[node.output];
-                let values = if is_shared { self.value(id) } else { self.of_samples(id) };
                 let picks = picks.as_ref().map_or(View::none(), Buffer::view);
-                Side { values, picks, width: self.plan.widths[id] }
+                let width = self.plan.widths[node.inputs[*input]];
+                Side { values: self.operand(node, *input), picks, width }
             }
             DeviceOperand::Constant(values) => {
                 Side { values: values.view(), picks: View::none(), width: 0 }
@@ -438,20 +498,24 @@ impl Upload<'_> {
         })
     }
 
+    fn matrix(&mut self, matrix: &Matrix) -> Result<DeviceMatrix, CudaError> {
+        let (k, n, relu) = (matrix.k, matrix.n, matrix.relu);
+        let (scale, bias) = matrix.finish();
+        let is_scaled = scale.iter().any(|scale| *scale != 1.0);
+        let (scale, bias) = (self.floats(scale)?, self.floats(bias)?);
+        let weights = self.floats(&matrix.unpacked())?;
+        Ok(DeviceMatrix { k, n, weights, scale, is_scaled, bias, relu })
+    }
+
     /// Uploads `op`, whose result has `width` values.
     fn op(&mut self, op: &Op, width: usize) -> Result<DeviceOp, GpuDenseError> {
         let missing = |what: String| GpuDenseError::Unsupported(what);
         Ok(match op {
             Op::Matrix { rows, matrix } => {
-                let (k, n, relu) = (matrix.k, matrix.n, matrix.relu);
-                let (scale, bias) = matrix.finish();
-                let is_scaled = scale.iter().any(|scale| *scale != 1.0);
-                let (scale, bias) = (self.floats(scale)?, self.floats(bias)?);
-                let weights = self.floats(&matrix.unpacked())?;
-                DeviceOp::Matrix {
-                    rows: *rows,
-                    matrix: DeviceMatrix { k, n, weights, scale, is_scaled, bias, relu },
-                }
+                DeviceOp::Matrix { rows: *rows, matrix: self.matrix(matrix)?, joins: false }
+            }
+            Op::Joined(matrix) => {
+                DeviceOp::Matrix { rows: 1, matrix: self.matrix(matrix)?, joins: true }
             }
 
             Op::Products { count, m, k, n, transposed } => {
@@ -475,21 +539,22 @@ impl Upload<'_> {
                 DeviceOp::Pairs { rows: rows.clone(), k: *k, picks: self.picks(&picks)? }
             }
             Op::Map(Map::Neg) => DeviceOp::Zip {
-                function: ZipNumber::Multiply,
+                function: StepNumber::Multiply,
                 left: DeviceOperand::Value { input: 0, picks: None },
                 right: DeviceOperand::Constant(self.floats(&vec![-1.0; width])?),
             },
             Op::Map(map) => {
-                DeviceOp::Map(MapNumber::of(*map).ok_or_else(|| missing(format!("{map:?}")))?)
+                DeviceOp::Map(StepNumber::of_map(*map).ok_or_else(|| missing(format!("{map:?}")))?)
             }
             Op::Zip { zip, left, right } => {
-                let function = ZipNumber::of(*zip).ok_or_else(|| missing(format!("{zip:?}")))?;
+                let function =
+                    StepNumber::of_zip(*zip).ok_or_else(|| missing(format!("{zip:?}")))?;
                 let (left, right) = (self.operand(left)?, self.operand(right)?);
                 DeviceOp::Zip { function, left, right }
             }
 
-            Op::Sum { outer, n, inner, divisor } => {
-                DeviceOp::Sum { outer: *outer, n: *n, inner: *inner, divisor: *divisor }
+            Op::Sum { n, inner, divisor, .. } => {
+                DeviceOp::Sum { n: *n, inner: *inner, divisor: *divisor }
             }
             Op::Concat { outer, parts } => DeviceOp::Concat { outer: *outer, parts: parts.clone() },
             Op::Pick(picks) => DeviceOp::Pick(self.picks(picks)?),

@@ -90,18 +90,24 @@ impl EntryKind {
     }
 }
 
-/// `MapFunction` of `dense.cu`: a function of one value.
+/// `StepFunction` of `dense.cu`.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MapNumber {
+pub(crate) enum StepNumber {
     Relu,
     Sigmoid,
     Tanh,
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+    Sum,
+    Copy,
 }
 
-impl MapNumber {
+impl StepNumber {
     /// Returns the number of `map`; `None` if the kernels do not have it.
-    pub fn of(map: Map) -> Option<Self> {
+    pub fn of_map(map: Map) -> Option<Self> {
         match map {
             Map::Relu => Some(Self::Relu),
             Map::Sigmoid => Some(Self::Sigmoid),
@@ -109,21 +115,9 @@ impl MapNumber {
             _ => None,
         }
     }
-}
 
-/// `ZipFunction` of `dense.cu`: a function of two values.
-#[repr(i32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ZipNumber {
-    Add,
-    Subtract,
-    Multiply,
-    Divide,
-}
-
-impl ZipNumber {
     /// Returns the number of `zip`; `None` if the kernels do not have it.
-    pub fn of(zip: Zip) -> Option<Self> {
+    pub fn of_zip(zip: Zip) -> Option<Self> {
         match zip {
             Zip::Add => Some(Self::Add),
             Zip::Sub => Some(Self::Subtract),
@@ -159,7 +153,7 @@ mod tests {
     fn the_kernels_have_the_same_numbers() {
         let lookup = include_str!("../../cuda/lookup.cuh");
         let dense = include_str!("../../cuda/dense.cu");
-        use {CodecNumber as C, MapNumber as M, PoolingNumber as P, StorageNumber as S};
+        use {CodecNumber as C, PoolingNumber as P, StepNumber as N, StorageNumber as S};
         assert_same(lookup, "Codec", &[C::F32, C::F16, C::U8, C::U4].map(|c| (c, c as u32)));
         let poolings = [P::Sum, P::Mean, P::None, P::Sqrtn, P::Max];
         assert_same(lookup, "Pooling", &poolings.map(|p| (p, p as u32)));
@@ -171,9 +165,10 @@ mod tests {
         let kinds = [EntryKind::Missing, EntryKind::Absent, EntryKind::Hit];
         assert_same(lookup, "EntryKind", &kinds.map(|k| (k, k as u32)));
         assert!(kinds.iter().all(|&kind| EntryKind::of(kind as u32) == kind));
-        assert_same(dense, "MapFunction", &[M::Relu, M::Sigmoid, M::Tanh].map(|m| (m, m as u32)));
-        use ZipNumber::{Add, Divide, Multiply, Subtract};
-        let zips = [Add, Subtract, Multiply, Divide];
-        assert_same(dense, "ZipFunction", &zips.map(|z| (z, z as u32)));
+        let maps = [N::Relu, N::Sigmoid, N::Tanh];
+        let zips = [N::Add, N::Subtract, N::Multiply, N::Divide];
+        let steps: Vec<N> = maps.into_iter().chain(zips).chain([N::Sum, N::Copy]).collect();
+        let steps: Vec<(N, u32)> = steps.into_iter().map(|n| (n, n as u32)).collect();
+        assert_same(dense, "StepFunction", &steps);
     }
 }

@@ -374,6 +374,50 @@ fn random_networks_with_shared_inputs_give_the_cpus_bits() {
     }
 }
 
+/// Operands of all alignments, in the tiles of every kernel for products.
+#[test]
+fn products_of_two_operands_side_by_side_give_the_cpus_bits() {
+    let _turn = standin::alone();
+    for (seed, [x, y]) in (0..).zip([[3, 5], [2, 6], [63, 1], [128, 20]]) {
+        let (mut graph, mut random) = (Graph::default(), Random::new(seed));
+        graph.input("x", Type::Float, &[x]);
+        graph.input("y", Type::Float, &[y]);
+        graph.node("Concat", &["x", "y"], "both", &[int("axis", 1)]);
+        let weights: Vec<f32> = (0..(x + y) * 70).map(|_| random.signed()).collect();
+        graph.floats("weights", &[x + y, 70], &weights);
+        graph.node("MatMul", &["both", "weights"], "out", &[]);
+        graph.output("out", &[70]);
+        compare_whole(seed, graph, [x, y]);
+    }
+}
+
+/// A launch has wide steps only if no thread waits for another.
+#[test]
+fn wide_and_narrow_steps_give_the_cpus_bits() {
+    let _turn = standin::alone();
+    for (seed, [x, y]) in (0..).zip([[1100, 20], [20, 1100], [1024, 1025], [30, 2]]) {
+        let mut graph = Graph::default();
+        graph.input("x", Type::Float, &[x]);
+        graph.input("y", Type::Float, &[y]);
+        graph.integers("one", &[1], &[1]);
+        graph.node("Mul", &["x", "x"], "squares", &[]);
+        graph.node("Add", &["squares", "x"], "sums", &[]);
+        graph.node("ReduceSum", &["sums", "one"], "total", &[]);
+        graph.node("Relu", &["sums"], "rectified", &[]);
+        graph.node("Mul", &["y", "total"], "scaled", &[]);
+        graph.node("Concat", &["rectified", "scaled", "y"], "out", &[int("axis", 1)]);
+        graph.output("out", &[x + 2 * y]);
+        compare_whole(seed, graph, [x, y]);
+    }
+}
+
+fn compare_whole(seed: u64, graph: Graph, [x, y]: [usize; 2]) {
+    let (onnx, inputs) = (graph.file(), [("x", x), ("y", y)]);
+    let (output, activation) = ("out", Activation::None);
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output, activation };
+    compare(&standin::gpu(seed), &format!("{x} and {y} columns"), &network, &[1, 17, 100]);
+}
+
 #[test]
 fn the_networks_of_the_tree_give_the_cpus_bits() {
     let _turn = standin::alone();

@@ -17,6 +17,9 @@ pub(crate) enum Op {
     /// A product `[rows, k] x [k, n]` with weights. It continues the sums in the second operand, if
     /// there is one.
     Matrix { rows: usize, matrix: Box<Matrix> },
+    /// A product with weights of the rows that two operands make side by side. Only a GPU's layout
+    /// has this.
+    Joined(Box<Matrix>),
     /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
     /// Some products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`:
@@ -54,10 +57,16 @@ pub(crate) enum Op {
 pub(crate) const VALUE: u32 = 1 << 31;
 
 impl Op {
+    /// Returns whether this is a product. A GPU has a kernel for each, and one for all others.
+    pub fn is_product(&self) -> bool {
+        let is_by_weights = matches!(self, Self::Matrix { .. } | Self::Joined(_));
+        is_by_weights || matches!(self, Self::Products { .. } | Self::Pairs { .. })
+    }
+
     /// Returns the multiply-adds of one sample, whose result has `width` values.
     pub fn multiply_adds(&self, width: usize) -> u64 {
         let factors = match self {
-            Self::Matrix { matrix, .. } => [width, matrix.k, 1],
+            Self::Matrix { matrix, .. } | Self::Joined(matrix) => [width, matrix.k, 1],
             Self::Products { k, .. } | Self::Pairs { k, .. } => [width, *k, 1],
             Self::Sum { n, .. } | Self::Fold { n, .. } => [width, *n, 1],
             Self::Recurrent(cell) => [width, cell.kind.gates(), cell.hidden],

@@ -41,6 +41,8 @@ pub(crate) struct GpuLayout<'a> {
     pub shared: &'a [bool],
     /// The inputs that the host fills. Lookups fill the others.
     pub fed: &'a [usize],
+    /// Whether a product by weights takes two operands side by side.
+    pub joins: bool,
     /// Returns whether one kernel takes pairs of this many operands, rows and columns.
     pub fits_pairs: fn(usize, usize, usize) -> bool,
 }
@@ -60,7 +62,8 @@ impl Layout {
         fuse_rows(&mut graph, &shared);
         fuse_repeated(&mut graph, &shared);
         drop_unused(&mut graph);
-        Self::with_buffers(graph, shared)
+        let ends: Vec<usize> = (0..graph.nodes.len()).collect();
+        Self::with_buffers(graph, shared, &ends)
     }
 
     /// Fuses the nodes of `graph` and assigns buffers, for a GPU. The products are those of
@@ -76,14 +79,20 @@ impl Layout {
         drop_unused(&mut graph);
         part_pairs(&mut graph, &mut shared, on.fits_pairs);
         join_pairs(&mut graph, &shared);
+        if on.joins {
+            join_operands(&mut graph, &shared);
+        }
         drop_unused(&mut graph);
+        delay(&mut graph);
         let early = bring_forward(&mut graph, &shared, on);
-        Self { early, ..Self::with_buffers(graph, shared) }
+        let ends = launch_ends(&graph, &shared, early);
+        Self { early, ..Self::with_buffers(graph, shared, &ends) }
     }
 
-    fn with_buffers(graph: Graph, shared: Vec<bool>) -> Self {
+    /// `ends` has for each node the last node that may run beside it.
+    fn with_buffers(graph: Graph, shared: Vec<bool>, ends: &[usize]) -> Self {
         let Buffers { places, widths: buffers, shared: shared_buffers } =
-            Buffers::assign(&graph, &shared);
+            Buffers::assign(&graph, &shared, ends);
         let Graph { nodes, widths, output } = graph;
         Self { nodes, widths, places, buffers, output, shared, shared_buffers, early: 0 }
     }
@@ -310,6 +319,55 @@ fn join_pairs(graph: &mut Graph, shared: &[bool]) {
     }
 }
 
+/// Lets the products by weights of a `Concat` read its two operands, so that they wait for no copy.
+fn join_operands(graph: &mut Graph, shared: &[bool]) {
+    let mut concats: HashMap<Id, Vec<Id>> = HashMap::new();
+    for node in &mut graph.nodes {
+        if let Op::Concat { outer: 1, parts } = &node.op
+            && parts.len() == 2
+        {
+            concats.insert(node.output, node.inputs.clone());
+        }
+        let operands = match node.inputs.as_slice() {
+            [one] if shared[*one] == shared[node.output] => concats.get(one),
+            _ => None,
+        };
+        node.op = match (std::mem::replace(&mut node.op, Op::Pick(Vec::new())), operands) {
+            (Op::Matrix { rows: 1, matrix }, Some(operands)) => {
+                node.inputs = operands.clone();
+                Op::Joined(matrix)
+            }
+            (op, _) => op,
+        };
+    }
+}
+
+/// Moves the nodes that are no products behind all products that do not need them. There they share
+/// launches, and fewer products wait for them.
+fn delay(graph: &mut Graph) {
+    let writers: HashMap<Id, usize> =
+        graph.nodes.iter().enumerate().map(|(at, node)| (node.output, at)).collect();
+    let mut left: Vec<Option<Node>> = graph.nodes.drain(..).map(Some).collect();
+    for at in 0..left.len() {
+        if !left[at].as_ref().is_some_and(|node| node.op.is_product()) {
+            continue;
+        }
+        let mut needed = vec![false; at + 1];
+        needed[at] = true;
+        for node in (0..=at).rev() {
+            if let (Some(node), true) = (&left[node], needed[node]) {
+                node.inputs
+                    .iter()
+                    .filter_map(|id| writers.get(id))
+                    .for_each(|&at| needed[at] = true);
+            }
+        }
+        let nodes = left.iter_mut().zip(needed).filter(|(_, needed)| *needed);
+        graph.nodes.extend(nodes.filter_map(|(node, _)| node.take()));
+    }
+    graph.nodes.extend(left.into_iter().flatten());
+}
+
 /// Moves the nodes that need nothing looked up to the front, in their order. Returns how many can
 /// run at once: with shared inputs only shared nodes, because their values are copied to the
 /// samples before other nodes run.
@@ -324,6 +382,22 @@ fn bring_forward(graph: &mut Graph, shared: &[bool], on: &GpuLayout<'_>) -> usiz
     let is_first = on.shared.contains(&true);
     let is_early = |node: &&Node| shared[node.output] == is_first && !awaits[node.output];
     graph.nodes.iter().take_while(is_early).count()
+}
+
+/// Returns for each node the last node of its launch: nodes that follow one another and are no
+/// products share one. In it some samples are at a later node than others, so no value may take the
+/// buffer of an earlier one.
+fn launch_ends(graph: &Graph, shared: &[bool], early: usize) -> Vec<usize> {
+    let nodes = &graph.nodes;
+    let mut ends: Vec<usize> = (0..nodes.len()).collect();
+    for at in (0..nodes.len().saturating_sub(1)).rev() {
+        let [one, next] = [at, at + 1].map(|at| &nodes[at]);
+        let is_one = !one.op.is_product() && !next.op.is_product();
+        if is_one && shared[one.output] == shared[next.output] && at + 1 != early {
+            ends[at] = ends[at + 1];
+        }
+    }
+    ends
 }
 
 /// Replaces the products of every two rows that no kernel takes by a concatenation, a product and
@@ -413,8 +487,9 @@ struct Buffers {
 
 impl Buffers {
     /// Assigns a buffer to every result: the smallest free one that is large enough. If none is,
-    /// the largest free buffer grows; if none is free, the result takes a new one.
-    fn assign(graph: &Graph, shared: &[bool]) -> Self {
+    /// the largest free buffer grows; if none is free, the result takes a new one. A buffer is free
+    /// after the node in `ends` of the last node that reads its value.
+    fn assign(graph: &Graph, shared: &[bool], ends: &[usize]) -> Self {
         let mut last = vec![0; graph.widths.len()];
         for (at, node) in graph.nodes.iter().enumerate() {
             for &id in &node.inputs {
@@ -427,24 +502,29 @@ impl Buffers {
 
         let places = (0..graph.widths.len()).map(Place::Input).collect();
         let mut all = Self { places, widths: Vec::new(), shared: Vec::new() };
-        let mut free: Vec<usize> = Vec::new();
+        let (mut free, mut ended): (Vec<usize>, Vec<Id>) = (Vec::new(), Vec::new());
         for (at, node) in graph.nodes.iter().enumerate() {
             let is_last_read = |id: Id| last[id] == at;
-            // A function of each value works in place on an operand that no later node reads.
-            if let (Op::Map(_) | Op::Check { .. }, &[operand]) = (&node.op, node.inputs.as_slice())
-                && let Place::Buffer(b) = all.places[operand]
-                && is_last_read(operand)
-            {
-                all.places[node.output] = Place::Buffer(b);
-                continue;
+            match (&node.op, node.inputs.as_slice()) {
+                // A function of each value works in place on an operand that no later node reads.
+                (Op::Map(_) | Op::Check { .. }, &[operand])
+                    if matches!(all.places[operand], Place::Buffer(_)) && is_last_read(operand) =>
+                {
+                    all.places[node.output] = all.places[operand];
+                }
+                _ => {
+                    let width = graph.widths[node.output];
+                    let buffer = all.take(&mut free, width, shared[node.output]);
+                    all.places[node.output] = Place::Buffer(buffer);
+                    ended.extend(node.inputs.iter().copied().filter(|&id| is_last_read(id)));
+                }
             }
-
-            let buffer = all.take(&mut free, graph.widths[node.output], shared[node.output]);
-            all.places[node.output] = Place::Buffer(buffer);
-            for &id in &node.inputs {
-                match all.places[id] {
-                    Place::Buffer(b) if is_last_read(id) && !free.contains(&b) => free.push(b),
-                    _ => {}
+            if ends[at] == at {
+                for id in ended.drain(..) {
+                    match all.places[id] {
+                        Place::Buffer(b) if !free.contains(&b) => free.push(b),
+                        _ => {}
+                    }
                 }
             }
         }
