@@ -20,6 +20,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
+/// Pause after a panic. Each attempt may write again what the last one wrote.
+const AFTER_PANIC: Duration = Duration::from_secs(3600);
+
 /// The newest wear figures of each flash directory.
 #[derive(Clone, Debug, Default)]
 pub struct Wears(Arc<Mutex<BTreeMap<PathBuf, WearFacts>>>);
@@ -90,17 +93,18 @@ impl MaintenanceThread {
                         MaintenanceSteps::new(flash, updater, rules, Some(&catalog), now())
                     });
                 }
-                let is_due = match &mut steps {
+                let stepped = match &mut steps {
                     Some(open) if !shed.holds_maintenance() => {
-                        let step = || open.step(background.clock(), now());
-                        // A panic over damaged content must not end maintenance for good. The next
-                        // round opens the directory again.
-                        catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|_| {
-                            steps = None;
-                            false
-                        })
+                        catch_unwind(AssertUnwindSafe(|| open.step(background.clock(), now())))
                     }
-                    _ => false,
+                    _ => Ok(false),
+                };
+                // A panic over damaged content must not end maintenance for good.
+                let Ok(is_due) = stepped else {
+                    let path = directory.display();
+                    log::error!("{path}: maintenance panicked; it begins again in an hour");
+                    (steps, pause) = (None, AFTER_PANIC);
+                    continue;
                 };
                 if let Some(steps) = &steps {
                     wears.set(&directory, steps.maintenance());

@@ -162,11 +162,15 @@ pub(crate) struct ResidentPatch {
     pub rows: Vec<(u32, Vec<u8>)>,
 }
 
+/// Returns how often a new resident row is in memory: a GPU of `backend` gets a copy.
+pub(crate) fn copies_of(backend: &ModelBackend) -> usize {
+    if backend.device_tables().is_some() { 2 } else { 1 }
+}
+
 impl ResidentPatch {
     /// Returns the bytes of a patch of `rows` rows, with the copy that a GPU of `backend` gets.
     pub fn bytes(rows: usize, row_bytes: usize, backend: &ModelBackend) -> u64 {
-        let copies = if backend.device_tables().is_some() { 2 } else { 1 };
-        (rows * (size_of::<(u32, Vec<u8>)>() + copies * row_bytes)) as u64
+        (rows * (size_of::<(u32, Vec<u8>)>() + copies_of(backend) * row_bytes)) as u64
     }
 
     /// Prefetches the rows that [`ResidentWriter::write`] replaces in host memory.

@@ -13,7 +13,7 @@ use hatchback_kernels::cuda::driver::CudaError;
 
 /// Keys whose rows a swap reads at a time. The reads need memory for each key. The keys are in the
 /// order of the segments, so pieces share few pages.
-const KEYS_PER_READ: usize = 1 << 16;
+pub(super) const KEYS_PER_READ: usize = 1 << 16;
 
 /// The rows of a table that a swap removed from the caches.
 pub(super) struct RemovedRows {
@@ -39,15 +39,20 @@ fn list_bytes_of(model: &Model, changed: impl Fn(u16) -> u64) -> u64 {
     // Two lists that grow by doubling, of the keys that may differ and of those that were cached,
     // and a byte for each comparison.
     const BYTES_PER_KEY: u64 = 16 + 16 + 1;
-    // Where the rows of a piece are (16), and three lists of their pages.
-    const BYTES_PER_READ: u64 = 16 + 3 * 32;
 
     let tables = model.schema().tables.iter().zip(model.tables()).enumerate();
     let cached = tables.filter(|(_, (_, served))| matches!(served.storage, Storage::Cached(_)));
     let rows = cached.map(|(number, (table, _))| changed(number as u16).min(table.rows));
     let rows = rows.sum::<u64>().min(model.backend().cache_slots() as u64);
     let dump = model.backend().device_tables().map_or(0, |tables| tables.dump_bytes());
-    rows * BYTES_PER_KEY + rows.min(KEYS_PER_READ as u64) * BYTES_PER_READ + dump as u64
+    rows * BYTES_PER_KEY + read_bytes(rows) + dump as u64
+}
+
+/// Returns the most bytes that the lists of a read take while `keys` rows are read in pieces.
+pub(super) fn read_bytes(keys: u64) -> u64 {
+    // Where the rows of a piece are (16), and three lists of their pages.
+    const BYTES_PER_READ: u64 = 16 + 3 * 32;
+    keys.min(KEYS_PER_READ as u64) * BYTES_PER_READ
 }
 
 /// Removes the changed rows from the caches. Returns those that were cached.

@@ -6,8 +6,9 @@ use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::Model;
 use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
-use crate::model::row_writer::RowWriter;
-use crate::request::changed_rows::list_bytes_max;
+use crate::model::row_writer::{RowWriter, copies_of};
+use crate::model::served_tables::{ResidentBytes, resident_bytes};
+use crate::request::changed_rows::{list_bytes_max, read_bytes};
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
 use crate::request::worker::{TableCounters, lookup_limits};
@@ -25,13 +26,15 @@ impl Model {
     /// Returns the bytes that an update takes beside this model, at most: a next generation with
     /// tables and a network of the same sizes. It is a snapshot, or a tenth of the rows changed.
     pub fn update_bytes(&self) -> u64 {
-        let rows = self.schema().tables.iter().map(|table| table.rows).sum::<u64>();
-        let changed_keys = rows / 10 * size_of::<u64>() as u64;
+        let changed = self.schema().tables.iter().map(|table| table.rows).sum::<u64>() / 10;
+        let keys = size_of::<u64>() + size_of::<Option<u32>>();
+        let ResidentBytes { tables, loading } = resident_bytes(self.schema(), self.tables());
+        let reading = loading.max(read_bytes(changed));
         self.memory().bytes_of(&NOT_SHARED)
-            + self.memory().bytes_of(&[Part::Residents, Part::Indexes])
-            + list_bytes_max(self)
-            + RowWriter::bytes(self)
-            + changed_keys
+            + self.memory().bytes_of(&[Part::Indexes])
+            + tables * copies_of(self.backend()) as u64
+            + changed * keys as u64
+            + reading.max(list_bytes_max(self) + RowWriter::bytes(self))
     }
 
     /// Returns the bytes that an explanation takes beside this model: a network of the same size
@@ -157,9 +160,13 @@ fn add_gpu(parts: &mut Vec<(Part, u64)>, sizes: &ModelSizes<'_>, backing: Backin
 
 /// Returns the bytes of `model` that it does not share with `before`, the previous generation.
 pub(crate) fn own_bytes(model: &Model, before: &Model) -> u64 {
+    own_index_bytes(model, before) + model.memory().bytes_of(&NOT_SHARED)
+}
+
+/// Returns the bytes of the indexes of `model` that it does not share with `before`.
+pub(crate) fn own_index_bytes(model: &Model, before: &Model) -> u64 {
     let tables = model.tables().iter().zip(before.tables());
-    let indexes: usize = tables.map(|(new, old)| new.rows.own_index_bytes(&old.rows)).sum();
-    indexes as u64 + model.memory().bytes_of(&NOT_SHARED)
+    tables.map(|(new, old)| new.rows.own_index_bytes(&old.rows) as u64).sum()
 }
 
 /// The lines that two generations never share.

@@ -8,11 +8,11 @@ use crate::model::backend::{CpuTables, ModelBackend};
 use crate::model::budget::Budget;
 use crate::model::generation_change::{GenerationChange, TableChange};
 use crate::model::preload::Preloader;
-use crate::model::row_writer::{ResidentPatch, RowWriter, resident_slots};
-use crate::model::served_tables::{Storage, load_resident};
+use crate::model::row_writer::{ResidentPatch, RowWriter, copies_of, resident_slots};
+use crate::model::served_tables::{ResidentBytes, Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
-use crate::request::changed_rows::list_bytes;
-use crate::request::memory::{Backing, ModelSizes, own_bytes, plan_memory};
+use crate::request::changed_rows::{KEYS_PER_READ, list_bytes, read_bytes};
+use crate::request::memory::{Backing, ModelSizes, own_bytes, own_index_bytes, plan_memory};
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::gpu::GpuDense;
 use std::sync::Arc;
@@ -94,7 +94,7 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
 /// # Errors
 /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
 /// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used.
-/// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget has.
+/// [`OpenError::Cuda`] if the GPU has too little memory or its driver refuses. [`OpenError::Budget`] if the budget has.
 pub(crate) fn open(
     old: &Model,
     flash: &Flash,
@@ -104,17 +104,21 @@ pub(crate) fn open(
     let model = Model::open_on_flash(flash, budget, 0, Some(old), yield_now)?;
     let change = GenerationChange::between(old, &model)?;
     let changed = changed_residents(old, &model, &change)?;
-    let taken = resident_bytes(old, &model, &changed)
-        + change.bytes()
-        + list_bytes(old, &change)
-        + RowWriter::bytes(old);
+    let residents = resident_bytes(old, &model, &changed);
+    let lists = list_bytes(old, &change) + RowWriter::bytes(old);
+    let taken = residents.tables + residents.loading.max(lists) + change.bytes();
     let gpu = old.backend().device_tables().map(|tables| tables.gpu());
     let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
-    let sizes = ModelSizes { budget: old.budget(), ..ModelSizes::of(&model) };
+    let ModelSizes { caches, residents, .. } = ModelSizes::of(old);
+    let sizes = ModelSizes { budget: old.budget(), caches, residents, ..ModelSizes::of(&model) };
     let memory = plan_memory(&sizes, backing);
     let model = model.with_memory(memory);
-    // The rows are read only if they fit. A GPU tells the bytes of its network when it has it.
-    check_room(&budget, &model, own_bytes(&model, old) + taken)?;
+    // The rows are read only if they fit. A GPU has no bytes of its network to tell yet.
+    let own = match backing {
+        Backing::Host => own_bytes(&model, old),
+        _ => own_index_bytes(&model, old),
+    };
+    check_room(&budget, &model, own + taken)?;
 
     let ResidentChanges { patches, replaced } = read_residents(&model, changed, yield_now)?;
     let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
@@ -137,7 +141,7 @@ fn check_room(budget: &Budget, model: &Model, own: u64) -> Result<(), OpenError>
     }
     let problem = format!(
         "the next generation takes {own} bytes beside the one that is served; lower \
-         cache_bytes_max:\n{}",
+         cache_bytes_max or resident_bytes_max:\n{}",
         model.memory()
     );
     Err(OpenError::Budget { field, value, problem })
@@ -170,23 +174,29 @@ fn changed_residents<'a>(
     Ok(changed)
 }
 
-/// Returns the bytes that the rows of `changed` take at most, with what reading them takes.
-fn resident_bytes(old: &Model, new: &Model, changed: &[ChangedResident<'_>]) -> u64 {
-    let bytes = changed.iter().map(|changed| {
+/// Returns the bytes that the rows of `changed` take at most, and those that reading them takes.
+fn resident_bytes(old: &Model, new: &Model, changed: &[ChangedResident<'_>]) -> ResidentBytes {
+    let copies = copies_of(old.backend()) as u64;
+    let (mut tables, mut slot_bytes, mut loading) = (0, 0, 0);
+    for changed in changed {
         let served = &new.tables()[changed.table];
-        match &changed.work {
-            ResidentWork::Patch { slots, .. } => {
+        let (bytes, reading) = match &changed.work {
+            ResidentWork::Patch { keys, slots } => {
+                slot_bytes += size_of_val(slots.as_slice()) as u64;
                 let rows = slots.iter().flatten().count();
-                let slots = size_of_val(slots.as_slice()) as u64;
-                slots + ResidentPatch::bytes(rows, served.format.row_bytes(), old.backend())
+                let bytes = ResidentPatch::bytes(rows, served.format.row_bytes(), old.backend());
+                (bytes, read_bytes(keys.len() as u64))
             }
             ResidentWork::Replace => {
-                let (bytes, loading) = served.resident_bytes(&new.schema().tables[changed.table]);
-                bytes + loading
+                let (bytes, reading) = served.resident_bytes(&new.schema().tables[changed.table]);
+                (bytes * copies, reading)
             }
-        }
-    });
-    bytes.sum()
+        };
+        tables += bytes;
+        // One table is read at a time.
+        loading = loading.max(reading);
+    }
+    ResidentBytes { tables, loading: slot_bytes + loading }
 }
 
 /// Reads the rows of `changed`.
@@ -204,10 +214,12 @@ fn read_residents(
             continue;
         };
         let mut patch = ResidentPatch { number, rows: Vec::with_capacity(keys.len()) };
-        preloader.read_rows(&served.rows, keys, |key, bytes| {
-            let slot = keys.binary_search(&key).ok().and_then(|at| slots[at]);
-            patch.rows.extend(slot.map(|slot| (slot, bytes.to_vec())));
-        })?;
+        for (keys, slots) in keys.chunks(KEYS_PER_READ).zip(slots.chunks(KEYS_PER_READ)) {
+            preloader.read_rows(&served.rows, keys, |key, bytes| {
+                let slot = keys.binary_search(&key).ok().and_then(|at| slots[at]);
+                patch.rows.extend(slot.map(|slot| (slot, bytes.to_vec())));
+            })?;
+        }
         patch.rows.sort_unstable_by_key(|(slot, _)| *slot);
         changes.patches.push(patch);
     }

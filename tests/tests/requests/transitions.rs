@@ -303,28 +303,33 @@ fn a_start_after_deltas_plans_the_rows_of_a_resident_table_once() {
 }
 
 /// A swap plans its memory before it takes it: where a resident table does not fit twice, none of
-/// its rows is read, and so no damage of them is found.
+/// its rows is read, and so no damage of them is found. The planned bytes of an update suffice.
 #[test]
 fn a_swap_beyond_the_budget_reads_no_row_of_a_resident_table() {
     let kind = Kind { placement: Placement::Resident, ..Kind::default() };
     let versions = Versions::of(kind, &[1], 20_000, 43);
-    let swap_to_damaged = |room: u64| {
+    let swap = |room: &dyn Fn(&Model) -> u64, is_damaged: bool| {
         let folder = tempfile::tempdir().unwrap();
         let one = install(folder.path(), &versions.snapshots[0]);
-        let alone = Model::from_flash(&one, budget()).unwrap().memory().total();
-        let serving = Serving::new(alone + room, 64, Arc::new(SystemClock::default()));
+        let alone = Model::from_flash(&one, budget()).unwrap();
+        let bytes = alone.memory().total() + room(&alone);
+        let serving = Serving::new(bytes, 64, Arc::new(SystemClock::default()));
         serving.load("m", &one, budget()).unwrap();
         let two = install(folder.path(), &versions.snapshots[1]);
-        let segment = two.directory().join("g000000000002").join("t0000-0000.seg");
-        let mut bytes = std::fs::read(&segment).unwrap();
-        bytes[40] ^= 1;
-        std::fs::write(&segment, bytes).unwrap();
-        let refused = serving.swap("m", &two, budget(), &|_| {}).unwrap_err();
-        assert_eq!(serving.model("m").unwrap().generation().sequence, 1);
-        refused.to_string()
+        if is_damaged {
+            let segment = two.directory().join("g000000000002").join("t0000-0000.seg");
+            let mut bytes = std::fs::read(&segment).unwrap();
+            bytes[40] ^= 1;
+            std::fs::write(&segment, bytes).unwrap();
+        }
+        let swapped = serving.swap("m", &two, budget(), &|_| {});
+        let sequence = serving.model("m").unwrap().generation().sequence;
+        assert_eq!(sequence, if swapped.is_ok() { 2 } else { 1 });
+        swapped.map(drop).map_err(|e| e.to_string())
     };
-    let refused = swap_to_damaged(100 << 10);
+    let refused = swap(&|_| 100 << 10, true).unwrap_err();
     assert!(refused.contains("beside the one that is served"), "{refused}");
-    let refused = swap_to_damaged(64 << 20);
+    let refused = swap(&|_| 64 << 20, true).unwrap_err();
     assert!(refused.contains("t0000-0000.seg"), "{refused}");
+    swap(&|model| model.update_bytes(), false).unwrap();
 }
