@@ -583,10 +583,16 @@ def program_of(module, tensors, shapes):
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
 
 
-def composed_transforms():
-    """Returns how torch makes Fourier transforms of three operations, for `run_decompositions`."""
+# Operations that torch makes of others: transforms of three, and `hstack` and its kind, which would
+# become sequences of ONNX, of `cat`.
+COMPOSED = ("fft_", "hstack", "vstack", "dstack", "column_stack", "row_stack", "atleast_")
+
+
+def composed():
+    """Returns how torch makes these operations of others, for `run_decompositions`."""
     known = torch.export.default_decompositions().items()
-    return {operation: made for operation, made in known if "::fft_" in operation.name()}
+    return {operation: made for operation, made in known
+            if operation.name().split("::")[1].startswith(COMPOSED)}
 
 
 def fixes_samples(program, per_sample):
@@ -614,7 +620,7 @@ class OfTwoSizes:
                 for tensor, whole in zip(tensors, captured.per_sample)
             ]
             program = program_of(captured, part, None)
-            graphs.append(program.run_decompositions(composed_transforms()).module())
+            graphs.append(program.run_decompositions(composed()).module())
         self.module, other = graphs
         nodes, twins = (list(one.graph.nodes) for one in graphs)
         if [node.target for node in nodes] != [node.target for node in twins]:
@@ -683,7 +689,7 @@ def capture(captured, tensors):
         try:
             with fixed_sizes(lines):
                 program = program_of(captured, tensors, {"tensors": shapes})
-            module = program.run_decompositions(composed_transforms()).module()
+            module = program.run_decompositions(composed()).module()
         except Exception as error:  # torch.export has no common class of its errors
             errors.append(error)
             continue

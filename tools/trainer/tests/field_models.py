@@ -145,6 +145,12 @@ def filled(m, history):
     return m.n((torch.softmax(scores, 1)[..., None] * rows).sum(1))
 
 
+def stacked(m, item):
+    row = m.e(item)
+    rows = torch.hstack((row, torch.dstack((row, row)).sum(2), torch.column_stack((row, row))))
+    return m.n(rows)
+
+
 def ghost_batches(m, item):
     parts = m.e(item).chunk(-(-item.shape[0] // 64), 0)
     return m.n(torch.cat([m.norm(part) for part in parts])), m.e.weight.mean()[None]
@@ -319,6 +325,8 @@ def cases():
         "numbers where a mask is true": (Model(filled, 4), lists, ["history"], []),
         "one number for one sample": (
             Model(without_axes, 4), lambda: {"item": ids(B)}, ["item"], []),
+        "rows beside each other": (
+            Model(stacked, 16), lambda: {"item": ids(B)}, ["item"], []),
         "parts of a batch, and a loss": (
             Model(ghost_batches, 4, norm=nn.BatchNorm1d(4)), lambda: {"item": ids(B)},
             ["item"], []),
