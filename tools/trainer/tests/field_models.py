@@ -2,6 +2,7 @@
 
 from types import MethodType
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -60,6 +61,11 @@ def mean_of_keys(m, history, padding=0):
 def attention(m, history):
     rows = m.e(history) + m.p(torch.arange(LONG))
     return m.n(functional.scaled_dot_product_attention(rows, rows, rows).mean(1))
+
+
+def tiled(m, history):
+    places = numpy.tile(numpy.arange(LONG), [history.shape[0], 1])
+    return m.n((m.e(history) * m.p(torch.LongTensor(places))).sum(1))
 
 
 def pairs(m, fields):
@@ -276,6 +282,8 @@ def cases():
         "a number of samples that is fixed": (Model(fixed_number, 24), lists, ["history"], []),
         "attention with positions": (
             Model(attention, 4, p=nn.Embedding(LONG, 4)), lists, ["history"], []),
+        "positions that NumPy repeats": (
+            Model(tiled, 4, p=nn.Embedding(LONG, 4)), lists, ["history"], []),
         "a lookup that no score uses": (
             Model(lambda m, user, item: (m.u(user), m.n(m.e(item)))[1], 4, u=nn.Embedding(50, 4)),
             each(two), ["item"], []),

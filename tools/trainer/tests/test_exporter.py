@@ -596,7 +596,7 @@ class Collection(nn.Module):
         return [SimpleNamespace(name="t", feature_names=["a", "b"], pooling=pooling)]
 
     def forward(self, features):
-        from hatchback_trainer.capture import Pooled
+        from hatchback_trainer.torchrec_calls import Pooled
 
         bag = self.embedding_bags["t"]
         pooled = lambda jagged: bag(jagged.values(), jagged.offsets()[:-1])
