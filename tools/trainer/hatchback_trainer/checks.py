@@ -16,6 +16,7 @@ from .graph import op_name, source_line
 
 MANY = 300  # samples of a batch that no sample batch has
 TOLERANCE = 1e-4  # largest difference between the model and the cut network
+FLAT = 10 * TOLERANCE  # of scores that differ by less, a wrong network may be within the tolerance
 
 
 def check(exporter, network):
@@ -27,7 +28,7 @@ def check(exporter, network):
     """
     source, leaves = exporter.source, exporter.leaves
     network = with_ordered_choices(network)
-    exporter.left_out = LeftOut()
+    exporter.left_out, exporter.compared = LeftOut(), {}
     with exporter.left_out:
         again = source.scores(exporter.flat)
     if any(differ(a, b) for a, b in zip(again, exporter.scores)):
@@ -53,6 +54,26 @@ def check(exporter, network):
     numbers_of_samples(exporter, network)
     if all(leaf.per_sample for leaf in leaves) and not exporter.calls:
         one_sample(exporter)
+    for name, parts in exporter.compared.items():
+        flat_scores(exporter, name, torch.cat(parts))
+
+
+def flat_scores(exporter, name, scores):
+    """Says so if the compared scores of an output hardly differ.
+
+    A tolerance as small as their spread would refuse good models, whose scores differ by the
+    rounding of float32.
+    """
+    scores = scores[scores.isfinite()]
+    if not len(scores):
+        return
+    spread = (scores.max() - scores.min()).item()
+    if spread <= FLAT * (1 + scores.abs().max().item()):
+        exporter.note(
+            f"output `{name}`: the scores of all {len(scores)} compared rows are within "
+            f"{spread:.1g} of each other, so the check may miss a wrong network: train the model, "
+            "or spread its weights"
+        )
 
 
 def with_ordered_choices(network):
@@ -119,6 +140,7 @@ def difference(exporter, network, leaves, calls, scores, what):
     inputs = exporter.network_inputs(followed, leaves)
     found = answer(network, inputs)
     for name, a, b in zip(exporter.output_names, found, scores):
+        exporter.compared.setdefault(name, []).append(b[:, 0])  # the value that is the score
         if differ(a, b):
             if a.shape != b.shape:
                 raise ValueError(

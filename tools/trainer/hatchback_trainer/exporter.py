@@ -13,10 +13,7 @@ from pathlib import Path
 import torch
 
 from .batch import Flat, Leaf
-from .capture import (
-    Captured, Choices, capture, check_version, collection_calls, collections, constant_masks,
-    sequence_calls, tables_of
-)
+from .capture import Captured, Choices, capture, check_version, constant_masks
 from .checks import check
 from .columns import Dense
 from .cut import Cut
@@ -27,6 +24,7 @@ from .names import Names
 from .rewrites import with_real_pairs
 from .samples import write_lines
 from .schema import Schema
+from .torchrec_calls import collection_calls, collections, sequence_calls, tables_of
 
 OPSET = 18  # every supported torch writes it, and every version of the engine reads it
 

@@ -6,14 +6,16 @@ has their origins: the leaf, the sample and the column of each value. Nothing he
 """
 
 import operator
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
 
 ATEN = torch.ops.aten
-# Frames of these folders are not the user's lines.
-OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# Frames of these folders are not the user's lines. The slash keeps `torch_rechub` out of `torch`.
+OWN = tuple(str(Path(one).parent) + os.sep for one in (torch.__file__, numpy.__file__, __file__))
 
 # Operations that move values and do not change them; by name, for all overloads.
 MOVES = {

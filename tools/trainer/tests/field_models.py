@@ -2,6 +2,7 @@
 
 from types import MethodType
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -60,6 +61,11 @@ def mean_of_keys(m, history, padding=0):
 def attention(m, history):
     rows = m.e(history) + m.p(torch.arange(LONG))
     return m.n(functional.scaled_dot_product_attention(rows, rows, rows).mean(1))
+
+
+def tiled(m, history):
+    places = numpy.tile(numpy.arange(LONG), [history.shape[0], 1])
+    return m.n((m.e(history) * m.p(torch.LongTensor(places))).sum(1))
 
 
 def pairs(m, fields):
@@ -143,6 +149,12 @@ def filled(m, history):
     scores[history.data == 0] = -1e9
     rows[rows[:, :, 0] > 0.5] = 3.0
     return m.n((torch.softmax(scores, 1)[..., None] * rows).sum(1))
+
+
+def stacked(m, item):
+    row = m.e(item)
+    rows = torch.hstack((row, torch.dstack((row, row)).sum(2), torch.column_stack((row, row))))
+    return m.n(rows)
 
 
 def ghost_batches(m, item):
@@ -270,6 +282,8 @@ def cases():
         "a number of samples that is fixed": (Model(fixed_number, 24), lists, ["history"], []),
         "attention with positions": (
             Model(attention, 4, p=nn.Embedding(LONG, 4)), lists, ["history"], []),
+        "positions that NumPy repeats": (
+            Model(tiled, 4, p=nn.Embedding(LONG, 4)), lists, ["history"], []),
         "a lookup that no score uses": (
             Model(lambda m, user, item: (m.u(user), m.n(m.e(item)))[1], 4, u=nn.Embedding(50, 4)),
             each(two), ["item"], []),
@@ -319,6 +333,8 @@ def cases():
         "numbers where a mask is true": (Model(filled, 4), lists, ["history"], []),
         "one number for one sample": (
             Model(without_axes, 4), lambda: {"item": ids(B)}, ["item"], []),
+        "rows beside each other": (
+            Model(stacked, 16), lambda: {"item": ids(B)}, ["item"], []),
         "parts of a batch, and a loss": (
             Model(ghost_batches, 4, norm=nn.BatchNorm1d(4)), lambda: {"item": ids(B)},
             ["item"], []),

@@ -7,8 +7,10 @@ Without torch 2.7, onnxscript or the program the tests are skipped, and say so.
 
 import json
 import os
+import re
 import sys
 import tempfile
+import traceback
 import unittest
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -25,6 +27,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 from field_models import B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net  # noqa: E402
 
 import hatchback_trainer  # noqa: E402
+from hatchback_trainer.capture import last_own  # noqa: E402
 from hatchback_trainer.checks import differ  # noqa: E402
 from hatchback_trainer.columns import (  # noqa: E402
     Buckets, Dense, Vocabulary, columns_from_fuxictr, columns_from_keras, columns_from_sklearn
@@ -439,6 +442,21 @@ class Exports(unittest.TestCase):
         expected = [True, True, False, True, True, True, False]
         self.assertEqual([differ(*both) for both in pairs], expected)
 
+    def test_the_lines_of_a_package_that_begins_like_torch_are_the_users(self):
+        path = f"{Path(torch.__file__).parent}_rechub/narm.py"
+        frames = [traceback.FrameSummary(path, 3, "forward", line="if x:"),
+                  traceback.FrameSummary(torch.__file__, 9, "cat", line="y")]
+        self.assertEqual(last_own(frames), f"{path}:3, `if x:`")
+
+    def test_scores_that_hardly_differ_are_noted(self):
+        said = "output `logit`: the scores of all 120 compared rows are within .* train the model"
+        for scale, count in ((1, 0), (1e-4, 1)):
+            model = Model(lambda m, item: m.n(m.e(item)), 4)
+            with torch.no_grad():
+                model.n[2].weight *= scale
+            notes = self.export(model, {"item": ids(B)}).notes
+            self.assertEqual(len([note for note in notes if re.search(said, note)]), count)
+
     def test_what_is_changed_in_a_choice_reaches_its_samples_alone(self):
         def forward(m, item, x):
             out, keep = m.e(item).clone(), x[:, 0] > 0.2
@@ -578,7 +596,7 @@ class Collection(nn.Module):
         return [SimpleNamespace(name="t", feature_names=["a", "b"], pooling=pooling)]
 
     def forward(self, features):
-        from hatchback_trainer.capture import Pooled
+        from hatchback_trainer.torchrec_calls import Pooled
 
         bag = self.embedding_bags["t"]
         pooled = lambda jagged: bag(jagged.values(), jagged.offsets()[:-1])

@@ -122,6 +122,8 @@ def deepctr():
         Case("deepctr-torch", name, lambda kind=both[name]: kind(plain, plain[:3]), matrix(plain))
         for name in ("AFM", "CCPM")
     ]
+    cases.append(Case("deepctr-torch", "DeepFM without lists",
+                      lambda: models.DeepFM(plain, plain), matrix(plain)))
     cases.append(Case("deepctr-torch", "PNN", lambda: models.PNN(wide), matrix(wide)))
     cases.append(Case("deepctr-torch", "MLR", lambda: models.MLR(wide), matrix(wide)))
     cases.append(Case(
@@ -158,6 +160,7 @@ def rechub():
         "DeepFM": lambda: ranking.DeepFM(all_(), sparse(), mlp),
         "DCN": lambda: ranking.DCN(all_(), 2, mlp),
         "DCNv2": lambda: ranking.DCNv2(all_(), 2, mlp),
+        "DCNv2_stack": lambda: ranking.DCNv2(all_(), 2, mlp, "stacked"),
         "EDCN": lambda: ranking.EDCN(sparse(), 2, mlp),
         "FiBiNet": lambda: ranking.FiBiNet(sparse(), mlp),
         "AutoInt": lambda: ranking.AutoInt(sparse(), dense(), mlp_params=mlp),
@@ -186,7 +189,38 @@ def rechub():
         user(), history(), target(), mlp, nhead=4, max_seq_len=9), with_history, {}, True))
     cases.append(Case("torch-rechub", "DSSM", lambda: matching.DSSM(
         sparse()[:1], sparse()[1:], {"dims": [16, 8]}, {"dims": [16, 8]}), batch))
-    return cases
+    return cases + rechub_sequences(mlp)
+
+
+def rechub_sequences(mlp):
+    from torch_rechub.basic.features import SequenceFeature, SparseFeature
+    from torch_rechub.models import matching, ranking
+
+    of_items = lambda *names: [SequenceFeature(
+        name, ROWS["item"], DIM, pooling="concat", shared_with="item", padding_idx=0)
+        for name in names]
+    item = lambda: [SparseFeature("item", ROWS["item"], DIM, padding_idx=0)]
+    user = lambda: [SparseFeature("user", ROWS["user"], DIM), SparseFeature("city", 10, DIM)]
+    layers = {"dims": [16], "dropout": 0.0}
+    made = {
+        "DIEN": lambda: ranking.DIEN(
+            user(), of_items("history"), of_items("other"), item(), layers),
+        "NARM": lambda: matching.NARM(of_items("history")[0], DIM, 0.0, 0.0, item()[0]),
+        "GRU4Rec": lambda: matching.GRU4Rec(
+            user(), of_items("history"), item(), of_items("other"), mlp | {"dims": [DIM]}),
+        "SASRec": lambda: matching.SASRec([
+            SequenceFeature(name, ROWS["item"], DIM, pooling="concat", shared_with=shared)
+            for name, shared in (("seq", None), ("pos", "seq"), ("neg", "seq"))],
+            LENGTH["history"]),
+    }
+    names = {"NARM": ("item", "history"), "SASRec": ("seq", "pos", "neg")}
+    batch = lambda names: lambda rows: {
+        name: rows[name] if name in rows else rows["history"] for name in names}
+    options = {"SASRec": {"outputs": ["output0"]}}
+    return [
+        Case("torch-rechub", name, build, batch(names.get(name, (*SPARSE, "history", "other"))),
+             options.get(name, {}), True) for name, build in made.items()
+    ]
 
 
 def recbole():
@@ -195,15 +229,19 @@ def recbole():
 
     for name, now in (("float_", "float64"), ("complex_", "complex128"), ("unicode_", "str_")):
         vars(numpy).setdefault(name, getattr(numpy, now))  # names of NumPy 1
+    import recbole.model.context_aware_recommender as context
     import recbole.model.general_recommender as general
     import recbole.model.sequential_recommender as sequential
     from recbole.config import Config
     from recbole.data.interaction import Interaction
+    from recbole.utils import FeatureSource, FeatureType
 
     class Dataset:
         """What the models ask a dataset for."""
 
-        field2type, field2source = {}, {}
+        field2type = dict.fromkeys(("user_id", "city", "item_id"), FeatureType.TOKEN) | {
+            "genres": FeatureType.TOKEN_SEQ}
+        field2source = {}
         field2seqlen = {"item_id_list": LENGTH["history"]}
 
         def __init__(self, config):
@@ -214,8 +252,13 @@ def recbole():
         def inter_feat(self):
             return batch(data_rows(64, 3))
 
+        def fields(self, source):
+            user, item = ("user_id", "city"), ("item_id", "genres")
+            return [*(user if FeatureSource.USER in source else ()),
+                    *(item if FeatureSource.ITEM in source else ())]
+
         def num(self, name):
-            return ROWS["user"] if name == "user_id" else ROWS["item"]
+            return ROWS.get(name.removesuffix("_id"), ROWS["item"])
 
         def inter_matrix(self, form="coo", value_field=None):
             from scipy.sparse import coo_matrix
@@ -261,6 +304,12 @@ def recbole():
             "inverse_item_id_list": rows["history"],
         })
 
+    def columns(rows):
+        return Interaction({
+            "user_id": rows["user"], "item_id": rows["item"], "city": rows["city"],
+            "genres": rows["genres"],
+        })
+
     names = ("SASRec", "GRU4Rec", "NARM", "Caser", "STAMP", "NextItNet", "SHAN", "LightSANs",
              "CORE", "BERT4Rec", "SINE", "FPMC", "HGN", "HRM", "NPE", "TransRec", "FOSSIL",
              "SRGNN", "GCSAN",
@@ -274,7 +323,10 @@ def recbole():
         for name in ("BPR", "NeuMF", "DMF", "ConvNCF", "FISM", "NAIS", "ENMF", "SimpleX")
         if hasattr(general, name)
     ]
-    return cases
+    return cases + [
+        Case("recbole", name, build(getattr(context, name)), columns)
+        for name in ("DeepFM", "WideDeep", "DCNV2", "AutoInt", "xDeepFM", "PNN", "AFM", "DSSM")
+    ]
 
 
 def widedeep():
@@ -309,10 +361,45 @@ def widedeep():
                          "n_latent_heads": 2, "n_latent_blocks": 2},
         "ContextAttentionMLP": {"input_dim": 8}, "SelfAttentionMLP": {"input_dim": 8, "n_heads": 2},
     }
+    both = lambda: models.WideDeep(models.Wide(sum(ROWS[name] for name in SPARSE)), models.TabMlp(
+        **given, cat_embed_input=sizes, mlp_hidden_dims=[16, 8]))
+    begins = torch.tensor([0, ROWS["user"], ROWS["user"] + ROWS["item"]])
+    wide = lambda rows: {"wide": torch.stack([rows[name] for name in SPARSE], dim=1) + begins}
     return [
         Case("pytorch-widedeep", name, whole(getattr(models, name), **options), batch)
         for name, options in kinds.items()
-    ]
+    ] + [Case("pytorch-widedeep", "Wide+TabMlp", both, lambda rows: wide(rows) | batch(rows))]
+
+
+def torchrec():
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.models import deepfm, dlrm
+
+    names = (*SPARSE, "genres")
+    tables = lambda: EmbeddingBagCollection(device=torch.device("cpu"), tables=[
+        EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=ROWS[name],
+                           feature_names=[name]) for name in names])
+    layers = {"dense_in_features": 2, "dense_arch_layer_sizes": [16, DIM],
+              "over_arch_layer_sizes": [16, 1]}
+
+    def batch(rows):
+        one = torch.ones(len(rows["user"]), dtype=torch.int64)
+        lengths = torch.cat([one, one, one, rows["genres_length"]])
+        keys = torch.cat([rows[name] for name in SPARSE] + [rows["genres"][rows["genres"] > 0]])
+        dense = torch.stack([rows["age"], rows["price"]], dim=1)
+        return dense, KeyedJaggedTensor.from_lengths_sync(list(names), keys, lengths)
+
+    made = {
+        "DLRM": lambda: dlrm.DLRM(tables(), **layers),
+        "DLRM_DCN": lambda: dlrm.DLRM_DCN(
+            tables(), **layers, dcn_num_layers=2, dcn_low_rank_dim=4),
+        "DLRM_Projection": lambda: dlrm.DLRM_Projection(
+            tables(), **layers, interaction_branch1_layer_sizes=[16, 2 * DIM],
+            interaction_branch2_layer_sizes=[16, 2 * DIM]),
+        "SimpleDeepFMNN": lambda: deepfm.SimpleDeepFMNN(2, tables(), 16, 5),
+    }
+    options = {"hotness_max": {"genres": LENGTH["genres"]}}
+    return [Case("torchrec", name, build, batch, options) for name, build in made.items()]
 
 
 def keras():
@@ -362,5 +449,5 @@ def keras():
 
 PACKAGES = {
     "torchfm": torchfm, "deepctr-torch": deepctr, "torch-rechub": rechub, "recbole": recbole,
-    "pytorch-widedeep": widedeep, "keras": keras,
+    "pytorch-widedeep": widedeep, "torchrec": torchrec, "keras": keras,
 }

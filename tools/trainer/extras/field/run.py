@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import hatchback_trainer  # noqa: E402
 from data import rows  # noqa: E402
 from hatchback_trainer.batch import Flat, Leaf  # noqa: E402
+from hatchback_trainer.exporter import recorded  # noqa: E402
 from packages import PACKAGES  # noqa: E402
 
 import zoo  # noqa: E402
@@ -52,21 +53,23 @@ def spread(model):
 
 
 def other_leaves(exporter, batch):
+    """Returns the flat batch, its leaves and what its collections looked up."""
     flat = Flat(exporter.source.forward, batch)
+    calls = recorded(exporter.source, flat)[1] if exporter.calls else []
     return flat, [
         Leaf(name, tensor, leaf.per_sample)
         for name, tensor, leaf in zip(flat.names, flat.tensors, exporter.leaves)
-    ]
+    ], calls
 
 
 def runtime_error(exporter, folder, batch):
     """Returns the largest difference of ONNX Runtime's scores, for all rows and one by one; None if
     it lacks an operator."""
-    flat, leaves = other_leaves(exporter, batch)
+    flat, leaves, calls = other_leaves(exporter, batch)
     want = exporter.source.scores(flat)
     if want[0][:, 0].std() < APART:
         raise ValueError(f"the scores hardly differ: by {want[0][:, 0].std():.1e}")
-    inputs = exporter.network_inputs(exporter.follow(leaves, []), leaves)
+    inputs = exporter.network_inputs(exporter.follow(leaves, calls), leaves)
     given = dict(zip(exporter.made.inputs, (one.numpy() for one in inputs)))
     try:
         session = onnxruntime.InferenceSession(str(folder / "dense.onnx"))
@@ -91,7 +94,7 @@ def program_error(done, batch):
     engine = next((line for line in said.splitlines() if line.startswith("dense network")), "")
     found = done.score(batch)
     exporter = done.exporter
-    flat, _ = other_leaves(exporter, batch)
+    flat, *_ = other_leaves(exporter, batch)
     want = torch.cat([one[:, :1] for one in exporter.source.scores(flat)], dim=1)
     want = torch.sigmoid(want) if done.schema.activation == "sigmoid" else want
     value = lambda one: list(one.values()) if isinstance(one, dict) else (
@@ -118,8 +121,8 @@ def runtime_p50(path, given, samples):
 def speeds(done, folder, batch):
     """Returns the p50 of ONNX Runtime over that of a request, for each size of a batch."""
     exporter = done.exporter
-    _, leaves = other_leaves(exporter, batch)
-    inputs = exporter.network_inputs(exporter.follow(leaves, []), leaves)
+    _, leaves, calls = other_leaves(exporter, batch)
+    inputs = exporter.network_inputs(exporter.follow(leaves, calls), leaves)
     given = dict(zip(exporter.made.inputs, (one.numpy() for one in inputs)))
     program = Path(os.environ["HATCHBACK"]).with_name("hatchback-bench")
     subprocess.run(
@@ -183,7 +186,14 @@ def main():
         if name == "fuxictr" and args.fuxictr is None:
             print("fuxictr skipped: its wheel has no models; --fuxictr FOLDER says where they are")
             continue
-        for case in known[name]():
+        try:
+            cases = known[name]()
+        except ImportError as error:
+            if args.package:
+                raise
+            print(f"{name} skipped: {error}")
+            continue
+        for case in cases:
             if args.kind and case.name not in args.kind:
                 continue
             result = {"package": name, "class": case.name, "sequence": case.sequence}

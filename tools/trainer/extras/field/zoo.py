@@ -26,6 +26,7 @@ OPTIONS = {
     "DMIN": {"target_field": "item", "sequence_field": "history", "neg_seq_field": None},
     "DMR": {"target_field": "item", "sequence_field": "history", "neg_seq_field": None,
             "context_field": None},
+    "EDCN": {"num_cross_layers": 1},  # random ones of several layers flatten the scores
     "FGCNN": {"channels": [3, 3], "kernel_heights": [3, 3], "pooling_sizes": [2, 2],
               "recombined_channels": [2, 2], "dnn_hidden_units": [16]},
     "GDCN": {"dnn_hidden_units": [16]}, "GDCNP": {"dnn_hidden_units": [16]},
