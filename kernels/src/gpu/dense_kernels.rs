@@ -33,7 +33,7 @@ const PARTS: usize = 8;
 const STEPS: usize = 16;
 /// Values of a sample in a step that shares its launch with steps of other widths: a block has all
 /// of them.
-const NARROW: usize = 1024;
+pub(crate) const NARROW: usize = 1024;
 /// Floats of a block's vectors in `dense_pairs`.
 const PAIR_VALUES: usize = 8192;
 /// Sizes and indexes are `int` in the kernels.
@@ -293,16 +293,24 @@ impl<'a> ValueStep<'a> {
             assert!(side.picks.is_empty() || side.picks.len() >= *width);
             assert!(side.values.len() >= last * side.width + columns);
         };
+        // A thread of a flat launch takes one place of every operand.
+        let is_whole =
+            |side: &Side| !side.picks.is_empty() || side.width == 0 || side.width == *width;
         match function {
             StepNumber::Sum => {
                 assert!(left.picks.is_empty() && stride >= n * inner);
                 reads(left, of_groups);
             }
             StepNumber::Add | StepNumber::Subtract | StepNumber::Multiply | StepNumber::Divide => {
+                assert!(is_whole(left) && is_whole(right));
                 reads(left, *width);
                 reads(right, *width);
             }
-            _ => reads(left, *width),
+            StepNumber::Copy => reads(left, *width),
+            _ => {
+                assert!(is_whole(left));
+                reads(left, *width);
+            }
         }
         let written = match function {
             StepNumber::Copy => of_groups - stride + inner,
@@ -516,9 +524,9 @@ impl DenseKernels {
         self.steps(stream, from.len(), &[ValueStep::new(function, [side, Side::none()], 1, out)])
     }
 
-    /// Computes `steps` of each sample in their order, with as few launches as possible. The memory
-    /// of a sample's values must be its own: no value may take that of another which an earlier
-    /// step reads, except a function of one value that of its operand.
+    /// Computes `steps` of each sample in their order, with as few launches as possible. A step of
+    /// up to `NARROW` values must not write what an earlier one of these reads. A function of one
+    /// value may replace its operand.
     pub fn steps(&self, stream: &Stream, samples: usize, steps: &[ValueStep<'_>]) -> Result<()> {
         let mut rest = steps;
         while !rest.is_empty() && samples > 0 {

@@ -15,7 +15,7 @@ use crate::gpu::dense_engine::{
     Backend, DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, TensorRtOptions,
 };
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{DenseKernels, PairShape};
+use crate::gpu::dense_kernels::{DenseKernels, NARROW, PairShape};
 use crate::gpu::dense_plan::DevicePlan;
 use crate::gpu::input_type::InputType;
 use crate::gpu::precision::Precision;
@@ -178,7 +178,8 @@ impl Loader<'_> {
                 let shared: Vec<bool> = self.parts.iter().map(|part| part.shared).collect();
                 // cuBLAS takes one operand.
                 let (joins, fits_pairs) = (precision.factors().is_none(), PairShape::fits);
-                let on = GpuLayout { shared: &shared, fed: self.fed, joins, fits_pairs };
+                let (shared, fed, narrow) = (shared.as_slice(), self.fed, NARROW);
+                let on = GpuLayout { shared, fed, joins, narrow, fits_pairs };
                 Layout::for_gpu(graph, &on)
             }
             Err(Stop::Refused(e)) => return Err(e.into()),

@@ -3,7 +3,7 @@
 //! bit. Weights are in device memory as f32, rounded like the CPU's packed weights. The results
 //! between nodes are in buffers that each worker allocates at its start. Never waits for a run.
 //!
-//! Nodes that follow one another and are no products share a launch.
+//! Nodes of up to 1,024 values that follow one another and are no products share a launch.
 //!
 //! What only shared inputs reach is computed once a request. One launch then copies such a value to
 //! each sample of its request, if other nodes read it.

@@ -411,6 +411,37 @@ fn wide_and_narrow_steps_give_the_cpus_bits() {
     }
 }
 
+/// Long chains of wide nodes reuse their buffers.
+#[test]
+fn a_chain_of_wide_steps_keeps_few_buffers() {
+    let _turn = standin::alone();
+    let chain = |nodes: usize, x: usize| {
+        let mut graph = Graph::default();
+        graph.input("x", Type::Float, &[x]);
+        graph.input("y", Type::Float, &[1]);
+        let mut last = "x".to_owned();
+        for node in 0..nodes {
+            let (next, op) = (format!("n{node}"), ["Add", "Mul"][node % 2]);
+            graph.node(op, &[&last, "x"], &next, &[]);
+            last = next;
+        }
+        graph.node("Mul", &[&last, "y"], "out", &[]);
+        graph.output("out", &[x]);
+        graph
+    };
+    let gpu = standin::gpu(5);
+    let scratch = |nodes: usize, x: usize| {
+        let (onnx, inputs) = (chain(nodes, x).file(), [("x", x), ("y", 1)]);
+        let (output, activation) = ("out", Activation::None);
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output, activation };
+        let options = DeviceOptions { fed: vec![0], ..OWN };
+        DeviceEngine::load(&gpu, &network, &options).unwrap().scratch_bytes([1].into_iter())
+    };
+    assert_eq!(scratch(30, 1500), scratch(3, 1500));
+    compare_whole(5, chain(30, 1500), [1500, 1]);
+    compare_whole(6, chain(30, 700), [700, 1]);
+}
+
 fn compare_whole(seed: u64, graph: Graph, [x, y]: [usize; 2]) {
     let (onnx, inputs) = (graph.file(), [("x", x), ("y", y)]);
     let (output, activation) = ("out", Activation::None);

@@ -43,6 +43,8 @@ pub(crate) struct GpuLayout<'a> {
     pub fed: &'a [usize],
     /// Whether a product by weights takes two operands side by side.
     pub joins: bool,
+    /// Values of a sample in a node that shares its launch with nodes of other widths, at most.
+    pub narrow: usize,
     /// Returns whether one kernel takes pairs of this many operands, rows and columns.
     pub fits_pairs: fn(usize, usize, usize) -> bool,
 }
@@ -85,7 +87,7 @@ impl Layout {
         drop_unused(&mut graph);
         delay(&mut graph);
         let early = bring_forward(&mut graph, &shared, on);
-        let ends = launch_ends(&graph, &shared, early);
+        let ends = launch_ends(&graph, &shared, early, on.narrow);
         Self { early, ..Self::with_buffers(graph, shared, &ends) }
     }
 
@@ -384,15 +386,21 @@ fn bring_forward(graph: &mut Graph, shared: &[bool], on: &GpuLayout<'_>) -> usiz
     graph.nodes.iter().take_while(is_early).count()
 }
 
-/// Returns for each node the last node of its launch: nodes that follow one another and are no
-/// products share one. In it some samples are at a later node than others, so no value may take the
-/// buffer of an earlier one.
-fn launch_ends(graph: &Graph, shared: &[bool], early: usize) -> Vec<usize> {
+/// Returns for each node the last node of its launch: nodes of up to `narrow` values that follow one
+/// another and are no products share one. In it some samples are at a later node than others, so no
+/// value may take the buffer of an earlier one. Wider nodes share a launch only if their memory
+/// allows it, so a long chain of them keeps few buffers.
+fn launch_ends(graph: &Graph, shared: &[bool], early: usize, narrow: usize) -> Vec<usize> {
     let nodes = &graph.nodes;
+    let is_wide = |node: &Node| match &node.op {
+        // Its parts are written one by one.
+        Op::Concat { outer, parts } => parts.iter().all(|part| outer * part > narrow),
+        _ => graph.widths[node.output] > narrow,
+    };
     let mut ends: Vec<usize> = (0..nodes.len()).collect();
     for at in (0..nodes.len().saturating_sub(1)).rev() {
         let [one, next] = [at, at + 1].map(|at| &nodes[at]);
-        let is_one = !one.op.is_product() && !next.op.is_product();
+        let is_one = [one, next].iter().all(|node| !node.op.is_product() && !is_wide(node));
         if is_one && shared[one.output] == shared[next.output] && at + 1 != early {
             ends[at] = ends[at + 1];
         }
