@@ -171,11 +171,17 @@ impl RowFormat {
     /// computed for the rounded pair.
     fn encode_codes(&self, row: &[f32], out: &mut [u8]) -> Result<(), RowFault> {
         let code_max = self.codec.code_max().unwrap_or(1.0);
+        let too_large = |_| {
+            let largest = row.iter().enumerate().max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()));
+            let (column, &value) = largest.unwrap_or((0, &0.0));
+            RowFault::TooLarge { column, value, codec: self.codec }
+        };
         let low = row.iter().copied().fold(f32::INFINITY, f32::min) / self.unit;
         let high = row.iter().copied().fold(f32::NEG_INFINITY, f32::max) / self.unit;
-        let bias = self.to_f16(0, if row.is_empty() { 0.0 } else { low })?;
-        let mut scale =
-            self.to_f16(0, if row.is_empty() { 0.0 } else { (high - bias.to_f32()) / code_max })?;
+        let bias = self.to_f16(0, if row.is_empty() { 0.0 } else { low });
+        let bias = bias.map_err(too_large)?;
+        let scale = if row.is_empty() { 0.0 } else { (high - bias.to_f32()) / code_max };
+        let mut scale = self.to_f16(0, scale).map_err(too_large)?;
         // All values are equal, or their range vanishes in f16. With 1 every code is 0, and nothing
         // is divided by zero.
         if scale.to_f32() <= 0.0 {
@@ -393,6 +399,13 @@ mod tests {
             RowFormat::new(Codec::F32, 1, 0).unwrap().check(&f32::INFINITY.to_le_bytes());
         assert!(matches!(infinite, Err(RowFault::NotFinite { column: 0, .. })));
         assert!(format(Codec::F16, 1).encode(&[70000.0], &mut [0; 2]).is_err());
+    }
+
+    #[test]
+    fn a_row_too_large_for_its_codes_is_refused_by_its_largest_value() {
+        let format = RowFormat::new(Codec::U8, 3, UNIT_EXP_MAX).unwrap();
+        let fault = format.encode(&[1.0, -3e38, 2e38], &mut [0; 7]).unwrap_err();
+        assert_eq!(fault, RowFault::TooLarge { column: 1, value: -3e38, codec: Codec::U8 });
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The errors of the dense network on the CPU.
 
+use crate::dense::graph::onnx::type_name;
+
 /// Why a dense network cannot be loaded or run.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // The messages say what each field is.
@@ -14,7 +16,7 @@ pub enum DenseError {
     #[error("dense network: no input named `{0}`")]
     NoInput(String),
     /// The network has an input that no feature of the schema feeds.
-    #[error("dense network: input `{0}` is not fed by the schema")]
+    #[error("dense network: input `{0}` is not fed by the schema; give it a [[network.input]]")]
     NotFed(String),
     /// The network does not have the output that the schema names.
     #[error("dense network: no output named `{0}`")]
@@ -31,7 +33,11 @@ pub enum DenseError {
     )]
     Outputs { names: String, outputs: usize, values: usize },
     /// The network takes an input of another type than f32.
-    #[error("dense network: input `{name}` has the ONNX type {number}; only f32 inputs are fed")]
+    #[error(
+        "dense network: input `{name}` is {of}, only FLOAT inputs are fed. If it takes ids, cut \
+         the embedding lookups out of the network, as `hatchback_trainer.export` does",
+        of = type_name(i64::from(*number))
+    )]
     InputType { name: String, number: i32 },
     /// The caller passed more samples than the memory of the run holds.
     #[error("dense network: {batch} samples, the memory is for {max}")]

@@ -186,3 +186,74 @@ fn the_sigmoid_of_an_infinite_logit_is_no_score() {
         assert!(scores[0].is_nan() && scores[1] == 1.0, "{scores:?}");
     }
 }
+
+/// Returns the scores of `nodes` behind `logit`, for a logit of 2 and for `other`.
+fn behind(nodes: Vec<NodeProto>, other: f32) -> Vec<f32> {
+    let bound = |name: &str, value| TensorProto { float_data: vec![value], ..floats(name, &[]) };
+    let tensors = vec![
+        tensor("zero", &[1], &[0]),
+        ints("flat", &[-1, 1]),
+        bound("low", -1.0),
+        bound("high", 1.0),
+        bound("mask", f32::NEG_INFINITY),
+    ];
+    let first = node("Gather", &["x", "zero"], &["logit"], &[("axis", 1)]);
+    let all = std::iter::once(first).chain(nodes).collect();
+    scores(all, tensors, [2.0, 0.0, 0.0, 0.0, other, 0.0, 0.0, 0.0])
+}
+
+#[test]
+fn no_function_before_a_score_hides_a_value_that_is_not_finite() {
+    let one = |op: &str| vec![node(op, &["logit"], &["out"], &[])];
+    let two = |op: &str, other: &str| vec![node(op, &["logit", other], &["out"], &[])];
+    let bounds = ["logit", "low", "high"];
+    let to_score = |nodes: Vec<NodeProto>, last: NodeProto| [nodes, vec![last]].concat();
+    let inner = |op: &str| vec![node(op, &["logit"], &["y"], &[])];
+    let mut networks: Vec<_> =
+        ["Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sign", "Atan"].map(one).into();
+    networks.extend(["Relu", "Elu", "Selu", "Celu", "ThresholdedRelu", "Softplus", "Exp"].map(one));
+    networks.extend([one("Reciprocal"), one("Softmax"), two("Max", "low"), two("Min", "high")]);
+    networks.push(vec![node("Clip", &bounds, &["out"], &[])]);
+    networks.push(vec![node("Div", &["high", "logit"], &["out"], &[])]);
+    networks.push(to_score(
+        vec![node("Less", &["logit", "low"], &["y"], &[])],
+        node("Cast", &["y"], &["out"], &[("to", 1)]),
+    ));
+    networks.push(to_score(inner("Sigmoid"), node("Reshape", &["y", "flat"], &["out"], &[])));
+    networks.push(to_score(inner("Sigmoid"), node("Mul", &["y", "y"], &["out"], &[])));
+    networks.push(to_score(inner("Tanh"), node("Sigmoid", &["y"], &["out"], &[])));
+    let less = node("Less", &["logit", "low"], &["less"], &[]);
+    networks.push(to_score(
+        [inner("Sigmoid"), vec![less]].concat(),
+        node("Where", &["less", "low", "y"], &["out"], &[]),
+    ));
+    for nodes in networks {
+        let names: Vec<String> = nodes.iter().map(|n| n.op_type().to_owned()).collect();
+        for other in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            let scores = behind(nodes.clone(), other);
+            let width = scores.len() / 2;
+            assert!(scores[..width].iter().all(|score| score.is_finite()), "{names:?} {scores:?}");
+            let is_hidden = scores[width..].iter().any(|score| score.is_finite());
+            assert!(!is_hidden, "{names:?} of {other} is {scores:?}");
+        }
+    }
+}
+
+#[test]
+fn a_mask_and_the_overflow_of_a_divisor_stay_scores() {
+    // `1 / (1 + exp(-x))` of -100, and a score that the network's own infinity switches off.
+    let nodes = vec![
+        node("Neg", &["logit"], &["minus"], &[]),
+        node("Exp", &["minus"], &["e"], &[]),
+        node("Add", &["e", "high"], &["sum"], &[]),
+        node("Div", &["high", "sum"], &["out"], &[]),
+    ];
+    assert_eq!(behind(nodes.clone(), -100.0)[1], 0.0);
+    assert!(behind(nodes, f32::NEG_INFINITY)[1].is_nan());
+    let nodes = vec![
+        node("Less", &["logit", "low"], &["off"], &[]),
+        node("Where", &["off", "mask", "logit"], &["masked"], &[]),
+        node("Sigmoid", &["masked"], &["out"], &[]),
+    ];
+    assert!(behind(nodes, -3.0)[1] < 1e-37);
+}

@@ -514,3 +514,38 @@ fn a_branch_that_follows_from_shapes_runs_on_our_engine() {
         assert!((score - sum.tanh()).abs() < 1e-6, "{scores:?}");
     }
 }
+
+#[test]
+fn a_refusal_has_the_words_of_onnx_and_of_its_user() {
+    let says = |nodes: Vec<NodeProto>, tensors: Vec<TensorProto>, problem: &str| {
+        let error = load(&network(nodes, tensors)).err().expect("a refusal").to_string();
+        assert!(error.contains(problem), "{error}");
+    };
+    let cast = |to| node("Cast", &["x"], &["out"], &[("to", to)]);
+    says(vec![cast(16)], vec![], "Cast to type BFLOAT16, node `out`");
+    says(vec![cast(99)], vec![], "Cast to type unknown");
+    let pick = node("Gather", &["x", "at"], &["out"], &[("axis", 1)]);
+    says(vec![pick], vec![ints("at", &[-5])], "Gather: index -5 is out of range, the axis has 4");
+    let reshape = node("Reshape", &["x", "shape"], &["out"], &[]);
+    says(vec![reshape], vec![ints("shape", &[2, 2])], "Reshape of [batch, 4] to [2, 2]");
+    let compare =
+        vec![node("Cast", &["x"], &["i"], &[("to", 7)]), node("Add", &["x", "i"], &["out"], &[])];
+    says(compare, vec![], "Add of types FLOAT and INT64");
+    let mut weights = floats("w", &[4, 2]);
+    weights.float_data[3] = f32::NAN;
+    let gemm = node("Gemm", &["x", "w"], &["out"], &[]);
+    says(vec![gemm], vec![weights], "weight `w`: value [1, 1] is NaN, not finite, node `out`");
+    let strings = TensorProto { data_type: Some(8), ..tensor("s", &[1], &[0]) };
+    says(vec![cast(1)], vec![strings], "tensor `s`: element type STRING");
+
+    // Ids are looked up outside of the network.
+    let mut model = network(vec![cast(1)], vec![]);
+    let of = TensorTypeProto { elem_type: Some(7), ..TensorTypeProto::default() };
+    let ids = ValueInfoProto {
+        name: Some("ids".to_owned()),
+        r#type: Some(TypeProto { tensor_type: Some(of) }),
+    };
+    model.graph.as_mut().unwrap().input.push(ids);
+    let error = load(&model).err().expect("a refusal").to_string();
+    assert!(error.contains("input `ids` is INT64, only FLOAT") && error.contains("export"));
+}

@@ -3,7 +3,7 @@
 
 use crate::dense::graph::forms::{Scale, dequantize, is_ours};
 use crate::dense::graph::functions::Map;
-use crate::dense::graph::onnx::{NodeProto, kind_of};
+use crate::dense::graph::onnx::{NodeProto, kind_of, type_name};
 use crate::dense::graph::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
 use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
 use crate::dense::weights::Weights;
@@ -21,7 +21,7 @@ impl Builder<'_> {
             _ => kind_of(node.int("to", 0)),
         };
         let Some(to) = to else {
-            return Err(unsupported(node, &format!("to type {}", node.int("to", 0))));
+            return Err(unsupported(node, &format!("to type {}", type_name(node.int("to", 0)))));
         };
         let from = x.kind;
         let relabelled = Ok(Tensor { kind: to, ..x.clone() });

@@ -1,7 +1,7 @@
 //! The check that an ONNX file has the inputs and the output that the schema names.
 
 use crate::dense::error::DenseError;
-use crate::dense::graph::onnx::{FLOAT, ModelProto};
+use crate::dense::graph::onnx::{FLOAT, ModelProto, ValueInfoProto};
 
 /// Returns the shape of one sample of each input, in the order of `inputs`.
 ///
@@ -18,8 +18,13 @@ pub(crate) fn match_interface(
     // Older files list their initializers among the inputs.
     let stored = |name: &str| graph.initializer.iter().any(|t| t.name() == name);
     let fed = |name: &str| inputs.iter().any(|(n, _)| *n == name);
+    let input_type = |value: &ValueInfoProto| {
+        let number = value.element_type().filter(|&number| number != FLOAT);
+        number.map(|number| DenseError::InputType { name: value.name().to_owned(), number })
+    };
     if let Some(value) = graph.input.iter().find(|v| !fed(v.name()) && !stored(v.name())) {
-        return Err(DenseError::NotFed(value.name().to_owned()));
+        let not_fed = || DenseError::NotFed(value.name().to_owned());
+        return Err(input_type(value).unwrap_or_else(not_fed));
     }
     if !graph.output.iter().any(|v| v.name() == output) {
         return Err(DenseError::NoOutput(output.to_owned()));
@@ -28,8 +33,8 @@ pub(crate) fn match_interface(
     let shape = |(name, width): &(&str, usize)| {
         let value = graph.input.iter().find(|v| v.name() == *name);
         let value = value.ok_or_else(|| DenseError::NoInput((*name).to_owned()))?;
-        if let Some(number) = value.element_type().filter(|&number| number != FLOAT) {
-            return Err(DenseError::InputType { name: (*name).to_owned(), number });
+        if let Some(refused) = input_type(value) {
+            return Err(refused);
         }
         // An input without fixed sizes takes `[batch, width]`.
         let shape = value.sizes().unwrap_or_else(|| vec![*width]);

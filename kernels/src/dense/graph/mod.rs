@@ -2,6 +2,7 @@
 //! the graph, and the other files translate the operators. Runs nothing.
 
 mod casts;
+mod finite;
 mod folding;
 pub(crate) mod forms;
 pub(crate) mod functions;

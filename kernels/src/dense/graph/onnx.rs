@@ -233,7 +233,10 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
         INT32 => (4, tensor.int32_data.len()),
         FLOAT16 | BFLOAT16 => (2, tensor.int32_data.len()),
         DOUBLE => (8, tensor.double_data.len()),
-        other => return Err(DenseError::Unsupported(at(format!("element type {other}")))),
+        other => {
+            let other = type_name(other.into());
+            return Err(DenseError::Unsupported(at(format!("element type {other}"))));
+        }
     };
     let whole = match &tensor.raw_data {
         Some(raw) => values.checked_mul(bytes) == Some(raw.len()),
@@ -303,6 +306,15 @@ impl TensorProto {
             (Kind::Bool, Some(raw)) => ints(each(raw, |[b]| i64::from(b != 0))),
         })
     }
+}
+
+/// Returns ONNX's name of an element type.
+pub(crate) fn type_name(number: i64) -> &'static str {
+    const NAMES: &str = "UNDEFINED FLOAT UINT8 INT8 UINT16 INT16 INT32 INT64 STRING BOOL FLOAT16 \
+        DOUBLE UINT32 UINT64 COMPLEX64 COMPLEX128 BFLOAT16 FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 \
+        FLOAT8E5M2FNUZ UINT4 INT4 FLOAT4E2M1 FLOAT8E8M0 UINT2 INT2";
+    let at = usize::try_from(number).unwrap_or(usize::MAX);
+    NAMES.split(' ').nth(at).unwrap_or("unknown")
 }
 
 /// Returns the kind of an element type of ONNX; `None` for a type that no graph has.
@@ -403,6 +415,12 @@ impl ValueInfoProto {
     /// Returns the type of the values; `None` if the file does not say it.
     pub fn element_type(&self) -> Option<i32> {
         self.r#type.as_ref()?.tensor_type.as_ref()?.elem_type
+    }
+
+    /// Returns the size of the first axis, that of the batch; `None` if it is not fixed.
+    pub fn fixed_batch(&self) -> Option<i64> {
+        let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
+        shape.dim.first()?.dim_value
     }
 
     /// Returns the size of each axis after the batch; `None` if a size is not fixed.

@@ -4,11 +4,12 @@
 //! nothing.
 
 use crate::dense::error::DenseError;
+use crate::dense::graph::finite::check_scores;
 use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::dense::graph::stored::stored;
 use crate::dense::graph::tensor::{
-    Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product,
+    Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product, strides,
 };
 use crate::dense::matrix::gemm::Matrix;
 use crate::dense::matrix::tiling::padded;
@@ -29,6 +30,7 @@ pub(crate) const MULTIPLY_ADDS_MAX: u64 = 1 << 32;
 const LEVELS_MAX: usize = 8;
 /// Weights in all packed matrices together, padding counted, at most. Also known values.
 const WEIGHTS_MAX: usize = 1 << 28;
+const NOT_FINITE: &str = "a weight is not finite, or too large for its format";
 /// The versions of ONNX's operators that `operators.rs` knows.
 const OPSETS: std::ops::RangeInclusive<i64> = 7..=28;
 
@@ -113,7 +115,7 @@ impl<'a> Builder<'a> {
                 Stop::Refused(DenseError::Unsupported(form)) if node.op_type() != "If" => {
                     limit(at_node(node, &format!("{}: {form}", node.op_type())))
                 }
-                refused => refused,
+                refused => self.with_weight(node, refused),
             })?;
             let named = node.output.iter().filter(|name| !name.is_empty()).count();
             if named > results.len() {
@@ -182,7 +184,9 @@ impl<'a> Builder<'a> {
         if all > MULTIPLY_ADDS_MAX {
             return Err(limit(format!("{all} multiply-adds a sample, over {MULTIPLY_ADDS_MAX}")));
         }
-        Ok(Graph { output, widths: self.widths, nodes: self.nodes })
+        let mut graph = Graph { output, widths: self.widths, nodes: self.nodes };
+        check_scores(&mut graph);
+        Ok(graph)
     }
 
     /// Adds a value of this shape.
@@ -253,9 +257,30 @@ impl<'a> Builder<'a> {
         self.pack(k.saturating_mul(padded(n)))?;
         let matrix = Box::new(Matrix::pack(k, n, w, weights, bias));
         if !matrix.is_finite() {
-            return Err(malformed("a weight is not finite, or too large for its format"));
+            return Err(malformed(NOT_FINITE));
         }
         Ok(matrix)
+    }
+
+    /// Returns the error about a weight of `node` with the name and the place of the weight.
+    fn with_weight(&mut self, node: &NodeProto, stop: Stop) -> Stop {
+        match &stop {
+            Stop::Refused(DenseError::Load(problem)) if problem == NOT_FINITE => {}
+            _ => return stop,
+        }
+        for name in &node.input {
+            let Ok(Some(tensor)) = self.named(name) else { continue };
+            let values = tensor.known_values().and_then(|values| values.floats());
+            let values = values.unwrap_or_default();
+            if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+                let steps = strides(&tensor.shape).into_iter().zip(&tensor.shape);
+                let place: Vec<usize> = steps.map(|(step, n)| at / step % n).collect();
+                let problem =
+                    format!("weight `{name}`: value {place:?} is {}, not finite", values[at]);
+                return malformed(&at_node(node, &problem));
+            }
+        }
+        malformed(&at_node(node, NOT_FINITE))
     }
 
     /// Returns the values of `tensor` at the positions of `layout`, with the shape of `layout`.

@@ -168,7 +168,7 @@ impl Builder<'_> {
             Data::Computed(id) => *id,
             Data::Known(values) => {
                 let Some(values) = values.floats() else {
-                    return Err(Stop::Unsupported(format!("{map:?} of such integers")));
+                    return Err(Stop::Unsupported("a function of such integers".to_owned()));
                 };
                 self.pack(values.len())?;
                 let values: Vec<f32> = values.into_iter().map(|x| map.apply(x)).collect();

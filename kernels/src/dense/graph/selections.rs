@@ -51,10 +51,12 @@ impl Builder<'_> {
     ) -> Result<Vec<usize>, Stop> {
         let position = |s: &Size| match s.constant() {
             Some(i) => {
-                let i = if i < 0 { i.saturating_add(n as i64) } else { i };
-                let found = usize::try_from(i).ok().filter(|i| *i < n);
+                let from_start = if i < 0 { i.saturating_add(n as i64) } else { i };
+                let found = usize::try_from(from_start).ok().filter(|i| *i < n);
                 let op = node.op_type();
-                found.ok_or_else(|| malformed(&format!("{op}: index {i} is out of range, {n}")))
+                let problem =
+                    || format!("{op}: index {i} is out of range, the axis has {n} values");
+                found.ok_or_else(|| malformed(&problem()))
             }
             None => Err(unsupported(node, "by the batch")),
         };

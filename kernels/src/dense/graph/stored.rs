@@ -1,7 +1,7 @@
 //! Turns the tensors of an ONNX file into known tensors of a graph. A type that no network has as a
 //! constant is `Unsupported`.
 
-use crate::dense::graph::onnx::{NodeProto, TensorProto};
+use crate::dense::graph::onnx::{NodeProto, TensorProto, type_name};
 use crate::dense::graph::stop::Stop;
 use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
 
@@ -11,8 +11,8 @@ pub(crate) fn stored(proto: &TensorProto) -> Result<Tensor, Stop> {
     let (kind, values) = match (proto.kind(), values) {
         (Some(kind), Some(values)) => (kind, values),
         _ => {
-            let (name, number) = (proto.name(), proto.data_type());
-            return Err(Stop::Unsupported(format!("tensor `{name}` of type {number}")));
+            let (name, of) = (proto.name(), type_name(proto.data_type().into()));
+            return Err(Stop::Unsupported(format!("tensor `{name}` of type {of}")));
         }
     };
     Ok(Tensor::known(kind, proto.sizes(), values))

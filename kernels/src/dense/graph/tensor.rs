@@ -14,7 +14,7 @@ pub(crate) const RANK_MAX: usize = 32;
 pub(crate) type Id = usize;
 
 /// The type of a tensor's values. Computed values are stored as f32, whatever they are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// f32, and double, which is computed as f32.
     Float,
@@ -27,7 +27,7 @@ pub(crate) enum Kind {
 }
 
 /// A number of shape arithmetic: `fixed + batches * batch`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Size {
     pub fixed: i64,
     pub batches: i64,
@@ -111,9 +111,29 @@ impl Size {
     }
 }
 
+// Errors show types as ONNX names them, and lists of sizes as `[batch, 4]`.
+impl fmt::Debug for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Float => "FLOAT",
+            Self::Half => "FLOAT16",
+            Self::Int64 => "INT64",
+            Self::Int32 => "INT32",
+            Self::Bool => "BOOL",
+        })
+    }
+}
+
+impl fmt::Debug for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.fixed, self.batches) {
+            _ if *self == Self::SAMPLE => write!(f, "sample"),
             (fixed, 0) => write!(f, "{fixed}"),
             (0, 1) => write!(f, "batch"),
             (0, batches) => write!(f, "{batches} * batch"),
