@@ -19,9 +19,9 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
     ("kernels", 20_358),
-    ("runtime", 20_140),
+    ("runtime", 20_150),
     ("link", 630),
-    ("server", 4_795),
+    ("server", 4_865),
     ("board", 1_920),
     ("capi", 950),
     ("python", 495),
