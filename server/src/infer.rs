@@ -62,6 +62,9 @@ impl Call<'_> {
     }
 }
 
+/// The text of a parameter that is no number.
+pub const NO_NUMBER: &str = "of another type";
+
 /// The content of a request for scores.
 #[derive(Default)]
 pub struct Order<'a> {

@@ -184,7 +184,8 @@ impl<'a> TableReader<'a> {
 
 /// Returns the Euclidean norm of `values`.
 pub fn norm(values: &[f32]) -> f32 {
-    values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt() as f32
+    // The sum of no values is -0.0.
+    (values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() + 0.0).sqrt() as f32
 }
 
 /// Returns the most by which the decoded `values` of the encoded `row` differ from the values that
@@ -212,6 +213,11 @@ mod tests {
     use super::*;
     use crate::schema::{KeySpace, MissPolicy, Placement};
     use hatchback_kernels::cache::address::mix;
+
+    #[test]
+    fn the_norm_of_no_values_is_a_positive_zero() {
+        assert!(norm(&[]).is_sign_positive());
+    }
 
     #[test]
     fn the_error_of_a_codec_is_within_its_bound_and_near_it() {

@@ -10,8 +10,9 @@ const DEADLINE_EXCEEDED: &str = "deadline exceeded: the request has no scores in
 /// large. Such a value is never returned as a score.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
-    "sample {sample}: score[{output}] is {value}: the release cannot score this request; its \
-     weights are wrong, or the dense values are far beyond those of its training"
+    "sample {sample}: score[{output}] is {value}, as it is after an infinite value or an index out \
+     of range: the release cannot score this request; its network or weights are wrong, or the \
+     dense values are far beyond those of its training"
 )]
 pub struct NotFinite {
     /// The sample, counted from 0 in its request.

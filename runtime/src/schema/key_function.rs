@@ -170,14 +170,14 @@ impl KeyFunction {
                         let rest = i128::from(*n).rem_euclid(i128::from(*divisor));
                         u64::try_from(rest).unwrap_or_default()
                     }
-                    other => return Err(refuse(other, "an integer")),
+                    other => return Err(refuse(other, "an integer of 64 bits")),
                 };
                 Ok(first + rest)
             }
             Self::Range { size, first } => match value {
                 RawValue::Unsigned(n) if n < size => Ok(first + n),
                 RawValue::Unsigned(_) | RawValue::Negative(_) => Ok(UNKNOWN_KEY),
-                other => Err(refuse(other, "an integer")),
+                other => Err(refuse(other, "an integer of 64 bits")),
             },
             Self::Vocabulary { words, unknown } => {
                 with_text(value, |word| words.key(word).unwrap_or_else(|| unknown.key(word)))
@@ -331,7 +331,7 @@ fn murmur3(value: &RawValue<'_>, seed: u32, integer: IntegerType) -> Result<u32,
         RawValue::Unsigned(n) => i128::from(*n),
         RawValue::Negative(n) => i128::from(*n),
         RawValue::Float(_) | RawValue::Null => {
-            return Err(refuse(value, "a text or an integer"));
+            return Err(refuse(value, "a text or an integer of 64 bits"));
         }
     };
     match integer {
@@ -353,7 +353,7 @@ fn with_text<T>(value: &RawValue<'_>, take: impl FnOnce(&str) -> T) -> Result<T,
         RawValue::Unsigned(n) => write!(decimal, "{n}"),
         RawValue::Negative(n) => write!(decimal, "{n}"),
         RawValue::Float(_) | RawValue::Null => {
-            return Err(refuse(value, "a text or an integer"));
+            return Err(refuse(value, "a text or an integer of 64 bits"));
         }
     };
     debug_assert!(written.is_ok());
@@ -479,13 +479,14 @@ mod tests {
         let buckets = KeyFunction::Buckets { boundaries: vec![0.5], first: 0, side: Side::Above };
         let modulo = KeyFunction::Modulo { divisor: 3, first: 0 };
         let long = "x".repeat(RAW_BYTES_MAX + 1);
-        let refused: [(&KeyFunction, RawValue<'_>, &str); 7] = [
-            (&KeyFunction::Key, "a".into(), "`a` is not a key"),
+        let refused: [(&KeyFunction, RawValue<'_>, &str); 8] = [
+            (&KeyFunction::Key, "a".into(), "the text `a` is not a key"),
             (&hash(KeyHash::Farmhash64, 3), 0.5.into(), "0.5 is not a text or an integer"),
             (&vocabulary, 0.5.into(), "0.5 is not a text or an integer"),
             (&vocabulary, long.as_str().into(), "a text of 1025 bytes is not one of at most"),
-            (&modulo, "1".into(), "`1` is not an integer"),
-            (&buckets, "1".into(), "`1` is not a finite number"),
+            (&modulo, "1".into(), "the text `1` is not an integer of 64 bits"),
+            (&modulo, 2f64.powi(64).into(), "about 1.8446744073709552e19 is not an integer of 64"),
+            (&buckets, "1".into(), "the text `1` is not a finite number"),
             (&buckets, f64::NAN.into(), "NaN is not a finite number"),
         ];
         for (function, value, problem) in refused {

@@ -8,6 +8,7 @@ mod farmhash;
 pub mod input_parts;
 pub mod key_function;
 pub mod lookup;
+pub mod object;
 pub mod outputs;
 pub mod probe_set;
 pub mod raw_value;

@@ -58,9 +58,11 @@ impl RawValue<'_> {
 impl fmt::Display for RawValue<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Text(text) => write!(f, "`{}`", Shortened(text)),
+            Self::Text(text) => write!(f, "the text `{}`", Shortened(text)),
             Self::Unsigned(n) => write!(f, "{n}"),
             Self::Negative(n) => write!(f, "{n}"),
+            // A larger integer of JSON was rounded.
+            Self::Float(x) if x.abs() >= 2f64.powi(53) => write!(f, "about {x:?}"),
             Self::Float(x) => write!(f, "{x:?}"),
             Self::Null => f.write_str("null"),
         }

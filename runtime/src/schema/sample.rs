@@ -4,6 +4,7 @@
 
 use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
+use crate::schema::object::Object;
 use crate::schema::raw_value::{RawValue, Shortened};
 use crate::schema::sample_line::{DenseValues, Line, Outcome, UniqueMap};
 use crate::schema::{Feature, Schema, optional_columns};
@@ -104,7 +105,7 @@ impl Sample {
         if request.label.is_some() || request.score.is_some() {
             return fault("candidates", "the label or the score belongs to a candidate");
         }
-        let candidate = |(at, mut own): (usize, Line<'_>)| {
+        let candidate = |(at, Object(mut own)): (usize, Object<Line<'_>>)| {
             let place = |field: &str| format!("candidates[{at}].{field}");
             let twice = "is also in the request of the candidate";
             own.add(&request).or_else(|field| fault(place(&field), twice))?;
@@ -208,7 +209,8 @@ fn parse(line: &str) -> Result<Line<'_>, SampleError> {
     if line.len() > SAMPLE_BYTES_MAX {
         return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
     }
-    serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))
+    let Object(line) = serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
+    Ok(line)
 }
 
 /// Checks the weights of a bag of `feature` with `keys` keys.

@@ -1,5 +1,6 @@
 //! A sample as a line of JSON, before the schema gives its names a meaning. Never reads a schema.
 
+use crate::schema::object::Object;
 use crate::schema::raw_value::{RawValue, Shortened};
 use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -21,7 +22,7 @@ pub(super) struct Line<'a> {
     pub score: Option<Outcome>,
     /// The samples of a request, which all have the other fields of the line.
     #[serde(borrow)]
-    pub candidates: Option<Vec<Line<'a>>>,
+    pub candidates: Option<Vec<Object<Line<'a>>>>,
     /// The model that the sample is for. A server of several models reads it.
     #[serde(rename = "model")]
     _model: Option<IgnoredAny>,

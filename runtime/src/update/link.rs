@@ -184,6 +184,23 @@ impl<'a> Fetcher<'a> {
         Err(UpdateError::LinkBroken { path: self.address(path), problem })
     }
 
+    /// Returns the metadata at `path`, as [`Self::get`] does.
+    ///
+    /// # Errors
+    /// Those of [`Self::get`], and `UpdateError::Malformed` if the answer is HTML, gzip or empty.
+    pub fn metadata(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
+        let content = self.get(path, bytes_max)?;
+        let found = match content.trim_ascii_start() {
+            [] => "an empty body",
+            [b'<', ..] => "HTML",
+            [0x1f, 0x8b, ..] => "gzip",
+            _ => return Ok(content),
+        };
+        let advice = "log in at its portal, or correct the server";
+        let problem = format!("the server answered with {found}, not with metadata; {advice}");
+        Err(UpdateError::Malformed { path: self.address(path), problem })
+    }
+
     /// Requests the part of the object after `content`, once.
     fn get_rest(
         &mut self,

@@ -188,7 +188,7 @@ impl Trust {
         for _ in 0..ROTATIONS_MAX {
             let Some(version) = self.set.root().version.checked_add(1) else { break };
             let path = format!("metadata/{version}.root.json");
-            let bytes = match fetcher.get(&path, ROOT_BYTES_MAX) {
+            let bytes = match fetcher.metadata(&path, ROOT_BYTES_MAX) {
                 // The repository has no later root. Any other error could hide one, so it ends the
                 // refresh.
                 Err(UpdateError::NotFound { .. }) => break,
@@ -257,7 +257,7 @@ impl Trust {
 
         log::warn!("{name}: is lost or damaged and is fetched again");
         let path = format!("metadata/{version}.root.json");
-        let bytes = fetcher.get(&path, ROOT_BYTES_MAX)?;
+        let bytes = fetcher.metadata(&path, ROOT_BYTES_MAX)?;
         let address = fetcher.address(&path);
         chain.update_root(&bytes).map_err(|e| from_tuf(e, &address, 0))?;
         self.queue_write(&name, bytes.clone());
@@ -285,7 +285,7 @@ impl Trust {
 
     fn update_timestamp(&mut self, fetcher: &mut Fetcher<'_>, now: Now) -> Result<(), UpdateError> {
         let path = "metadata/timestamp.json";
-        let bytes = fetcher.get(path, TIMESTAMP_BYTES_MAX)?;
+        let bytes = fetcher.metadata(path, TIMESTAMP_BYTES_MAX)?;
         let path = fetcher.address(path);
         let is_new = match self.set.update_timestamp(&bytes, now.time) {
             Err(TufError::EqualVersion { .. }) => false,
@@ -326,7 +326,7 @@ impl Trust {
         // The set compares the cached file with the timestamp's pin. An error only means that it is
         // not the current one.
         if self.set.update_snapshot(&cached, now.time).is_err() {
-            let bytes = fetcher.get(&path, length)?;
+            let bytes = fetcher.metadata(&path, length)?;
             let path = fetcher.address(&path);
             self.set
                 .update_snapshot(&bytes, now.time)
@@ -347,7 +347,7 @@ impl Trust {
         let cached = self.cached("targets.json", TARGETS_BYTES_MAX);
         // As above: the pin in the snapshot decides.
         if self.set.update_targets(&cached, now.time).is_err() {
-            let bytes = fetcher.get(&path, length)?;
+            let bytes = fetcher.metadata(&path, length)?;
             let path = fetcher.address(&path);
             self.set
                 .update_targets(&bytes, now.time)

@@ -6,7 +6,7 @@ use crate::connections::memory::Reservation;
 use crate::grpc;
 use crate::grpc::wire::{Field, Fields, Value, malformed};
 use crate::http::Answered;
-use crate::infer::{Call, Order, Shown, submit};
+use crate::infer::{Call, NO_NUMBER, Order, Shown, submit};
 use crate::limits::TENSORS_MAX;
 use crate::problem::{Code, Problem};
 use crate::proto::{InferOutputTensor, InferParameter, ModelInferResponse, ParameterValue};
@@ -33,6 +33,8 @@ const CONTENTS: u64 = 5;
 const FLOATS: u64 = 6;
 const DOUBLES: u64 = 7;
 const TEXTS: u64 = 8;
+/// The names of the fields with typed values, from number 1 on.
+const TYPED: [&str; 8] = ["bool", "int", "int64", "uint", "uint64", "fp32", "fp64", "bytes"];
 
 const _: () = assert!(size_of::<Tensor<'_>>() + size_of::<Option<&[u8]>>() <= ITEM_BYTES);
 /// Bytes of an answer, and of each of its outputs, beside numbers and names.
@@ -101,7 +103,7 @@ pub fn read<'a>(message: &'a [u8], memory: &mut Reservation) -> Result<Order<'a>
         tensor.values = match (raw.get(at), contents) {
             (Some(_), Some(_)) => return Err(tensor.fault("has raw values and typed values")),
             (raw, None) => Cow::Borrowed(raw.copied().unwrap_or_default()),
-            (None, Some(contents)) => Cow::Owned(raw_of(&tensor.datatype, contents, memory)?),
+            (None, Some(contents)) => Cow::Owned(raw_of(tensor, contents, memory)?),
         };
     }
     Ok(order)
@@ -120,7 +122,7 @@ fn take_parameter(order: &mut Order<'_>, entry: &[u8]) -> Result<(), Problem> {
         // Field 2 is an int64, field 5 a uint64.
         (2, Value::Number(number)) => order.set(name, &(number as i64).to_string()),
         (5, Value::Number(number)) => order.set(name, &number.to_string()),
-        _ => order.set(name, "of another type"),
+        _ => order.set(name, NO_NUMBER),
     }
 }
 
@@ -166,23 +168,39 @@ fn input(message: &[u8]) -> Result<(Tensor<'_>, Option<&[u8]>), Problem> {
 }
 
 /// Returns the typed values in `contents` as the bytes of raw values. Counts these in `memory`.
-fn raw_of(datatype: &str, contents: &[u8], memory: &mut Reservation) -> Result<Vec<u8>, Problem> {
+///
+/// # Errors
+/// Values are in the field of another type than that of `tensor`.
+fn raw_of(
+    tensor: &Tensor<'_>,
+    contents: &[u8],
+    memory: &mut Reservation,
+) -> Result<Vec<u8>, Problem> {
     // The field, the bytes of a value, and the most bytes of one byte of the message: a number may
     // take one byte, and an empty text, which becomes its length in four bytes, two.
-    let (number, width, growth) = match datatype {
+    let (number, width, growth) = match &*tensor.datatype {
         "FP32" => (FLOATS, 4, 1),
         "FP64" => (DOUBLES, 8, 1),
         "BYTES" => (TEXTS, 1, 2),
         "INT32" => (2, 4, 4),
         "UINT64" => (5, 8, 8),
-        _ => (3, 8, 8),
+        "INT64" => (3, 8, 8),
+        // No input has another type, and the reader of this one says so.
+        _ => return Ok(Vec::new()),
     };
+    let name = |number: u64| TYPED.get((number as usize).wrapping_sub(1));
     memory.grow(growth * contents.len())?;
     let mut bytes = Vec::with_capacity(growth * contents.len());
     for field in Fields(contents) {
         let field = field?;
         match (number, field.value) {
-            _ if field.number != number => {}
+            _ if field.number != number => {
+                if let (Some(own), Some(other)) = (name(number), name(field.number)) {
+                    let (datatype, rule) = (&tensor.datatype, "belong into");
+                    let problem = format!("{datatype} values {rule} `{own}_contents`");
+                    return Err(tensor.fault(&format!("{problem}, not `{other}_contents`")));
+                }
+            }
             (TEXTS, Value::Bytes(text)) => write_text(&mut bytes, text),
             (FLOATS | DOUBLES, Value::Bytes(packed)) if packed.len() % width == 0 => {
                 bytes.extend_from_slice(packed);

@@ -3,20 +3,22 @@
 
 use crate::connections::memory::Reservation;
 use crate::http::{Answered, header_text, reply};
-use crate::infer::{Call, Order, Shown, submit};
+use crate::infer::{Call, NO_NUMBER, Order, Shown, submit};
 use crate::models::describe;
 use crate::problem::{Problem, checked};
 use crate::tensors::outputs::{Asked, Numbers, Want};
 use crate::tensors::values::{Tensor, write_null, write_text};
 use crate::tensors::{Read, batch_of};
 use hatchback::Shortened;
+use hatchback::schema::object::Object;
 use hyper::body::Bytes;
 use hyper::header::{HeaderName, HeaderValue};
 use hyper::{HeaderMap, StatusCode};
-use serde::de::{DeserializeSeed, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -28,8 +30,9 @@ const _: () = assert!(2 * size_of::<u64>() <= GROWTH * "1,".len());
 const _: () = assert!(
     2 * (size_of::<HeadOutput<'_>>() + size_of::<Asked<'_>>()) <= GROWTH * r#"{"name":""},"#.len()
 );
-/// Bytes of a number in JSON, with its comma.
-const NUMBER_BYTES: usize = 24;
+/// Bytes of a score or a count in JSON, with its comma, and of any number as binary data, at most.
+const TEXT_BYTES: usize = "-1.17549435e-38,".len();
+const BINARY_BYTES: usize = 8;
 /// Bytes of an answer beside its numbers and names.
 const ANSWER_BYTES: usize = 1024;
 
@@ -39,11 +42,11 @@ struct Head<'a> {
     #[serde(borrow, default)]
     id: Cow<'a, str>,
     #[serde(borrow, default)]
-    parameters: Parameters<'a>,
+    parameters: Object<Parameters<'a>>,
     #[serde(borrow)]
-    inputs: Vec<HeadInput<'a>>,
+    inputs: Vec<Object<HeadInput<'a>>>,
     #[serde(borrow, default)]
-    outputs: Vec<HeadOutput<'a>>,
+    outputs: Vec<Object<HeadOutput<'a>>>,
 }
 
 /// The parameters of a request, of an input and of an output.
@@ -73,7 +76,7 @@ struct HeadInput<'a> {
     datatype: Cow<'a, str>,
     shape: Vec<i64>,
     #[serde(borrow, default)]
-    parameters: Parameters<'a>,
+    parameters: Object<Parameters<'a>>,
     /// The text of the values, which are read when their type is known.
     #[serde(borrow)]
     data: Option<&'a RawValue>,
@@ -84,16 +87,19 @@ struct HeadOutput<'a> {
     #[serde(borrow)]
     name: Cow<'a, str>,
     #[serde(borrow, default)]
-    parameters: Parameters<'a>,
+    parameters: Object<Parameters<'a>>,
 }
 
 /// A text, which is copied only if it has escapes.
 #[derive(Deserialize)]
 struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Passes each value of arrays in arrays, `depth` of them, to `take`.
+/// Passes each value of arrays in arrays to `take`.
 struct Nested<'v, T> {
-    depth: usize,
+    /// The values of an array at each level; -1 is any number.
+    sides: &'v [i64],
+    /// Set if an array has another number of values.
+    is_ragged: &'v Cell<bool>,
     take: &'v mut dyn FnMut(T),
 }
 
@@ -101,8 +107,8 @@ impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for Nested<'_, T> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
-        match self.depth {
-            0 => T::deserialize(from).map(self.take),
+        match self.sides {
+            [] => T::deserialize(from).map(self.take),
             _ => from.deserialize_seq(self),
         }
     }
@@ -116,39 +122,74 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Nested<'_, T> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<(), A::Error> {
-        let (depth, take) = (self.depth - 1, self.take);
-        while items.next_element_seed(Nested { depth, take: &mut *take })?.is_some() {}
+        let (Some((&side, sides)), mut found) = (self.sides.split_first(), 0) else {
+            return Ok(());
+        };
+        let Self { is_ragged, take, .. } = self;
+        while items.next_element_seed(Nested { sides, is_ragged, take: &mut *take })?.is_some() {
+            found += 1;
+        }
+        if side >= 0 && side != found {
+            is_ragged.set(true);
+        }
         Ok(())
     }
 }
 
-/// Passes each value in `json`, a value or nested arrays of values, to `take`.
-fn each<'a, T: Deserialize<'a>>(
-    json: &'a RawValue,
-    mut take: impl FnMut(T),
-) -> Result<(), serde_json::Error> {
-    let is_open = |c: &char| *c == '[' || c.is_ascii_whitespace();
-    let depth = json.get().chars().take_while(is_open).filter(|c| *c == '[').count();
-    let mut from = serde_json::Deserializer::from_str(json.get());
-    Nested { depth, take: &mut take }.deserialize(&mut from)
+/// The data of a tensor: flat, or nested as its shape says.
+struct Data<'a> {
+    json: &'a str,
+    sides: &'a [i64],
+    is_ragged: Cell<bool>,
 }
 
-/// Returns the values in `json` as bytes of the type `datatype`.
-fn bytes_of(json: &RawValue, datatype: &str) -> Result<Vec<u8>, serde_json::Error> {
-    let mut to = Vec::with_capacity(json.get().len());
-    // A missing value is NaN in binary data.
-    match datatype {
-        "FP32" => each(json, |x: Option<f32>| to.extend(x.unwrap_or(f32::NAN).to_le_bytes()))?,
-        "FP64" => each(json, |x: Option<f64>| to.extend(x.unwrap_or(f64::NAN).to_le_bytes()))?,
-        "BYTES" => each(json, |text: Option<Text<'_>>| match text {
-            Some(Text(text)) => write_text(&mut to, text.as_bytes()),
-            None => write_null(&mut to),
-        })?,
-        "UINT64" => each(json, |n: u64| to.extend(n.to_le_bytes()))?,
-        // JSON does not tell INT32 from INT64: both are decoded as INT64.
-        _ => each(json, |n: i64| to.extend(n.to_le_bytes()))?,
+impl<'a> Data<'a> {
+    fn new(json: &'a RawValue, shape: &'a [i64]) -> Self {
+        let json = json.get();
+        let is_open = |c: &char| *c == '[' || c.is_ascii_whitespace();
+        let depth = json.chars().take_while(is_open).filter(|c| *c == '[').count();
+        // The number of flat values is compared with the shape where they are read.
+        let sides = if depth < 2 { &[-1][..depth] } else { shape };
+        Self { json, sides, is_ragged: Cell::new(depth >= 2 && depth != shape.len()) }
     }
-    Ok(to)
+
+    /// Passes each value to `take`, unless the data is ragged.
+    fn each<T: Deserialize<'a>>(&self, mut take: impl FnMut(T)) -> Result<(), serde_json::Error> {
+        if self.is_ragged.get() {
+            return Ok(());
+        }
+        let mut from = serde_json::Deserializer::from_str(self.json);
+        let (sides, is_ragged) = (self.sides, &self.is_ragged);
+        Nested { sides, is_ragged, take: &mut take }.deserialize(&mut from)
+    }
+
+    /// Returns the values as bytes of the type `datatype`.
+    fn bytes(&self, datatype: &str) -> Result<Vec<u8>, serde_json::Error> {
+        let mut to = Vec::with_capacity(self.json.len());
+        // A missing value is NaN in binary data.
+        match datatype {
+            "FP32" => {
+                let mut is_beyond = false;
+                self.each(|x: Option<f64>| {
+                    let x = x.map_or(f32::NAN, |x| x as f32);
+                    is_beyond |= x.is_infinite();
+                    to.extend(x.to_le_bytes());
+                })?;
+                if is_beyond {
+                    return Err(Error::custom("beyond the range of FP32"));
+                }
+            }
+            "FP64" => self.each(|x: Option<f64>| to.extend(x.unwrap_or(f64::NAN).to_le_bytes()))?,
+            "BYTES" => self.each(|text: Option<Text<'_>>| match text {
+                Some(Text(text)) => write_text(&mut to, text.as_bytes()),
+                None => write_null(&mut to),
+            })?,
+            "UINT64" => self.each(|n: u64| to.extend(n.to_le_bytes()))?,
+            "INT32" => self.each(|n: i32| to.extend(n.to_le_bytes()))?,
+            _ => self.each(|n: i64| to.extend(n.to_le_bytes()))?,
+        }
+        Ok(to)
+    }
 }
 
 /// The path of a request for scores.
@@ -172,8 +213,12 @@ pub async fn infer(
     let submitted = submit(call, &order)?;
     drop(order);
     let encode = |shown: &Shown<'_>, call: &mut Call<'_>| {
-        let bytes_max = ANSWER_BYTES + shown.id().len() + 2 * NUMBER_BYTES * shown.numbers();
-        call.memory.grow(bytes_max)?;
+        let bytes = |(_, want, numbers): (_, _, Numbers<'_>)| {
+            numbers.count() * if want == Want::Text { TEXT_BYTES } else { BINARY_BYTES }
+        };
+        let numbers_bytes: usize = shown.outputs().map(bytes).sum();
+        // In memory twice: a vector that grew, or the binary data and the answer.
+        call.memory.grow(ANSWER_BYTES + shown.id().len() + 2 * numbers_bytes)?;
         Ok(response(&call.model, shown))
     };
     submitted.answer(call, body, encode).await
@@ -229,22 +274,25 @@ pub fn order<'a>(
     };
     // Before the JSON is parsed, because the parser allocates.
     memory.grow(GROWTH * json.len())?;
-    let Head { id, parameters, inputs, outputs } =
+    let Object(Head { id, parameters, inputs, outputs }) =
         serde_json::from_slice(json).map_err(|e| Problem::invalid(e.to_string()))?;
     checked(&id)?;
 
-    let Parameters { timeout, top_k, binary_data_output: is_binary, .. } = parameters;
+    let Object(Parameters { timeout, top_k, binary_data_output: is_binary, .. }) = parameters;
     let Target { model, version } = target;
     let mut order = Order { model, version, id, every: encoding(is_binary), ..Order::default() };
     for (name, value) in [("timeout", timeout), ("top_k", top_k)] {
-        value.map_or(Ok(()), |value| order.set(name, value.get()))?;
+        // Any other value than a number is not quoted: the answer would escape it.
+        let is_number = |text: &&str| text.starts_with(|c: char| c == '-' || c.is_ascii_digit());
+        let number = |json: &'a RawValue| Some(json.get()).filter(is_number).unwrap_or(NO_NUMBER);
+        value.map_or(Ok(()), |json| order.set(name, number(json)))?;
     }
-    for input in inputs {
+    for Object(input) in inputs {
         order.tensors.push(tensor(input, &mut binary)?);
     }
-    for HeadOutput { name, parameters } in outputs {
+    for Object(HeadOutput { name, parameters }) in outputs {
         checked(&name)?;
-        let want = encoding(parameters.binary_data || is_binary);
+        let want = encoding(parameters.0.binary_data || is_binary);
         order.asked.push(Asked { name, want });
     }
     if !binary.is_empty() {
@@ -255,7 +303,7 @@ pub fn order<'a>(
 
 /// Returns the tensor of `input`, which takes its part of the `binary` data.
 fn tensor<'a>(input: HeadInput<'a>, binary: &mut &'a [u8]) -> Result<Tensor<'a>, Problem> {
-    let HeadInput { name, datatype, shape, parameters, data } = input;
+    let HeadInput { name, datatype, shape, parameters: Object(parameters), data } = input;
     checked(&name)?;
     checked(&datatype)?;
     let optional = parameters.optional;
@@ -270,14 +318,20 @@ fn tensor<'a>(input: HeadInput<'a>, binary: &mut &'a [u8]) -> Result<Tensor<'a>,
         }
         (None, None) => return Err(tensor.fault("has no data")),
         (Some(_), Some(_)) => return Err(tensor.fault("has data and binary data")),
-        (Some(data), None) => Cow::Owned(bytes_of(data, &tensor.datatype).map_err(|_| {
-            let datatype = Shortened(&tensor.datatype);
-            tensor.fault(&format!("its data has values that are not {datatype}"))
-        })?),
+        (Some(json), None) => {
+            let Tensor { datatype, shape, .. } = &tensor;
+            let data = Data::new(json, shape);
+            let bytes = data.bytes(datatype).map_err(|_| {
+                let datatype = Shortened(datatype);
+                tensor.fault(&format!("its data has values that are not {datatype}"))
+            })?;
+            if data.is_ragged.get() {
+                let problem = format!("its data is nested otherwise than its shape {shape:?}");
+                return Err(tensor.fault(&problem));
+            }
+            Cow::Owned(bytes)
+        }
     };
-    if data.is_some() && tensor.datatype == "INT32" {
-        tensor.datatype = "INT64".into();
-    }
     Ok(tensor)
 }
 

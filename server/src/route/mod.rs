@@ -37,7 +37,7 @@ use hyper::http::request::Parts;
 use hyper::{Method, Request, StatusCode};
 use percent_encoding::percent_decode_str;
 use prost::Message;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -430,11 +430,11 @@ async fn change_http(
     // Before the body is read: a caller without the right takes no memory.
     check_right(call)?;
     let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
-    let parameters: serde_json::Value = match body.is_empty() {
-        true => json!({}),
+    let parameters: Map<String, Value> = match body.is_empty() {
+        true => Map::new(),
         false => serde_json::from_slice(&body).map_err(|e| Problem::invalid(e.to_string()))?,
     };
-    if !parameters["parameters"]["config"].is_null() {
+    if parameters.get("parameters").is_some_and(|own| !own["config"].is_null()) {
         return Err(overrides_files("config"));
     }
     control::change(call, name, change).await?;

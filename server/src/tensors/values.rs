@@ -237,17 +237,25 @@ fn texts<'a>(
     let most = elements.min(bytes.len() / TEXT_PREFIX_BYTES);
     memory.grow(most * size_of::<Option<&str>>())?;
     let mut texts = Vec::with_capacity(most);
-    let cut = || tensor.fault("its texts end in the middle of one");
+    let cut = |at: usize, length: u32, left: usize| {
+        let text = format!("text {at} has {length} bytes, and {left} are left");
+        tensor.fault(&format!("its texts end in the middle of one: {text}"))
+    };
+    // Only JSON has nulls. In the bytes of a caller the mark is a length, which is too large.
+    let has_nulls = matches!(tensor.values, Cow::Owned(_));
     while !bytes.is_empty() && texts.len() < elements {
-        let (length, rest) = bytes.split_first_chunk().ok_or_else(cut)?;
-        if *length == NULL_TEXT {
+        let (at, left) = (texts.len(), bytes.len());
+        let prefix = || cut(at, TEXT_PREFIX_BYTES as u32, left);
+        let (length, rest) = bytes.split_first_chunk().ok_or_else(prefix)?;
+        if *length == NULL_TEXT && has_nulls {
             texts.push(None);
             bytes = rest;
             continue;
         }
-        let length = u32::from_le_bytes(*length) as usize;
+        let length = u32::from_le_bytes(*length);
         let text;
-        (text, bytes) = rest.split_at_checked(length).ok_or_else(cut)?;
+        let whole = rest.split_at_checked(length as usize);
+        (text, bytes) = whole.ok_or_else(|| cut(at, length, rest.len()))?;
         let text = std::str::from_utf8(text).map_err(|_| tensor.fault("a text is not UTF-8"))?;
         texts.push(Some(text));
     }

@@ -1,11 +1,12 @@
 //! A request for its best samples: positions and scores of these only, over HTTP and gRPC.
 
-use crate::front_pages::{infer, open, post};
-use hatchback::Shortened;
+use crate::front_pages::{infer, open, open_with, post};
+use hatchback::model::budget::Budget;
 use hatchback_server::proto::{
     InferInputTensor, InferParameter, InferRequestedOutputTensor, InferTensorContents,
     ModelInferRequest, ModelInferResponse, ParameterValue,
 };
+use hatchback_tests::client::Client;
 use hatchback_tests::front_door::FrontDoor;
 use serde_json::{Value, json};
 use std::cmp::Ordering;
@@ -106,8 +107,9 @@ fn a_number_of_samples_that_is_no_number_or_below_one_is_refused() {
     let door = open();
     for k in ["0", "-3", "\"ten\"", "\"3\"", "2.5", "1e2", "true", "[3]", "18446744073709551616"] {
         let refused = over_http(&door, Some(serde_json::from_str(k).unwrap()), &[]).unwrap_err();
-        let shown = serde_json::from_str::<Value>(k).unwrap().to_string();
-        let shown = Shortened(&shown).to_string();
+        let is_number = serde_json::from_str::<Value>(k).unwrap().is_number();
+        let number = serde_json::from_str::<Value>(k).unwrap().to_string();
+        let shown = if is_number { &*number } else { "of another type" };
         let said = format!("parameters.top_k is {shown}, must be an integer of 1 or more");
         assert!(refused.contains(&said), "{refused}");
     }
@@ -120,5 +122,36 @@ fn a_number_of_samples_that_is_no_number_or_below_one_is_refused() {
         let refused = over_grpc(&door, k).unwrap_err();
         let said = format!("parameters.top_k is {shown}, must be an integer of 1 or more");
         assert!(refused.contains(&said), "{refused}");
+    }
+}
+
+/// The answer of all outputs as text would take more memory than the front door has.
+#[test]
+fn a_binary_answer_is_charged_for_its_binary_bytes() {
+    const MANY: usize = 1 << 16;
+    let door = open_with(Budget { workers: 1, batch_max: MANY as u32, ..Budget::default() });
+    let ask = |parameters: Value, output: &str| {
+        let input = json!({
+            "name": "dense", "datatype": "FP32", "shape": [MANY, WIDTH],
+            "parameters": {"binary_data_size": 4 * WIDTH * MANY},
+        });
+        let mut head = json!({"inputs": [input], "parameters": parameters});
+        if !output.is_empty() {
+            head["outputs"] = json!([{ "name": output, "parameters": {"binary_data": true} }]);
+        }
+        let head = head.to_string().into_bytes();
+        let length = head.len();
+        let body = [head, vec![0; 4 * WIDTH * MANY]].concat();
+        let path = "/v2/models/coupon/infer HTTP/1.1";
+        let header = format!("{path}\r\ninference-header-content-length: {length}\r\nx: y");
+        let mut client = Client::connect(&door.socket()).unwrap();
+        client.send(&header, Some(&body)).unwrap();
+        client.receive().unwrap()
+    };
+    for (parameters, output) in [(json!({"binary_data_output": true}), ""), (json!({}), "status")] {
+        let answer = ask(parameters, output);
+        let said = String::from_utf8_lossy(&answer.body[..answer.body.len().min(200)]).into_owned();
+        assert_eq!(answer.code, 200, "{said}");
+        assert!(answer.body.len() > 4 * 5 * MANY, "{said}");
     }
 }

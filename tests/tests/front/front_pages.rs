@@ -22,9 +22,13 @@ const ALERTS: &str = include_str!("../../../server/monitoring/alerts.yml");
 const DASHBOARD: &str = include_str!("../../../server/monitoring/dashboard.json");
 
 pub fn open() -> FrontDoor {
+    open_with(Budget { workers: 1, ..Budget::default() })
+}
+
+/// Opens a front door whose model has this budget.
+pub fn open_with(budget: Budget) -> FrontDoor {
     let installed = install_spec("tools/demo/coupon/model.toml", None, None);
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
-    let budget = Budget { workers: 1, ..Budget::default() };
     let serving = serving(budget);
     serving.load("coupon", &flash, budget).unwrap();
     FrontDoor::open(serving, None).unwrap()

@@ -370,3 +370,73 @@ fn typed_values_that_are_malformed_or_beside_raw_ones_are_refused() {
     let other = ask(vec![6 * 8 + 2, 4, 0, 0, 0, 0], "FP64", &[]).message;
     assert!(other.contains("input `dense`"), "{other}");
 }
+
+/// Asks over HTTP with this JSON.
+fn asked(body: &str) -> Result<Batch, String> {
+    decode_request(body.as_bytes(), Some(body.len()), &schema(), 8).map_err(|e| e.to_string())
+}
+
+#[test]
+fn nested_data_must_have_its_shape_at_every_level() {
+    let ask = |datatype: &str, shape: &str, data: &str| {
+        asked(&format!(
+            r#"{{"inputs":[{{"name":"plain","datatype":"{datatype}","shape":{shape},"data":{data}}},
+            {{"name":"dense","datatype":"FP32","shape":[2,1],"data":[0.5,0.5]}}]}}"#
+        ))
+    };
+    let flat = format!("{:?}", ask("INT64", "[2,2]", "[1,2,3,4]").unwrap());
+    for datatype in ["INT64", "INT32", "UINT64"] {
+        let nested = ask(datatype, "[2,2]", "[ [1,2], [3,4]]").unwrap();
+        assert_eq!(format!("{nested:?}"), flat);
+    }
+    assert!(ask("INT64", "[2,0]", "[[],[]]").is_ok() && ask("INT64", "[2,0]", "[]").is_ok());
+    let ragged = [
+        "[[1],[2,3,4]]",
+        "[[1,2,3],[4]]",
+        "[[1,2,3,4]]",
+        "[[1],[2],[3],[4]]",
+        "[[1,2],[3,4],[]]",
+        "[[[1,2],[3,4]]]",
+    ];
+    for data in ragged {
+        for datatype in ["INT64", "INT32", "UINT64", "FP32", "FP64"] {
+            let found = ask(datatype, "[2,2]", data).unwrap_err();
+            let expected = "input `plain`: its data is nested otherwise than its shape [2, 2]";
+            assert_eq!(found, expected, "{datatype} {data}");
+        }
+    }
+    let found = ask("BYTES", "[2,2]", r#"[["a"],["b","c","d"]]"#).unwrap_err();
+    assert!(found.contains("nested otherwise"), "{found}");
+    assert!(ask("INT64", "[4]", "[[1],[2],[3],[4]]").unwrap_err().contains("otherwise than"));
+    assert!(ask("INT64", "[2,2]", "[[1,2],3,4]").unwrap_err().contains("that are not INT64"));
+}
+
+#[test]
+fn an_array_in_place_of_an_object_is_refused_and_no_struct_is_named() {
+    let inputs = r#""inputs":[{"name":"plain","datatype":"INT64","shape":[1,1],"data":[1]},
+        {"name":"dense","datatype":"FP32","shape":[1,1],"data":[0.5]}]"#;
+    let whole = |more: &str| format!("{{{inputs}{more}}}");
+    assert!(asked(&whole(r#","parameters":{},"outputs":[{"name":"score"}]"#)).is_ok());
+    let arrays = [
+        whole(r#","parameters":[null,1]"#),
+        whole(r#","parameters":[]"#),
+        whole(r#","outputs":[["score"]]"#),
+        whole(r#","outputs":[{"name":"score","parameters":[]}]"#),
+        "[]".to_owned(),
+        r#"["",{},[]]"#.to_owned(),
+        r#"{"inputs":[["plain","INT64",[1,1],{},[1]]]}"#.to_owned(),
+        whole("").replace(r#""shape":[1,1],"#, r#""shape":[1,1],"parameters":[],"#),
+    ];
+    for body in arrays {
+        let found = asked(&body).unwrap_err();
+        assert!(found.starts_with("invalid type: sequence, expected an object at"), "{found}");
+    }
+    assert!(asked(r#"{"inputs":[null]}"#).unwrap_err().contains("null, expected an object"));
+    for line in ["[]", r#"[[0.5],{"plain":[1]}]"#] {
+        let found = Sample::from_json(line, &schema()).unwrap_err().to_string();
+        assert!(found.contains("sequence, expected an object"), "{found}");
+    }
+    let candidates = r#"{"dense":[0.5],"candidates":[[]]}"#;
+    let found = Sample::request_from_json(candidates, &schema()).unwrap_err().to_string();
+    assert!(found.contains("sequence, expected an object"), "{found}");
+}

@@ -226,7 +226,7 @@ fn a_value_that_a_key_function_does_not_take_is_named() {
     };
     let long = json!("a".repeat(1025));
     let cases = [
-        (one(1, "BYTES", json!("a")), "input `rest.values`: sample 0: `a` is not an integer"),
+        (one(1, "BYTES", json!("a")), "sample 0: the text `a` is not an integer of 64"),
         (one(0, "FP64", json!(0.5)), "input `hashed.values`: sample 0: 0.5 is not a text"),
         (one(2, "BYTES", long), "is not one of at most 1024 bytes"),
         (Tensor { name: "bucket.keys".to_owned(), ..one(3, "BYTES", json!("a")) }, "takes INT64"),
@@ -296,9 +296,11 @@ fn refused(datatype: &str, shape: &[i64], values: &[u8]) -> String {
 
 #[test]
 fn texts_that_are_cut_short_too_many_or_no_texts_are_refused() {
-    let all: [(&str, &[i64], &[u8], &str); 7] = [
+    let all: [(&str, &[i64], &[u8], &str); 8] = [
         ("BYTES", &[1], b"\x01\0\0", "in the middle"),
-        ("BYTES", &[1], b"\x02\0\0\0a", "in the middle"),
+        ("BYTES", &[1], b"\x02\0\0\0a", "one: text 0 has 2 bytes, and 1 are left"),
+        // The mark of a null among the values of JSON is only a length here.
+        ("BYTES", &[1], b"\xff\xff\xff\xff", "text 0 has 4294967295 bytes, and 0 are left"),
         ("BYTES", &[1], b"\x01\0\0\0\xff", "not UTF-8"),
         ("BYTES", &[2], b"\x01\0\0\0a", "1 texts, and [2] has 2"),
         ("BYTES", &[1], b"\x01\0\0\0a\0\0\0\0", "more than 1 texts, and [1] has 1"),
@@ -330,6 +332,10 @@ fn json_of_another_type_than_its_tensor_is_refused_by_name() {
         ("INT64", json!(0.5)),
         ("INT64", json!(1u64 << 63)),
         ("INT32", json!("a")),
+        ("INT32", json!(1i64 << 31)),
+        ("INT32", json!(-(1i64 << 31) - 1)),
+        ("INT32", json!(i64::MAX)),
+        ("FP32", json!(1e39)),
         ("UINT64", json!(-1)),
     ];
     for (datatype, value) in cases {
@@ -337,4 +343,28 @@ fn json_of_another_type_than_its_tensor_is_refused_by_name() {
         let expected = format!("input `word.values`: its data has values that are not {datatype}");
         assert_eq!(found, expected);
     }
+}
+
+#[test]
+fn typed_values_of_grpc_in_the_field_of_another_type_are_refused() {
+    let ask = |datatype: &str, contents: InferTensorContents| {
+        let input = InferInputTensor {
+            name: "rest.values".to_owned(),
+            datatype: datatype.to_owned(),
+            shape: vec![1, 1],
+            contents: Some(contents),
+            ..InferInputTensor::default()
+        };
+        let request = ModelInferRequest { inputs: vec![input], ..ModelInferRequest::default() };
+        decode_request(&request.encode_to_vec(), None, &schema(), 8).unwrap_err().to_string()
+    };
+    let int = InferTensorContents { int_contents: vec![1], ..InferTensorContents::default() };
+    let both = InferTensorContents { int64_contents: vec![1], ..int.clone() };
+    for contents in [int.clone(), both] {
+        let expected = "INT64 values belong into `int64_contents`, not `int_contents`";
+        assert_eq!(ask("INT64", contents), format!("input `rest.values`: {expected}"));
+    }
+    assert!(ask("FP32", int.clone()).contains("belong into `fp32_contents`, not `int_contents`"));
+    assert!(ask("BYTES", int.clone()).contains("belong into `bytes_contents`, not"));
+    assert!(ask("BOOL", int).contains("BOOL; it takes BYTES"));
 }

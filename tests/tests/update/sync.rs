@@ -420,9 +420,20 @@ fn a_captive_portal() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     fleet.delta(T0 + 10, 2);
+    let other: [(&[u8], &str); 3] =
+        [(b"", "an empty body"), (b"\x1f\x8b\x08", "gzip"), (b"\n <html>", "HTML")];
+    for (answer, name) in other {
+        let faults = Faults { portal: Some(answer), ..Faults::default() };
+        let error = car.run(&mut Wire::new(fleet.link(), faults), T0 + 11).unwrap_err().to_string();
+        let expected = format!("metadata/2.root.json: the server answered with {name}, not with");
+        assert!(error.contains(&expected), "{error}");
+    }
     let page: &[u8] = b"<!DOCTYPE html><title>Welcome to our Wi-Fi</title>";
     let mut wire = Wire::new(fleet.link(), Faults { portal: Some(page), ..Faults::default() });
-    let is_expected = |e: &UpdateError| matches!(e, UpdateError::Malformed { .. });
+    let is_expected = |e: &UpdateError| match e {
+        UpdateError::Malformed { problem, .. } => problem.contains("answered with HTML"),
+        _ => false,
+    };
     car.survives(
         &mut wire,
         T0 + 11,
