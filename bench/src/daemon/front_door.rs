@@ -217,10 +217,8 @@ async fn call_until(
     let mut totals = WayTotals::default();
     for message in messages.iter().cycle().skip(first) {
         let sent = Instant::now();
-        let outcome = caller.infer(message.clone(), None).await;
-        let now = Instant::now();
-        match outcome {
-            Ok(Outcome::Answered(_)) => totals.latencies.record(now - sent),
+        match caller.infer(message.clone(), None).await {
+            Ok(Outcome::Answered(_)) => totals.latencies.record(sent.elapsed()),
             Err(_) => {
                 totals.errors += 1;
                 caller = Caller::connect(&socket).await?;
@@ -233,7 +231,7 @@ async fn call_until(
                 Err(_) => totals.errors += 1,
             },
         }
-        if now >= until {
+        if Instant::now() >= until {
             break;
         }
     }

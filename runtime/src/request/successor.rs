@@ -94,7 +94,8 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
 /// # Errors
 /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
 /// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used.
-/// [`OpenError::Cuda`] if the GPU has too little memory or its driver refuses. [`OpenError::Budget`] if the budget has.
+/// [`OpenError::Cuda`] if the GPU has too little memory or its driver refuses.
+/// [`OpenError::Budget`] if the budget has too little.
 pub(crate) fn open(
     old: &Model,
     flash: &Flash,

@@ -386,10 +386,10 @@ fn bring_forward(graph: &mut Graph, shared: &[bool], on: &GpuLayout<'_>) -> usiz
     graph.nodes.iter().take_while(is_early).count()
 }
 
-/// Returns for each node the last node of its launch: nodes of up to `narrow` values that follow one
-/// another and are no products share one. In it some samples are at a later node than others, so no
-/// value may take the buffer of an earlier one. Wider nodes share a launch only if their memory
-/// allows it, so a long chain of them keeps few buffers.
+/// Returns for each node the last node of its launch. Nodes of up to `narrow` values that follow
+/// one another and are no products share one. In it some samples are at a later node than others,
+/// so no value may take the buffer of an earlier one. Wider nodes share a launch only if their
+/// memory allows it, so a long chain of them keeps few buffers.
 fn launch_ends(graph: &Graph, shared: &[bool], early: usize, narrow: usize) -> Vec<usize> {
     let nodes = &graph.nodes;
     let is_wide = |node: &Node| match &node.op {
