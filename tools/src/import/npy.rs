@@ -53,6 +53,10 @@ fn array(path: &Path, rank: usize) -> Result<Array, ImportError> {
 fn text_range(path: &Path) -> Result<(u64, u64), ImportError> {
     let head = Head::read(path, PREFIX)?;
     if !head.bytes.starts_with(b"\x93NUMPY") {
+        if head.bytes.starts_with(b"PK") {
+            let why = "not the .npy of one array: write each array with `numpy.save`";
+            return Err(ImportError::field(path, "format", "zip, as .npz has it", why));
+        }
         let magic = format!("{:02x?}", head.field::<6>(0)?);
         return Err(ImportError::field(path, "magic", magic, "not 93 \"NUMPY\""));
     }
@@ -184,6 +188,10 @@ mod tests {
         for at in 0..6 {
             assert!(refused(at, b'?').contains("magic is"));
         }
+        golden.write(FILES[1], b"PK\x03\x04 and more of an archive");
+        assert!(golden.refusal(&bare(FILES[1]), 5).contains("write each array with `numpy.save`"));
+        golden.write(FILES[1], b"");
+        assert!(golden.refusal(&bare(FILES[1]), 5).contains("size 0 means that the file is empty"));
         assert!(refused(6, 4).contains("version is 4.0"));
         assert!(refused(7, 1).contains("version is 2.1"));
         for byte in [0, 1, 0x73, 0x75, 0xff] {
