@@ -77,7 +77,7 @@ pub enum RowFault {
         value: f32,
     },
     /// The value is finite, but the codec cannot hold a value so large.
-    #[error("column {column} holds {value}, beyond what {codec} holds", codec = codec.name())]
+    #[error("column {column} holds {value:?}, beyond what {codec} holds", codec = codec.name())]
     TooLarge {
         /// Column of the value.
         column: usize,

@@ -23,7 +23,7 @@ use crate::limits::{
 };
 use crate::schema::key_function::{KeyError, KeyFunction};
 use crate::schema::lookup::Lookup;
-use crate::schema::raw_value::RawValue;
+use crate::schema::raw_value::{RawValue, Shortened};
 use hatchback_kernels::cache::address::{mix, unmix};
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::dense::{
@@ -310,11 +310,13 @@ fn check_names<'a>(
         if i >= max {
             return fault(what, format!("has more than {max} entries"));
         }
-        if name.is_empty() || name.len() > NAME_BYTES_MAX || name.chars().any(char::is_control) {
-            return fault(
-                field,
-                format!("`{}` is empty, too long or unprintable", name.escape_debug()),
-            );
+        let (bytes, shown) = (name.len(), Shortened(name));
+        if !(1..=NAME_BYTES_MAX).contains(&bytes) {
+            let problem = format!("`{shown}` has {bytes} bytes, a name has 1 to {NAME_BYTES_MAX}");
+            return fault(field, problem);
+        }
+        if name.chars().any(char::is_control) {
+            return fault(field, format!("`{shown}` has a character that does not print"));
         }
         if !seen.insert(name) {
             return fault(field, format!("`{name}` occurs twice"));

@@ -6,7 +6,9 @@ use crate::limits::SAMPLE_BYTES_MAX;
 use crate::schema::key_function::KeyError;
 use crate::schema::object::Object;
 use crate::schema::raw_value::{RawValue, Shortened};
-use crate::schema::sample_line::{DenseValues, Line, Outcome, UniqueMap};
+use crate::schema::sample_line::{
+    DenseValues, ForeignNumber, Line, Outcome, UniqueMap, foreign_number,
+};
 use crate::schema::{Feature, Schema, optional_columns};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -87,7 +89,7 @@ impl Sample {
     /// # Errors
     /// [`SampleError`] if the line is not such an object or does not fit the schema.
     pub fn from_json(line: &str, schema: &Schema) -> Result<Self, SampleError> {
-        Self::from_line(parse(line)?, schema)
+        Self::from_line(parse(line, schema)?, schema)
     }
 
     /// Parses one line as [`Sample::from_json`] does, or a request of several samples, which all
@@ -98,7 +100,7 @@ impl Sample {
     /// [`SampleError`] if the line is no such object, a candidate does not fit the schema, or a
     /// value is in both.
     pub fn request_from_json(line: &str, schema: &Schema) -> Result<Vec<Self>, SampleError> {
-        let mut request = parse(line)?;
+        let mut request = parse(line, schema)?;
         let Some(candidates) = request.candidates.take() else {
             return Ok(vec![Self::from_line(request, schema)?]);
         };
@@ -205,11 +207,25 @@ impl Sample {
     }
 }
 
-fn parse(line: &str) -> Result<Line<'_>, SampleError> {
+fn parse<'a>(line: &'a str, schema: &Schema) -> Result<Line<'a>, SampleError> {
+    // Some editors write a byte order mark before the first line.
+    let line = line.strip_prefix('\u{feff}').unwrap_or(line);
     if line.len() > SAMPLE_BYTES_MAX {
         return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
     }
-    let Object(line) = serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
+    let Object(line) =
+        serde_json::from_str(line).map_err(|e| match foreign_number(line, e.column()) {
+            None => SampleError::Json(e.to_string()),
+            Some(ForeignNumber { field, dense, text }) => {
+                let feature = dense.and_then(|i| schema.dense_features.get(i));
+                let name = feature.map_or(String::new(), |feature| format!("`{}` ", feature.name));
+                let hint = if dense.is_some() { "; null is a missing value" } else { "" };
+                SampleError::Field {
+                    field,
+                    problem: format!("{name}is {text}, no JSON number{hint}"),
+                }
+            }
+        })?;
     Ok(line)
 }
 

@@ -152,3 +152,90 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for UniqueMapVisitor<T> {
         Ok(UniqueMap(map))
     }
 }
+
+/// A number that other languages write and JSON does not have, such as NaN.
+#[derive(Debug, PartialEq)]
+pub(super) struct ForeignNumber<'a> {
+    /// The place, such as `weights.history[2]`.
+    pub field: String,
+    /// The position in the list `dense`.
+    pub dense: Option<usize>,
+    pub text: &'a str,
+}
+
+/// A step from a line's object to one of its values.
+enum Step<'a> {
+    Key(&'a str),
+    Index(usize),
+}
+
+/// Returns the first NaN or infinity of `line` before byte `end`.
+pub(super) fn foreign_number(line: &str, end: usize) -> Option<ForeignNumber<'_>> {
+    let (mut steps, mut key, mut at) = (Vec::new(), "", 0);
+    while at < end.min(line.len()) {
+        let rest = &line[at..];
+        let is_word = |c: char| c.is_ascii_alphanumeric() || "+-._".contains(c);
+        let word = &rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())];
+        let number = word.trim_start_matches(['+', '-']).to_ascii_lowercase();
+        if matches!(number.as_str(), "nan" | "inf" | "infinity") {
+            let dense = match steps.as_slice() {
+                [Step::Key("dense"), Step::Index(i)] => Some(*i),
+                _ => None,
+            };
+            let shown = |step: &Step| match step {
+                Step::Key(key) => format!(".{}", Shortened(key)),
+                Step::Index(i) => format!("[{i}]"),
+            };
+            let field = steps.iter().map(shown).collect::<String>();
+            let field = field.trim_start_matches('.').to_owned();
+            return Some(ForeignNumber { field, dense, text: word });
+        }
+
+        at += word.len().max(rest.chars().next().map_or(1, char::len_utf8));
+        match (rest.as_bytes()[0], steps.last_mut()) {
+            (b'"', _) => {
+                let mut escaped = false;
+                let ends = |&(_, c): &(usize, char)| {
+                    let is_end = c == '"' && !escaped;
+                    escaped = c == '\\' && !escaped;
+                    is_end
+                };
+                let (length, _) = rest[1..].char_indices().find(ends)?;
+                key = &rest[1..=length];
+                at += length + 1;
+            }
+            (b'{', _) => steps.push(Step::Key("")),
+            (b'[', _) => steps.push(Step::Index(0)),
+            (b'}' | b']', _) => drop(steps.pop()),
+            (b':', Some(Step::Key(of))) => *of = key,
+            (b',', Some(Step::Index(i))) => *i += 1,
+            _ => {}
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_json_does_not_have_is_found_with_its_place() {
+        let found = |line: &'static str| {
+            let found = foreign_number(line, line.len())?;
+            Some((found.field, found.dense, found.text))
+        };
+        let is = |line, field: &str, dense, text| {
+            assert_eq!(found(line), Some((field.to_owned(), dense, text)), "{line}");
+        };
+        is(r#"{"sparse": {"a": [1, 2]}, "score": NaN}"#, "score", None, "NaN");
+        is(r#"{"dense": [0.5, -Infinity]}"#, "dense[1]", Some(1), "-Infinity");
+        is(r#"{"dense": {"a\"b": nan}}"#, "dense.a\\\\\\\"b", None, "nan");
+        is(r#"{"weights": {"ä": [[1], inf]}}"#, "weights.ä[1]", None, "inf");
+        assert_eq!(
+            found(r#"{"sparse": {"NaN": ["nan", "x\\"]}, "score": 1e5, "label": null}"#),
+            None
+        );
+        assert_eq!(found("{\"é"), None);
+    }
+}

@@ -42,8 +42,11 @@ impl Vocabulary {
             return Err(format!("{} bytes, over {VOCABULARY_BYTES_MAX}", self.bytes()));
         }
         let (words, ends) = (self.keys.len(), self.ends.len());
+        if words == 0 && ends == 0 {
+            return Err("has no word".to_owned());
+        }
         let whole = self.ends.last().map_or(0, |end| *end as usize);
-        if words != ends || whole != self.text.len() || words == 0 {
+        if words != ends || whole != self.text.len() {
             return Err(format!("{words} keys and {ends} words, which end at byte {whole}"));
         }
 
@@ -135,7 +138,7 @@ mod tests {
         let word = |word: &str, key| (word.to_owned(), key);
         let refused = |list| Vocabulary::new(list).unwrap_err();
         assert!(refused(vec![word("a", 1), word("b", 2), word("a", 3)]).contains("`a` occurs"));
-        assert!(refused(vec![]).contains("0 keys"));
+        assert!(refused(vec![]).contains("no word"));
         let whole = Vocabulary::new(vec![word("é", 1), word("z", 2)]).unwrap();
         let damaged = |damage: &dyn Fn(&mut Vocabulary)| {
             let mut vocabulary = whole.clone();

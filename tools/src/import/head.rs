@@ -24,6 +24,9 @@ impl Head {
     /// Reads the first `length` bytes. Fails before it allocates memory if the file is shorter.
     pub(super) fn read(file: &Path, length: u64) -> Result<Self, ImportError> {
         let size = file_size(file)?;
+        if size == 0 {
+            return Err(ImportError::size(file, size, "means that the file is empty"));
+        }
         if length > size || length > HEADER_BYTES_MAX {
             let why =
                 format!("does not fit a header of {length} bytes (at most {HEADER_BYTES_MAX})");

@@ -9,7 +9,7 @@ use npyz::{NpyHeader, Order};
 use super::array::{Array, Layout, rows_and_width};
 use super::dtype::Dtype;
 use super::error::ImportError;
-use super::head::Head;
+use super::head::{Head, file_size};
 use crate::limits::NPY_HEADER_BYTES_MAX;
 
 /// Bytes of the magic, the version and the longer of the two lengths.
@@ -51,8 +51,12 @@ fn array(path: &Path, rank: usize) -> Result<Array, ImportError> {
 
 /// Returns the offsets at which the header's text starts and ends.
 fn text_range(path: &Path) -> Result<(u64, u64), ImportError> {
-    let head = Head::read(path, PREFIX)?;
+    let head = Head::read(path, file_size(path)?.min(PREFIX))?;
     if !head.bytes.starts_with(b"\x93NUMPY") {
+        if head.bytes.starts_with(b"PK") {
+            let why = "not the .npy of one array: write each array with `numpy.save`";
+            return Err(ImportError::field(path, "format", "zip, as .npz has it", why));
+        }
         let magic = format!("{:02x?}", head.field::<6>(0)?);
         return Err(ImportError::field(path, "magic", magic, "not 93 \"NUMPY\""));
     }
@@ -184,6 +188,10 @@ mod tests {
         for at in 0..6 {
             assert!(refused(at, b'?').contains("magic is"));
         }
+        golden.write(FILES[1], b"PK\x03\x04xxxx");
+        assert!(golden.refusal(&bare(FILES[1]), 5).contains("write each array with `numpy.save`"));
+        golden.write(FILES[1], b"");
+        assert!(golden.refusal(&bare(FILES[1]), 5).contains("size 0 means that the file is empty"));
         assert!(refused(6, 4).contains("version is 4.0"));
         assert!(refused(7, 1).contains("version is 2.1"));
         for byte in [0, 1, 0x73, 0x75, 0xff] {

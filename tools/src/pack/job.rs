@@ -13,6 +13,7 @@ use crate::limits::HEADER_BYTES_MAX;
 use crate::report::input;
 use crate::report::temporary::Claim;
 use anyhow::{Context, Error, Result, bail, ensure};
+use hatchback::Codec;
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, TableBlobs, sha256};
 use hatchback::flash::Flash;
@@ -20,6 +21,7 @@ use hatchback::io::in_order::WorkPool;
 use hatchback::schema::change::check_change;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema, SchemaError, Table};
+use hatchback::update::release::{parse_name, target_name};
 use std::path::{Path, PathBuf};
 
 /// A model.toml and the choices of the command line.
@@ -191,6 +193,11 @@ impl PackJob {
         let generation = Generation { lineage, sequence };
         let named = |problem| SchemaError { field: "name".to_owned(), problem };
         generation.check().map_err(named)?;
+        // `publish` would refuse it only once the model is packed.
+        if parse_name(&target_name(&generation, None, 0)).is_none() {
+            let lineage = &generation.lineage;
+            return Err(named(format!("`{lineage}` begins with a dot, so no release can have it")));
+        }
         Ok(generation)
     }
 
@@ -297,7 +304,9 @@ impl PackJob {
                 return Err(SchemaError { field: "network".to_owned(), problem }.into());
             }
         };
-        schema.load_dense(onnx.clone()).with_context(|| path.display().to_string())?;
+        let loaded = schema.load_dense(onnx.clone());
+        let loaded = loaded.map_err(|error| network::with_batch(&onnx, error));
+        loaded.with_context(|| path.display().to_string())?;
         Ok(onnx)
     }
 
@@ -348,7 +357,9 @@ fn check_succession(generation: &Generation, parent: &Generation) -> Result<(), 
 fn encode_as_parent(table: &mut Table, number: usize, parent: &Flash, chosen: CodecChoice) {
     let Some(old) = parent.manifest().schema.tables.get(number) else { return };
     let is_same = (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys);
-    if is_same && (chosen == CodecChoice::Auto || table.codec == old.codec) {
+    // `auto` leaves f16 only for values that it cannot hold.
+    let holds = (table.codec, old.codec) != (Codec::F32, Codec::F16);
+    if is_same && (chosen == CodecChoice::Auto && holds || table.codec == old.codec) {
         (table.codec, table.unit_exp) = (old.codec, old.unit_exp);
     }
 }

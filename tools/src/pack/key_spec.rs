@@ -2,7 +2,7 @@
 //! Reads the file of a vocabulary; never reads rows.
 
 use crate::report::input;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use hatchback::limits::VOCABULARY_BYTES_MAX;
 use hatchback::schema::key_function::{IntegerType, KeyFunction, KeyHash, Side, Unknown};
 use hatchback::schema::vocabulary::Vocabulary;
@@ -188,6 +188,17 @@ fn read_words(path: &Path, first: u64, min_count: Option<u64>) -> Result<Vocabul
     let name = || path.display().to_string();
     let text = input::read_text(path, 4 * VOCABULARY_BYTES_MAX as u64).with_context(name)?;
 
+    let counted = |line: &str| {
+        let count = line.rsplit_once('\t').map(|(_, count)| count.trim());
+        count.is_some_and(|count| count.parse::<u64>().is_ok())
+    };
+    // Such words would be in no request.
+    ensure!(
+        min_count.is_some() || text.is_empty() || !text.lines().all(counted),
+        "{}: every line ends with a tab and a count; set `min_count`, 0 for all words",
+        name()
+    );
+
     let mut words = Vec::new();
     for (number, line) in text.lines().enumerate() {
         let at = || format!("{}:{}", name(), number + 1);
@@ -207,6 +218,9 @@ fn read_words(path: &Path, first: u64, min_count: Option<u64>) -> Result<Vocabul
             let key = key.with_context(|| format!("{}: no key is left", at()))?;
             words.push((word.to_owned(), key));
         }
+    }
+    if let (true, Some(least)) = (words.is_empty() && !text.is_empty(), min_count) {
+        bail!("{}: min_count: no word has a count of at least {least}", name());
     }
     Vocabulary::new(words).map_err(|problem| anyhow!("{}: {problem}", name()))
 }
@@ -238,16 +252,25 @@ mod tests {
     }
 
     #[test]
+    fn the_byte_order_mark_of_a_file_is_no_part_of_its_first_word() {
+        let function = vocabulary("first = 1\nunknown = 0", "\u{feff}a\r\nb\r\n").unwrap();
+        let key = |word: &str| function.apply(&RawValue::from(word)).unwrap();
+        assert_eq!([key("a"), key("b"), key("c")], [1, 2, 0]);
+    }
+
+    #[test]
     fn a_wrong_file_of_words_is_refused_by_its_line() {
         let refused = |rest: &str, words: &str, problem: &str| {
             let error = format!("{:#}", vocabulary(rest, words).unwrap_err());
             assert!(error.contains("words.txt") && error.contains(problem), "{error}");
         };
         refused("", "a\nb\na\n", "`a` occurs twice");
-        refused("", "", "0 keys");
+        refused("", "", "has no word");
+        refused("min_count = 0", "", "has no word");
+        refused("", "a\t9\nb\t7\n", "set `min_count`, 0 for all words");
         refused("min_count = 1", "a\t3\nb\n", "words.txt:2: min_count needs a tab");
         refused("min_count = 1", "a\t3\nb\tx\n", "words.txt:2: count `x`");
-        refused("first = 9223372036854775807\nmin_count = 5", "a\t3\n", "0 keys");
+        refused("first = 9223372036854775807\nmin_count = 5", "a\t3\n", "a count of at least 5");
     }
 
     #[test]

@@ -2,12 +2,17 @@
 //! rows. Holds one block of rows.
 
 use super::overrides::Overrides;
-use super::spec::{DefaultRow, NamedRow, TableSpec};
+use super::spec::{CodecChoice, DefaultRow, NamedRow, TableSpec};
 use crate::import::RowSource;
 use anyhow::Result;
-use hatchback::choose_unit_exp;
 use hatchback::io::in_order::{InOrder, WorkPool};
 use hatchback::schema::Table;
+use hatchback::{Codec, choose_unit_exp};
+
+/// The largest value of an f16.
+const F16_MAX: f32 = 65_504.0;
+/// A value that fits a u8 row with any other: the largest unit times 2^13.
+const U8_MAX: f32 = (1u128 << 77) as f32;
 
 /// The result of the first pass over a table.
 #[derive(Debug)]
@@ -107,7 +112,13 @@ impl Learnt {
     /// # Errors
     /// The dim is too large.
     pub(super) fn table(&self, spec: &TableSpec, rows: u64, overrides: Overrides) -> Result<Table> {
-        let codec = overrides.codec.unwrap_or(spec.codec).resolve(rows, spec.dim);
+        let choice = overrides.codec.unwrap_or(spec.codec);
+        let codec = match choice.resolve(rows, spec.dim) {
+            codec if choice != CodecChoice::Auto => codec,
+            Codec::F16 if self.ranges.magnitude_max > F16_MAX => Codec::F32,
+            Codec::U8 if self.ranges.magnitude_max > U8_MAX => Codec::F32,
+            codec => codec,
+        };
         let range_min = Some(self.ranges.row_range_min).filter(|range| range.is_finite());
         let range_min = range_min.unwrap_or_default();
         let default_row = match (&spec.default, &self.sums) {
@@ -129,5 +140,31 @@ impl Learnt {
             miss: spec.miss,
             default_row,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn auto_takes_f32_for_values_that_the_smaller_codecs_do_not_hold() {
+        let spec = |codec: &str| {
+            let text = format!(
+                "name = 't'\ndim = 4\nkeys = 'index'\ncodec = '{codec}'\n\
+                 source = {{ format = 'npy', path = 'v.npy' }}"
+            );
+            toml::from_str::<TableSpec>(&text).unwrap()
+        };
+        let codec = |codec: &str, rows: u64, magnitude_max: f32| {
+            let (spec, ranges) = (spec(codec), Ranges { magnitude_max, row_range_min: 1.0 });
+            let learnt = Learnt { ranges, sums: None };
+            learnt.table(&spec, rows, Overrides::default()).unwrap().codec
+        };
+        assert_eq!(codec("auto", 10, 65_504.0), Codec::F16);
+        assert_eq!(codec("auto", 10, 70_000.0), Codec::F32);
+        assert_eq!(codec("auto", 10_000_000, 70_000.0), Codec::U8);
+        assert_eq!(codec("auto", 10_000_000, 3e38), Codec::F32);
+        assert_eq!(codec("f16", 10, 70_000.0), Codec::F16);
     }
 }

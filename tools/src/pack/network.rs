@@ -3,24 +3,31 @@
 //! of the ONNX file.
 
 use crate::report::input;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use hatchback::limits::DENSE_BYTES_MAX;
-use hatchback_kernels::dense::graph::onnx::{GraphProto, TensorProto, parse};
+use hatchback_kernels::dense::DenseError;
+use hatchback_kernels::dense::graph::onnx::{GraphProto, ModelProto, TensorProto, parse};
 use prost::Message;
 use std::collections::HashMap;
+use std::ops::RangeInclusive;
 use std::path::{Component, Path};
 
 /// `TensorProto.DataLocation`: the values are in another file.
 const EXTERNAL: i32 = 1;
 
+/// The versions of ONNX's file format that this program knows.
+const IR_VERSIONS: RangeInclusive<i64> = 3..=14;
+
 /// Returns the ONNX file at `path` with all its weights.
 ///
 /// # Errors
-/// A file cannot be read, a tensor is not in the file that it names, or all of it is too large.
+/// A file cannot be read, a tensor is not in the file that it names, or all of it is too large. The
+/// file has an unknown version, or only runs batches of one size.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let shown = || path.display().to_string();
     let onnx = input::read(path, DENSE_BYTES_MAX).with_context(shown)?;
     let mut model = parse(onnx.clone().into()).with_context(shown)?;
+    check(&model).with_context(shown)?;
     let Some(graph) = model.graph.as_mut().filter(|graph| has_external(graph)) else {
         return Ok(onnx);
     };
@@ -43,6 +50,46 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
         path.display()
     );
     Ok(whole)
+}
+
+fn check(model: &ModelProto) -> Result<()> {
+    let ir = model.ir_version.unwrap_or(*IR_VERSIONS.end());
+    let (first, last) = IR_VERSIONS.into_inner();
+    ensure!(
+        (first..=last).contains(&ir),
+        "IR version {ir} of ONNX is not known, {first} to {last} are"
+    );
+    // The exporter may have written this size into the network's constants.
+    match fixed_batch(model) {
+        Some((name, size)) if size != 1 => {
+            bail!("input `{name}` has a fixed batch of {size}; {DYNAMIC}")
+        }
+        _ => Ok(()),
+    }
+}
+
+const DYNAMIC: &str = "export with a dynamic first axis: `dynamic_shapes`, or `dynamic_axes` of \
+                       PyTorch's older exporter";
+
+/// Returns the first input whose batch has a fixed size, and that size.
+fn fixed_batch(model: &ModelProto) -> Option<(&str, i64)> {
+    let graph = model.graph.as_ref()?;
+    // Older files list their initializers among the inputs.
+    let stored = |name: &str| graph.initializer.iter().any(|tensor| tensor.name() == name);
+    let mut inputs = graph.input.iter().filter(|input| !stored(input.name()));
+    inputs.find_map(|input| Some((input.name(), input.fixed_batch()?)))
+}
+
+/// Returns `error`, the reason for which `onnx` does not load. A batch of one sample is a size that
+/// each sample has alone; a network that does not load may have it in its constants.
+pub fn with_batch(onnx: &[u8], error: DenseError) -> Error {
+    let model = parse(onnx.to_vec().into()).unwrap_or_default();
+    match fixed_batch(&model) {
+        Some((name, size)) => {
+            anyhow!("{error}; input `{name}` has a fixed batch of {size}, {DYNAMIC}")
+        }
+        None => error.into(),
+    }
 }
 
 fn has_external(graph: &GraphProto) -> bool {
@@ -107,7 +154,7 @@ impl Folder<'_> {
 mod tests {
     use super::*;
     use crate::workload::onnx::{Graph, Type};
-    use hatchback_kernels::dense::graph::onnx::{ModelProto, StringStringEntryProto};
+    use hatchback_kernels::dense::graph::onnx::StringStringEntryProto;
 
     /// Writes a network with weights in `w.data`, and changes the tensor's entries.
     fn network(entries: &[(&str, &str)]) -> (tempfile::TempDir, std::path::PathBuf) {
@@ -139,6 +186,34 @@ mod tests {
         let expected: Vec<u8> = [1.5f32, 2.5].iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(tensor.raw_data.as_deref(), Some(expected.as_slice()));
         assert!(tensor.data_location.is_none() && tensor.external_data.is_empty());
+    }
+
+    #[test]
+    fn a_fixed_batch_and_an_unknown_version_are_refused() {
+        let (_folder, path) = network(&[("location", "w.data"), ("offset", "4"), ("length", "8")]);
+        let whole = ModelProto::decode(read(&path).unwrap().as_slice()).unwrap();
+        let changed = |change: &dyn Fn(&mut ModelProto)| {
+            let mut model = whole.clone();
+            change(&mut model);
+            std::fs::write(&path, model.encode_to_vec()).unwrap();
+            read(&path).map_err(|error| format!("{error:#}"))
+        };
+        let fixed = |size: i64| {
+            move |model: &mut ModelProto| {
+                let input = &mut model.graph.as_mut().unwrap().input[0];
+                let of = input.r#type.as_mut().unwrap().tensor_type.as_mut().unwrap();
+                let first = &mut of.shape.as_mut().unwrap().dim[0];
+                (first.dim_value, first.dim_param) = (Some(size), None);
+            }
+        };
+        let refused = changed(&fixed(2)).unwrap_err();
+        assert!(refused.contains("input `x` has a fixed batch of 2; export with"), "{refused}");
+        let refused = changed(&|model| model.ir_version = Some(99)).unwrap_err();
+        assert!(refused.contains("IR version 99 of ONNX is not known, 3 to 14 are"), "{refused}");
+
+        let one = changed(&fixed(1)).unwrap();
+        let hint = with_batch(&one, DenseError::Load("no".to_owned())).to_string();
+        assert!(hint.contains("no; input `x` has a fixed batch of 1, export with"), "{hint}");
     }
 
     #[test]

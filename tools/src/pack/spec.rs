@@ -172,7 +172,7 @@ impl InputSpec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum CodecChoice {
-    /// f16 for a table of at most 4 MiB as f16, u8 for a larger one
+    /// f16 for a table of at most 4 MiB as f16, u8 for a larger one, f32 for values beyond these
     #[default]
     Auto,
     /// 32-bit floats: exact

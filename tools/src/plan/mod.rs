@@ -119,6 +119,8 @@ pub struct Plan {
     pub pages_per_miss: f64,
     /// Median latency of a request without a miss, µs; absent without samples to serve.
     pub hit_p50_us: Option<f64>,
+    /// Why the log is too short for a plan; absent if it is not.
+    pub too_short: Option<String>,
 }
 
 /// Runs the command.
@@ -136,7 +138,12 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     if let Some(path) = &args.write_target {
         write_target(args, &plan, &flash, path)?;
     }
-    args.json.write(&plan, || plan.print())
+    args.json.write(&plan, || plan.print())?;
+    if let Some(problem) = &plan.too_short {
+        let log = args.input.display();
+        report::note(format!("{log}: too short, so these sizes are a guess: {problem}"));
+    }
+    Ok(())
 }
 
 /// Makes the plan of the model in `flash`.
@@ -146,12 +153,17 @@ fn plan(args: &PlanArgs, flash: &Flash) -> Result<Plan> {
     let mut curve = Curve::new(schema, &budget, &sizes(schema, &budget)?)?;
     curve.preload(flash)?;
     let rules = StreamRules { batch: args.batch, warm_up_percent: args.warm_up_percent };
+    let mut too_short = None;
     let samples = match args.input.extension().is_some_and(|extension| extension == "toml") {
         true => {
             draw_counts(&args.input, schema, rules, &mut curve)?;
             flash.probe()?
         }
-        false => read_log(&args.input, schema, rules, &mut curve)?,
+        false => {
+            let log = read_log(&args.input, schema, rules, &mut curve)?;
+            too_short = log.too_short();
+            log.samples
+        }
     };
 
     let points = curve.points();
@@ -173,6 +185,7 @@ fn plan(args: &PlanArgs, flash: &Flash) -> Result<Plan> {
         device,
         pages_per_miss: served.pages_per_miss,
         hit_p50_us: served.hit_p50_us,
+        too_short,
     })
 }
 

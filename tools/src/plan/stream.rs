@@ -8,11 +8,16 @@ use anyhow::{Context, Result, ensure};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback::{RowKey, mix};
+use std::collections::HashSet;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 /// Samples of a log that are kept, to be served later.
 const KEPT_SAMPLES: usize = 2000;
+/// Requests that a plan needs.
+const REQUESTS_MIN: u64 = 1000;
+/// Rows that are told apart to see whether a log is too short.
+const ROWS_MAX: usize = 1 << 20;
 /// Draws for each row that training used, and the fewest and the most draws of all.
 const DRAWS_PER_ROW: u64 = 16;
 const DRAWS_MIN: u64 = 2_000_000;
@@ -27,20 +32,48 @@ pub struct StreamRules {
     pub warm_up_percent: u64,
 }
 
-/// Passes every request of the samples in the file `log` to `curve`. Returns the first samples.
+/// The samples of a log that are served later, and what its length says about a plan.
+pub struct Log {
+    /// The first samples.
+    pub samples: Vec<Sample>,
+    /// Requests.
+    requests: u64,
+    /// Lookups of cached tables.
+    lookups: u64,
+    /// Rows that these looked up, as far as they are counted.
+    rows: HashSet<RowKey>,
+}
+
+impl Log {
+    fn count(&mut self, lookups: &[Lookup]) {
+        self.requests += 1;
+        if self.rows.len() < ROWS_MAX {
+            self.lookups += lookups.len() as u64;
+            self.rows.extend(lookups.iter().map(|lookup| lookup.row));
+        }
+    }
+
+    /// Returns why no plan follows from a log as short as this; `None` if it is long enough.
+    pub fn too_short(&self) -> Option<String> {
+        let (requests, lookups, rows) = (self.requests, self.lookups, self.rows.len() as u64);
+        if requests < REQUESTS_MIN {
+            return Some(format!("it has {requests} requests, a plan needs {REQUESTS_MIN}"));
+        }
+        let problem = || format!("{rows} of its {lookups} lookups are the first of their row");
+        (rows > lookups / 2).then(problem)
+    }
+}
+
+/// Passes every request of the samples in the file `log` to `curve`.
 ///
 /// # Errors
 /// The file cannot be read, or a line is not a sample of the model; the error names the line.
-pub fn read_log(
-    log: &Path,
-    schema: &Schema,
-    rules: StreamRules,
-    curve: &mut Curve,
-) -> Result<Vec<Sample>> {
+pub fn read_log(log: &Path, schema: &Schema, rules: StreamRules, curve: &mut Curve) -> Result<Log> {
     let shown = || log.display().to_string();
     let file = input::open(log).with_context(shown)?;
     let warm_up = file.metadata().with_context(shown)?.len() / 100 * rules.warm_up_percent;
-    let (mut kept, mut lookups, mut samples, mut bytes) = (Vec::new(), Vec::new(), 0, 0);
+    let (mut lookups, mut samples, mut bytes) = (Vec::new(), 0, 0);
+    let mut read = Log { samples: Vec::new(), requests: 0, lookups: 0, rows: HashSet::new() };
     for (number, line) in (1..).zip(BufReader::new(file).lines()) {
         let at = || format!("{}:{number}", log.display());
         let line = line.with_context(at)?;
@@ -53,17 +86,19 @@ pub fn read_log(
         samples += 1;
         if samples % rules.batch == 0 {
             curve.request(&lookups, bytes > warm_up);
+            read.count(&lookups);
             lookups.clear();
         }
-        if kept.len() < KEPT_SAMPLES {
-            kept.push(sample);
+        if read.samples.len() < KEPT_SAMPLES {
+            read.samples.push(sample);
         }
     }
     ensure!(samples > 0, "{}: has no sample", log.display());
     if !lookups.is_empty() {
         curve.request(&lookups, true);
+        read.count(&lookups);
     }
-    Ok(kept)
+    Ok(read)
 }
 
 /// Adds the lookups of cached tables.
@@ -181,4 +216,26 @@ fn read_counts(path: &Path, schema: &Schema, curve: &Curve) -> Result<Vec<Option
         tables.push(Some(counted));
     }
     Ok(tables)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns what is said of a log whose requests look up `keys` of each.
+    fn said(requests: u64, keys: impl Fn(u64) -> u64) -> Option<String> {
+        let mut log = Log { samples: Vec::new(), requests: 0, lookups: 0, rows: HashSet::new() };
+        for request in 0..requests {
+            let row = RowKey { table: 0, key: keys(request) };
+            log.count(&[Lookup { is_present: true, row }]);
+        }
+        log.too_short()
+    }
+
+    #[test]
+    fn a_log_of_few_requests_or_of_new_rows_is_too_short() {
+        assert!(said(10, |i| i).unwrap().contains("it has 10 requests, a plan needs 1000"));
+        assert!(said(1500, |i| i).unwrap().contains("1500 of its 1500 lookups are the first"));
+        assert_eq!(said(1500, |i| i % 700), None);
+    }
 }

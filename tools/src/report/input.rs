@@ -7,6 +7,9 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
+/// The mark that some editors write before the text of a file.
+pub const BYTE_ORDER_MARK: char = '\u{feff}';
+
 /// Opens a regular file.
 ///
 /// # Errors
@@ -38,13 +41,17 @@ pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Reads a text as [`read`] does.
+/// Reads a text as [`read`] does, without the byte order mark that some editors write before it.
 ///
 /// # Errors
 /// As [`read`], and `InvalidData` for bytes that are not UTF-8.
 pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
     let bytes = read(path, bytes_max)?;
-    String::from_utf8(bytes).map_err(|e| io::Error::new(ErrorKind::InvalidData, e))
+    let text = String::from_utf8(bytes).map_err(|e| io::Error::new(ErrorKind::InvalidData, e))?;
+    Ok(match text.strip_prefix(BYTE_ORDER_MARK) {
+        Some(text) => text.to_owned(),
+        None => text,
+    })
 }
 
 #[cfg(test)]
