@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .batch import Flat, Leaf
-from .capture import Captured, Choices, capture, check_version, constant_masks
+from .capture import EACH, Captured, Choices, capture, check_version, constant_masks
 from .checks import check
 from .columns import Dense
 from .cut import Cut
@@ -146,21 +146,38 @@ def recorded(source, flat):
 
 def masks_of(source, tensors, leaves):
     """Returns the masks of the model that choose values and are the same for all samples."""
-    seen = []
-    samples = next(len(leaf.tensor) for leaf in leaves if leaf.per_sample)
-    orders = [torch.arange(samples), torch.arange(samples).flip(0)[: max(2, samples // 2)]]
-    for order in orders:
-        mode = Choices(len(order))
-        part = [
-            tensor[order] if leaf.per_sample else tensor for tensor, leaf in zip(tensors, leaves)
-        ]
-        try:
-            with torch.no_grad(), mode:
-                source.run(source.flat, part)
-        except (RuntimeError, IndexError, ValueError):
-            return []  # offsets of the whole batch do not fit a part of it
-        seen.append(mode.seen)
-    return constant_masks(*seen)
+    samples = next((len(leaf.tensor) for leaf in leaves if leaf.per_sample), 0)
+    few = torch.arange(samples).flip(0)[: max(2, samples // 2)]
+    part = [tensor[few] if leaf.per_sample else tensor for tensor, leaf in zip(tensors, leaves)]
+    seen, less = masks_seen(source, tensors, samples), masks_seen(source, part, len(few))
+    if seen is None or less is None:
+        return []  # offsets of the whole batch do not fit a part of it
+    found = constant_masks(seen, less)
+    # All samples of the batch may have one mask by chance: a constant one no other value changes.
+    changed = [
+        with_other_values(tensor) if leaf.per_sample else tensor
+        for tensor, leaf in zip(tensors, leaves)]
+    other = masks_seen(source, changed, samples)
+    again = (other is not None and constant_masks(seen, other)) or found
+    return [one if one == EACH or same is not None else None for one, same in zip(found, again)]
+
+
+def masks_seen(source, tensors, samples):
+    """Returns the masks that a run of the model chooses by; None if it fails."""
+    mode = Choices(samples)
+    try:
+        with torch.no_grad(), mode:
+            source.run(source.flat, tensors)
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    return mode.seen
+
+
+def with_other_values(tensor):
+    """Returns a tensor with key 0, which every table has, and with numbers of the other sign."""
+    if tensor.is_floating_point() and bool((tensor != tensor.round()).any()):
+        return -tensor
+    return tensor.new_zeros(tensor.shape)
 
 
 class Exporter:

@@ -540,6 +540,9 @@ class Exports(unittest.TestCase):
         for changed in (scaled_bags, lambda m, words, offsets: m.n(m.bag(words % 7, offsets))):
             refused("the keys of a bag must be an argument", changed, zeros, bag=nn.EmbeddingBag(
                 KEYS, 4))
+        refused("how many values `masked_select` gives follows from values", lambda m, item, x: m.n(
+            torch.masked_select(m.e(item), x > 0).view(-1, 4)),
+            {"item": ids(B), "x": torch.rand(B, 4) + 0.1})  # the batch has no other mask
         refused("the row numbers of this lookup are computed",
                 lambda m, item: m.n(m.e(item.bool().long())), {"item": ids(B, high=2)})
         refused("computed from `item`", lambda m, item: m.n(m.big(item * item % 7)), item,
