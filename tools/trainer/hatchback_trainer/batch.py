@@ -13,11 +13,13 @@ import torch
 
 @dataclass
 class Leaf:
-    """One tensor of the batch. `per_sample` says whether its first axis is the samples."""
+    """One tensor of the batch. `per_sample` says whether its first axis is the samples, and
+    `bounds` whether it has the offsets of bags."""
 
     name: str
     tensor: torch.Tensor
     per_sample: bool
+    bounds: bool = False
 
     @property
     def width(self):
@@ -80,7 +82,7 @@ class Flat:
     A `KeyedJaggedTensor` is no leaf: `rebuild` puts `jagged(value)` in its place.
     """
 
-    def __init__(self, forward, batch):
+    def __init__(self, forward, batch, change=lambda tensor: tensor):
         self.positional, self.named = arguments(forward, batch)
         self.found, self.jagged = [], []
         for name, value in [*self.positional, *self.named.items()]:
@@ -88,7 +90,7 @@ class Flat:
         if not self.found and not self.jagged:
             raise ValueError("the batch has no tensor")
         self.names = unique([name for name, _ in self.found])
-        self.tensors = [tensor for _, tensor in self.found]
+        self.tensors = [change(tensor) for _, tensor in self.found]
 
     def collect(self, path, value):
         if is_jagged(value):
@@ -100,10 +102,13 @@ class Flat:
                 own = f"input{key}" if isinstance(key, int) else str(key)
                 self.collect(f"{path}.{key}" if path else own, part)
 
-    def leaves(self, samples):
-        """Returns the leaves of a batch of `samples` samples."""
+    def leaves(self, samples, bagged=()):
+        """Returns the leaves of a batch of `samples` samples. `bagged` has the keys and offsets of
+        bags: as many keys as samples are still not one for each sample."""
+        keys, bounds = ({id(one[place]) for one in bagged} for place in (0, 1))
         return [
-            Leaf(name, tensor, tensor.dim() > 0 and len(tensor) == samples)
+            Leaf(name, tensor, tensor.dim() > 0 and len(tensor) == samples and
+                 id(tensor) not in keys, id(tensor) in bounds)
             for name, tensor in zip(self.names, self.tensors)
         ]
 

@@ -304,11 +304,13 @@ def other_rows(exporter, place, seed):
     """Returns a leaf with other values: rows 0 and n - 1 and random ones for keys, short and long
     bags where there is a padding, and other samples' values for the rest."""
     leaf, draw = exporter.leaves[place], torch.Generator().manual_seed(seed)
+    if leaf.bounds:
+        return leaf
     tensor = leaf.tensor.clone()
     columns = [one for one in exporter.made.columns if one.leaf == place and one.call is None]
     if not leaf.per_sample:
         for column in columns:
-            tensor = torch.randint(0, column_size(exporter, column), tensor.shape, generator=draw)
+            tensor = torch.randint(0, column.size, tensor.shape, generator=draw)
         return type(leaf)(leaf.name, tensor.to(leaf.tensor.dtype), False)
     order = torch.randperm(len(tensor), generator=draw)
     tensor = tensor[order]
@@ -336,8 +338,3 @@ def without_values(exporter, place, leaf):
             flat[:few, list(column.columns)] = column.padding
     flat[:few, [at for one, at in exporter.made.dense if one == place]] = 0
     return type(leaf)(leaf.name, flat.reshape(leaf.tensor.shape), True)
-
-
-def column_size(exporter, column):
-    rows = len(exporter.made.tables[column.tables[0]])
-    return column.size or rows - column.shift

@@ -34,7 +34,7 @@ class Column:
     call: object = None  # the call of a collection, which has bags of its own
     jagged: object = None  # the lookup that takes offsets
     size: int = 0  # number of rows that its values can reach
-    ranged: bool = False  # whether the tables have rows of other columns too
+    spread: bool = False  # whether a vector of constants gives each column its own shift
     skipped: int | None = None  # value that an EmbeddingBag leaves out of its bags
 
     @property
@@ -64,6 +64,7 @@ class Element:
     column: int
     shift: int
     modulus: int | None
+    spread: bool = False
 
 
 def elements_of(followed, lookup):
@@ -76,8 +77,11 @@ def elements_of(followed, lookup):
     if lookup.pooling is not None:  # embedding_bag takes flat row numbers and the offsets
         if not followed.is_constant(lookup.bounds):
             return None
-        bags = followed.value[lookup.bounds]
-        bags = len(bags) - 1 if lookup.last_bound else len(bags)
+        bounds = followed.value[lookup.bounds]
+        bags = len(bounds) - 1 if lookup.last_bound else len(bounds)
+        if not bags or code.numel() % bags or bool(
+                (bounds != torch.arange(len(bounds)) * (code.numel() // bags)).any()):
+            return None
         code, shift = code.reshape(bags, -1), shift.reshape(bags, -1)
     elif code.dim() and len(code) % followed.samples == 0:  # keys of the samples, one by one
         code, shift = code.reshape(followed.samples, -1), shift.reshape(followed.samples, -1)
@@ -87,8 +91,10 @@ def elements_of(followed, lookup):
     rows = torch.arange(len(code)).reshape(-1, 1) * ROW
     if not bool((code == code[:1] + rows).all()) or not bool((shift == shift[:1]).all()):
         return None
+    if bool((shift < 0).any()):
+        return None  # no key function subtracts
     return [
-        Element(value // LEAF, value % ROW, offset, origin.modulus)
+        Element(value // LEAF, value % ROW, offset, origin.modulus, origin.spread)
         for value, offset in zip(code[0].tolist(), shift[0].tolist())
     ]
 
@@ -141,7 +147,8 @@ class Cut:
         """Returns the name of a table, and keeps its rows `[rows, dim]`."""
         rows = self.followed.value[node]
         for name, known in self.tables.items():
-            if known.data_ptr() == rows.data_ptr() and known.shape[0] == rows.shape[0]:
+            if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape and (
+                    known.stride() == rows.stride()):
                 return name
         name = str(node.target) if node.op == "get_attr" else node.name
         name = name.removeprefix("model.").removesuffix(".weight")
@@ -224,13 +231,21 @@ class Cut:
 
     def bound_sizes(self):
         """Ends each column's range of rows where that of the next column begins, for tables that
-        hold the rows of several columns one after the other."""
-        for column in self.columns:
-            for other in self.columns:
-                if other.shift > column.shift and set(other.tables) & set(column.tables):
-                    column.size = min(column.size, other.shift - column.shift)
-                    column.ranged = True
-            column.ranged = column.ranged or column.shift > 0
+        hold the rows of several columns one after the other.
+
+        A vector of constants that is added to different columns says so. Constants alone, as in
+        `e(u) + e(u + 1)`, do not: any column may then reach all rows behind its constant.
+        """
+        whole = [one for one in self.columns if one.spread]
+        for table in self.tables:
+            ones = [one for one in self.columns if table in one.tables]
+            places = [(one.leaf, place) for one in ones for place in one.columns]
+            shifts = sorted({one.shift for one in ones})
+            if not all(one in whole for one in ones) or len(set(places)) < len(places):
+                continue
+            for one in ones:
+                more = [shift for shift in shifts if shift > one.shift]
+                one.size = min([one.size, *(shift - one.shift for shift in more[:1])])
 
     def keep(self, lookup):
         """Leaves a lookup in the network, whose row numbers are computed."""
@@ -263,6 +278,7 @@ class Cut:
             skipped = lookup.padding - run[0].shift if skips else None
             column = self.column(run, "sum" if len(run) == 1 else pooling, skipped, table)
             column.size = min(column.size or size, size)
+            column.spread = column.spread or run[0].spread
             parts.append(Part(column, table, len(run)))
         self.parts[lookup.node] = parts
 
@@ -281,20 +297,16 @@ class Cut:
 
     def cut_jagged(self, lookup):
         """Cuts an `embedding_bag` with offsets: its keys are one whole argument."""
-        needs = self.followed.needs[lookup.index]
-        place = min(needs)
-        values, keys = self.followed.value[lookup.index], self.followed.value.get(
-            self.followed.placeholders[place])
-        shift = values - keys.reshape(values.shape) if len(needs) == 1 and (
-            keys.numel() == values.numel()) else torch.arange(2)
-        if bool((shift != shift[:1]).any()):
+        source, shift = self.followed.shift_of(lookup.index)
+        if source is None or shift < 0:
             raise ValueError(
-                f"{source_line(lookup.node)}: the keys of a bag must be an argument of the model"
+                f"{source_line(lookup.node)}: the keys of a bag must be an argument of the model, "
+                "as it is or plus a constant"
             )
-        table = self.table_name(lookup.table)
+        place, table = self.followed.placeholders.index(source), self.table_name(lookup.table)
         column = Column(
-            self.leaves[place].name, place, (), int(shift[0]) if len(shift) else 0, None,
-            lookup.pooling, None, [table], None, lookup
+            self.leaves[place].name, place, (), shift, None, lookup.pooling, None, [table], None,
+            lookup, len(self.followed.value[lookup.table]) - shift
         )
         self.columns.append(column)
         self.parts[lookup.node] = [Part(column, table, 1)]

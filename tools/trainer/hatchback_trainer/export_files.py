@@ -26,7 +26,7 @@ def key_of(column, functions, folder):
         return functions[column.name].fields(column.name, column.shift, folder)
     if column.modulus is not None:
         return {"function": "modulo", "divisor": column.modulus, "first": column.shift}
-    if column.ranged:
+    if column.spread or column.shift:
         return {"function": "range", "size": column.size, "first": column.shift}
     return None
 
@@ -92,10 +92,61 @@ def is_probability(exporter):
         ends.add(op_name(node) == "sigmoid")
     if ends == {True, False}:
         raise ValueError(
-            'some outputs end in a sigmoid and some do not; pass output="probability" for '
-            "outputs that are scores as they are"
+            'some outputs end in a sigmoid and some do not; pass output="score" for outputs that '
+            "are scores as they are"
         )
     return ends == {True}
+
+
+def kind_of_output(exporter, output, labels):
+    """Returns what the outputs are, and says so where the model does not: most models of clicks end
+    in a logit, and a rating must get no sigmoid.
+
+    # Errors
+    ValueError with the first label that a logit cannot have.
+    """
+    if output is not None:
+        return output
+    if is_probability(exporter):
+        return "probability"
+    for given in labels.values() if isinstance(labels, dict) else () if labels is None else (
+            labels,):
+        values = torch.as_tensor(given).reshape(-1).tolist()
+        wrong = next((one for one in values if one not in (0, 1)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"a label is {wrong:g}, and the model ends in no sigmoid: pass "
+                'output="score" for scores as they are, such as ratings, or output="logit"'
+            )
+    if labels is None:
+        exporter.note(
+            "the model ends in no sigmoid, so its outputs are taken as logits and the car adds "
+            'one: pass output="score" for scores as they are, such as ratings, or output="logit"'
+        )
+    return "logit"
+
+
+def check_numbers(exporter):
+    """Refuses a batch or a score that is not finite: no request and no score can be."""
+    check_dense(exporter, exporter.leaves)
+    for call in exporter.calls:
+        for sample, bag in enumerate(call.weights or ()):
+            refuse_first(f"the weights of `{call.feature}`", torch.tensor(bag), sample)
+    for name, part in zip(exporter.output_names, exporter.scores):
+        refuse_first(f"output `{name}` of the model", part[:, 0])
+
+
+def check_dense(exporter, leaves):
+    for place, column in exporter.made.dense:
+        values = leaves[place].tensor.reshape(len(leaves[place].tensor), -1)[:, column].float()
+        refuse_first(f"`{exporter.made.names.dense(place, column)}`", values)
+
+
+def refuse_first(what, values, sample=None):
+    wrong = (~values.isfinite()).nonzero().reshape(-1).tolist()
+    if wrong:
+        sample = wrong[0] if sample is None else sample
+        raise ValueError(f"{what}, sample {sample}: {values[wrong[0]].item()} is no finite number")
 
 
 def no_onnx(made, error):
@@ -232,7 +283,7 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
         exporter, made.network, exporter.network_inputs(made.followed, exporter.leaves))
     write_network(network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
 
-    logits = output == "logit" or output is None and not is_probability(exporter)
+    logits = output == "logit"
     scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
     scores = torch.sigmoid(scores) if logits else scores
     bags, weights = exporter.bags(exporter.leaves, exporter.calls)

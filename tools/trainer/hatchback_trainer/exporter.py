@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 
 from .batch import Flat, Leaf
-from .capture import Captured, Choices, capture, check_version, constant_masks
+from .capture import EACH, Captured, Choices, capture, check_version, constant_masks
 from .checks import check
 from .columns import Dense
 from .cut import Cut
 from .deploy import Deployable
-from .export_files import samples_of, write
-from .graph import Followed
+from .export_files import check_dense, check_numbers, kind_of_output, samples_of, write
+from .graph import Followed, source_line
 from .names import Names
+from .observed import Lookups
+from .precision import APART, floats_of, in_float32, name_of, precisions, refuse_casts
 from .rewrites import with_real_pairs
 from .samples import write_lines
 from .schema import Schema
@@ -86,11 +88,28 @@ class Source:
     """A model, how it is called, and what it answers for a batch."""
 
     def __init__(self, model, batch):
+        self.precisions = precisions(model)
+        self.given, self.batch = model, batch
+        model = in_float32(model) if self.precisions else model
         self.call = model
         self.model = model if isinstance(model, torch.nn.Module) else model.__self__
         forward = model.forward if isinstance(model, torch.nn.Module) else model
-        self.flat, self.forward = Flat(forward, batch), forward
+        self.forward, self.flat = forward, self.flat_of(forward, batch)
         self.outputs = {}  # the places of the scores among the tensors of a result, and their names
+
+    def flat_of(self, forward, batch):
+        return Flat(forward, batch, floats_of if self.precisions else lambda tensor: tensor)
+
+    def in_own_precision(self):
+        """Returns the scores of the model as it is; None if it does not run here."""
+        flat = Flat(self.forward, self.batch)
+        positional, named = flat.rebuild(flat.tensors)
+        try:
+            with torch.no_grad():
+                return [part.float().reshape(len(part), -1)
+                        for part in self.pick(self.given(*positional, **named))]
+        except RuntimeError:  # some operations lack half precision on a CPU
+            return None
 
     def run(self, flat, tensors=None):
         positional, named = flat.rebuild(flat.tensors if tensors is None else tensors)
@@ -127,27 +146,46 @@ def recorded(source, flat):
 
 def masks_of(source, tensors, leaves):
     """Returns the masks of the model that choose values and are the same for all samples."""
-    seen = []
-    samples = next(len(leaf.tensor) for leaf in leaves if leaf.per_sample)
-    orders = [torch.arange(samples), torch.arange(samples).flip(0)[: max(2, samples // 2)]]
-    for order in orders:
-        mode = Choices(len(order))
-        part = [
-            tensor[order] if leaf.per_sample else tensor for tensor, leaf in zip(tensors, leaves)
-        ]
-        try:
-            with torch.no_grad(), mode:
-                source.run(source.flat, part)
-        except (RuntimeError, IndexError, ValueError):
-            return []  # offsets of the whole batch do not fit a part of it
-        seen.append(mode.seen)
-    return constant_masks(*seen)
+    samples = next((len(leaf.tensor) for leaf in leaves if leaf.per_sample), 0)
+    few = torch.arange(samples).flip(0)[: max(2, samples // 2)]
+    part = [tensor[few] if leaf.per_sample else tensor for tensor, leaf in zip(tensors, leaves)]
+    seen, less = masks_seen(source, tensors, samples), masks_seen(source, part, len(few))
+    if seen is None or less is None:
+        return []  # offsets of the whole batch do not fit a part of it
+    found = constant_masks(seen, less)
+    # All samples of the batch may have one mask by chance: a constant one no other value changes.
+    changed = [
+        with_other_values(tensor) if leaf.per_sample else tensor
+        for tensor, leaf in zip(tensors, leaves)]
+    other = masks_seen(source, changed, samples)
+    again = (other is not None and constant_masks(seen, other)) or found
+    return [one if one == EACH or same is not None else None for one, same in zip(found, again)]
+
+
+def masks_seen(source, tensors, samples):
+    """Returns the masks that a run of the model chooses by; None if it fails."""
+    mode = Choices(samples)
+    try:
+        with torch.no_grad(), mode:
+            source.run(source.flat, tensors)
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    return mode.seen
+
+
+def with_other_values(tensor):
+    """Returns a tensor with key 0, which every table has, and with numbers of the other sign."""
+    if tensor.is_floating_point() and bool((tensor != tensor.round()).any()):
+        return -tensor
+    return tensor.new_zeros(tensor.shape)
 
 
 class Exporter:
     """One export: captures, cuts, checks and writes."""
 
     def __init__(self, model, batch, columns, outputs):
+        if not isinstance(getattr(model, "__self__", model), torch.nn.Module):
+            raise ValueError("export takes an nn.Module, or a method of one")
         self.source, self.notes = Source(model, batch), []
         columns = columns or {}
         self.columns = {
@@ -156,20 +194,36 @@ class Exporter:
         self.functions = {
             name: one for name, one in columns.items()
             if name not in self.columns and name not in self.dense_steps}
-        if not isinstance(self.source.model, torch.nn.Module):
-            raise ValueError("export takes an nn.Module, or a method of one")
         self.flat = self.source.flat
-        result, self.calls = recorded(self.source, self.flat)
+        self.observed = Lookups(self.flat)
+        with self.observed:
+            result, self.calls = recorded(self.source, self.flat)
         sizes = {len(part) for part in self.flat.tensors if part.dim()}
         self.source.outputs = outputs_of(result, outputs, sizes.pop() if len(sizes) == 1 else None)
         self.output_names, found = list(self.source.outputs.values()), self.source.pick(result)
         self.samples = len(found[0]) if found[0].dim() else 0
-        self.leaves = self.flat.leaves(self.samples)
+        self.leaves = self.flat.leaves(self.samples, self.observed.bagged)
         if self.samples < 2 or not (self.calls or any(leaf.per_sample for leaf in self.leaves)):
             raise ValueError(
                 "the first axis of the inputs and of the output must be the samples, two or more"
             )
         self.scores = [part.detach().reshape(self.samples, -1) for part in found]
+        if self.source.precisions:
+            self.note_precision()
+
+    def note_precision(self):
+        """Says by how much the scores in float32 differ from the model's own."""
+        names = ", ".join(map(name_of, self.source.precisions))
+        own, said = self.source.in_own_precision(), ""
+        for name, a, b in zip(self.output_names, own or (), self.scores):
+            most = (a - b).abs().max().item()
+            if not most <= APART * (1 + b.abs().max().item()):
+                raise ValueError(
+                    f"the model computes in {names}, and its output `{name}` differs by {most:.2g} "
+                    "from the same weights in float32, which the car computes in"
+                )
+            said += f"; output `{name}` differs by at most {most:.1g}"
+        self.note(f"the model has values in {names}, and the car computes in float32{said}")
 
     def note(self, text):
         if text not in self.notes:
@@ -185,17 +239,42 @@ class Exporter:
         # torch takes two arguments that are one tensor for one argument.
         given = [tensor.clone() for tensor in (*self.flat.tensors, *vectors)]
         self.graph = with_real_pairs(capture(captured, given))
+        refuse_casts(self.graph, self.observed.autocast)
         self.leaves_out = captured.found.leaves_out
         self.of_two_sizes = captured.found.of_two_sizes
         followed = self.follow(self.leaves, self.calls)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)
         self.check_columns()
+        self.check_keys()
+        if self.made.kept and not self.made.parts:
+            lines = [source_line(lookup.node) for lookup in self.made.kept.values()]
+            raise ValueError(
+                f"{lines[0]}: the row numbers of this lookup are computed, and the scores depend "
+                "on no other table: give the row numbers as a column of the batch"
+            )
         if not self.made.parts:
             raise ValueError(
                 "the scores depend on no table: no row of an embedding is chosen by a column of "
                 "the batch"
             )
+
+    def check_keys(self):
+        """Refuses a key of the batch that the car cannot send, or whose row is no row of its
+        column."""
+        bags, _ = self.bags(self.leaves, self.calls)
+        for column in self.made.columns:
+            if column.call is not None:
+                continue
+            for sample, bag in enumerate(bags[column.name]):
+                wrong = next((key for key in bag if key < 0 or (
+                    column.modulus is None and key >= column.size)), None)
+                if wrong is not None:
+                    last = "" if column.modulus else f" to {column.size - 1}"
+                    raise ValueError(
+                        f"`{column.name}`, sample {sample}: the key {wrong}, and its keys are "
+                        f"0{last}{' or more' if column.modulus else ''}"
+                    )
 
     def check_columns(self):
         """Refuses a column of the caller that is none of the model."""
@@ -299,11 +378,12 @@ def trimmed(bag, padding):
 def lines_of(exporter, batch, path):
     """Writes the samples of another batch, without labels and scores."""
     source = exporter.source
-    flat = Flat(source.forward, batch)
+    flat = source.flat_of(source.forward, batch)
     _, calls = recorded(source, flat) if exporter.calls else (None, [])
     known = [leaf.per_sample for leaf in exporter.leaves]
     leaves = [Leaf(name, tensor, whole) for name, tensor, whole in zip(
         flat.names, flat.tensors, known)]
+    check_dense(exporter, leaves)
     write_lines(path, samples_of(exporter, leaves, calls, None, None))
 
 
@@ -315,8 +395,9 @@ def export(
 
     `model` is an nn.Module, or a method of one. `sample_batch` is what it is called with: a tensor,
     a tuple or dict of arguments, or a tuple or dict as the only argument. It has two samples or
-    more, and all of them become the probe set. `output` is "logit" or "probability"; by default the
-    last operation of the model says which. `outputs` names the scores of several outputs.
+    more, and all of them become the probe set. `output` is "logit", "probability" or "score": the
+    car adds a sigmoid to logits, and leaves the other two as they are. By default a sigmoid as the
+    model's last operation makes it a probability. `outputs` names the scores of several outputs.
     `labels` has a label for each sample, or maps outputs to labels. `columns` maps an argument to
     the names of its columns, and a feature to what the pipeline did to its raw values (columns.py).
     `counts` maps tables to the lookups of each row in training. `hotness_max` maps features to the
@@ -328,6 +409,8 @@ def export(
     input, or the line of the model.
     """
     check_version()
+    if output not in (None, "logit", "probability", "score"):
+        raise ValueError(f'output={output!r}: only "logit", "probability" or "score"')
     owner = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
     if not isinstance(owner, torch.nn.Module):
         raise ValueError("export takes an nn.Module, or a method of one")
@@ -336,6 +419,8 @@ def export(
     try:
         exporter = Exporter(model, sample_batch, columns, outputs)
         exporter.cut()
+        output = kind_of_output(exporter, output, labels)
+        check_numbers(exporter)
         check(exporter, exporter.made.network)
         schema, scores = write(
             exporter, Path(out), name, sequence, output, labels, counts, hotness_max, opset,

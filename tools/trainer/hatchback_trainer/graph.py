@@ -25,6 +25,9 @@ MOVES = {
     "unsafe_view", "unsqueeze", "view", "getitem",
 }
 CASTS = {"_to_copy", "to", "type_as"}
+SAME_ORDER = CASTS | {  # operations that keep all values, in their order
+    "alias", "clone", "contiguous", "detach", "flatten", "reshape", "squeeze", "unsqueeze", "view",
+}
 FILLED = {  # operations that read the shape of a value alone, and what they fill
     "new_zeros": 0, "new_ones": 1, "new_full": None, "zeros_like": 0, "ones_like": 1,
     "full_like": None, "new_empty": 0, "empty_like": 0,
@@ -44,7 +47,7 @@ def source_line(node):
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     for place in range(len(lines) - 1, -1, -1):
         parts = lines[place].strip().split('"')
-        if parts[0].startswith("File ") and not parts[1].startswith(OWN):
+        if parts[0].startswith("File ") and not parts[1].startswith((*OWN, "<")):
             number = parts[2].split("line ")[1].split(",")[0]
             code = lines[place + 1].strip() if place + 1 < len(lines) else ""
             return f"{parts[1]}:{number}, `{code}`"
@@ -54,11 +57,13 @@ def source_line(node):
 @dataclass
 class Origin:
     """Where each value of a node comes from: `code` plus the constant `shift`, both of the node's
-    shape. With a `modulus` the value is the remainder of the original by it."""
+    shape. With a `modulus` the value is the remainder of the original by it. `spread` says that a
+    vector of constants made the shifts."""
 
     code: torch.Tensor
     shift: torch.Tensor
     modulus: int | None = None
+    spread: bool = False
 
     @property
     def moved(self):
@@ -132,7 +137,7 @@ class Followed(torch.fx.Interpreter):
     def origin_of(self, node):
         name = op_name(node)
         if name in CASTS:
-            return self.origin.get(node.args[0])
+            return self.origin.get(node.args[0]) if self.keeps_values(node) else None
         if name in MOVES:
             return self.moved(node)
         if name in ("add", "sub") and len(node.args) == 2 and not node.kwargs:
@@ -142,6 +147,31 @@ class Followed(torch.fx.Interpreter):
             if before is not None and before.moved:
                 return Origin(before.code, before.shift, node.args[1])
         return None
+
+    def keeps_values(self, node):
+        """Returns whether a cast keeps every number that the car may send, whatever the batch has.
+        A float that becomes a whole number is a key, but no longer the float."""
+        before, after = self.value[node.args[0]].dtype, self.value[node].dtype
+        if after.is_floating_point and not before.is_floating_point:
+            return not any(
+                self.value[self.placeholders[one]].is_floating_point() for one in self.needs[node])
+        wide = (torch.float32, torch.float64, torch.int64, torch.int32)
+        return before == after or after in wide
+
+    def shift_of(self, node):
+        """Returns the placeholder whose values, all and in their order, a node has, and the
+        constant whole number that is added to them; (None, 0) if another operation takes part."""
+        shift = 0
+        while node.op != "placeholder":
+            name, first, *rest = op_name(node), *node.args
+            if name in ("add", "sub") and not node.kwargs and type(rest[0]) is int:
+                shift += rest[0] if name == "add" else -rest[0]
+            elif name not in SAME_ORDER or name in CASTS and not self.keeps_values(node):
+                return None, 0
+            if not isinstance(first, torch.fx.Node):
+                return None, 0
+            node = first
+        return node, shift
 
     def moved(self, node):
         """Moves origins as the node moves values; None if another value takes part."""
@@ -169,9 +199,10 @@ class Followed(torch.fx.Interpreter):
             codes, shifts = run(lambda one: one.code), run(lambda one: one.shift)
         except (RuntimeError, TypeError):
             return None
+        rest = (origins[0].modulus, any(one.spread for one in origins))
         if isinstance(codes, (list, tuple)):
-            return [Origin(c, s, origins[0].modulus) for c, s in zip(codes, shifts)]
-        return Origin(codes, shifts, origins[0].modulus)
+            return [Origin(c, s, *rest) for c, s in zip(codes, shifts)]
+        return Origin(codes, shifts, *rest)
 
     def shifted(self, node, name):
         """Returns the origin of a value plus or minus a constant whole number."""
@@ -190,7 +221,7 @@ class Followed(torch.fx.Interpreter):
             return None
         before, sign = known[place], -1 if name == "sub" else 1
         code, shift = torch.broadcast_tensors(before.code, before.shift + sign * amount)
-        return Origin(code, shift, before.modulus)
+        return Origin(code, shift, before.modulus, before.spread or amount.numel() > 1)
 
     def lookup_of(self, node):
         """Returns the lookup that a node is; None if it is none."""

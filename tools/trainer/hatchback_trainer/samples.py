@@ -42,7 +42,7 @@ def to_line(sample):
         fields["score"] = {name: shortest(score) for name, score in sample.score.items()}
     elif sample.score is not None:
         fields["score"] = shortest(sample.score)
-    return json.dumps(fields, separators=(",", ":")) + "\n"
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def write_lines(path, samples):

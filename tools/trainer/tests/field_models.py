@@ -92,6 +92,10 @@ def wide_and_other(m, user, other):
     return m.wide(user) + m.n(m.e(other))
 
 
+def scaled_bags(m, words, offsets):
+    return m.n(m.bag(words * 2, offsets))
+
+
 def bags(m, words, offsets, price):
     return torch.sigmoid(m.n(torch.cat([m.bag(words, offsets), price[:, None]], 1)))
 
@@ -155,6 +159,13 @@ def stacked(m, item):
     row = m.e(item)
     rows = torch.hstack((row, torch.dstack((row, row)).sum(2), torch.column_stack((row, row))))
     return m.n(rows)
+
+
+def stacked_below(m, item):
+    rows = m.e(item).t()
+    both = torch.vstack((torch.atleast_2d(rows), torch.atleast_3d(rows)[:, :, 0] * 2))
+    below = getattr(torch, "row_stack", torch.vstack)  # a second name, which torch may drop
+    return m.n((both + below((torch.atleast_1d(rows[0]) + rows, rows))).t())
 
 
 def ghost_batches(m, item):
@@ -335,6 +346,8 @@ def cases():
             Model(without_axes, 4), lambda: {"item": ids(B)}, ["item"], []),
         "rows beside each other": (
             Model(stacked, 16), lambda: {"item": ids(B)}, ["item"], []),
+        "rows below each other": (
+            Model(stacked_below, 8), lambda: {"item": ids(B)}, ["item"], []),
         "parts of a batch, and a loss": (
             Model(ghost_batches, 4, norm=nn.BatchNorm1d(4)), lambda: {"item": ids(B)},
             ["item"], []),
@@ -346,4 +359,27 @@ def cases():
                 KEYS, 4, mode="mean", include_last_offset=True, padding_idx=0)),
             lambda: dict(zip(("words", "offsets"), words())) | {"price": torch.randn(B)},
             ["words"], ["price"]),
+        "a column and its neighbour in one table": (
+            Model(lambda m, user: m.n(m.e(user) + m.e(user + 1)), 4),
+            lambda: {"user": ids(B, high=KEYS - 1)}, ["user", "user_2"], []),
+        "ids that begin with 1": (
+            Model(lambda m, user: m.n(m.e(user) + m.e(user - 1)), 4),
+            lambda: {"user": ids(B, low=1)}, ["user"], ["user"]),
+        "a column behind another one that is shifted": (
+            Model(lambda m, x: m.n(m.e(torch.cat([x[:, :1], x[:, 1:] + 1], 1)).sum(1)), 4),
+            lambda: ids(B, 2, high=KEYS - 1), ["x0", "x1"], []),
+        "a few columns of a table": (
+            Model(lambda m, user: m.n(torch.cat(
+                [m.e(user), functional.embedding(user, m.e.weight[:, :2])], 1)), 6),
+            lambda: {"user": ids(B)}, ["user"], []),
+        "whole numbers of a float column": (
+            Model(lambda m, item, x: m.n(torch.cat([m.e(item), x.long().float()], 1)), 5),
+            lambda: {"item": ids(B), "x": 9 * torch.rand(B, 1)}, ["item"], ["x"]),
+        "lists of offsets and keys, as DLRM takes them": (
+            Model(lambda m, x, offsets, keys: m.n(torch.cat([x] + [
+                m.bag(one + place, at) for place, (one, at) in enumerate(zip(keys, offsets))], 1)),
+                13, bag=nn.EmbeddingBag(KEYS + 3, 4, mode="sum")),
+            lambda: {"x": torch.randn(B, 1), "offsets": [torch.arange(B)] * 3,
+                     "keys": [ids(B), torch.cat([ids(B), ids(3)]), ids(B)]},
+            ["keys.0", "keys.1", "keys.2"], ["x"]),
     }

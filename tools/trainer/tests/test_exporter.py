@@ -24,7 +24,9 @@ sys.path.insert(0, str(ROOT / "tools/trainer"))
 os.environ.setdefault("HATCHBACK", str(ROOT / "target/release/hatchback"))
 os.environ["KERAS_BACKEND"] = "torch"
 
-from field_models import B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net  # noqa: E402
+from field_models import (  # noqa: E402
+    B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, scaled_bags
+)
 
 import hatchback_trainer  # noqa: E402
 from hatchback_trainer.capture import last_own  # noqa: E402
@@ -533,10 +535,94 @@ class Exports(unittest.TestCase):
             (m.e(history) * (history > 0)[..., None])[(history > 0).any(1)].sum(1)),
             {"history": ids(B, LONG, low=1)})
         refused("depend on no table", lambda m, x: m.n(x), torch.randn(B, 4))
+        # All keys are 0, and what is computed of them then looks like the keys.
+        zeros = {"words": torch.zeros(B, dtype=torch.int64), "offsets": torch.arange(B)}
+        for changed in (scaled_bags, lambda m, words, offsets: m.n(m.bag(words % 7, offsets))):
+            refused("the keys of a bag must be an argument", changed, zeros, bag=nn.EmbeddingBag(
+                KEYS, 4))
+        refused("how many values `masked_select` gives follows from values", lambda m, item, x: m.n(
+            torch.masked_select(m.e(item), x > 0).view(-1, 4)),
+            {"item": ids(B), "x": torch.rand(B, 4) + 0.1})  # the batch has no other mask
+        refused("the row numbers of this lookup are computed",
+                lambda m, item: m.n(m.e(item.bool().long())), {"item": ids(B, high=2)})
         refused("computed from `item`", lambda m, item: m.n(m.big(item * item % 7)), item,
                 big=nn.Embedding(300_000, 4))
         refused(r"columns\['x'\] has 2 names", lambda m, x: m.n(m.e(x).sum(1)), ids(B, 3),
                 columns={"x": ["a", "b"]})
+
+
+    def test_a_key_outside_of_its_table_is_named_by_column_sample_and_value(self):
+        def refused(pattern, forward, x):
+            with self.assertRaisesRegex(ValueError, pattern):
+                self.export(Model(forward, 4, bag=nn.EmbeddingBag(KEYS, 4)), {"x": x})
+
+        for wrong in (-1, KEYS):
+            x = ids(B, LONG)
+            x[3, 2] = wrong
+            what = rf"test_exporter.py:\d+, .*`x`, sample 3: row number {wrong} of a table of 50"
+            refused(what, lambda m, x: m.n(m.e(x).sum(1)), x)
+            refused(what, lambda m, x: m.n(m.bag(x)), x)
+            refused(r"`x`, column 2, sample 3: row", lambda m, x: m.n(m.e(x[:, 2])), x)
+        refused(r"`x`, sample 1: row number 50", lambda m, x: m.n(m.e(x + 1)), ids(B).where(
+            torch.arange(B) != 1, KEYS - 1))
+        x[3, 2] = -1
+        refused("`x`, sample 3: the key -1, and its keys are 0 to 49", lambda m, x: m.n(
+            m.e.weight[x].sum(1)), x)
+        offsets = torch.tensor([0, 10])
+        refused("`x0`, sample 3: the key 12, and its keys are 0 to 9", lambda m, x: m.n(
+            m.e(x + offsets).sum(1)), ids(B, 2, high=10).where(torch.arange(B)[:, None] != 3, 12))
+
+
+    def test_a_model_of_another_precision_runs_in_float32(self):
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            model = Model(lambda m, item, x: m.n(torch.cat([m.e(item), x], 1)), 6).to(dtype)
+            batch = lambda: {"item": ids(B), "x": torch.rand(B, 2, dtype=dtype)}
+            done = self.export(model, batch())
+            self.assertTrue(all(one.dtype == dtype for one in model.parameters()))
+            name = str(dtype).removeprefix("torch.")
+            self.assertTrue(any(f"the model has values in {name}" in one for one in done.notes))
+            done.pack(codec="f32")
+            other = batch()
+            with torch.no_grad():
+                want = torch.sigmoid(model(**other))[:, 0].float()
+            self.assertLess((torch.tensor(done.score(other)) - want).abs().max().item(), 1e-2)
+        with self.assertRaisesRegex(ValueError, r"test_exporter.py:\d+, .*computes in bfloat16"):
+            self.export(Lines("autocast"), (ids(B, 40), torch.ones(B, 40)))
+
+    def test_a_number_that_is_not_finite_is_named(self):
+        def refused(pattern, forward, **batch):
+            with self.assertRaisesRegex(ValueError, pattern):
+                self.export(Model(forward, 4), batch)
+
+        x = torch.randn(B, 2)
+        added = lambda m, item, x: m.n(m.e(item)) + x.sum(1, keepdim=True)
+        for wrong in (torch.nan, torch.inf):
+            x[7, 1] = wrong
+            refused(r"`x1`, sample 7: (nan|inf) is no finite number", added, item=ids(B), x=x)
+        x = x.nan_to_num(posinf=0).abs()
+        x[7, 1] = -1
+        refused(r"output `logit` of the model, sample 7: nan is", lambda m, item, x: (
+            added(m, item, x) + torch.log(x[:, 1:] + 0.5)), item=ids(B), x=x)
+        done = self.export(Model(added, 4), {"item": ids(B), "x": x})
+        x[2, 0] = torch.nan
+        with self.assertRaisesRegex(ValueError, "`x0`, sample 2: nan is no finite number"):
+            done.score({"item": ids(B), "x": x})
+
+    def test_a_score_without_a_sigmoid_is_a_logit_unless_the_caller_says_otherwise(self):
+        model, batch = Model(lambda m, item: m.n(m.e(item)) + 3.5, 4), {"item": ids(B)}
+        said = "the model ends in no sigmoid, so its outputs are taken as logits"
+        noted = lambda **more: any(said in one for one in self.export(model, batch, **more).notes)
+        self.assertTrue(noted())
+        self.assertFalse(noted(labels=torch.ones(B)) or noted(output="logit"))
+        self.assertFalse(noted(output="score", labels=torch.full((B,), 4.0)))
+        done = self.export(model, batch, output="score")
+        self.assertEqual(done.schema.activation, "none")
+        done.pack(codec="f32")
+        self.assert_same(done, model, {"item": ids(B)}, lambda m, b: m(**b))
+        with self.assertRaisesRegex(ValueError, 'a label is 4, and the model ends in no sigmoid'):
+            self.export(model, batch, labels=torch.full((B,), 4.0))
+        with self.assertRaisesRegex(ValueError, "output='rating': only"):
+            self.export(model, batch, output="rating")
 
 
 class Lines(nn.Module):
@@ -559,6 +645,9 @@ class Lines(nn.Module):
             ends = (sums > 0).sum(1).cumsum(0)
             return self.n(functional.embedding_bag(places, rows.flatten(0, 1), torch.cat(
                 [ends[:1] * 0, ends]), mode="sum", include_last_offset=True))
+        elif self.kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.n(rows.sum(1)).float()
         else:
             chosen = torch.topk(sums.exp() * keep, 3, dim=1).indices  # choice
             rows = rows.gather(1, chosen[..., None].expand(-1, -1, 4))

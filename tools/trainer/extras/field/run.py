@@ -180,18 +180,21 @@ def main():
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    results = []
+    results, absent, broken = [], [], []
     known = PACKAGES | {"fuxictr": lambda: zoo.fuxictr(args.fuxictr)}
     for name in args.package or known:
         if name == "fuxictr" and args.fuxictr is None:
             print("fuxictr skipped: its wheel has no models; --fuxictr FOLDER says where they are")
+            absent.append(name)
             continue
         try:
             cases = known[name]()
-        except ImportError as error:
-            if args.package:
-                raise
-            print(f"{name} skipped: {error}")
+        except Exception as error:
+            is_absent = lacks(name, error) and not args.package
+            (absent if is_absent else broken).append(name)
+            print(f"{name} {'skipped' if is_absent else 'FAILED'}: {type(error).__name__}: {error}")
+            if args.trace:
+                traceback.print_exc()
             continue
         for case in cases:
             if args.kind and case.name not in args.kind:
@@ -214,6 +217,8 @@ def main():
     right = count("right", results)
     wrong = count("WRONG", results)
     print(f"{right} of {len(results)} right, {wrong} wrong")
+    if absent or broken:
+        print(f"{len(absent)} packages skipped, {len(broken)} failed: {', '.join(absent + broken)}")
     print(f"sequences: {count('right', sequences)} of {len(sequences)} right")
     timed = [speed for one in results for speed in one.get("speeds", {}).values()]
     if timed:
@@ -221,7 +226,15 @@ def main():
         print(f"p50 at most ONNX Runtime's: {ahead} of {len(timed)}; 1.2 times: {close}")
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if wrong or broken else 0)
+
+
+def lacks(name, error):
+    """Returns whether an error says that a package is not installed. TorchRec also needs an FBGEMM
+    that was built for its torch, and the index has none for some."""
+    root = name.replace("-", "_")
+    roots = (root, "fbgemm_gpu") if name == "torchrec" else (root,)
+    return isinstance(error, ModuleNotFoundError) and error.name in roots
 
 
 def line(result):
