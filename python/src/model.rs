@@ -177,14 +177,21 @@ impl Model {
         let bags = [features * samples, (features - self.shared) * samples + self.shared];
         // With one sample or one dense feature there is only one way to read a single axis.
         let is_line = || *dense == [samples * width] && (samples == 1 || width <= 1);
-        Err(request(if samples == 0 || samples > self.batch_max {
+        // Dense rows suit any number of samples. Offsets may suit none, and are then to blame.
+        let rows = dense.first().filter(|_| dense.len() == 2 && width > 0).map_or(0, |rows| *rows);
+        Err(request(if first != 0 {
+            format!("offsets: start at {first}, must start at 0")
+        } else if !bags.contains(&values.wrapping_sub(1)) || samples == 0 && rows > 0 {
+            let (rule, needed) = ("a sample and 1", features * rows + 1);
+            let beside = if rows > 0 { format!(": {needed} for dense") } else { String::new() };
+            format!("offsets: {values} values, must be {features} {rule}{beside}")
+        } else if samples == 0 || samples > self.batch_max {
             format!("{samples} samples: a request has 1 to {}", self.batch_max)
-        } else if !bags.contains(&values.saturating_sub(1)) || values == 0 || first != 0 {
-            format!("offsets: {values} from {first}, must be {features} a sample and 1, from 0")
         } else if end != keys {
             format!("offsets: end at {end}, but there are {keys} keys")
         } else if *dense != [samples, width] && !is_line() {
-            format!("dense: has shape {dense:?}, the model takes {:?}", [samples, width])
+            let taken = [samples, width];
+            format!("dense: has shape {dense:?}, with {values} offsets the model takes {taken:?}")
         } else if weights.is_some() && !self.has_weights {
             "weights: the model has no feature with weights; pass None".to_owned()
         } else if let Some(weights) = weights.filter(|weights| *weights != keys) {
@@ -281,12 +288,14 @@ impl Model {
         shared_dense: Option<&Bound<'py, PyAny>>,
         weights: Option<&Bound<'py, PyAny>>,
         timeout: Option<f64>,
-        top_k: Option<usize>,
+        // Wide: pyo3 refuses a number beyond the type without the argument's name.
+        top_k: Option<i128>,
     ) -> PyResult<Answer> {
         let open = self.opened()?;
-        if top_k == Some(0) {
-            return Err(errors::of(request("top_k is 0, must be 1 or more".to_owned())));
+        if let Some(k) = top_k.filter(|k| *k < 1) {
+            return Err(errors::of(request(format!("top_k is {k}, must be 1 or more"))));
         }
+        let top_k = top_k.map(|k| usize::try_from(k).unwrap_or(usize::MAX));
         let (dense, keys) = (Array::open("dense", dense)?, Array::open_line("keys", keys)?);
         let (offsets, mut wide) = (Array::open_line("offsets", offsets)?, Vec::new());
         let weights = weights.map(|weights| Array::open_line("weights", weights)).transpose()?;

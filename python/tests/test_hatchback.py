@@ -95,11 +95,12 @@ class Package(unittest.TestCase):
             np.testing.assert_array_equal(best.positions, order[:k])
             np.testing.assert_array_equal(best.scores, whole.scores[order[:k]])
             np.testing.assert_array_equal(best.statuses, whole.statuses.sum(0, keepdims=True))
-        with self.assertRaisesRegex(hatchback.RequestError, "top_k is 0"):
-            model.score(*request, top_k=0)
-        for wrong in (-1, "ten"):
-            with self.assertRaises((TypeError, OverflowError)):
+        self.assertEqual(len(model.score(*request, top_k=1 << 70).positions), len(self.samples))
+        for wrong in (0, -1, -(1 << 70)):
+            with self.assertRaisesRegex(hatchback.RequestError, f"top_k is {wrong}, must be 1"):
                 model.score(*request, top_k=wrong)
+        with self.assertRaises(TypeError):
+            model.score(*request, top_k="ten")
 
     def test_arrays_of_every_type_give_the_same(self):
         model = self.open()
@@ -119,6 +120,9 @@ class Package(unittest.TestCase):
         negative[2] = -1
         late = offsets + 1
         request, width = hatchback.RequestError, dense.shape[1]
+        self.assertTrue(issubclass(request, ValueError) and issubclass(request, hatchback.Error))
+        sent, features = len(offsets), len(model.features)
+        counts = f"values, must be {features} a sample and 1: {sent} for dense"
         for arguments, error, text in [
             ((dense.astype(np.float64), keys, offsets), TypeError, "dense: must be float32"),
             ((dense.astype(bool), keys, offsets), TypeError, "dense: must be float32"),
@@ -135,10 +139,12 @@ class Package(unittest.TestCase):
             ((dense, keys[None], offsets), request, "keys: has shape .* must have one axis"),
             ((dense, keys[:-1], offsets), request, "offsets: end at .* keys"),
             ((dense, np.append(keys, keys[:1]), offsets), request, "offsets: end at .* keys"),
-            ((dense, keys, offsets[:-1]), request, "offsets: "),
-            ((dense, keys, offsets[:1]), request, "0 samples"),
-            ((dense, keys, offsets[:0]), request, "0 samples"),
-            ((dense, keys, late), request, "offsets: .* from 1, must be .* from 0"),
+            ((dense, keys, offsets[:-1]), request, f"offsets: {sent - 1} {counts}"),
+            ((dense, keys, offsets[:1]), request, f"offsets: 1 {counts}"),
+            ((dense, keys, offsets[:0]), request, f"offsets: 0 {counts}"),
+            ((dense, keys[: offsets[features]], offsets[: features + 1]), request,
+             rf"dense: .* with {features + 1} offsets the model takes \[1, {width}\]"),
+            ((dense, keys, late), ValueError, "offsets: start at 1, must start at 0"),
             ((dense, keys, offsets.astype(np.uint64)), TypeError, "offsets: must be int64"),
             ((dense, keys, wild), request, "offsets 0 to 10000 of sample 0"),
             ((dense, keys, negative), ValueError, "offsets: -1 is not an offset"),
