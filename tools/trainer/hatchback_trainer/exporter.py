@@ -264,16 +264,14 @@ class Exporter:
         column."""
         bags, _ = self.bags(self.leaves, self.calls)
         for column in self.made.columns:
-            if column.call is not None:
+            if column.call is not None or column.modulus is not None:
                 continue
             for sample, bag in enumerate(bags[column.name]):
-                wrong = next((key for key in bag if key < 0 or (
-                    column.modulus is None and key >= column.size)), None)
+                wrong = next((key for key in bag if not 0 <= key < column.size), None)
                 if wrong is not None:
-                    last = "" if column.modulus else f" to {column.size - 1}"
                     raise ValueError(
-                        f"`{column.name}`, sample {sample}: the key {wrong}, and its keys are "
-                        f"0{last}{' or more' if column.modulus else ''}"
+                        f"`{column.name}`, sample {sample}: the key {wrong}, and its keys are 0 to "
+                        f"{column.size - 1}"
                     )
 
     def check_columns(self):

@@ -359,6 +359,9 @@ def cases():
                 KEYS, 4, mode="mean", include_last_offset=True, padding_idx=0)),
             lambda: dict(zip(("words", "offsets"), words())) | {"price": torch.randn(B)},
             ["words"], ["price"]),
+        "remainders of hashes": (
+            Model(lambda m, item: m.n(m.e(item % 7 + 3)), 4),
+            lambda: {"item": ids(B, low=-1 << 62, high=1 << 62)}, ["item"], []),
         "a column and its neighbour in one table": (
             Model(lambda m, user: m.n(m.e(user) + m.e(user + 1)), 4),
             lambda: {"user": ids(B, high=KEYS - 1)}, ["user", "user_2"], []),
