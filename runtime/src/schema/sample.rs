@@ -219,7 +219,8 @@ fn parse<'a>(line: &'a str, schema: &Schema) -> Result<Line<'a>, SampleError> {
             Some(ForeignNumber { field, dense, text }) => {
                 let feature = dense.and_then(|i| schema.dense_features.get(i));
                 let name = feature.map_or(String::new(), |feature| format!("`{}` ", feature.name));
-                let hint = if dense.is_some() { "; null is a missing value" } else { "" };
+                let takes_null = feature.is_some_and(|feature| feature.missing.is_some());
+                let hint = if takes_null { "; null is a missing value" } else { "" };
                 SampleError::Field {
                     field,
                     problem: format!("{name}is {text}, no JSON number{hint}"),

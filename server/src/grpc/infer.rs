@@ -193,6 +193,10 @@ fn raw_of(
     let mut bytes = Vec::with_capacity(growth * contents.len());
     for field in Fields(contents) {
         let field = field?;
+        // Some encoders write the fields that have no values.
+        if field.number != TEXTS && matches!(field.value, Value::Bytes([])) {
+            continue;
+        }
         match (number, field.value) {
             _ if field.number != number => {
                 if let (Some(own), Some(other)) = (name(number), name(field.number)) {

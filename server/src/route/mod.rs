@@ -430,11 +430,11 @@ async fn change_http(
     // Before the body is read: a caller without the right takes no memory.
     check_right(call)?;
     let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
-    let parameters: Map<String, Value> = match body.is_empty() {
-        true => Map::new(),
-        false => serde_json::from_slice(&body).map_err(|e| Problem::invalid(e.to_string()))?,
-    };
-    if parameters.get("parameters").is_some_and(|own| !own["config"].is_null()) {
+    let body = if body.is_empty() { b"null" } else { &*body };
+    let parameters: Option<Map<String, Value>> =
+        serde_json::from_slice(body).map_err(|e| Problem::invalid(e.to_string()))?;
+    if parameters.unwrap_or_default().get("parameters").is_some_and(|own| !own["config"].is_null())
+    {
         return Err(overrides_files("config"));
     }
     control::change(call, name, change).await?;

@@ -357,8 +357,8 @@ fn check_succession(generation: &Generation, parent: &Generation) -> Result<(), 
 fn encode_as_parent(table: &mut Table, number: usize, parent: &Flash, chosen: CodecChoice) {
     let Some(old) = parent.manifest().schema.tables.get(number) else { return };
     let is_same = (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys);
-    // `auto` leaves f16 only for values that it cannot hold.
-    let holds = (table.codec, old.codec) != (Codec::F32, Codec::F16);
+    // `auto` takes f32 only for values that no other codec holds.
+    let holds = table.codec != Codec::F32 || old.codec == Codec::F32;
     if is_same && (chosen == CodecChoice::Auto && holds || table.codec == old.codec) {
         (table.codec, table.unit_exp) = (old.codec, old.unit_exp);
     }

@@ -60,35 +60,35 @@ fn check(model: &ModelProto) -> Result<()> {
         "IR version {ir} of ONNX is not known, {first} to {last} are"
     );
     // The exporter may have written this size into the network's constants.
-    match fixed_batch(model) {
-        Some((name, size)) if size != 1 => {
-            bail!("input `{name}` has a fixed batch of {size}; {DYNAMIC}")
-        }
-        _ => Ok(()),
+    match fixed_batch(model, 2) {
+        Some((name, size)) => bail!("input `{name}` has a fixed batch of {size}; {DYNAMIC}"),
+        None => Ok(()),
     }
 }
 
 const DYNAMIC: &str = "export with a dynamic first axis: `dynamic_shapes`, or `dynamic_axes` of \
                        PyTorch's older exporter";
 
-/// Returns the first input whose batch has a fixed size, and that size.
-fn fixed_batch(model: &ModelProto) -> Option<(&str, i64)> {
+/// Returns the first input whose batch has a fixed size of at least `least`, and that size.
+fn fixed_batch(model: &ModelProto, least: i64) -> Option<(&str, i64)> {
     let graph = model.graph.as_ref()?;
     // Older files list their initializers among the inputs.
     let stored = |name: &str| graph.initializer.iter().any(|tensor| tensor.name() == name);
     let mut inputs = graph.input.iter().filter(|input| !stored(input.name()));
-    inputs.find_map(|input| Some((input.name(), input.fixed_batch()?)))
+    let large = |size: &i64| *size >= least;
+    inputs.find_map(|input| Some((input.name(), input.fixed_batch().filter(large)?)))
 }
 
 /// Returns `error`, the reason for which `onnx` does not load. A batch of one sample is a size that
 /// each sample has alone; a network that does not load may have it in its constants.
 pub fn with_batch(onnx: &[u8], error: DenseError) -> Error {
     let model = parse(onnx.to_vec().into()).unwrap_or_default();
-    match fixed_batch(&model) {
-        Some((name, size)) => {
+    match fixed_batch(&model, 1) {
+        // Only such an error can be of a size.
+        Some((name, size)) if matches!(error, DenseError::Load(_)) => {
             anyhow!("{error}; input `{name}` has a fixed batch of {size}, {DYNAMIC}")
         }
-        None => error.into(),
+        _ => error.into(),
     }
 }
 
