@@ -572,6 +572,27 @@ class Exports(unittest.TestCase):
         refused("`x0`, sample 3: the key 12, and its keys are 0 to 9", lambda m, x: m.n(
             m.e(x + offsets).sum(1)), ids(B, 2, high=10).where(torch.arange(B)[:, None] != 3, 12))
 
+    def test_a_conversion_that_changes_nothing_is_no_copy(self):
+        same = (lambda x: x.long(), lambda x: x.to(torch.int64), lambda x: x.contiguous(),
+                lambda x: x.view(-1).long(), lambda x: torch.reshape(input=x, shape=(-1,)))
+        wrong = ids(B).where(torch.arange(B) != 4, 60)
+        for change in same:
+            with self.assertRaisesRegex(ValueError, "`user`, sample 4: row number 60 of a table"):
+                self.export(Model(lambda m, user: m.n(m.e(change(user))), 4), {"user": wrong})
+        for change in same[:3]:
+            model = Model(lambda m, words, offsets: m.n(m.bag(change(words), change(offsets))), 4,
+                          bag=nn.EmbeddingBag(KEYS, 4))
+            batch = lambda: {"words": ids(B * 2), "offsets": torch.arange(B) * 2}
+            done = self.export(model, batch())
+            done.pack(codec="f32")
+            self.assert_same(done, model, batch(), lambda m, b: m(**b))
+
+    def test_a_column_stays_one_in_bags_whose_offsets_the_model_makes(self):
+        forward = lambda m, user: m.n(m.bag(user, torch.arange(len(user))))
+        model = Model(forward, 4, bag=nn.EmbeddingBag(KEYS, 4))
+        done = self.export(model, {"user": ids(B)})
+        done.pack(codec="f32")
+        self.assert_same(done, model, {"user": ids(B)}, lambda m, b: m(**b))
 
     def test_a_model_of_another_precision_runs_in_float32(self):
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
