@@ -239,10 +239,10 @@ class Exporter:
         # torch takes two arguments that are one tensor for one argument.
         given = [tensor.clone() for tensor in (*self.flat.tensors, *vectors)]
         self.graph = with_real_pairs(capture(captured, given))
-        refuse_casts(self.graph, self.observed.autocast)
         self.leaves_out = captured.found.leaves_out
         self.of_two_sizes = captured.found.of_two_sizes
         followed = self.follow(self.leaves, self.calls)
+        refuse_casts(followed, self.observed.autocast)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)
         self.check_columns()

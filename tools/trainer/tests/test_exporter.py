@@ -493,6 +493,8 @@ class Exports(unittest.TestCase):
     def test_a_refusal_of_an_operation_has_the_line_of_its_forward(self):
         for kind, what in (("mixing", "samples of a batch reach each other"),
                            ("large", r"makes \d+, and the car computes whole numbers up to 2"),
+                           ("remainder", "this cast changes large numbers"),
+                           ("half", "`_to_copy` computes in float16, and the car in float32"),
                            ("sizes", "how many values `nonzero_numpy` gives follows from")):
             line = rf"^\S*test_exporter.py:\d+, `.*# {kind}`: .*{what}"
             with self.assertRaisesRegex(ValueError, line):
@@ -610,6 +612,43 @@ class Exports(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"test_exporter.py:\d+, .*computes in bfloat16"):
             self.export(Lines("autocast"), (ids(B, 40), torch.ones(B, 40)))
 
+    def test_half_precision_is_refused_only_where_the_scores_follow_from_the_batch(self):
+        def with_another(m, item):
+            with torch.autocast("cpu", torch.bfloat16):
+                other = m.n(m.e(item)) * 2
+            return {"ctr": m.n(m.e(item)), "other": other.float()}
+
+        item = {"item": ids(B)}
+        done = self.export(Model(with_another, 4), item, outputs=["ctr"])
+        self.assertEqual(done.schema.outputs, ("ctr",))
+        with self.assertRaisesRegex(ValueError, r"test_exporter.py:\d+, .*computes in bfloat16"):
+            self.export(Model(with_another, 4), item, outputs=["other"])
+        model = Model(lambda m, item: m.n((m.q.half() * 0.01).float()[item]), 4)
+        model.register_buffer("q", torch.randint(-100, 100, (KEYS, 4), dtype=torch.int8))
+        done = self.export(model, item)
+        done.pack(codec="f32")
+        self.assert_same(done, model, {"item": ids(B)}, lambda m, b: m(**b))
+
+    def test_a_remainder_of_a_cast_that_changes_large_keys_is_refused(self):
+        def refused(forward, x, by=KEYS):
+            with self.assertRaisesRegex(ValueError, f"this cast changes .* remainder by {by}:"):
+                self.export(Model(forward, 4), (x,))
+
+        refused(lambda m, item: m.n(m.e(item.int() % KEYS)), ids(B))
+        refused(lambda m, item: m.n(m.e((item.float() % KEYS).long())), ids(B))
+        refused(lambda m, item: m.n(m.e(item.int() % KEYS)), ids(B).float())
+        refused(lambda m, x: m.n(m.e(torch.cat(
+            [x.int()[:, None], x[:, None]], 1) % 7).sum(1)), ids(B), 7)
+        # 3,000,000,000 is -1,294,967,296 in 32 bits.
+        large = 3_000_000_000 + ids(B)
+        for forward, item in ((lambda m, item: m.n(m.e((item % KEYS).int())), large),
+                              (lambda m, item: m.n(m.e(item.long() % KEYS)), ids(B).int()),
+                              (lambda m, item: m.n(m.e(item.long() % KEYS)), ids(B).float())):
+            model = Model(forward, 4)
+            done = self.export(model, {"item": item})
+            done.pack(codec="f32")
+            self.assert_same(done, model, {"item": item}, lambda m, b: m(**b))
+
     def test_a_number_that_is_not_finite_is_named(self):
         def refused(pattern, forward, **batch):
             with self.assertRaisesRegex(ValueError, pattern):
@@ -661,6 +700,10 @@ class Lines(nn.Module):
             odd = 2 * keep.long() + 1  # large
             most = torch.zeros_like(odd).scatter_reduce(1, odd % 3, odd, "amax")
             rows = rows * (most % 5)[..., None]
+        elif self.kind == "remainder":
+            rows = self.e(x.int() % KEYS)  # remainder
+        elif self.kind == "half":
+            rows = self.e(x.half().long())  # half
         elif self.kind == "sizes":
             places = torch.nonzero(sums.flatten() > 0, as_tuple=True)[0]  # sizes
             ends = (sums > 0).sum(1).cumsum(0)
