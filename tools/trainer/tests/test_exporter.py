@@ -29,7 +29,7 @@ from field_models import (  # noqa: E402
 )
 
 import hatchback_trainer  # noqa: E402
-from hatchback_trainer.capture import last_own  # noqa: E402
+from hatchback_trainer.capture import SIZES, OfTwoSizes, last_own  # noqa: E402
 from hatchback_trainer.checks import differ  # noqa: E402
 from hatchback_trainer.columns import (  # noqa: E402
     Buckets, Dense, Vocabulary, columns_from_fuxictr, columns_from_keras, columns_from_sklearn
@@ -683,6 +683,36 @@ class Exports(unittest.TestCase):
             self.export(model, batch, labels=torch.full((B,), 4.0))
         with self.assertRaisesRegex(ValueError, "output='rating': only"):
             self.export(model, batch, output="rating")
+
+    def test_a_label_is_a_rating_a_share_or_unknown(self):
+        model, batch = Model(lambda m, item: m.n(m.e(item)), 4), {"item": ids(B)}
+
+        def recorded(values, model=model, **options):
+            done = self.export(model, batch, labels=values, **options)
+            done.pack(codec="f32")
+            lines = (self.folder / "exported/probe.jsonl").read_text().splitlines()
+            return [json.loads(line).get("label") for line in lines[:4]]
+
+        labels = torch.tensor([0.7, 1.0, 0.0, 1.0]).repeat(B // 4)
+        self.assertEqual(recorded(labels), [0.7, 1, 0, 1])
+        self.assertEqual(recorded(labels.numpy()), [0.7, 1, 0, 1])
+        self.assertEqual(recorded(labels * 5, output="score"), [3.5, 5, 0, 5])
+        self.assertEqual(recorded(-labels.round(), output="score"), [-1, -1, 0, -1])
+        for unknown in (-1, torch.nan):
+            labels[1] = unknown
+            self.assertEqual(recorded(labels), [0.7, None, 0, 1])
+        both = Model(lambda m, item: {"ctr": m.n(m.e(item)), "cvr": m.n(-m.e(item))}, 4)
+        self.assertEqual(recorded({"ctr": labels, "cvr": labels.flip(0), "more": None}, both), [
+            {"ctr": 0.7, "cvr": 1}, {"cvr": 0}, {"ctr": 0, "cvr": 1}, {"ctr": 1, "cvr": 0.7}])
+        for wrong in (1.5, -0.5, torch.inf):
+            with self.assertRaisesRegex(ValueError, f"a label is {wrong:g}, and the model ends"):
+                recorded(labels.where(labels != 0.7, wrong))
+
+    def test_a_single_number_that_follows_from_the_samples_is_named(self):
+        own, other = (SimpleNamespace(c=torch.tensor(size)) for size in SIZES)
+        with self.assertRaisesRegex(ValueError, "`c` follows from the number of samples"):
+            OfTwoSizes.same_constant(
+                SimpleNamespace(module=own), SimpleNamespace(users=[None], target="c"), other)
 
 
 class Lines(nn.Module):
