@@ -623,11 +623,15 @@ class Exports(unittest.TestCase):
         self.assertEqual(done.schema.outputs, ("ctr",))
         with self.assertRaisesRegex(ValueError, r"test_exporter.py:\d+, .*computes in bfloat16"):
             self.export(Model(with_another, 4), item, outputs=["other"])
-        model = Model(lambda m, item: m.n((m.q.half() * 0.01).float()[item]), 4)
-        model.register_buffer("q", torch.randint(-100, 100, (KEYS, 4), dtype=torch.int8))
-        done = self.export(model, item)
-        done.pack(codec="f32")
-        self.assert_same(done, model, {"item": ids(B)}, lambda m, b: m(**b))
+        for forward in (lambda m, item: m.n((m.q.half() * 0.01).float()[item]),
+                        lambda m, item: m.n((m.q.half() * 0.01)[item].view(-1, 4).float())):
+            model = Model(forward, 4)
+            model.register_buffer("q", torch.randint(-100, 100, (KEYS, 4), dtype=torch.int8))
+            done = self.export(model, item)
+            done.pack(codec="f32")
+            self.assert_same(done, model, {"item": ids(B)}, lambda m, b: m(**b))
+        with self.assertRaisesRegex(ValueError, "`mul` computes in float16"):
+            self.export(Model(lambda m, item: m.n((m.e.weight.half()[item] * 2).float()), 4), item)
 
     def test_a_remainder_of_a_cast_that_changes_large_keys_is_refused(self):
         def refused(forward, x, by=KEYS):
