@@ -470,8 +470,9 @@ class OfTwoSizes:
         one, two = get(self.module), get(other)
         if not node.users or not torch.is_tensor(one) or torch.equal(one, two):
             return
-        row = one[:1]
-        if (len(one), len(two)) != SIZES or bool((one != row).any()) or bool((two != row).any()):
+        is_row_of_each = (*one.shape[:1], *two.shape[:1]) == SIZES
+        row = one[:1] if is_row_of_each else None
+        if row is None or bool((one != row).any()) or bool((two != row).any()):
             raise ValueError(f"`{node.target}` follows from the number of samples")
         parent, _, name = node.target.rpartition(".")
         setattr(self.module.get_submodule(parent), name, row)

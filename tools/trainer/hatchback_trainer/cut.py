@@ -73,6 +73,11 @@ def elements_of(followed, lookup):
     origin = followed.origin.get(lookup.index)
     if origin is None or isinstance(origin, list):
         return None
+    if origin.modulus is not None and origin.narrowed is not None:
+        raise ValueError(
+            f"{source_line(origin.narrowed)}: this cast changes large numbers, and so a key's "
+            f"remainder by {origin.modulus}: take the remainder before the cast"
+        )
     code, shift = origin.code, origin.shift.expand(origin.code.shape)
     if lookup.pooling is not None:  # embedding_bag takes flat row numbers and the offsets
         if not followed.is_constant(lookup.bounds):

@@ -1,6 +1,7 @@
 """Writes an export that was checked: the network, the tables, model.toml and the probe set."""
 
 import logging
+import math
 import re
 
 import torch
@@ -9,7 +10,7 @@ from .capture import program_of
 from .columns import Dense, check_crosses, raw_bags, raw_dense
 from .graph import op_name, source_line
 from .model_files import export_tables
-from .samples import Sample, write_lines
+from .samples import Sample, shortest, write_lines
 from .schema import Feature, Input, Schema, Table, model_toml
 
 
@@ -103,7 +104,7 @@ def kind_of_output(exporter, output, labels):
     in a logit, and a rating must get no sigmoid.
 
     # Errors
-    ValueError with the first label that a logit cannot have.
+    ValueError with the first label that is no click, no share of clicks and not unknown.
     """
     if output is not None:
         return output
@@ -111,8 +112,8 @@ def kind_of_output(exporter, output, labels):
         return "probability"
     for given in labels.values() if isinstance(labels, dict) else () if labels is None else (
             labels,):
-        values = torch.as_tensor(given).reshape(-1).tolist()
-        wrong = next((one for one in values if one not in (0, 1)), None)
+        known = [one for one in given.reshape(-1).tolist() if one != -1 and not math.isnan(one)]
+        wrong = next((one for one in known if not 0 <= one <= 1), None)
         if wrong is not None:
             raise ValueError(
                 f"a label is {wrong:g}, and the model ends in no sigmoid: pass "
@@ -124,6 +125,32 @@ def kind_of_output(exporter, output, labels):
             'one: pass output="score" for scores as they are, such as ratings, or output="logit"'
         )
     return "logit"
+
+
+def labels_of(given):
+    """Returns the labels of a caller as tensors."""
+    if isinstance(given, dict):
+        return {name: labels_of(one) for name, one in given.items() if one is not None}
+    return None if given is None else torch.as_tensor(given).double()
+
+
+def known_labels(exporter, labels):
+    """Returns the labels of clicks with NaN in the place of -1, with which data sets mark an
+    unknown one."""
+    if isinstance(labels, dict):
+        return {name: known_labels(exporter, one) for name, one in labels.items()}
+    if labels is None or not bool((labels == -1).any()):
+        return labels
+    exporter.note(f"{int((labels == -1).sum())} labels of -1 are taken as unknown and left out")
+    return labels.where(labels != -1, torch.nan)
+
+
+def label_of(value):
+    """Returns a label as a line has it; None for an unknown one, which is NaN."""
+    value = float(value)
+    if math.isnan(value):
+        return None
+    return int(value) if value.is_integer() else shortest(value)
 
 
 def check_numbers(exporter):
@@ -262,7 +289,8 @@ def samples_of(exporter, leaves, calls, scores, labels):
         for place, name in enumerate(exporter.output_names):
             if labels is not None and value(labels, name) is not None:
                 given = value(labels, name).reshape(count, -1)
-                label[name] = int(given[number, min(place, given.shape[1] - 1)])
+                found = label_of(given[number, min(place, given.shape[1] - 1)])
+                label |= {} if found is None else {name: found}
             if scores is not None:
                 score[name] = float(scores[number, place])
         if len(exporter.output_names) == 1:
@@ -284,6 +312,7 @@ def write(exporter, out, name, sequence, output, labels, counts, hotness_max, op
     write_network(network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
 
     logits = output == "logit"
+    labels = labels if output == "score" else known_labels(exporter, labels)
     scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
     scores = torch.sigmoid(scores) if logits else scores
     bags, weights = exporter.bags(exporter.leaves, exporter.calls)

@@ -18,7 +18,7 @@ from .checks import check
 from .columns import Dense
 from .cut import Cut
 from .deploy import Deployable
-from .export_files import check_dense, check_numbers, kind_of_output, samples_of, write
+from .export_files import check_dense, check_numbers, kind_of_output, labels_of, samples_of, write
 from .graph import Followed, source_line
 from .names import Names
 from .observed import Lookups
@@ -239,10 +239,10 @@ class Exporter:
         # torch takes two arguments that are one tensor for one argument.
         given = [tensor.clone() for tensor in (*self.flat.tensors, *vectors)]
         self.graph = with_real_pairs(capture(captured, given))
-        refuse_casts(self.graph, self.observed.autocast)
         self.leaves_out = captured.found.leaves_out
         self.of_two_sizes = captured.found.of_two_sizes
         followed = self.follow(self.leaves, self.calls)
+        refuse_casts(followed, self.observed.autocast)
         names = Names(self.leaves, self.columns, self.source.model)
         self.made = Cut(followed, self.leaves, self.calls, names, self.note)
         self.check_columns()
@@ -396,11 +396,12 @@ def export(
     more, and all of them become the probe set. `output` is "logit", "probability" or "score": the
     car adds a sigmoid to logits, and leaves the other two as they are. By default a sigmoid as the
     model's last operation makes it a probability. `outputs` names the scores of several outputs.
-    `labels` has a label for each sample, or maps outputs to labels. `columns` maps an argument to
-    the names of its columns, and a feature to what the pipeline did to its raw values (columns.py).
-    `counts` maps tables to the lookups of each row in training. `hotness_max` maps features to the
-    most keys of a bag. By default both are those of the sample batch. `shared` lists the features
-    that all samples of a request share, such as those of a driver with many candidates.
+    `labels` has a label for each sample, NaN for an unknown one, or maps outputs to labels.
+    `columns` maps an argument to the names of its columns, and a feature to what the pipeline did
+    to its raw values (columns.py). `counts` maps tables to the lookups of each row in training.
+    `hotness_max` maps features to the most keys of a bag. By default both are those of the sample
+    batch. `shared` lists the features that all samples of a request share, such as those of a
+    driver with many candidates.
 
     # Errors
     ValueError if the model cannot be captured, cut, or reproduced. Its first sentence names the
@@ -417,6 +418,7 @@ def export(
     try:
         exporter = Exporter(model, sample_batch, columns, outputs)
         exporter.cut()
+        labels = labels_of(labels)
         output = kind_of_output(exporter, output, labels)
         check_numbers(exporter)
         check(exporter, exporter.made.network)

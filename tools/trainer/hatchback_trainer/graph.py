@@ -5,9 +5,10 @@ Every node has its value on the sample batch. A node that only moves values of o
 has their origins: the leaf, the sample and the column of each value. Nothing here changes a graph.
 """
 
+import math
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy
@@ -33,6 +34,7 @@ FILLED = {  # operations that read the shape of a value alone, and what they fil
     "full_like": None, "new_empty": 0, "empty_like": 0,
 }
 TABLES = {"embedding", "embedding_bag", "index", "index_select"}
+WIDE = (torch.float32, torch.float64, torch.int64, torch.int32)
 LEAF, ROW = 1 << 52, 1 << 24  # units of an origin: leaf, then sample, then column
 
 
@@ -54,16 +56,32 @@ def source_line(node):
     return f"operation `{op_name(node)}`"
 
 
+def bits_of(dtype):
+    """Returns how many bits a whole number may have so that a type keeps it."""
+    if dtype == torch.bool:
+        return 1
+    if dtype.is_floating_point:
+        return 1 - round(math.log2(torch.finfo(dtype).eps))
+    return torch.iinfo(dtype).bits - (torch.iinfo(dtype).min < 0)
+
+
+def narrows(before, after):
+    """Returns whether a type loses large whole numbers of another."""
+    wraps = before.is_floating_point and not after.is_floating_point and after != torch.int64
+    return wraps or bits_of(after) < bits_of(before)
+
+
 @dataclass
 class Origin:
     """Where each value of a node comes from: `code` plus the constant `shift`, both of the node's
     shape. With a `modulus` the value is the remainder of the original by it. `spread` says that a
-    vector of constants made the shifts."""
+    vector of constants made the shifts, and `narrowed` is a cast that loses large numbers."""
 
     code: torch.Tensor
     shift: torch.Tensor
     modulus: int | None = None
     spread: bool = False
+    narrowed: torch.fx.Node | None = None
 
     @property
     def moved(self):
@@ -137,7 +155,7 @@ class Followed(torch.fx.Interpreter):
     def origin_of(self, node):
         name = op_name(node)
         if name in CASTS:
-            return self.origin.get(node.args[0]) if self.keeps_values(node) else None
+            return self.cast(node) if self.keeps_values(node) else None
         if name in MOVES:
             return self.moved(node)
         if name in ("add", "sub") and len(node.args) == 2 and not node.kwargs:
@@ -145,18 +163,27 @@ class Followed(torch.fx.Interpreter):
         if name == "remainder" and isinstance(node.args[1], int) and node.args[1] > 0:
             before = self.origin.get(node.args[0])
             if before is not None and before.moved:
-                return Origin(before.code, before.shift, node.args[1])
+                return replace(before, modulus=node.args[1], spread=False)
         return None
 
+    def cast(self, node):
+        """Returns the origin of a cast, which no remainder may follow if it loses large numbers."""
+        found = self.origin.get(node.args[0])
+        if not isinstance(found, Origin) or found.modulus is not None or not narrows(
+                self.value[node.args[0]].dtype, self.value[node].dtype):
+            return found
+        return replace(found, narrowed=found.narrowed or node)
+
     def keeps_values(self, node):
-        """Returns whether a cast keeps every number that the car may send, whatever the batch has.
-        A float that becomes a whole number is a key, but no longer the float."""
+        """Returns whether a cast keeps all whole numbers up to 2^24, whatever the batch has. A
+        float that becomes a whole number is a key, but no longer the float."""
         before, after = self.value[node.args[0]].dtype, self.value[node].dtype
+        if after not in WIDE:
+            return before == after
         if after.is_floating_point and not before.is_floating_point:
             return not any(
                 self.value[self.placeholders[one]].is_floating_point() for one in self.needs[node])
-        wide = (torch.float32, torch.float64, torch.int64, torch.int32)
-        return before == after or after in wide
+        return True
 
     def shift_of(self, node):
         """Returns the placeholder whose values, all and in their order, a node has, and the
@@ -199,7 +226,8 @@ class Followed(torch.fx.Interpreter):
             codes, shifts = run(lambda one: one.code), run(lambda one: one.shift)
         except (RuntimeError, TypeError):
             return None
-        rest = (origins[0].modulus, any(one.spread for one in origins))
+        narrowed = next((one.narrowed for one in origins if one.narrowed is not None), None)
+        rest = (origins[0].modulus, any(one.spread for one in origins), narrowed)
         if isinstance(codes, (list, tuple)):
             return [Origin(c, s, *rest) for c, s in zip(codes, shifts)]
         return Origin(codes, shifts, *rest)
@@ -221,7 +249,8 @@ class Followed(torch.fx.Interpreter):
             return None
         before, sign = known[place], -1 if name == "sub" else 1
         code, shift = torch.broadcast_tensors(before.code, before.shift + sign * amount)
-        return Origin(code, shift, before.modulus, before.spread or amount.numel() > 1)
+        spread = before.spread or amount.numel() > 1
+        return replace(before, code=code, shift=shift, spread=spread)
 
     def lookup_of(self, node):
         """Returns the lookup that a node is; None if it is none."""

@@ -53,17 +53,25 @@ class Lookups(TorchFunctionMode):
         if self.autocast is None and torch.is_autocast_enabled("cpu"):
             self.autocast = last_own(traceback.extract_stack())
         table, index, offsets = of_lookup(function, args, kwargs)
-        if torch.is_tensor(offsets) and index.dim() == 1:
+        # Offsets that the model makes do not say that the keys are no column.
+        if torch.is_tensor(offsets) and index.dim() == 1 and self.is_given(offsets):
             self.bagged.append((self.source(index), self.source(offsets)))
         try:
             made = function(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
             self.explain(table, index, error)
             raise
+        first = args[0] if args else None
+        # `x.long()` of whole numbers is `x` itself, and no copy.
         if getattr(function, "__name__", "") in SAME and torch.is_tensor(made) and (
-                torch.is_tensor(args[0]) and made.dim() == args[0].dim() == 1):
-            self.copies[id(made)] = made, args[0]  # keeps it, so that its id is no other's
+                torch.is_tensor(first) and made is not first and made.dim() == first.dim() == 1):
+            self.copies[id(made)] = made, first  # keeps it, so that its id is no other's
         return made
+
+    def is_given(self, tensor):
+        """Returns whether a tensor is one of the batch's, as it is or in another type."""
+        source = self.source(tensor)
+        return any(source is one for one in self.flat.tensors)
 
     def source(self, tensor):
         while id(tensor) in self.copies:

@@ -8,7 +8,7 @@ from types import MethodType
 
 import torch
 
-from .graph import op_name, source_line
+from .graph import MOVES, op_name, source_line
 
 OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 APART = 0.05  # largest difference of the scores that rounding in another precision explains
@@ -41,11 +41,26 @@ def floats_of(value):
     return value.float() if torch.is_tensor(value) and value.dtype in OTHERS else value
 
 
-def refuse_casts(graph, autocast):
-    """Refuses an operation that computes in less than float32. `autocast` is the first line of the
-    model under autocast, whose nodes have no line of their own; None without it."""
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
+def of_the_scores(followed):
+    """Returns the nodes from which the scores follow, in the graph's order, without constants."""
+    seen = set()
+    rest = list(next(one for one in followed.graph.nodes if one.op == "output").args[0])
+    while rest:
+        node = rest.pop()
+        constant = followed.is_constant(node) and node not in followed.by_shape
+        if node not in seen and not constant:
+            seen.add(node)
+            rest += node.all_input_nodes
+    return [node for node in followed.graph.nodes if node in seen]
+
+
+def refuse_casts(followed, autocast):
+    """Refuses an operation of the car that computes in less than float32. `autocast` is the first
+    line of the model under autocast, whose nodes have no line of their own; None without it."""
+    for node in of_the_scores(followed):
+        value = followed.value[node]
+        if op_name(node) in MOVES | {"embedding"}:  # a row of a constant table in half is exact
+            continue
         if torch.is_tensor(value) and value.dtype in OTHERS[:2] and node.op == "call_function":
             raise ValueError(
                 f"{autocast or source_line(node)}: `{op_name(node)}` computes in "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 class Sample:
     dense: list  # nd floats, in the order of Schema.dense_features
     sparse: dict = field(default_factory=dict)  # feature name -> list of keys
-    label: int | dict | None = None  # with several outputs a dict: output name -> label
+    label: float | dict | None = None  # with several outputs a dict: output name -> label
     score: float | dict | None = None
     # Name of a weighted feature -> list of a weight for each key.
     weights: dict = field(default_factory=dict)

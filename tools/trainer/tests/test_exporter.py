@@ -29,7 +29,7 @@ from field_models import (  # noqa: E402
 )
 
 import hatchback_trainer  # noqa: E402
-from hatchback_trainer.capture import last_own  # noqa: E402
+from hatchback_trainer.capture import SIZES, OfTwoSizes, last_own  # noqa: E402
 from hatchback_trainer.checks import differ  # noqa: E402
 from hatchback_trainer.columns import (  # noqa: E402
     Buckets, Dense, Vocabulary, columns_from_fuxictr, columns_from_keras, columns_from_sklearn
@@ -493,6 +493,8 @@ class Exports(unittest.TestCase):
     def test_a_refusal_of_an_operation_has_the_line_of_its_forward(self):
         for kind, what in (("mixing", "samples of a batch reach each other"),
                            ("large", r"makes \d+, and the car computes whole numbers up to 2"),
+                           ("remainder", "this cast changes large numbers"),
+                           ("half", "`_to_copy` computes in float16, and the car in float32"),
                            ("sizes", "how many values `nonzero_numpy` gives follows from")):
             line = rf"^\S*test_exporter.py:\d+, `.*# {kind}`: .*{what}"
             with self.assertRaisesRegex(ValueError, line):
@@ -572,6 +574,27 @@ class Exports(unittest.TestCase):
         refused("`x0`, sample 3: the key 12, and its keys are 0 to 9", lambda m, x: m.n(
             m.e(x + offsets).sum(1)), ids(B, 2, high=10).where(torch.arange(B)[:, None] != 3, 12))
 
+    def test_a_conversion_that_changes_nothing_is_no_copy(self):
+        same = (lambda x: x.long(), lambda x: x.to(torch.int64), lambda x: x.contiguous(),
+                lambda x: x.view(-1).long(), lambda x: torch.reshape(input=x, shape=(-1,)))
+        wrong = ids(B).where(torch.arange(B) != 4, 60)
+        for change in same:
+            with self.assertRaisesRegex(ValueError, "`user`, sample 4: row number 60 of a table"):
+                self.export(Model(lambda m, user: m.n(m.e(change(user))), 4), {"user": wrong})
+        for change in same[:3]:
+            model = Model(lambda m, words, offsets: m.n(m.bag(change(words), change(offsets))), 4,
+                          bag=nn.EmbeddingBag(KEYS, 4))
+            batch = lambda: {"words": ids(B * 2), "offsets": torch.arange(B) * 2}
+            done = self.export(model, batch())
+            done.pack(codec="f32")
+            self.assert_same(done, model, batch(), lambda m, b: m(**b))
+
+    def test_a_column_stays_one_in_bags_whose_offsets_the_model_makes(self):
+        forward = lambda m, user: m.n(m.bag(user, torch.arange(len(user))))
+        model = Model(forward, 4, bag=nn.EmbeddingBag(KEYS, 4))
+        done = self.export(model, {"user": ids(B)})
+        done.pack(codec="f32")
+        self.assert_same(done, model, {"user": ids(B)}, lambda m, b: m(**b))
 
     def test_a_model_of_another_precision_runs_in_float32(self):
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -588,6 +611,47 @@ class Exports(unittest.TestCase):
             self.assertLess((torch.tensor(done.score(other)) - want).abs().max().item(), 1e-2)
         with self.assertRaisesRegex(ValueError, r"test_exporter.py:\d+, .*computes in bfloat16"):
             self.export(Lines("autocast"), (ids(B, 40), torch.ones(B, 40)))
+
+    def test_half_precision_is_refused_only_where_the_scores_follow_from_the_batch(self):
+        def with_another(m, item):
+            with torch.autocast("cpu", torch.bfloat16):
+                other = m.n(m.e(item)) * 2
+            return {"ctr": m.n(m.e(item)), "other": other.float()}
+
+        item = {"item": ids(B)}
+        done = self.export(Model(with_another, 4), item, outputs=["ctr"])
+        self.assertEqual(done.schema.outputs, ("ctr",))
+        with self.assertRaisesRegex(ValueError, r"test_exporter.py:\d+, .*computes in bfloat16"):
+            self.export(Model(with_another, 4), item, outputs=["other"])
+        for forward in (lambda m, item: m.n((m.q.half() * 0.01).float()[item]),
+                        lambda m, item: m.n((m.q.half() * 0.01)[item].view(-1, 4).float())):
+            model = Model(forward, 4)
+            model.register_buffer("q", torch.randint(-100, 100, (KEYS, 4), dtype=torch.int8))
+            done = self.export(model, item)
+            done.pack(codec="f32")
+            self.assert_same(done, model, {"item": ids(B)}, lambda m, b: m(**b))
+        with self.assertRaisesRegex(ValueError, "`mul` computes in float16"):
+            self.export(Model(lambda m, item: m.n((m.e.weight.half()[item] * 2).float()), 4), item)
+
+    def test_a_remainder_of_a_cast_that_changes_large_keys_is_refused(self):
+        def refused(forward, x, by=KEYS):
+            with self.assertRaisesRegex(ValueError, f"this cast changes .* remainder by {by}:"):
+                self.export(Model(forward, 4), (x,))
+
+        refused(lambda m, item: m.n(m.e(item.int() % KEYS)), ids(B))
+        refused(lambda m, item: m.n(m.e((item.float() % KEYS).long())), ids(B))
+        refused(lambda m, item: m.n(m.e(item.int() % KEYS)), ids(B).float())
+        refused(lambda m, x: m.n(m.e(torch.cat(
+            [x.int()[:, None], x[:, None]], 1) % 7).sum(1)), ids(B), 7)
+        # 3,000,000,000 is -1,294,967,296 in 32 bits.
+        large = 3_000_000_000 + ids(B)
+        for forward, item in ((lambda m, item: m.n(m.e((item % KEYS).int())), large),
+                              (lambda m, item: m.n(m.e(item.long() % KEYS)), ids(B).int()),
+                              (lambda m, item: m.n(m.e(item.long() % KEYS)), ids(B).float())):
+            model = Model(forward, 4)
+            done = self.export(model, {"item": item})
+            done.pack(codec="f32")
+            self.assert_same(done, model, {"item": item}, lambda m, b: m(**b))
 
     def test_a_number_that_is_not_finite_is_named(self):
         def refused(pattern, forward, **batch):
@@ -624,6 +688,36 @@ class Exports(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "output='rating': only"):
             self.export(model, batch, output="rating")
 
+    def test_a_label_is_a_rating_a_share_or_unknown(self):
+        model, batch = Model(lambda m, item: m.n(m.e(item)), 4), {"item": ids(B)}
+
+        def recorded(values, model=model, **options):
+            done = self.export(model, batch, labels=values, **options)
+            done.pack(codec="f32")
+            lines = (self.folder / "exported/probe.jsonl").read_text().splitlines()
+            return [json.loads(line).get("label") for line in lines[:4]]
+
+        labels = torch.tensor([0.7, 1.0, 0.0, 1.0]).repeat(B // 4)
+        self.assertEqual(recorded(labels), [0.7, 1, 0, 1])
+        self.assertEqual(recorded(labels.numpy()), [0.7, 1, 0, 1])
+        self.assertEqual(recorded(labels * 5, output="score"), [3.5, 5, 0, 5])
+        self.assertEqual(recorded(-labels.round(), output="score"), [-1, -1, 0, -1])
+        for unknown in (-1, torch.nan):
+            labels[1] = unknown
+            self.assertEqual(recorded(labels), [0.7, None, 0, 1])
+        both = Model(lambda m, item: {"ctr": m.n(m.e(item)), "cvr": m.n(-m.e(item))}, 4)
+        self.assertEqual(recorded({"ctr": labels, "cvr": labels.flip(0), "more": None}, both), [
+            {"ctr": 0.7, "cvr": 1}, {"cvr": 0}, {"ctr": 0, "cvr": 1}, {"ctr": 1, "cvr": 0.7}])
+        for wrong in (1.5, -0.5, torch.inf):
+            with self.assertRaisesRegex(ValueError, f"a label is {wrong:g}, and the model ends"):
+                recorded(labels.where(labels != 0.7, wrong))
+
+    def test_a_single_number_that_follows_from_the_samples_is_named(self):
+        own, other = (SimpleNamespace(c=torch.tensor(size)) for size in SIZES)
+        with self.assertRaisesRegex(ValueError, "`c` follows from the number of samples"):
+            OfTwoSizes.same_constant(
+                SimpleNamespace(module=own), SimpleNamespace(users=[None], target="c"), other)
+
 
 class Lines(nn.Module):
     """A model whose `forward` has a line that a message names."""
@@ -640,6 +734,10 @@ class Lines(nn.Module):
             odd = 2 * keep.long() + 1  # large
             most = torch.zeros_like(odd).scatter_reduce(1, odd % 3, odd, "amax")
             rows = rows * (most % 5)[..., None]
+        elif self.kind == "remainder":
+            rows = self.e(x.int() % KEYS)  # remainder
+        elif self.kind == "half":
+            rows = self.e(x.half().long())  # half
         elif self.kind == "sizes":
             places = torch.nonzero(sums.flatten() > 0, as_tuple=True)[0]  # sizes
             ends = (sums > 0).sum(1).cumsum(0)
