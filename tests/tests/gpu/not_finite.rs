@@ -108,5 +108,5 @@ fn a_worker_names_the_sample_and_the_output() {
     let mut worker = Worker::new(Arc::new(model), Arc::new(SystemClock::default()));
     let error = worker.score(&request(&packed, &[1.0, 2.0, LARGE, 2.0]), None).err().unwrap();
     assert!(matches!(error, ScoreError::NotFinite(_)));
-    assert!(error.to_string().starts_with("sample 1: score[4] is inf: "), "{error}");
+    assert!(error.to_string().starts_with("sample 1: score[4] is inf, "), "{error}");
 }
