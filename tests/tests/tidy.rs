@@ -18,8 +18,8 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_700),
-    ("runtime", 20_195),
+    ("kernels", 20_680),
+    ("runtime", 20_266),
     ("link", 630),
     ("server", 4_865),
     ("board", 1_925),

@@ -1,7 +1,5 @@
 //! The errors of the dense network on the CPU.
 
-use crate::dense::graph::onnx::{INT32, INT64, type_name};
-
 /// Why a dense network cannot be loaded or run.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // The messages say what each field is.
@@ -33,18 +31,8 @@ pub enum DenseError {
     )]
     Outputs { names: String, outputs: usize, values: usize },
     /// The network takes an input of another type than f32.
-    #[error(
-        "dense network: input `{name}` is {of}, only FLOAT inputs are fed{hint}",
-        of = type_name(i64::from(*number)),
-        hint = match *number {
-            INT32 | INT64 => {
-                ". If it takes ids, cut the embedding lookups out of the network, as \
-                 `hatchback_trainer.export` does"
-            }
-            _ => "; let the network cast it",
-        }
-    )]
-    InputType { name: String, number: i32 },
+    #[error("dense network: input `{name}` is {of}, only FLOAT inputs are fed{hint}")]
+    InputType { name: String, of: &'static str, hint: &'static str },
     /// The caller passed more samples than the memory of the run holds.
     #[error("dense network: {batch} samples, the memory is for {max}")]
     Batch { batch: usize, max: usize },

@@ -357,7 +357,7 @@ fn an_input_that_is_no_float_is_refused() {
     input.r#type.as_mut().and_then(|t| t.tensor_type.as_mut()).expect("a tensor").elem_type =
         Some(INT64);
     let error = load(&model).err().expect("an input of integers");
-    assert!(matches!(error, DenseError::InputType { number: INT64, .. }), "{error}");
+    assert!(matches!(error, DenseError::InputType { of: "INT64", .. }), "{error}");
 }
 
 #[test]

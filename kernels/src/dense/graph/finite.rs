@@ -3,8 +3,7 @@
 //! A check is made of nodes that every device has: `f(x)` becomes `f(x) + (x - x)`. Runs nothing.
 
 use crate::dense::graph::functions::{Map, Zip};
-use crate::dense::graph::node::{Node, Op, Operand};
-use crate::dense::graph::onnx_graph::Graph;
+use crate::dense::graph::node::{Graph, Node, Op, Operand};
 use crate::dense::graph::tensor::Id;
 use std::collections::HashSet;
 

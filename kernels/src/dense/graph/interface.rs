@@ -1,7 +1,7 @@
 //! The check that an ONNX file has the inputs and the output that the schema names.
 
 use crate::dense::error::DenseError;
-use crate::dense::graph::onnx::{FLOAT, ModelProto, ValueInfoProto};
+use crate::dense::graph::onnx::{FLOAT, INT32, INT64, ModelProto, ValueInfoProto, type_name};
 
 /// Returns the shape of one sample of each input, in the order of `inputs`.
 ///
@@ -19,8 +19,16 @@ pub(crate) fn match_interface(
     let stored = |name: &str| graph.initializer.iter().any(|t| t.name() == name);
     let fed = |name: &str| inputs.iter().any(|(n, _)| *n == name);
     let input_type = |value: &ValueInfoProto| {
-        let number = value.element_type().filter(|&number| number != FLOAT);
-        number.map(|number| DenseError::InputType { name: value.name().to_owned(), number })
+        let number = value.element_type().filter(|&number| number != FLOAT)?;
+        let hint = match number {
+            INT32 | INT64 => {
+                ". If it takes ids, cut the embedding lookups out of the network, as \
+                 `hatchback_trainer.export` does"
+            }
+            _ => "; let the network cast it",
+        };
+        let (name, of) = (value.name().to_owned(), type_name(i64::from(number)));
+        Some(DenseError::InputType { name, of, hint })
     };
     if let Some(value) = graph.input.iter().find(|v| !fed(v.name()) && !stored(v.name())) {
         let not_fed = || DenseError::NotFed(value.name().to_owned());

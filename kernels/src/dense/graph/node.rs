@@ -5,6 +5,15 @@ use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::gemm::Matrix;
 
+/// The nodes of a network in the order of execution. The first values are its inputs, in the
+/// caller's order.
+pub(crate) struct Graph {
+    /// The number of floats in one sample of each value.
+    pub widths: Vec<usize>,
+    pub nodes: Vec<Node>,
+    pub output: Id,
+}
+
 /// A node: its operands, its operation and its result.
 pub(crate) struct Node {
     pub inputs: Vec<Id>,

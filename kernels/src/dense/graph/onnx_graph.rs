@@ -17,7 +17,7 @@ use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-pub(crate) use crate::dense::graph::node::{Fold, Node, Op, Operand};
+pub(crate) use crate::dense::graph::node::{Fold, Graph, Node, Op, Operand};
 pub(crate) use crate::dense::graph::stop::{Stop, limit, malformed, unsupported};
 
 /// Floats of one sample in all results together, and entries of all index tables, at most.
@@ -33,15 +33,6 @@ const WEIGHTS_MAX: usize = 1 << 28;
 const NOT_FINITE: &str = "a weight is not finite, or too large for its format";
 /// The versions of ONNX's operators that `operators.rs` knows.
 const OPSETS: std::ops::RangeInclusive<i64> = 7..=28;
-
-/// The nodes of a network in the order of execution. The first values are its inputs, in the
-/// caller's order.
-pub(crate) struct Graph {
-    /// The number of floats in one sample of each value.
-    pub widths: Vec<usize>,
-    pub nodes: Vec<Node>,
-    pub output: Id,
-}
 
 /// The value whose last two axes were swapped, and their sizes after that.
 pub(crate) struct Transposed {
