@@ -81,8 +81,10 @@ impl Marks {
         let none = || vec![false; graph.widths.len()];
         let (mut on_way, mut elsewhere, mut masked) = (none(), none(), none());
         for Node { inputs, op, output } in &graph.nodes {
-            // What follows a mask is the network's own infinity.
-            masked[*output] = is_masking(op) || inputs.iter().any(|&id| masked[id]);
+            // The infinity of a mask goes on until a Softmax, a product or a sigmoid ends it.
+            let is_choice = matches!(op, Op::Select(_) | Op::Fold { .. });
+            let carries = is_choice || is_passing(op) && !matches!(op, Op::Map(_));
+            masked[*output] = is_masking(op) || carries && inputs.iter().any(|&id| masked[id]);
             if !is_passing(op) {
                 inputs.iter().for_each(|&id| elsewhere[id] = true);
             }
