@@ -7,7 +7,7 @@
 #include "prelude.cuh"
 
 // ---- Matrix products: out[m, n] = finish(a[m, k] x w[k, n]),
-// finish(x) = sigmoid?(relu?(x * scale + bias))
+// finish(x) = score?(relu?(x * scale + bias))
 
 struct MatrixProduct {
     const float* a;      // `[m, split]`, the first columns of the left operand
@@ -22,7 +22,7 @@ struct MatrixProduct {
     int relu;
     int split;
     int continues;       // whether `out` has sums, to which the product adds
-    int sigmoid;
+    int is_score;
 
     // Returns the operand that has column `at`, and sets `from` to the value's index in it. A value
     // that is not wanted may be the first.
@@ -92,6 +92,11 @@ static __device__ __forceinline__ float exponential(float x) {
 
 static __device__ __forceinline__ float sigmoid(float x) {
     return 1.0f / (1.0f + exponential(-x));
+}
+
+// A score is NaN if its logit is infinite, so the sigmoid hides no error.
+static __device__ __forceinline__ float score(float logit) {
+    return sigmoid(logit) + (logit - logit);
 }
 
 // Loads `N` neighbouring values of shared memory; `from` is a multiple of their bytes.
@@ -193,7 +198,7 @@ static __device__ __forceinline__ void finish_sums(
                 continue;
             }
             const float value = rectify(fmaf(sum[r][c], scale[at], bias[at]), p.relu);
-            out[(size_t)to * n + at] = p.sigmoid ? sigmoid(value) : value;
+            out[(size_t)to * n + at] = p.is_score ? score(value) : value;
         }
     }
 }
@@ -647,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) dense_pairs(Pairs p) {
 // ---- Functions of values, sums, concatenations, selections
 
 // kernels/src/gpu/numbers.rs has the same numbers.
-enum StepFunction { RELU, SIGMOID, TANH, ADD, SUBTRACT, MULTIPLY, DIVIDE, SUM, COPY };
+enum StepFunction { RELU, SIGMOID, TANH, SCORE, ADD, SUBTRACT, MULTIPLY, DIVIDE, SUM, COPY };
 
 // kernels/src/gpu/dense_kernels.rs has the same number: steps of one launch.
 #define STEPS 16
@@ -707,6 +712,7 @@ static __device__ __forceinline__ float compute_step(const Step& p, i64 sample, 
     case RELU: return rectify(a, 1);
     case SIGMOID: return sigmoid(a);
     case TANH: return fmaf(2.0f, sigmoid(a + a), -1.0f);
+    case SCORE: return score(a);
     case COPY: return a;
     }
     const float b = p.right.value(sample, at);

@@ -421,7 +421,7 @@ impl DeviceEngine {
                     Some(logits) => {
                         let logits = logits.view().first(values);
                         context.enqueue(stream, batch, &inputs, logits)?;
-                        self.kernels.map(stream, StepNumber::Sigmoid, logits, scores)?;
+                        self.kernels.map(stream, StepNumber::Score, logits, scores)?;
                     }
                 }
             }

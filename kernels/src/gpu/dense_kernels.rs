@@ -54,7 +54,7 @@ struct MatrixProduct {
     relu: i32,
     split: i32,
     continues: i32,
-    sigmoid: i32,
+    is_score: i32,
     unused: i32,
 }
 
@@ -452,7 +452,7 @@ impl DenseKernels {
             relu: i32::from(by.relu),
             split: split as i32,
             continues: i32::from(start == Start::Sums),
-            sigmoid: i32::from(is_score),
+            is_score: i32::from(is_score),
             unused: 0,
         };
         // SAFETY: the parameter of all three kernels; the sizes were checked.

@@ -391,7 +391,7 @@ impl<'a> Run<'a> {
         if let Some(Scores { values, .. }) = unfinished {
             let side = Side { values: out, picks: View::none(), width };
             let sides = [side, Side::none()];
-            steps.push(ValueStep::new(StepNumber::Sigmoid, sides, width, values));
+            steps.push(ValueStep::new(StepNumber::Score, sides, width, values));
         }
         true
     }
@@ -441,7 +441,7 @@ impl<'a> Run<'a> {
         let PlanWork { kernels, stream, shape, .. } = self.work;
         let result = self.of_samples(self.plan.output);
         match activation {
-            Activation::Sigmoid => kernels.map(stream, StepNumber::Sigmoid, result, values),
+            Activation::Sigmoid => kernels.map(stream, StepNumber::Score, result, values),
             Activation::None => {
                 let width = self.plan.widths[self.plan.output];
                 let [from, to] =

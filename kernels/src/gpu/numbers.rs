@@ -97,6 +97,8 @@ pub(crate) enum StepNumber {
     Relu,
     Sigmoid,
     Tanh,
+    /// The sigmoid of a finite logit; NaN of another.
+    Score,
     Add,
     Subtract,
     Multiply,
@@ -165,7 +167,7 @@ mod tests {
         let kinds = [EntryKind::Missing, EntryKind::Absent, EntryKind::Hit];
         assert_same(lookup, "EntryKind", &kinds.map(|k| (k, k as u32)));
         assert!(kinds.iter().all(|&kind| EntryKind::of(kind as u32) == kind));
-        let maps = [N::Relu, N::Sigmoid, N::Tanh];
+        let maps = [N::Relu, N::Sigmoid, N::Tanh, N::Score];
         let zips = [N::Add, N::Subtract, N::Multiply, N::Divide];
         let steps: Vec<N> = maps.into_iter().chain(zips).chain([N::Sum, N::Copy]).collect();
         let steps: Vec<(N, u32)> = steps.into_iter().map(|n| (n, n as u32)).collect();

@@ -277,8 +277,18 @@ fn shape_on_device(
     out
 }
 
+/// Returns the bits of `values`; all NaN are one, because processors choose its bits.
 fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
+    values.iter().map(|v| if v.is_nan() { f32::NAN } else { *v }.to_bits()).collect()
+}
+
+/// Returns a value that a network may get, now and then an infinite one.
+fn input_value(random: &mut Random) -> f32 {
+    match random.one_in(6) {
+        true => -0.0,
+        false if random.one_in(100) => f32::INFINITY,
+        false => 3.0 * random.signed(),
+    }
 }
 
 fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
@@ -292,11 +302,7 @@ fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]
     for &n in batches {
         let fed: Vec<Vec<f32>> = inputs
             .iter()
-            .map(|(_, width)| {
-                (0..n * width)
-                    .map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() })
-                    .collect()
-            })
+            .map(|(_, width)| (0..n * width).map(|_| input_value(&mut random)).collect())
             .collect();
         let mut expected = vec![0.0; n * cpu.outputs()];
         cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();

@@ -46,7 +46,7 @@ pub(crate) struct Builder<'a> {
     pub opset: i64,
     pub stored: HashMap<&'a str, &'a TensorProto>,
     tensors: HashMap<String, Tensor>,
-    widths: Vec<usize>,
+    pub widths: Vec<usize>,
     nodes: Vec<Node>,
     /// Values that equal another value with its last two axes swapped.
     pub transposed: HashMap<Id, Transposed>,
@@ -315,16 +315,21 @@ impl<'a> Builder<'a> {
 
     /// Adds the node that picks values of `id`. A selection of a selection is one node.
     fn picked(&mut self, id: Id, picks: Vec<u32>, shape: &[usize]) -> Result<Data, Stop> {
-        // The numbers of results ascend with their nodes.
-        let at = self.nodes.binary_search_by_key(&id, |n| n.output);
-        let before = at.ok().map(|at| &self.nodes[at]);
-        let (from, picks) = match before {
-            Some(Node { inputs, op: Op::Pick(first), .. }) => {
-                (inputs[0], picks.iter().map(|&i| first[i as usize]).collect())
-            }
-            _ => (id, picks),
+        let (from, picks) = match self.reordered(id) {
+            Some((from, first)) => (from, picks.iter().map(|&i| first[i as usize]).collect()),
+            None => (id, picks),
         };
         Ok(self.node(vec![from], Op::Pick(picks), shape.to_vec(), None)?.data)
+    }
+
+    /// Returns the value of which `id` is a selection, and which values.
+    pub fn reordered(&self, id: Id) -> Option<(Id, &[u32])> {
+        // The numbers of results ascend with their nodes.
+        let at = self.nodes.binary_search_by_key(&id, |n| n.output).ok()?;
+        match &self.nodes[at] {
+            Node { inputs, op: Op::Pick(picks), .. } => Some((inputs[0], picks)),
+            _ => None,
+        }
     }
 
     /// Adds the check that every value of `x` is in `range`. A sample in which one is not has no

@@ -186,6 +186,16 @@ impl Builder<'_> {
             Map::Pow(2.0) => Op::Zip { zip: Zip::Mul, left: side(), right: side() },
             _ => Op::Map(map),
         };
+        // The function of a product that is reordered, as a convolution's is, comes before the new
+        // order. There the product takes over a Relu, and the next operator's order is joined.
+        if let Some((from, picks)) = self.reordered(id)
+            && picks.len() == self.widths[from]
+        {
+            let picks = picks.to_vec();
+            let result = self.node(vec![from], op, x.shape.clone(), x.batch)?;
+            let result = self.pick_all(&result, &x.shape, x.batch, picks)?;
+            return Ok(Tensor { kind, ..result });
+        }
         let result = self.node(vec![id], op, x.shape.clone(), x.batch)?;
         Ok(Tensor { kind, ..result })
     }

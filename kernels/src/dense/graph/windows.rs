@@ -7,7 +7,7 @@ use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Fold, Stop, malformed, unsupported};
 use crate::dense::graph::products::in_operator;
 use crate::dense::graph::reductions::Reduction;
-use crate::dense::graph::tensor::{Batch, Kind, Tensor, Values, product, strides};
+use crate::dense::graph::tensor::{Batch, Data, Kind, Tensor, Values, product, strides};
 
 /// How a window moves along an axis of `n` values.
 struct Axis {
@@ -20,6 +20,17 @@ struct Axis {
     after: i64,
     /// The number of windows.
     count: usize,
+}
+
+/// The columns of a window.
+#[derive(Clone, Copy)]
+enum Columns {
+    /// The taps of one channel; each channel is a group.
+    Taps,
+    /// The channels of a group, and the taps of each.
+    Channels { groups: usize },
+    /// The taps, and the channels of a group at each.
+    LastChannels { groups: usize },
 }
 
 impl Axis {
@@ -82,13 +93,13 @@ impl Builder<'_> {
         (0..sizes.len()).map(axis).collect()
     }
 
-    /// Returns the values of all windows, `[x0, x1, windows, taps]`, or `[x0, groups, windows,
-    /// x1 / groups * taps]`. Padding is `pad`.
+    /// Returns the values of all windows, padded with `pad`. The shape is `[x0, groups, windows,
+    /// columns]`.
     fn windows(
         &mut self,
         x: &Tensor,
         axes: &[Axis],
-        groups: Option<usize>,
+        columns: Columns,
         pad: f32,
     ) -> Result<Tensor, Stop> {
         let counts: Vec<usize> = axes.iter().map(|a| a.count).collect();
@@ -96,46 +107,69 @@ impl Builder<'_> {
         let many = || malformed("windows of too many values");
         let (windows, taps) =
             (product(&counts).ok_or_else(many)?, product(&sizes).ok_or_else(many)?);
-        let channels = x.shape[1] / groups.unwrap_or(x.shape[1]);
-        let columns = channels.checked_mul(taps).ok_or_else(many)?;
-        let shape = [x.shape[0], groups.unwrap_or(x.shape[1]), windows, columns];
+        let groups = match columns {
+            Columns::Taps => x.shape[1],
+            Columns::Channels { groups } | Columns::LastChannels { groups } => groups,
+        };
+        let channels = x.shape[1] / groups;
+        let shape = [x.shape[0], groups, windows, channels.checked_mul(taps).ok_or_else(many)?];
         // Counted before the table exists.
         self.spend(product(&shape).unwrap_or(usize::MAX))?;
 
+        let (line, order) = self.line(x);
+        // Padding is behind the values of the sample: one for each channel, so that a copy of
+        // neighbours also copies neighbours there.
+        let outside = line.width();
         let (own, by_count, by_size) = (strides(&x.shape), strides(&counts), strides(&sizes));
-        let outside = x.width();
-        let source = |first: usize, window: usize, tap: usize| {
-            let mut at = first;
+        let source = |lead: usize, channel: usize, window: usize, tap: usize| {
+            let mut at = (lead * channels + channel) * own[1];
             for (i, axis) in axes.iter().enumerate() {
                 let (window, tap) =
                     (window / by_count[i] % axis.count, tap / by_size[i] % axis.size);
                 match usize::try_from(axis.position(window, tap)) {
                     Ok(position) if position < axis.n => at += position * own[2 + i],
-                    _ => return outside as u32,
+                    _ => return (outside + channel) as u32,
                 }
             }
-            at as u32
+            order.as_ref().map_or(at as u32, |order| order[at])
         };
         let mut picks = Vec::with_capacity(product(&shape).unwrap_or(0));
-        for lead in 0..shape[0] * shape[1] {
+        for lead in 0..shape[0] * groups {
             for window in 0..windows {
-                for channel in 0..channels {
-                    let first = (lead * channels + channel) * own[1];
-                    picks.extend((0..taps).map(|tap| source(first, window, tap)));
-                }
+                picks.extend((0..channels * taps).map(|column| match columns {
+                    Columns::LastChannels { .. } => {
+                        source(lead, column % channels, window, column / channels)
+                    }
+                    _ => source(lead, column / taps, window, column % taps),
+                }));
             }
         }
 
         let batch = x.batch;
-        if !picks.contains(&(outside as u32)) {
-            return self.pick_all(x, &shape, batch, picks);
+        if picks.iter().all(|&pick| (pick as usize) < outside) {
+            return self.pick_all(&line, &shape, batch, picks);
         }
-        // The padding becomes one value after those of the sample.
-        let first = Some(Batch { axis: 0, outer: 1 });
-        let line = Tensor { shape: vec![1, outside], batch: first, ..x.clone() };
-        let pad = Tensor::known(Kind::Float, vec![1, 1], Values::Floats(vec![pad]));
-        let padded = self.join(&[line, Tensor { batch: first, ..pad }], 1)?;
+        let pad =
+            Tensor::known(Kind::Float, vec![1, channels], Values::Floats(vec![pad; channels]));
+        let padded = self.join(&[line.clone(), Tensor { batch: line.batch, ..pad }], 1)?;
         self.pick_all(&padded, &shape, batch, picks)
+    }
+
+    /// Returns the values of `x` as `[1, values]`. If `x` is a selection, these are the values
+    /// that it selects from, and the selection comes with them.
+    fn line(&self, x: &Tensor) -> (Tensor, Option<Vec<u32>>) {
+        let batch = Some(Batch { axis: 0, outer: 1 });
+        let reordered = match x.data {
+            Data::Computed(id) => self.reordered(id),
+            Data::Known(_) => None,
+        };
+        match reordered {
+            Some((from, order)) => {
+                let (shape, data) = (vec![1, self.widths[from]], Data::Computed(from));
+                (Tensor { shape, batch, data, ..x.clone() }, Some(order.to_vec()))
+            }
+            None => (Tensor { shape: vec![1, x.width()], batch, ..x.clone() }, None),
+        }
     }
 
     /// Translates `Conv`: a product for each window.
@@ -154,22 +188,32 @@ impl Builder<'_> {
             return Err(malformed(&format!("Conv of {:?} by weights {:?}", x.shape, w.shape)));
         }
 
-        let windows = self.windows(&x, &axes, Some(groups), 0.0)?;
-        let columns = windows.shape[3];
-        let weights = Tensor { shape: vec![groups, outputs / groups, columns], ..w };
-        let weights = self.transpose(&weights, &[0, 2, 1])?;
+        // Another convolution wrote the channels of a position beside each other.
+        let stride = strides(&x.shape)[1];
+        let (_, order) = self.line(&x);
+        let is_last = inputs > 1 && order.is_some_and(|order| order[stride] == order[0] + 1);
+        let (columns, order) = match is_last {
+            true => (Columns::LastChannels { groups }, [0, 3, 2, 1]),
+            false => (Columns::Channels { groups }, [0, 2, 3, 1]),
+        };
+        let windows = self.windows(&x, &axes, columns, 0.0)?;
+        let (each, taps) = (outputs / groups, windows.shape[3] / inputs);
+        let weights = Tensor { shape: vec![groups, each, inputs, taps], ..w };
+        let weights = self.transpose(&weights, &order)?;
+        let weights = Tensor { shape: vec![groups, windows.shape[3], each], ..weights };
         let named = |stop| in_operator(node, stop);
-        let y = self.matmul(&windows, &weights).map_err(named)?;
+        let mut y = self.matmul(&windows, &weights).map_err(named)?;
+        if let Some(bias) = self.maybe(node, 2)? {
+            if bias.shape != [outputs] {
+                return Err(malformed(&format!("Conv with a bias {:?}", bias.shape)));
+            }
+            let bias = Tensor { shape: vec![groups, 1, each], ..bias };
+            y = self.zip(Zip::Add, [&y, &bias]).map_err(named)?;
+        }
         let y = self.transpose(&y, &[0, 1, 3, 2])?;
         let counts = axes.iter().map(|a| a.count);
         let shape = [x.shape[0], outputs].into_iter().chain(counts).collect::<Vec<_>>();
-        let y = Tensor { shape, ..y };
-        let Some(bias) = self.maybe(node, 2)? else { return Ok(y) };
-        if bias.shape != [outputs] {
-            return Err(malformed(&format!("Conv with a bias {:?}", bias.shape)));
-        }
-        let shape = [vec![outputs], vec![1; axes.len()]].concat();
-        self.zip(Zip::Add, [&y, &Tensor { shape, ..bias }]).map_err(named)
+        Ok(Tensor { shape, ..y })
     }
 
     /// Translates `MaxPool` and `AveragePool`.
@@ -180,7 +224,7 @@ impl Builder<'_> {
         let axes = self.axes(node, &x, &sizes)?;
         let is_max = node.op_type() == "MaxPool";
         let pad = if is_max { f32::NEG_INFINITY } else { 0.0 };
-        let windows = self.windows(&x, &axes, None, pad)?;
+        let windows = self.windows(&x, &axes, Columns::Taps, pad)?;
         let by = if is_max { Reduction::Fold(Fold::Max) } else { Reduction::Sum };
         let y = self.reduce_axes(&windows, &[3], by)?;
         let counts: Vec<usize> = axes.iter().map(|a| a.count).collect();

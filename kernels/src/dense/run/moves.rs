@@ -41,6 +41,11 @@ impl Pattern {
                     to.iter_mut().zip(picks).for_each(|(to, &pick)| *to = from[pick as usize]);
                 }
             }
+            // Of a short run, the call of a copy takes longer than the copy.
+            Self::Runs(2) => samples.for_each(|(from, to)| copy_runs::<2>(picks, from, to)),
+            Self::Runs(4) => samples.for_each(|(from, to)| copy_runs::<4>(picks, from, to)),
+            Self::Runs(8) => samples.for_each(|(from, to)| copy_runs::<8>(picks, from, to)),
+            Self::Runs(16) => samples.for_each(|(from, to)| copy_runs::<16>(picks, from, to)),
             Self::Runs(run) => {
                 for (from, to) in samples {
                     for (to, first) in to.chunks_exact_mut(run).zip(picks.iter().step_by(run)) {
@@ -60,6 +65,13 @@ impl Pattern {
                 }
             }
         }
+    }
+}
+
+/// Copies runs of `N` neighbours.
+fn copy_runs<const N: usize>(picks: &[u32], from: &[f32], to: &mut [f32]) {
+    for (to, first) in to.chunks_exact_mut(N).zip(picks.iter().step_by(N)) {
+        to.copy_from_slice(&from[*first as usize..][..N]);
     }
 }
 

@@ -158,19 +158,29 @@ impl Job for SoftmaxRows<'_> {
 
 /// Most values of which each one's rank is counted.
 const COUNTED_MAX: usize = 128;
+/// The same, where neighbouring columns are counted together.
+const COLUMNS_MAX: usize = 32;
+/// Neighbouring columns that are counted together.
+const LANES: usize = 8;
 
 /// Writes the positions of the `k` best values along the middle axis of `[.., n, inner]` to
 /// `[.., k, inner]`, the best first. Of equal values the first is better; NaN is the worst.
 pub(in crate::dense) fn order(from: &[f32], sizes: [usize; 3], largest: bool, out: &mut [f32]) {
     let [n, inner, k] = sizes;
-    // A whole number with the order of the values. It is the least one for NaN.
+    // A whole number with the order of the values. It is less than all others for NaN, and
+    // less 1 it is in range.
     let key = |x: f32| {
         let x = if largest { x } else { -x } + 0.0; // -0.0 equals 0.0
         let bits = x.to_bits() as i32;
-        if x.is_nan() { i32::MIN } else { bits ^ (((bits >> 31) as u32) >> 1) as i32 }
+        if x.is_nan() { i32::MIN + 1 } else { bits ^ (((bits >> 31) as u32) >> 1) as i32 }
     };
     let mut keys = [0; COUNTED_MAX];
+    let mut of_columns = [[0; LANES]; COLUMNS_MAX];
     for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(k * inner)) {
+        if (2..=COLUMNS_MAX).contains(&n) && inner >= 4 {
+            order_columns([n, inner], |at| key(from[at]), &mut of_columns, out);
+            continue;
+        }
         for column in 0..inner {
             let values = from[column..].iter().step_by(inner);
             if n > COUNTED_MAX || n > 8 * k {
@@ -198,10 +208,89 @@ pub(in crate::dense) fn order(from: &[f32], sizes: [usize; 3], largest: bool, ou
     }
 }
 
+/// Writes what [`order`] does, of `n` values that are `inner` apart in the keys. Neighbouring
+/// columns are counted together.
+fn order_columns(
+    [n, inner]: [usize; 2],
+    key: impl Fn(usize) -> i32,
+    keys: &mut [[i32; LANES]; COLUMNS_MAX],
+    out: &mut [f32],
+) {
+    for first in (0..inner).step_by(LANES) {
+        let lanes = LANES.min(inner - first);
+        for (i, keys) in keys[..n].iter_mut().enumerate() {
+            keys.iter_mut().take(lanes).enumerate().for_each(|(c, to)| {
+                *to = key(i * inner + first + c);
+            });
+        }
+        for i in 0..n {
+            let (own, mut ranks) = (keys[i], [0; LANES]);
+            let mut count = |keys: &[[i32; LANES]], least: [i32; LANES]| {
+                for key in keys {
+                    for c in 0..LANES {
+                        ranks[c] += u32::from(key[c] > least[c]);
+                    }
+                }
+            };
+            // An equal value before this one is better: it is greater than this one less 1.
+            count(&keys[..i], own.map(|key| key - 1));
+            count(&keys[i + 1..n], own);
+            for (c, rank) in ranks[..lanes].iter().enumerate() {
+                let to = out.get_mut(*rank as usize * inner + first + c);
+                to.into_iter().for_each(|to| *to = i as f32);
+            }
+        }
+    }
+}
+
 /// Sets the flag of each sample with a value outside of the range, or NaN.
 pub(in crate::dense) fn check(range: [f32; 2], width: usize, values: &[f32], failed: &mut [bool]) {
     let range = range[0]..=range[1];
     for (values, failed) in values.chunks_exact(width).zip(failed) {
         *failed |= !values.iter().all(|x| range.contains(x));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_order_is_that_of_a_stable_sort(
+            n in 1..150usize,
+            inner in 1..40usize,
+            places in 1..150usize,
+            largest: bool,
+            seed: u32,
+        ) {
+            const VALUES: [f32; 6] = [f32::NAN, -0.0, 0.0, 2.0, f32::NEG_INFINITY, f32::INFINITY];
+            let k = places.min(n);
+            let pick = |i: usize| (i as u32 ^ seed).wrapping_mul(0x9e37_79b1) >> 16;
+            let from: Vec<f32> = (0..2 * n * inner)
+                .map(|i| match pick(i) {
+                    pick if pick % 4 == 0 => VALUES[pick as usize / 4 % VALUES.len()],
+                    pick => (pick % 64) as f32 - 32.0,
+                })
+                .collect();
+            let mut got = vec![f32::NAN; 2 * k * inner];
+            order(&from, [n, inner, k], largest, &mut got);
+
+            for block in 0..2 {
+                for column in 0..inner {
+                    let value = |i: &usize| from[(block * n + i) * inner + column];
+                    let mut expected: Vec<usize> = (0..n).collect();
+                    expected.sort_by(|a, b| {
+                        let (a, b) = (value(a), value(b));
+                        let by_value = if largest { b.partial_cmp(&a) } else { a.partial_cmp(&b) };
+                        by_value.unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
+                    });
+                    for (rank, i) in expected[..k].iter().enumerate() {
+                        prop_assert_eq!(got[(block * k + rank) * inner + column], *i as f32);
+                    }
+                }
+            }
+        }
     }
 }
