@@ -7,7 +7,7 @@
 #include "prelude.cuh"
 
 // ---- Matrix products: out[m, n] = finish(a[m, k] x w[k, n]),
-// finish(x) = score?(relu?(x * scale + bias))
+// finish(x) = score?(relu?(x * scale + bias)), or relu?(x * scale + bias) * factor + addend?
 
 struct MatrixProduct {
     const float* a;      // `[m, split]`, the first columns of the left operand
@@ -15,6 +15,8 @@ struct MatrixProduct {
     const float* w;
     const float* scale;  // `[n]`
     const float* bias;   // `[n]`
+    const float* factor;  // `[m, n]`, of the results; may be null
+    const float* addend;  // the same
     float* out;
     int m;
     int k;
@@ -55,7 +57,7 @@ struct SmallProducts {
     int transposed;  // whether `b` is `[n, k]`
 };
 
-static_assert(sizeof(MatrixProduct) == 80 && sizeof(MatrixFinish) == 40,
+static_assert(sizeof(MatrixProduct) == 96 && sizeof(MatrixFinish) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 static_assert(sizeof(SmallProducts) == 48,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
@@ -178,10 +180,27 @@ static __device__ __forceinline__ void start_sums(
     }
 }
 
+// Multiplies the thread's results by the factors and adds the addends. It reads the results again:
+// with the sums in registers, these pointers would take more than there are.
+template <int ROWS, int COLUMNS>
+static __device__ __forceinline__ void cross_results(const MatrixProduct& p, int row, int column) {
+#pragma unroll 1
+    for (int i = 0; i < ROWS * COLUMNS; i++) {
+        const int to = row + i / COLUMNS;
+        const int at = column + i % COLUMNS;
+        if (to < p.m && at < p.n) {
+            const size_t result = (size_t)to * p.n + at;
+            // The CPU rounds the product before it adds.
+            const float value = __fmul_rn(p.out[result], p.factor[result]);
+            p.out[result] = p.addend ? __fadd_rn(value, p.addend[result]) : value;
+        }
+    }
+}
+
 // Writes the results of the sums. Without the pragmas the sigmoid makes the loops too long to
 // unroll, and sums that a variable indexes are in local memory.
 template <int ROWS, int COLUMNS>
-static __device__ __forceinline__ void finish_sums(
+static __device__ __forceinline__ void write_results(
     const MatrixProduct& p, const float (&sum)[ROWS][COLUMNS], int row, int column) {
     const int m = p.m;
     const int n = p.n;
@@ -200,6 +219,15 @@ static __device__ __forceinline__ void finish_sums(
             const float value = rectify(fmaf(sum[r][c], scale[at], bias[at]), p.relu);
             out[(size_t)to * n + at] = p.is_score ? score(value) : value;
         }
+    }
+}
+
+template <int ROWS, int COLUMNS>
+static __device__ __forceinline__ void finish_sums(
+    const MatrixProduct& p, const float (&sum)[ROWS][COLUMNS], int row, int column) {
+    write_results<ROWS, COLUMNS>(p, sum, row, column);
+    if (p.factor) {
+        cross_results<ROWS, COLUMNS>(p, row, column);
     }
 }
 

@@ -47,6 +47,8 @@ struct MatrixProduct {
     w: u64,
     scale: u64,
     bias: u64,
+    factor: u64,
+    addend: u64,
     out: u64,
     m: i32,
     k: i32,
@@ -150,7 +152,7 @@ struct GatherRows {
 }
 
 const _: () = assert!(size_of::<GatherRows>() == 40);
-const _: () = assert!(size_of::<MatrixProduct>() == 80 && size_of::<MatrixFinish>() == 40);
+const _: () = assert!(size_of::<MatrixProduct>() == 96 && size_of::<MatrixFinish>() == 40);
 const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<Pairs>() == 168);
 const _: () = assert!(size_of::<StepSide>() == 24 && size_of::<StepValues>() == 88);
 const _: () = assert!(size_of::<StepList>() == 1424);
@@ -178,6 +180,24 @@ pub(crate) struct MatrixShape {
     pub m: usize,
     pub start: Start,
     pub is_score: bool,
+}
+
+/// The operands of a product by weights besides the weights. All but `a` may be empty.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    /// The first columns of the left side, and its other columns.
+    pub a: View<'a, f32>,
+    pub rest: View<'a, f32>,
+    /// By what each result is multiplied, and what is added then.
+    pub factor: View<'a, f32>,
+    pub addend: View<'a, f32>,
+}
+
+impl<'a> Operands<'a> {
+    /// Returns the left side alone.
+    pub fn of(a: View<'a, f32>) -> Self {
+        Self { a, rest: View::none(), factor: View::none(), addend: View::none() }
+    }
 }
 
 /// The vectors of [`DenseKernels::pairs`]: rows of each operand, and columns.
@@ -409,30 +429,31 @@ fn strided(values: usize) -> u32 {
 
 /// The functions put one launch onto the stream. Each returns the driver's error.
 impl DenseKernels {
-    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu. The rows of `a` are
-    /// those of its two parts side by side, of which the second may be empty.
+    /// Computes `out[m, n] = a[m, k] x by[k, n]`, with scale, bias, Relu, factor and addend. The
+    /// rows of `a` have those of `rest` beside them.
     pub fn matrix(
         &self,
         stream: &Stream,
         MatrixShape { m, start, is_score }: MatrixShape,
-        a: [View<f32>; 2],
+        Operands { a, rest, factor, addend }: Operands<'_>,
         by: &DeviceMatrix,
         out: View<f32>,
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
-        let split = if a[1].is_empty() { k } else { a[0].len() / m };
-        assert!(a[0].len() >= m * split && a[1].len() >= m * (k - split));
+        let split = if rest.is_empty() { k } else { a.len() / m };
+        assert!(a.len() >= m * split && rest.len() >= m * (k - split));
         assert!(out.len() >= m * n && by.weights.len() >= k * n);
+        assert!([factor, addend].iter().all(|more| more.is_empty() || more.len() >= m * n));
         assert!(by.scale.len() >= n && by.bias.len() >= n && m < INT_END && k * n < INT_END);
 
         // Copies of four values.
-        let copied = [a[0].address(), a[1].address(), by.weights.address()];
+        let copied = [a.address(), rest.address(), by.weights.address()];
         assert!(copied.iter().all(|address| address.is_multiple_of(16)));
         // Small tiles issue more for a result, but reach more multiprocessors.
         let processors = stream.gpu().processors() as usize;
         let few = MATRIX_FEW.cost(m, n, processors) <= MATRIX.cost(m, n, processors);
         let fits = k <= ONCE_DEPTH && n <= ONCE_WIDTH;
-        let once = a.iter().any(View::on_host) && fits && 4 * m * k > REREAD_BYTES_MAX;
+        let once = (a.on_host() || rest.on_host()) && fits && 4 * m * k > REREAD_BYTES_MAX;
         let (kernel, tile, columns) = match few {
             _ if once => (&self.matrix_once, MATRIX_FEW, 1),
             true => (&self.matrix_few, MATRIX_FEW, n),
@@ -440,11 +461,13 @@ impl DenseKernels {
         };
         let blocks = tile.blocks(m, columns);
         let argument = MatrixProduct {
-            a: a[0].address(),
-            rest: a[1].address(),
+            a: a.address(),
+            rest: rest.address(),
             w: by.weights.address(),
             scale: by.scale.address(),
             bias: by.bias.address(),
+            factor: factor.address(),
+            addend: addend.address(),
             out: out.address(),
             m: m as i32,
             k: k as i32,

@@ -177,9 +177,9 @@ impl Loader<'_> {
                 divide_inputs(&mut graph, self.parts);
                 let shared: Vec<bool> = self.parts.iter().map(|part| part.shared).collect();
                 // cuBLAS takes one operand.
-                let (joins, fits_pairs) = (precision.factors().is_none(), PairShape::fits);
+                let (own_products, fits_pairs) = (precision.factors().is_none(), PairShape::fits);
                 let (shared, fed, narrow) = (shared.as_slice(), self.fed, NARROW);
-                let on = GpuLayout { shared, fed, joins, narrow, fits_pairs };
+                let on = GpuLayout { shared, fed, own_products, narrow, fits_pairs };
                 Layout::for_gpu(graph, &on)
             }
             Err(Stop::Refused(e)) => return Err(e.into()),

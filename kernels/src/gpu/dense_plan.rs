@@ -23,7 +23,7 @@ use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
-    DenseKernels, Groups, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, PairShape, ProductShape,
+    DenseKernels, Groups, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, Operands, PairShape, ProductShape,
     ResultShape, RowColumns, Side, ValueStep,
 };
 use crate::gpu::numbers::StepNumber;
@@ -37,9 +37,20 @@ struct Node {
     output: Id,
 }
 
-/// [`Op`] with its constants on the device. A matrix that `joins` has two operands side by side.
+/// How a product by weights takes its operands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// The second operand, if there is one, has the sums that it continues.
+    Plain,
+    /// Two operands side by side.
+    Joined,
+    /// The second operand is a factor of the result, and a third is added.
+    Crossed,
+}
+
+/// [`Op`] with its constants on the device.
 enum DeviceOp {
-    Matrix { rows: usize, matrix: DeviceMatrix, joins: bool },
+    Matrix { rows: usize, matrix: DeviceMatrix, form: Form },
     Products { count: usize, shape: ProductShape },
     Pairs { rows: Vec<usize>, k: usize, picks: Buffer<u32> },
     Map(StepNumber),
@@ -230,10 +241,11 @@ fn ending_of(layout: &Layout) -> Ending {
     let is_read = layout.nodes.iter().any(|node| node.inputs.contains(&output));
     match layout.nodes[layout.early..].iter().find(|node| node.output == output) {
         Some(_) if is_read || layout.shared[output] => Ending::Launch,
-        // A product that continues sums reads its result, and the host's memory is slow to read.
+        // These products read their results, and the host's memory is slow to read.
         Some(LayoutNode { op: Op::Matrix { .. }, inputs, .. }) if inputs.len() > 1 => {
             Ending::Launch
         }
+        Some(LayoutNode { op: Op::Crossed { .. }, .. }) => Ending::Launch,
         Some(LayoutNode { op: Op::Matrix { .. } | Op::Joined(_), .. }) => Ending::Product,
         Some(node) if node.op.is_product() => Ending::Node,
         Some(_) => Ending::Step,
@@ -404,10 +416,10 @@ impl<'a> Run<'a> {
         let read = |i: usize| self.operand(node, i);
 
         match &node.op {
-            DeviceOp::Matrix { rows, matrix, joins } => {
+            DeviceOp::Matrix { rows, matrix, form } => {
                 let m = samples * rows;
                 let start = match node.inputs.get(1) {
-                    Some(&sums) if !joins => {
+                    Some(&sums) if *form == Form::Plain => {
                         self.copy(sums, out)?;
                         Start::Sums
                     }
@@ -416,8 +428,16 @@ impl<'a> Run<'a> {
                 let Some(cublas) = cublas else {
                     let is_score = scores.is_some_and(|s| s.activation == Activation::Sigmoid);
                     let shape = MatrixShape { m, start, is_score };
-                    let rest = if *joins { read(1) } else { View::none() };
-                    return Ok(kernels.matrix(stream, shape, [read(0), rest], matrix, out)?);
+                    let view = |i: usize| {
+                        if i < node.inputs.len() { read(i) } else { View::none() }
+                    };
+                    let plain = Operands::of(read(0));
+                    let operands = match form {
+                        Form::Plain => plain,
+                        Form::Joined => Operands { rest: read(1), ..plain },
+                        Form::Crossed => Operands { factor: read(1), addend: view(2), ..plain },
+                    };
+                    return Ok(kernels.matrix(stream, shape, operands, matrix, out)?);
                 };
                 let product = cublas.multiply(stream, m, read(0), matrix, out, start)?;
                 if product == Product::Unfinished {
@@ -512,10 +532,13 @@ impl Upload<'_> {
         let missing = |what: String| GpuDenseError::Unsupported(what);
         Ok(match op {
             Op::Matrix { rows, matrix } => {
-                DeviceOp::Matrix { rows: *rows, matrix: self.matrix(matrix)?, joins: false }
+                DeviceOp::Matrix { rows: *rows, matrix: self.matrix(matrix)?, form: Form::Plain }
             }
             Op::Joined(matrix) => {
-                DeviceOp::Matrix { rows: 1, matrix: self.matrix(matrix)?, joins: true }
+                DeviceOp::Matrix { rows: 1, matrix: self.matrix(matrix)?, form: Form::Joined }
+            }
+            Op::Crossed { rows, matrix } => {
+                DeviceOp::Matrix { rows: *rows, matrix: self.matrix(matrix)?, form: Form::Crossed }
             }
 
             Op::Products { count, m, k, n, transposed } => {

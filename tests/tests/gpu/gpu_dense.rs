@@ -397,6 +397,46 @@ fn products_of_two_operands_side_by_side_give_the_cpus_bits() {
     }
 }
 
+/// A layer of a cross network is one product, with a factor and an addend of each result.
+#[test]
+fn products_with_factors_and_addends_give_the_cpus_bits() {
+    let _turn = standin::alone();
+    let activations = [Activation::None, Activation::Sigmoid];
+    for (seed, [x, y]) in (0..).zip([[3, 5], [70, 33], [16, 64], [128, 20]]) {
+        let (mut graph, mut random) = (Graph::default(), Random::new(seed));
+        graph.input("x", Type::Float, &[x]);
+        graph.input("y", Type::Float, &[y]);
+        let mut floats = |name: &str, shape: &[usize]| {
+            let values: Vec<f32> = (0..shape.iter().product()).map(|_| random.signed()).collect();
+            graph.floats(name, shape, &values);
+        };
+        floats("first", &[x, y]);
+        floats("second", &[y, y]);
+        floats("bias", &[y]);
+        graph.node("MatMul", &["x", "first"], "product", &[]);
+        // Some layers rectify, and the operands are in any order.
+        graph.node(["Relu", "Identity"][seed as usize % 2], &["product"], "one", &[]);
+        graph.node("Mul", &["y", "one"], "crossed", &[]);
+        graph.node("Add", &["crossed", "y"], "sum", &[]);
+        graph.node("Gemm", &["sum", "second", "bias"], "two", &[]);
+        graph.node("Mul", &["two", "y"], "crossed again", &[]);
+        graph.node("Add", &["sum", "crossed again"], "out", &[]);
+        graph.output("out", &[y]);
+        let (onnx, inputs) = (graph.file(), [("x", x), ("y", y)]);
+        for activation in activations {
+            let network = DenseNetwork {
+                onnx: &onnx,
+                inputs: &inputs,
+                parts: &[],
+                output: "out",
+                activation,
+            };
+            let gpu = standin::gpu(seed);
+            compare(&gpu, &format!("{x} and {y} columns"), &network, &[1, 17, 100]);
+        }
+    }
+}
+
 /// A launch has wide steps only if no thread waits for another.
 #[test]
 fn wide_and_narrow_steps_give_the_cpus_bits() {

@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 /// The families, and the nodes of the longest chain of their requests on the board: the query, its
 /// event, and the nodes of the network that follow one another.
-const FAMILIES: [(&str, u64); 4] = [("dlrm", 6), ("dcnv2", 10), ("deepfm", 5), ("wide_deep", 5)];
+const FAMILIES: [(&str, u64); 4] = [("dlrm", 6), ("dcnv2", 9), ("deepfm", 5), ("wide_deep", 5)];
 /// The families with operators that only the CPU's engine and TensorRT have.
 const CPU_FAMILIES: [&str; 5] = ["bst", "dien", "din", "hstu", "mmoe"];
 

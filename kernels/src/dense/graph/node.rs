@@ -29,6 +29,9 @@ pub(crate) enum Op {
     /// A product with weights of the rows that two operands make side by side. Only a GPU's layout
     /// has this.
     Joined(Box<Matrix>),
+    /// A product with weights, multiplied by the second operand, value by value. Then the third is
+    /// added, if there is one. Only a GPU's layout has this.
+    Crossed { rows: usize, matrix: Box<Matrix> },
     /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
     /// Some products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`:
@@ -68,14 +71,17 @@ pub(crate) const VALUE: u32 = 1 << 31;
 impl Op {
     /// Returns whether this is a product. A GPU has a kernel for each, and one for all others.
     pub fn is_product(&self) -> bool {
-        let is_by_weights = matches!(self, Self::Matrix { .. } | Self::Joined(_));
+        let is_by_weights =
+            matches!(self, Self::Matrix { .. } | Self::Joined(_) | Self::Crossed { .. });
         is_by_weights || matches!(self, Self::Products { .. } | Self::Pairs { .. })
     }
 
     /// Returns the multiply-adds of one sample, whose result has `width` values.
     pub fn multiply_adds(&self, width: usize) -> u64 {
         let factors = match self {
-            Self::Matrix { matrix, .. } | Self::Joined(matrix) => [width, matrix.k, 1],
+            Self::Matrix { matrix, .. } | Self::Joined(matrix) | Self::Crossed { matrix, .. } => {
+                [width, matrix.k, 1]
+            }
             Self::Products { k, .. } | Self::Pairs { k, .. } => [width, *k, 1],
             Self::Sum { n, .. } | Self::Fold { n, .. } => [width, *n, 1],
             Self::Recurrent(cell) => [width, cell.kind.gates(), cell.hidden],

@@ -41,8 +41,9 @@ pub(crate) struct GpuLayout<'a> {
     pub shared: &'a [bool],
     /// The inputs that the host fills. Lookups fill the others.
     pub fed: &'a [usize],
-    /// Whether a product by weights takes two operands side by side.
-    pub joins: bool,
+    /// Whether our kernels compute the products by weights: these take two operands side by side,
+    /// and end with functions of two values.
+    pub own_products: bool,
     /// Values of a sample in a node that shares its launch with nodes of other widths, at most.
     pub narrow: usize,
     /// Returns whether one kernel takes pairs of this many operands, rows and columns.
@@ -81,7 +82,8 @@ impl Layout {
         drop_unused(&mut graph);
         part_pairs(&mut graph, &mut shared, on.fits_pairs);
         join_pairs(&mut graph, &shared);
-        if on.joins {
+        if on.own_products {
+            cross_products(&mut graph, &shared);
             join_operands(&mut graph, &shared);
         }
         drop_unused(&mut graph);
@@ -144,6 +146,12 @@ impl Operand {
 }
 
 impl Node {
+    /// Returns this node, and leaves one without operands.
+    fn take(&mut self) -> Self {
+        let empty = Self { inputs: Vec::new(), op: Op::Pick(Vec::new()), output: self.output };
+        std::mem::replace(self, empty)
+    }
+
     /// Takes over the operation of `next` on this node's result. Returns false if that is
     /// impossible.
     fn absorb(&mut self, next: &Self) -> bool {
@@ -318,6 +326,45 @@ fn join_pairs(graph: &mut Graph, shared: &[bool]) {
             }
             _ => {}
         }
+    }
+}
+
+/// Lets a product by weights end with the product of its result and another value, and then with
+/// the sum with a third: both are one node less to wait for in each layer of a cross network.
+fn cross_products(graph: &mut Graph, shared: &[bool]) {
+    let uses = uses(graph);
+    let mut writers: HashMap<Id, usize> = HashMap::new();
+    for at in 0..graph.nodes.len() {
+        let Node { inputs, op, output } = &graph.nodes[at];
+        let (&[left, right], Op::Zip { zip, left: one, right: two }) = (inputs.as_slice(), op)
+        else {
+            writers.insert(*output, at);
+            continue;
+        };
+        let (zip, output) = (*zip, *output);
+        let is_whole = one.is_whole() && two.is_whole() && left != right;
+        let crossed = [(left, right), (right, left)].into_iter().find_map(|(product, other)| {
+            let writer = *writers.get(&product)?;
+            let Node { inputs, op, .. } = &graph.nodes[writer];
+            let ends = match (op, zip) {
+                (Op::Matrix { .. }, Zip::Mul) => inputs.len() == 1,
+                (Op::Crossed { .. }, Zip::Add) => inputs.len() == 2,
+                _ => false,
+            };
+            let is_one = uses[product] == 1 && shared[product] == shared[output];
+            (is_whole && ends && is_one).then_some((writer, other))
+        });
+        if let Some((writer, other)) = crossed {
+            // The result is where the function was: the other operand is computed by then.
+            let Node { mut inputs, op, .. } = graph.nodes[writer].take();
+            inputs.push(other);
+            let op = match op {
+                Op::Matrix { rows, matrix } => Op::Crossed { rows, matrix },
+                op => op,
+            };
+            graph.nodes[at] = Node { inputs, op, output };
+        }
+        writers.insert(output, at);
     }
 }
 

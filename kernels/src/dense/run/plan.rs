@@ -473,7 +473,7 @@ impl Plan {
                 }
                 check(*range, width, out, &mut scratch.failed[usize::from(is_shared)][at..]);
             }
-            Op::Joined(_) => unreachable!("a node of a GPU's layout"),
+            Op::Joined(_) | Op::Crossed { .. } => unreachable!("a node of a GPU's layout"),
         }
 
         scratch.buffers[buffer] = taken;
