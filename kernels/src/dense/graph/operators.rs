@@ -192,6 +192,7 @@ impl Builder<'_> {
             && picks.len() == self.widths[from]
         {
             let picks = picks.to_vec();
+            self.spend(picks.len())?;
             let result = self.node(vec![from], op, x.shape.clone(), x.batch)?;
             let result = self.pick_all(&result, &x.shape, x.batch, picks)?;
             return Ok(Tensor { kind, ..result });
