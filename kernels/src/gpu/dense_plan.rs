@@ -173,7 +173,10 @@ impl DevicePlan {
     pub fn reads_once(&self, id: Id) -> bool {
         let mut readers = self.nodes.iter().filter(|node| node.inputs.contains(&id));
         readers.all(|node| match &node.op {
-            DeviceOp::Matrix { matrix, .. } => matrix.k <= ONCE_DEPTH && matrix.n <= ONCE_WIDTH,
+            DeviceOp::Matrix { matrix, form, .. } => {
+                let is_factor = *form == Form::Crossed && node.inputs[1..].contains(&id);
+                !is_factor && matrix.k <= ONCE_DEPTH && matrix.n <= ONCE_WIDTH
+            }
             op => matches!(op, DeviceOp::Concat { .. }),
         })
     }

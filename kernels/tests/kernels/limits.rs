@@ -412,6 +412,11 @@ fn the_best_values_are_those_of_a_stable_sort() {
         (128, 1, 128, 0),
         (129, 2, 129, 1),
         (200, 1, 20, 0),
+        (2, 4, 2, 0),
+        (3, 8, 3, 1),
+        (20, 17, 20, 1),
+        (32, 5, 1, 0),
+        (33, 9, 33, 0),
     ] {
         let picks: Vec<i64> = (0..n * inner).map(|i| (i * 7 + i / 3) % 4).collect();
         let nodes = vec![

@@ -36,7 +36,10 @@ fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, &[i64]
     let attribute = |(name, values): &(&str, &[i64])| {
         let name = Some((*name).to_owned());
         match values {
-            [one] if !["perm", "axes", "split"].contains(&name.as_deref().unwrap()) => {
+            [one]
+                if !["perm", "axes", "split", "strides", "dilations"]
+                    .contains(&name.as_deref().unwrap()) =>
+            {
                 AttributeProto { name, i: Some(*one), r#type: Some(2), ..AttributeProto::default() }
             }
             _ => AttributeProto {
@@ -134,6 +137,68 @@ fn products() -> Vec<(&'static str, ModelProto)> {
             ),
         ),
         ("transpose", single("Transpose", &["y"], &[("perm", &[0, 2, 1])], vec![])),
+    ]
+}
+
+/// Layers of `[batch, channels, length]`; the second reads the channels beside each other.
+fn convolutions() -> Vec<(&'static str, ModelProto)> {
+    // rten has no defaults.
+    let convolution = |inputs: &[&str], to: &str, attributes: &[(&str, &[i64])]| {
+        let one: &[i64] = &[1];
+        let defaults = [("strides", one), ("dilations", one), ("pads", &[0, 0])];
+        let is_given = |name: &str| attributes.iter().any(|(given, _)| *given == name);
+        let defaults = defaults.into_iter().filter(|(name, _)| !is_given(name));
+        node("Conv", inputs, &[to], &[attributes, &defaults.collect::<Vec<_>>()].concat())
+    };
+    let layers = |ends: Vec<NodeProto>, weights: &[i64]| {
+        let mut nodes = vec![
+            convolution(&["y", "first", "b"], "c", &[("pads", &[1, 1])]),
+            node("Relu", &["c"], &["r"], &[]),
+        ];
+        nodes.extend(ends);
+        let floats = |name: &str, dims: &[i64]| {
+            floats(name, dims, &w(dims.iter().product::<i64>() as usize))
+        };
+        let tensors = [("first", &[6, 3, 2][..]), ("b", &[6]), ("second", weights), ("b2", &[4])];
+        let tensors = tensors.iter().map(|(name, dims)| floats(name, dims));
+        network(nodes, tensors.chain([ints("last", &[2])]).collect())
+    };
+    let padded: (&str, &[i64]) = ("pads", &[2, 1]);
+    vec![
+        (
+            "a dilated convolution with padding after one",
+            layers(
+                vec![convolution(&["r", "second", "b2"], "out", &[padded, ("dilations", &[2])])],
+                &[4, 6, 3],
+            ),
+        ),
+        (
+            "a convolution by groups, a function and a pooling after one",
+            layers(
+                vec![
+                    convolution(&["r", "second", "b2"], "d", &[padded, ("group", &[2])]),
+                    node("Tanh", &["d"], &["t"], &[]),
+                    node("Sigmoid", &["d"], &["s"], &[]),
+                    node("Mul", &["d", "s"], &["silu"], &[]),
+                    node("Add", &["t", "silu"], &["sum"], &[]),
+                    node("GlobalMaxPool", &["sum"], &["out"], &[]),
+                ],
+                &[4, 3, 3],
+            ),
+        ),
+        (
+            "a convolution whose channels two nodes read",
+            layers(
+                vec![
+                    convolution(&["r", "second"], "d", &[]),
+                    node("ReduceSum", &["r", "last"], &["sums"], &[("keepdims", &[1])]),
+                    node("Flatten", &["sums"], &["f"], &[]),
+                    node("Flatten", &["d"], &["g"], &[]),
+                    node("Concat", &["f", "g"], &["out"], &[("axis", &[1])]),
+                ],
+                &[4, 6, 2],
+            ),
+        ),
     ]
 }
 
@@ -304,7 +369,8 @@ fn by_rten(model: &ModelProto, inputs: &[Vec<f32>; 2], batch: usize) -> Vec<f32>
 #[test]
 fn every_operator_gives_the_result_of_rten() {
     let values = |n: usize| (0..n).map(|i| ((i * i) as f32 * 0.37).cos()).collect::<Vec<_>>();
-    let lists = [products(), products_of_pairs(), elementwise(), softmaxes(), sums_and_views()];
+    let products = [products(), products_of_pairs(), convolutions()].concat();
+    let lists = [products, elementwise(), softmaxes(), sums_and_views()];
     for (name, model) in lists.concat() {
         let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
         for batch in [1, 2, 5, 100] {

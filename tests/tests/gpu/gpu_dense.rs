@@ -282,13 +282,15 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { f32::NAN } else { *v }.to_bits()).collect()
 }
 
-/// Returns a value that a network may get, now and then an infinite one.
-fn input_value(random: &mut Random) -> f32 {
-    match random.one_in(6) {
-        true => -0.0,
-        false if random.one_in(100) => f32::INFINITY,
-        false => 3.0 * random.signed(),
+/// Returns `n` samples of `width` values, of which some have an infinite one.
+fn samples_of(random: &mut Random, n: usize, width: usize) -> Vec<f32> {
+    let mut values: Vec<f32> = (0..n * width)
+        .map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() })
+        .collect();
+    for sample in values.chunks_mut(width).filter(|_| random.one_in(5)) {
+        sample[random.below(width as u64) as usize] = f32::INFINITY;
     }
+    values
 }
 
 fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
@@ -300,10 +302,8 @@ fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]
     assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
     let mut random = Random::new(batches.len() as u64);
     for &n in batches {
-        let fed: Vec<Vec<f32>> = inputs
-            .iter()
-            .map(|(_, width)| (0..n * width).map(|_| input_value(&mut random)).collect())
-            .collect();
+        let fed: Vec<Vec<f32>> =
+            inputs.iter().map(|(_, width)| samples_of(&mut random, n, *width)).collect();
         let mut expected = vec![0.0; n * cpu.outputs()];
         cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
         for recorded in [false, true] {
@@ -410,17 +410,26 @@ fn products_with_factors_and_addends_give_the_cpus_bits() {
             let values: Vec<f32> = (0..shape.iter().product()).map(|_| random.signed()).collect();
             graph.floats(name, shape, &values);
         };
-        floats("first", &[x, y]);
-        floats("second", &[y, y]);
+        ["of x", "again"].iter().for_each(|name| floats(name, &[x, y]));
+        ["first", "second"].iter().for_each(|name| floats(name, &[y, y]));
         floats("bias", &[y]);
-        graph.node("MatMul", &["x", "first"], "product", &[]);
+        let ends_crossed = seed % 2 == 0;
+        graph.node("MatMul", &["x", "of x"], "x by weights", &[]);
+        graph.node("Add", &["x by weights", "y"], "begin", &[]);
+        graph.node("MatMul", &["begin", "first"], "product", &[]);
         // Some layers rectify, and the operands are in any order.
-        graph.node(["Relu", "Identity"][seed as usize % 2], &["product"], "one", &[]);
-        graph.node("Mul", &["y", "one"], "crossed", &[]);
-        graph.node("Add", &["crossed", "y"], "sum", &[]);
+        graph.node(if ends_crossed { "Relu" } else { "Identity" }, &["product"], "one", &[]);
+        graph.node("Mul", &["begin", "one"], "crossed", &[]);
+        graph.node("Add", &["crossed", "begin"], "sum", &[]);
         graph.node("Gemm", &["sum", "second", "bias"], "two", &[]);
-        graph.node("Mul", &["two", "y"], "crossed again", &[]);
-        graph.node("Add", &["sum", "crossed again"], "out", &[]);
+        graph.node("Mul", &["two", "begin"], "crossed again", &[]);
+        let last = if ends_crossed { "out" } else { "last" };
+        graph.node("Add", &["sum", "crossed again"], last, &[]);
+        if !ends_crossed {
+            // A product that does not wait for its factor stays alone.
+            graph.node("MatMul", &["x", "again"], "x again", &[]);
+            graph.node("Mul", &["x again", last], "out", &[]);
+        }
         graph.output("out", &[y]);
         let (onnx, inputs) = (graph.file(), [("x", x), ("y", y)]);
         for activation in activations {

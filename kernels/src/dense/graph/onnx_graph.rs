@@ -315,15 +315,21 @@ impl<'a> Builder<'a> {
 
     /// Adds the node that picks values of `id`. A selection of a selection is one node.
     fn picked(&mut self, id: Id, picks: Vec<u32>, shape: &[usize]) -> Result<Data, Stop> {
-        let (from, picks) = match self.reordered(id) {
+        let (from, picks) = match self.selection(id) {
             Some((from, first)) => (from, picks.iter().map(|&i| first[i as usize]).collect()),
             None => (id, picks),
         };
         Ok(self.node(vec![from], Op::Pick(picks), shape.to_vec(), None)?.data)
     }
 
-    /// Returns the value of which `id` is a selection, and which values.
-    pub fn reordered(&self, id: Id) -> Option<(Id, &[u32])> {
+    /// Returns the value of which `x` is a selection, and the table, unless `x` is narrower.
+    pub fn reordered(&self, x: &Tensor) -> Option<(Id, &[u32])> {
+        let Data::Computed(id) = x.data else { return None };
+        self.selection(id).filter(|(from, picks)| picks.len() >= self.widths[*from])
+    }
+
+    /// Returns the value of which `id` is a selection, and the table.
+    fn selection(&self, id: Id) -> Option<(Id, &[u32])> {
         // The numbers of results ascend with their nodes.
         let at = self.nodes.binary_search_by_key(&id, |n| n.output).ok()?;
         match &self.nodes[at] {

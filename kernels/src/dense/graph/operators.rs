@@ -187,9 +187,11 @@ impl Builder<'_> {
             _ => Op::Map(map),
         };
         // The function of a product that is reordered, as a convolution's is, comes before the new
-        // order. There the product takes over a Relu, and the next operator's order is joined.
-        if let Some((from, picks)) = self.reordered(id)
+        // order. There the product takes over a Relu, and the next operator's order is joined. A
+        // Sigmoid stays beside its operand, whose product with it is one function.
+        if let Some((from, picks)) = self.reordered(x)
             && picks.len() == self.widths[from]
+            && map != Map::Sigmoid
         {
             let picks = picks.to_vec();
             self.spend(picks.len())?;

@@ -22,17 +22,6 @@ struct Axis {
     count: usize,
 }
 
-/// The columns of a window.
-#[derive(Clone, Copy)]
-enum Columns {
-    /// The taps of one channel; each channel is a group.
-    Taps,
-    /// The channels of a group, and the taps of each.
-    Channels { groups: usize },
-    /// The taps, and the channels of a group at each.
-    LastChannels { groups: usize },
-}
-
 impl Axis {
     /// Returns the position of value `tap` of window `at`. It may lie in the padding.
     fn position(&self, at: usize, tap: usize) -> i64 {
@@ -93,13 +82,14 @@ impl Builder<'_> {
         (0..sizes.len()).map(axis).collect()
     }
 
-    /// Returns the values of all windows, padded with `pad`. The shape is `[x0, groups, windows,
-    /// columns]`.
+    /// Returns the values of all windows, `[x0, groups, windows, channels * taps]`, or with the taps
+    /// first if `taps_first`. Padding is `pad`.
     fn windows(
         &mut self,
         x: &Tensor,
         axes: &[Axis],
-        columns: Columns,
+        groups: usize,
+        taps_first: bool,
         pad: f32,
     ) -> Result<Tensor, Stop> {
         let counts: Vec<usize> = axes.iter().map(|a| a.count).collect();
@@ -107,16 +97,18 @@ impl Builder<'_> {
         let many = || malformed("windows of too many values");
         let (windows, taps) =
             (product(&counts).ok_or_else(many)?, product(&sizes).ok_or_else(many)?);
-        let groups = match columns {
-            Columns::Taps => x.shape[1],
-            Columns::Channels { groups } | Columns::LastChannels { groups } => groups,
-        };
         let channels = x.shape[1] / groups;
         let shape = [x.shape[0], groups, windows, channels.checked_mul(taps).ok_or_else(many)?];
         // Counted before the table exists.
         self.spend(product(&shape).unwrap_or(usize::MAX))?;
 
-        let (line, order) = self.line(x);
+        // The windows of a selection are taken from its source, in one copy.
+        let first = Some(Batch { axis: 0, outer: 1 });
+        let mut line = Tensor { shape: vec![1, x.width()], batch: first, ..x.clone() };
+        let selection = self.reordered(x);
+        if let Some((from, _)) = selection {
+            (line.shape, line.data) = (vec![1, self.widths[from]], Data::Computed(from));
+        }
         // Padding is behind the values of the sample: one for each channel, so that a copy of
         // neighbours also copies neighbours there.
         let outside = line.width();
@@ -131,45 +123,25 @@ impl Builder<'_> {
                     _ => return (outside + channel) as u32,
                 }
             }
-            order.as_ref().map_or(at as u32, |order| order[at])
+            selection.map_or(at as u32, |(_, order)| order[at])
         };
         let mut picks = Vec::with_capacity(product(&shape).unwrap_or(0));
         for lead in 0..shape[0] * groups {
             for window in 0..windows {
-                picks.extend((0..channels * taps).map(|column| match columns {
-                    Columns::LastChannels { .. } => {
-                        source(lead, column % channels, window, column / channels)
-                    }
-                    _ => source(lead, column / taps, window, column % taps),
+                picks.extend((0..channels * taps).map(|column| match taps_first {
+                    true => source(lead, column % channels, window, column / channels),
+                    false => source(lead, column / taps, window, column % taps),
                 }));
             }
         }
 
-        let batch = x.batch;
         if picks.iter().all(|&pick| (pick as usize) < outside) {
-            return self.pick_all(&line, &shape, batch, picks);
+            return self.pick_all(&line, &shape, x.batch, picks);
         }
-        let pad =
-            Tensor::known(Kind::Float, vec![1, channels], Values::Floats(vec![pad; channels]));
-        let padded = self.join(&[line.clone(), Tensor { batch: line.batch, ..pad }], 1)?;
-        self.pick_all(&padded, &shape, batch, picks)
-    }
-
-    /// Returns the values of `x` as `[1, values]`. If `x` is a selection, these are the values
-    /// that it selects from, and the selection comes with them.
-    fn line(&self, x: &Tensor) -> (Tensor, Option<Vec<u32>>) {
-        let batch = Some(Batch { axis: 0, outer: 1 });
-        let reordered = match x.data {
-            Data::Computed(id) => self.reordered(id),
-            Data::Known(_) => None,
-        };
-        match reordered {
-            Some((from, order)) => {
-                let (shape, data) = (vec![1, self.widths[from]], Data::Computed(from));
-                (Tensor { shape, batch, data, ..x.clone() }, Some(order.to_vec()))
-            }
-            None => (Tensor { shape: vec![1, x.width()], batch, ..x.clone() }, None),
-        }
+        let pads = Values::Floats(vec![pad; channels]);
+        let pads = Tensor { batch: first, ..Tensor::known(Kind::Float, vec![1, channels], pads) };
+        let padded = self.join(&[line, pads], 1)?;
+        self.pick_all(&padded, &shape, x.batch, picks)
     }
 
     /// Translates `Conv`: a product for each window.
@@ -190,15 +162,12 @@ impl Builder<'_> {
 
         // Another convolution wrote the channels of a position beside each other.
         let stride = strides(&x.shape)[1];
-        let (_, order) = self.line(&x);
-        let is_last = inputs > 1 && order.is_some_and(|order| order[stride] == order[0] + 1);
-        let (columns, order) = match is_last {
-            true => (Columns::LastChannels { groups }, [0, 3, 2, 1]),
-            false => (Columns::Channels { groups }, [0, 2, 3, 1]),
-        };
-        let windows = self.windows(&x, &axes, columns, 0.0)?;
+        let is_beside = |order: &[u32]| inputs > 1 && order[stride] == order[0] + 1;
+        let taps_first = self.reordered(&x).is_some_and(|(_, order)| is_beside(order));
+        let windows = self.windows(&x, &axes, groups, taps_first, 0.0)?;
         let (each, taps) = (outputs / groups, windows.shape[3] / inputs);
         let weights = Tensor { shape: vec![groups, each, inputs, taps], ..w };
+        let order = if taps_first { [0, 3, 2, 1] } else { [0, 2, 3, 1] };
         let weights = self.transpose(&weights, &order)?;
         let weights = Tensor { shape: vec![groups, windows.shape[3], each], ..weights };
         let named = |stop| in_operator(node, stop);
@@ -224,7 +193,7 @@ impl Builder<'_> {
         let axes = self.axes(node, &x, &sizes)?;
         let is_max = node.op_type() == "MaxPool";
         let pad = if is_max { f32::NEG_INFINITY } else { 0.0 };
-        let windows = self.windows(&x, &axes, Columns::Taps, pad)?;
+        let windows = self.windows(&x, &axes, x.shape[1], false, pad)?;
         let by = if is_max { Reduction::Fold(Fold::Max) } else { Reduction::Sum };
         let y = self.reduce_axes(&windows, &[3], by)?;
         let counts: Vec<usize> = axes.iter().map(|a| a.count).collect();

@@ -10,7 +10,7 @@ use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::pairs::pair;
 use crate::dense::run::moves::Pattern;
 use crate::dense::run::sharing;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// The location of a value: an input of the network or a buffer, by its number.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -54,6 +54,7 @@ impl Layout {
     /// Fuses the nodes of `graph` and assigns buffers, for the CPU. `shared` says of each input
     /// whether a request has one value.
     pub fn for_cpu(mut graph: Graph, shared: &[bool]) -> Self {
+        drop_unused(&mut graph);
         fuse_pairs(&mut graph);
         fuse_silu(&mut graph);
         fuse(&mut graph);
@@ -72,6 +73,7 @@ impl Layout {
     /// Fuses the nodes of `graph` and assigns buffers, for a GPU. The products are those of
     /// [`Layout::for_cpu`], so the bits are too.
     pub fn for_gpu(mut graph: Graph, on: &GpuLayout<'_>) -> Self {
+        drop_unused(&mut graph);
         fuse_pairs(&mut graph);
         fuse(&mut graph);
         drop_unused(&mut graph);
@@ -329,21 +331,24 @@ fn join_pairs(graph: &mut Graph, shared: &[bool]) {
     }
 }
 
-/// Lets a product by weights end with the product of its result and another value, and then with
-/// the sum with a third: both are one node less to wait for in each layer of a cross network.
+/// Lets a product by weights end with the product of its result and a value that it depends on, and
+/// with the sum with another. Each layer of a cross network is then one node less to wait for. Any
+/// other value could be ready later than the operands of the product.
 fn cross_products(graph: &mut Graph, shared: &[bool]) {
     let uses = uses(graph);
     let mut writers: HashMap<Id, usize> = HashMap::new();
     for at in 0..graph.nodes.len() {
         let Node { inputs, op, output } = &graph.nodes[at];
-        let (&[left, right], Op::Zip { zip, left: one, right: two }) = (inputs.as_slice(), op)
-        else {
-            writers.insert(*output, at);
-            continue;
+        let (zip, output, operands) = match (op, inputs.as_slice()) {
+            (Op::Zip { zip, left, right }, &[a, b]) if left.is_whole() && right.is_whole() => {
+                (*zip, *output, [(a, b), (b, a)])
+            }
+            _ => {
+                writers.insert(*output, at);
+                continue;
+            }
         };
-        let (zip, output) = (*zip, *output);
-        let is_whole = one.is_whole() && two.is_whole() && left != right;
-        let crossed = [(left, right), (right, left)].into_iter().find_map(|(product, other)| {
+        let crossed = operands.into_iter().find_map(|(product, other)| {
             let writer = *writers.get(&product)?;
             let Node { inputs, op, .. } = &graph.nodes[writer];
             let ends = match (op, zip) {
@@ -351,11 +356,11 @@ fn cross_products(graph: &mut Graph, shared: &[bool]) {
                 (Op::Crossed { .. }, Zip::Add) => inputs.len() == 2,
                 _ => false,
             };
-            let is_one = uses[product] == 1 && shared[product] == shared[output];
-            (is_whole && ends && is_one).then_some((writer, other))
+            let is_only_read = uses[product] == 1 && shared[product] == shared[output];
+            let fits = ends && is_only_read && depends(graph, &writers, inputs[0], other);
+            fits.then_some((writer, other))
         });
         if let Some((writer, other)) = crossed {
-            // The result is where the function was: the other operand is computed by then.
             let Node { mut inputs, op, .. } = graph.nodes[writer].take();
             inputs.push(other);
             let op = match op {
@@ -366,6 +371,24 @@ fn cross_products(graph: &mut Graph, shared: &[bool]) {
         }
         writers.insert(output, at);
     }
+}
+
+/// Returns whether value `id` is `other`, or is computed of it. Looks at the nearest nodes only.
+fn depends(graph: &Graph, writers: &HashMap<Id, usize>, id: Id, other: Id) -> bool {
+    const NODES_MAX: usize = 64;
+    let (mut next, mut seen) = (vec![id], HashSet::new());
+    while let Some(id) = next.pop() {
+        if id == other {
+            return true;
+        }
+        if seen.len() < NODES_MAX
+            && let Some(&writer) = writers.get(&id)
+            && seen.insert(writer)
+        {
+            next.extend(&graph.nodes[writer].inputs);
+        }
+    }
+    false
 }
 
 /// Lets the products by weights of a `Concat` read its two operands, so that they wait for no copy.
