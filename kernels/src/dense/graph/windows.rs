@@ -82,8 +82,8 @@ impl Builder<'_> {
         (0..sizes.len()).map(axis).collect()
     }
 
-    /// Returns the values of all windows, `[x0, groups, windows, channels * taps]`, or with the taps
-    /// first if `taps_first`. Padding is `pad`.
+    /// Returns the values of all windows, `[x0, groups, windows, channels * taps]`. With
+    /// `taps_first` the columns are `taps * channels`. Padding is `pad`.
     fn windows(
         &mut self,
         x: &Tensor,
