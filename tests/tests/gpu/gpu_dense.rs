@@ -287,8 +287,10 @@ fn samples_of(random: &mut Random, n: usize, width: usize) -> Vec<f32> {
     let mut values: Vec<f32> = (0..n * width)
         .map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() })
         .collect();
-    for sample in values.chunks_mut(width).filter(|_| random.one_in(5)) {
-        sample[random.below(width as u64) as usize] = f32::INFINITY;
+    for sample in values.chunks_mut(width) {
+        if random.one_in(5) {
+            sample[random.below(width as u64) as usize] = f32::INFINITY;
+        }
     }
     values
 }
