@@ -125,7 +125,7 @@ def parts_of(value):
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
+        return list(zip(getattr(value, "_fields", range(len(value))), value))
     if not has_tensors(value):
         return []
     # An object with one dict, such as RecBole's Interaction, lends its keys as names.
