@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .graph import ATEN, FILLED, LEAF, ROW, Lookup, op_name, source_line
-from .rewrites import filled_by_mask, in_range, put_in_each, row_of_each, scattered
+from .rewrites import bucket_of, filled_by_mask, in_range, put_in_each, row_of_each, scattered
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
 COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
@@ -511,6 +511,11 @@ class Cut:
         if name == "index_put":
             places = self.beside_samples(node) if value[args[0]].dim() == 2 else None
             return (None, ()) if places is None else (put_in_each, (args[0], places, *args[2:]))
+        if name in ("bucketize", "searchsorted"):
+            given, edges = args[:2] if name == "bucketize" else args[1::-1]
+            # Other boundaries for each sample, and options of an order, are left to ONNX.
+            plain = value[edges].dim() == 1 and not set(node.kwargs) - {"right", "out_int32"}
+            return (bucket_of, (given, edges, node.kwargs.get("right", False))) if plain else (None, ())
         if not name.startswith("scatter") or len(args) < 4:
             return None, ()
         how = node.kwargs.get("reduce", args[4] if len(args) > 4 else "set")

@@ -246,3 +246,9 @@ def put_in_each(values, places, given, accumulate=False):
     given = given.expand_as(at).reshape(values.shape[0], -1)
     at = at.reshape(values.shape[0], -1)
     return scattered(values, 1, at, given, "sum" if accumulate else "set")
+
+
+def bucket_of(values, boundaries, right=False):
+    """Returns how many boundaries are below each value, or not above it if `right`."""
+    values = values[..., None]
+    return ((boundaries <= values) if right else (boundaries < values)).sum(-1)
