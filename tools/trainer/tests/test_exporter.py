@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 import unittest
+from collections import namedtuple
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
@@ -25,7 +26,7 @@ os.environ.setdefault("HATCHBACK", str(ROOT / "target/release/hatchback"))
 os.environ["KERAS_BACKEND"] = "torch"
 
 from field_models import (  # noqa: E402
-    B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, scaled_bags
+    B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, scaled_bags, unlike_zeros
 )
 
 import hatchback_trainer  # noqa: E402
@@ -129,6 +130,79 @@ class Exports(unittest.TestCase):
             want = torch.sigmoid(model(**other)["cvr"])[:, 0]
         found = torch.tensor([one["cvr"] for one in done.score(other)])
         self.assertLess((found - want).abs().max().item(), CLOSE)
+
+    def assert_exports(self, model, batch):
+        """Exports a model and compares the program's scores of another batch with its own."""
+        done = self.export(model, batch())
+        done.pack(codec="f32")
+        self.assert_same(done, model, batch(), lambda m, b: m(**b) if isinstance(b, dict) else m(*b))
+        return done
+
+    def test_packed_sequences_give_states_and_cells_of_both_directions(self):
+        def forward(m, history, length):
+            rows, last = m.g(nn.utils.rnn.pack_padded_sequence(
+                m.e(history), length, batch_first=True, enforce_sorted=False))
+            rows, _ = nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)
+            last = last if isinstance(last, tuple) else (last,)
+            return m.n(torch.cat([rows.sum(1), *(one for state in last for one in state)], 1))
+
+        for kind, layers, ways, has_bias in ((nn.LSTM, 2, 2, True), (nn.LSTM, 1, 1, False),
+                                             (nn.GRU, 2, 2, False)):
+            gates = kind(4, 4, layers, has_bias, batch_first=True, bidirectional=ways == 2)
+            states = ways * layers * (1 + (kind is nn.LSTM))
+            with self.subTest(kind.__name__, layers=layers):
+                self.assert_exports(Model(forward, 4 * (ways + states), g=gates),
+                                    lambda: dict(zip(("history", "length"), history())))
+
+    def test_samples_that_a_model_sorts_keep_their_places(self):
+        def forward(m, history, length):
+            length, order = length.sort(descending=True)
+            rows = nn.utils.rnn.pack_padded_sequence(m.e(history)[order], length, batch_first=True)
+            rows, last = m.g(rows)
+            rows = nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)[0].sum(1)
+            back = torch.argsort(order)
+            return m.n(rows.index_select(0, back) + last[:, torch.sort(order)[1]][0])
+
+        self.assert_exports(Model(forward, 4, g=nn.GRU(4, 4, batch_first=True)),
+                            lambda: dict(zip(("history", "length"), history())))
+        with self.assertRaisesRegex(ValueError, "differs from the model's by .* on the sample bat"):
+            self.export(Model(lambda m, item, age: m.n(m.e(item[age.argsort()])), 4),
+                        {"item": ids(B), "age": torch.rand(B)})
+
+    def test_a_transformer_takes_a_causal_mask(self):
+        def forward(m, history):
+            later = nn.Transformer.generate_square_subsequent_mask(LONG)
+            return m.n(m.t(m.e(history), mask=later, src_key_padding_mask=history == 0)[:, 0])
+
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.assert_exports(Model(forward, 4, t=nn.TransformerEncoder(layer, 2)),
+                            lambda: {"history": history()[0]})
+
+    def test_the_keys_of_a_bag_have_weights(self):
+        for options in ({}, {"padding_idx": 0}):
+            bag = unlike_zeros(nn.EmbeddingBag(KEYS, 4, mode="sum", **options))
+            model = Model(lambda m, x, w: m.n(m.bag(x, per_sample_weights=w)), 4, bag=bag)
+            self.assert_exports(model, lambda: {"x": ids(B, LONG, high=4), "w": torch.rand(B, LONG)})
+
+    def test_numbers_fall_into_buckets(self):
+        def forward(m, item, x):
+            return m.n(m.e(item) + m.i(torch.cat([
+                torch.bucketize(x, m.ends), torch.searchsorted(m.ends, x, right=True)], 1)).sum(1))
+
+        model = Model(forward, 4, i=nn.Embedding(4, 4))
+        model.register_buffer("ends", torch.tensor([1.0, 2.0, 4.0]))
+        self.assert_exports(model, lambda: {
+            "item": ids(B), "x": torch.cat([torch.rand(B, 2) * 6, ids(B, 1, high=6) * 1.0], 1)})
+
+    def test_a_named_tuple_names_its_columns_and_scores(self):
+        inputs = namedtuple("Inputs", "item age")
+        scores = namedtuple("Scores", "click buy")
+        model = Model(lambda m, x: scores(
+            m.n(m.e(x.item)), m.o(torch.cat([m.e(x.item), x.age[:, None]], 1))), 4, o=net(5))
+        done = self.export(model, inputs(ids(B), torch.rand(B)))
+        self.assertEqual([one.name for one in done.schema.features], ["item"])
+        self.assertEqual(list(done.schema.dense_features), ["age"])
+        self.assertEqual(done.schema.outputs, ("click", "buy"))
 
     def test_a_method_is_exported_like_forward(self):
         model = Model(lambda m, item: None, 4)
