@@ -263,7 +263,8 @@ class Choices(TorchFunctionMode):
     """
 
     SELECT = (torch.masked_select, torch.Tensor.masked_select)
-    SORT = (torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort)
+    SORT = (torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk)
+    ORDER = (torch.argsort, torch.Tensor.argsort)
     ROWS = (torch.index_select, torch.Tensor.index_select)
 
     def __init__(self, samples, known=None):
@@ -275,10 +276,10 @@ class Choices(TorchFunctionMode):
         kwargs = kwargs or {}
         if function == torch.Tensor.data.__get__:  # torch cannot capture it, but this is the same
             return args[0].detach()
-        if function in self.SORT and self.sorts_samples(args[0]):
+        if function in (*self.SORT, *self.ORDER) and self.sorts_samples(function, *args, **kwargs):
             order = every_sample(self.samples)
-            is_order = function in self.SORT[2:]
-            return order if is_order else torch.return_types.sort((args[0].clone(), order))
+            return order if function in self.ORDER else torch.return_types.sort(
+                (args[0].clone(), order))
         if function in self.ROWS and is_every_sample((*args, *kwargs.values())[-1]):
             return args[0].clone()
         if function is nn.functional.embedding_bag and self.known is not None:
@@ -338,12 +339,14 @@ class Choices(TorchFunctionMode):
         values.copy_(torch.where(keep.reshape(-1, *[1] * (values.dim() - 1)), given, values))
         return True
 
-    def sorts_samples(self, values):
+    def sorts_samples(self, function, values, *rest, k=None, **_rest):
+        """Returns whether one value of each sample is sorted, and all samples are kept."""
         if self.known is None or values.dim() != 1:
             return False
         count = values.shape[0]
-        open_size = isinstance(self.samples, torch.SymInt)
-        return isinstance(count, torch.SymInt) if open_size else count == self.samples
+        if function in self.SORT[2:] and (rest[0] if k is None else k) != count:
+            return False
+        return isinstance(count, torch.SymInt) or count == self.samples
 
     def chooses_samples(self, mask):
         """Returns whether a mask has one value for each sample, or for each row of each sample."""

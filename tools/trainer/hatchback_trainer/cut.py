@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from .graph import ATEN, FILLED, LEAF, ROW, Lookup, op_name, source_line
-from .rewrites import bucket_of, filled_by_mask, in_range, put_in_each, row_of_each, scattered
+from .rewrites import (
+    bucket_of, filled_by_mask, in_range, put_in_each, row_of_each, scattered, subtracted
+)
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
 COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
@@ -88,7 +90,7 @@ def elements_of(followed, lookup):
                 (bounds != torch.arange(len(bounds)) * (code.numel() // bags)).any()):
             return None
         code, shift = code.reshape(bags, -1), shift.reshape(bags, -1)
-    elif code.dim() and len(code) % followed.samples == 0:  # keys of the samples, one by one
+    elif code.numel() and code.numel() % followed.samples == 0:  # also one row of all samples
         code, shift = code.reshape(followed.samples, -1), shift.reshape(followed.samples, -1)
     if code.dim() == 0:
         return None
@@ -212,7 +214,7 @@ class Cut:
     def gathered(self, node):
         """Returns the keys and the positions of a choice of keys of each sample."""
         if op_name(node) == "index":
-            position = self.beside_samples(node)
+            position = None if None in node.args[1] else self.beside_samples(node)
             return (None, None) if position is None else (node.args[0], position)
         if op_name(node) != "gather" or self.followed.value[node].dim() != 2:
             return None, None
@@ -222,8 +224,8 @@ class Cut:
     def beside_samples(self, node):
         """Returns the computed indices of `x[numbers of the samples, indices]`; None for any other
         index. `gather` can read at such indices, and ONNX has no better operator."""
-        index = node.args[1]
-        if len(index) != 2 or None in index or self.followed.is_constant(index[1]):
+        index = [one for one in node.args[1] if one is not None]
+        if len(index) != 2 or node.args[1][0] is None or self.followed.is_constant(index[1]):
             return None
         samples, places = (self.followed.value[one] for one in index)
         count = len(self.followed.value[node.args[0]])
@@ -382,8 +384,8 @@ class Cut:
             if compared is not None and padded:
                 self.masked.add((node, user))
             else:
-                self.dense += [one for one in self.places(node) if one not in self.dense]
-        self.dense.sort()
+                self.dense += self.places(node)
+        self.dense = sorted(set(self.dense))
         self.owner = owner
         used = {leaf for leaf, _ in self.dense} | {one.leaf for one in self.columns}
         used |= {
@@ -404,7 +406,7 @@ class Cut:
         # The values may also be those of the samples one by one, `[samples * values]`.
         if not code.dim() or not code.numel():
             count = 1
-        elif len(code) % count:
+        elif code.numel() % count:
             count = len(code)
         samples = code.reshape(count, -1)
         rows = torch.arange(len(samples)).reshape(-1, 1) * ROW
@@ -505,12 +507,16 @@ class Cut:
         args, value = node.args, self.followed.value
         if name == "index":
             places = self.beside_samples(node)
-            return (None, ()) if places is None else (row_of_each, (args[0], places))
+            return (None, ()) if places is None else (
+                row_of_each, (args[0], places, args[1].index(places)))
         if name == "index_put" and self.fills_by_mask(node):
             return filled_by_mask, (args[0], args[1][0], args[2])
         if name == "index_put":
             places = self.beside_samples(node) if value[args[0]].dim() == 2 else None
             return (None, ()) if places is None else (put_in_each, (args[0], places, *args[2:]))
+        if name == "rsub" and isinstance(args[1], float) and not (
+                value[args[0]].is_floating_point()):
+            return subtracted, args[:2]
         if name in ("bucketize", "searchsorted"):
             given, edges = args[:2] if name == "bucketize" else args[1::-1]
             # Other boundaries for each sample, and options of an order, are left to ONNX.
@@ -596,10 +602,13 @@ class Cut:
         return self.made[node]
 
     def shaped(self, made, value):
-        """Gives the values of each sample the shape of `value` behind its first axis."""
-        own = len(value) // self.followed.samples
-        first = self.samples if own == 1 else self.call(operator.mul, self.samples, own)
-        return self.call(ATEN.reshape.default, made, [first, *value.shape[1:]])
+        """Gives the values of each sample the shape of `value`, whose first axes may have one
+        value."""
+        sizes = list(value.shape)
+        axis = next((place for place, size in enumerate(sizes) if size != 1), 0)
+        own = sizes[axis] // self.followed.samples
+        sizes[axis] = self.samples if own == 1 else self.call(operator.mul, self.samples, own)
+        return self.call(ATEN.reshape.default, made, sizes)
 
     def read(self, node):
         """Returns dense columns in the form of a moved node."""

@@ -224,6 +224,21 @@ def fixed_number(m, history):
     return m.n(m.e(history).view(len(history) * 2, -1).view(int(history.shape[0]), -1))
 
 
+def in_one_row(m, history):
+    count, long = history.shape
+    rows = m.e(history.reshape(1, count * long)).reshape(count, long, 4)
+    keep = history.reshape(1, -1).ne(0).reshape(count, 1, long).repeat(1, 3, 1)
+    return m.n((keep[:, 1, :, None] * rows).sum(1))
+
+
+def masked_in_copies(m, history, mask):
+    copies, last = mask[:, None].repeat(1, 3, 1), mask.sum(1) - 1
+    scores = m.e(history).sum(2)[:, None] * copies + (1.0 - mask[:, None]) * -1e4
+    rows = torch.softmax(scores, 2) @ m.e(history)  # [B, 3, 4]
+    late = m.e(history).transpose(1, 2)[torch.arange(len(mask)), :, last]
+    return m.n(rows.mean(1) + late)
+
+
 def some_without():
     """Returns histories of which some have no key, and an item."""
     rows = history()[0]
@@ -341,6 +356,12 @@ def cases():
         "writes by the number of the sample": (
             Model(written, 4), item_too, ["history"], [*numbers, "item"]),
         "writes at computed places": (Model(scattered, 35), lists, ["history"], numbers),
+        "the keys of all samples in one row": (
+            Model(in_one_row, 4), lists, ["history"], []),
+        "a mask of whole numbers in copies, and rows of a later axis": (
+            Model(masked_in_copies, 4),
+            lambda: {"history": (rows := history()[0]), "mask": (rows > 0).long()}, ["history"],
+            [f"mask{place}" for place in range(LONG)]),
         "numbers where a mask is true": (Model(filled, 4), lists, ["history"], []),
         "one number for one sample": (
             Model(without_axes, 4), lambda: {"item": ids(B)}, ["item"], []),

@@ -135,7 +135,7 @@ class Exports(unittest.TestCase):
         """Exports a model and compares the program's scores of another batch with its own."""
         done = self.export(model, batch())
         done.pack(codec="f32")
-        self.assert_same(done, model, batch(), lambda m, b: m(**b) if isinstance(b, dict) else m(*b))
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
         return done
 
     def test_packed_sequences_give_states_and_cells_of_both_directions(self):
@@ -163,8 +163,15 @@ class Exports(unittest.TestCase):
             back = torch.argsort(order)
             return m.n(rows.index_select(0, back) + last[:, torch.sort(order)[1]][0])
 
-        self.assert_exports(Model(forward, 4, g=nn.GRU(4, 4, batch_first=True)),
-                            lambda: dict(zip(("history", "length"), history())))
+        def by_topk(m, item, length):
+            order = torch.topk(length, k=len(length))[1]
+            return m.n(m.e(item)[order][torch.topk(order, len(length), largest=False)[1]])
+
+        for model, name in ((Model(forward, 4, g=nn.GRU(4, 4, batch_first=True)), "history"),
+                            (Model(by_topk, 4), "item")):
+            self.assert_exports(model, lambda: {
+                name: ids(B, LONG) if name == "history" else ids(B),
+                "length": torch.randint(1, LONG + 1, (B,))})
         with self.assertRaisesRegex(ValueError, "differs from the model's by .* on the sample bat"):
             self.export(Model(lambda m, item, age: m.n(m.e(item[age.argsort()])), 4),
                         {"item": ids(B), "age": torch.rand(B)})
@@ -182,7 +189,8 @@ class Exports(unittest.TestCase):
         for options in ({}, {"padding_idx": 0}):
             bag = unlike_zeros(nn.EmbeddingBag(KEYS, 4, mode="sum", **options))
             model = Model(lambda m, x, w: m.n(m.bag(x, per_sample_weights=w)), 4, bag=bag)
-            self.assert_exports(model, lambda: {"x": ids(B, LONG, high=4), "w": torch.rand(B, LONG)})
+            self.assert_exports(
+                model, lambda: {"x": ids(B, LONG, high=4), "w": torch.rand(B, LONG)})
 
     def test_numbers_fall_into_buckets(self):
         def forward(m, item, x):
