@@ -84,13 +84,27 @@ def network_inputs_of(made):
     return tuple(inputs)
 
 
+SAME_VALUES = ("alias", "cat", "clone", "flatten", "getitem", "reshape", "select", "slice",
+               "squeeze", "stack", "unbind", "unsqueeze", "view")
+
+
+def ends_in_sigmoid(node):
+    """Returns whether each value of a node is one of a sigmoid or softmax, or a product of them,
+    as that of a click and of a purchase behind it."""
+    if not isinstance(node, torch.fx.Node):
+        return False
+    name = op_name(node)
+    if name in SAME_VALUES:
+        several = name in ("cat", "stack")
+        return all(map(ends_in_sigmoid, node.all_input_nodes if several else node.args[:1]))
+    if name == "mul":
+        return all(map(ends_in_sigmoid, node.args))
+    return name in ("sigmoid", "softmax", "_softmax")
+
+
 def is_probability(exporter):
-    """Returns whether the model's own last operation is a sigmoid."""
-    ends = set()
-    for node in exporter.made.outputs:
-        while op_name(node) in ("view", "reshape", "squeeze", "unsqueeze", "flatten", "alias"):
-            node = node.args[0]
-        ends.add(op_name(node) == "sigmoid")
+    """Returns whether the model's own last operation is a sigmoid or softmax."""
+    ends = set(map(ends_in_sigmoid, exporter.made.outputs))
     if ends == {True, False}:
         raise ValueError(
             'some outputs end in a sigmoid and some do not; pass output="score" for outputs that '

@@ -770,6 +770,18 @@ class Exports(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "output='rating': only"):
             self.export(model, batch, output="rating")
 
+    def test_values_and_products_of_sigmoids_and_softmaxes_are_probabilities(self):
+        def both(m, item):
+            click, buy = torch.sigmoid(m.p(m.e(item))).unbind(1)
+            return {"click": click, "bought": click * buy}
+
+        softmax = lambda m, item: torch.softmax(m.p(m.e(item)), 1)[:, 1]
+        for forward in (softmax, both, lambda m, item: torch.sigmoid(m.p(m.e(item)))[:, 0]):
+            done = self.export(Model(forward, 4, p=nn.Linear(4, 2)), {"item": ids(B)})
+            self.assertFalse(any("ends in no sigmoid" in one for one in done.notes))
+        half = Model(lambda m, item: torch.sigmoid(m.n(m.e(item))) * 0.5, 4)
+        self.assertIn("ends in no sigmoid", self.export(half, {"item": ids(B)}).notes[-1])
+
     def test_a_label_is_a_rating_a_share_or_unknown(self):
         model, batch = Model(lambda m, item: m.n(m.e(item)), 4), {"item": ids(B)}
 
