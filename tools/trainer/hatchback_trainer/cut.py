@@ -11,7 +11,8 @@ import torch
 
 from .graph import ATEN, FILLED, LEAF, ROW, Lookup, op_name, source_line
 from .rewrites import (
-    bucket_of, filled_by_mask, in_range, put_in_each, row_of_each, scattered, subtracted
+    bucket_of, filled_by_mask, in_range, put_in_each, row_of_each, same_of_each, scattered,
+    subtracted
 )
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
@@ -235,6 +236,17 @@ class Cut:
             return None
         rows = samples.expand(places.shape).reshape(count, -1)
         return index[1] if bool((rows == torch.arange(count)[:, None]).all()) else None
+
+    def takes_same_places(self, node):
+        """Returns whether a node is `x[n, ..., places]`, with the numbers `n` of the samples on an
+        axis of their own and constant places, as transformers read a mask."""
+        index = node.args[1]
+        if len(index) != 2 or None in index or not all(map(self.followed.is_constant, index)):
+            return False
+        samples, places = (self.followed.value[one] for one in index)
+        count = torch.arange(len(self.followed.value[node.args[0]]))
+        return (samples.dim() == places.dim() > 1 and len(samples) == len(count)
+                and len(places) == 1 and torch.equal(samples.flatten(), count))
 
     def bound_sizes(self):
         """Ends each column's range of rows where that of the next column begins, for tables that
@@ -507,6 +519,8 @@ class Cut:
         args, value = node.args, self.followed.value
         if name == "index":
             places = self.beside_samples(node)
+            if places is None and self.takes_same_places(node):
+                return same_of_each, (args[0], args[1][1])
             return (None, ()) if places is None else (
                 row_of_each, (args[0], places, args[1].index(places)))
         if name == "index_put" and self.fills_by_mask(node):
@@ -521,7 +535,8 @@ class Cut:
             given, edges = args[:2] if name == "bucketize" else args[1::-1]
             # Other boundaries for each sample, and options of an order, are left to ONNX.
             plain = value[edges].dim() == 1 and not set(node.kwargs) - {"right", "out_int32"}
-            return (bucket_of, (given, edges, node.kwargs.get("right", False))) if plain else (None, ())
+            right = node.kwargs.get("right", False)
+            return (bucket_of, (given, edges, right)) if plain else (None, ())
         if not name.startswith("scatter") or len(args) < 4:
             return None, ()
         how = node.kwargs.get("reduce", args[4] if len(args) > 4 else "set")

@@ -242,6 +242,12 @@ def row_of_each(values, places, axis=1):
     return found.reshape(-1, *places.shape[1:], *rest)
 
 
+def same_of_each(values, places):
+    """Returns `values[n, places[0, ...]]` for each sample `n`, with the same places for all."""
+    found = values.index_select(1, in_range(places, values.shape[1]).flatten())
+    return found.reshape(-1, *places.shape[1:], *values.shape[2:])
+
+
 def put_in_each(values, places, given, accumulate=False):
     """Returns `values`, `[B, N]`, with `given[n, i]` written at `places[n, i]` of sample `n`."""
     at = in_range(places, values.shape[1])

@@ -235,8 +235,10 @@ def masked_in_copies(m, history, mask):
     copies, last = mask[:, None].repeat(1, 3, 1), mask.sum(1) - 1
     scores = m.e(history).sum(2)[:, None] * copies + (1.0 - mask[:, None]) * -1e4
     rows = torch.softmax(scores, 2) @ m.e(history)  # [B, 3, 4]
-    late = m.e(history).transpose(1, 2)[torch.arange(len(mask)), :, last]
-    return m.n(rows.mean(1) + late)
+    samples = torch.arange(len(mask))
+    late = m.e(history).transpose(1, 2)[samples, :, last]
+    again = mask.bool()[samples[:, None, None], torch.arange(LONG)[None, None]]  # [B, 1, L]
+    return m.n(rows.mean(1) + late + (again.float() @ m.e(history))[:, 0])
 
 
 def some_without():
