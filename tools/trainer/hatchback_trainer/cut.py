@@ -70,6 +70,17 @@ class Element:
     spread: bool = False
 
 
+def samples_axis(code, samples):
+    """Returns the axis of an origin's values that is the samples: 0 unless the model has moved
+    them, as networks that take steps first do."""
+    rows = torch.arange(samples).reshape(-1, 1) * ROW
+    for axis, size in enumerate(code.shape):
+        moved = code.movedim(axis, 0).reshape(size, -1)
+        if size == samples and bool((moved == moved[:1] + rows).all()):
+            return axis
+    return 0
+
+
 def elements_of(followed, lookup):
     """Returns the elements of a lookup's row numbers, the same for each sample; None if a row
     number is computed in another way."""
@@ -91,6 +102,8 @@ def elements_of(followed, lookup):
                 (bounds != torch.arange(len(bounds)) * (code.numel() // bags)).any()):
             return None
         code, shift = code.reshape(bags, -1), shift.reshape(bags, -1)
+    elif axis := samples_axis(code, followed.samples):
+        code, shift = code.movedim(axis, 0), shift.movedim(axis, 0)
     elif code.numel() and code.numel() % followed.samples == 0:  # also one row of all samples
         code, shift = code.reshape(followed.samples, -1), shift.reshape(followed.samples, -1)
     if code.dim() == 0:
@@ -412,6 +425,12 @@ class Cut:
         """Returns whether a node makes a constant of the shape of a value of the batch."""
         return op_name(node) in FILLED and self.moved(node.args[0])
 
+    def axis_of(self, node):
+        """Returns the axis of the samples of a moved node, or of row numbers."""
+        origin = self.followed.origin.get(node)
+        is_one = origin is not None and not isinstance(origin, list)
+        return samples_axis(origin.code, self.followed.samples) if is_one else 0
+
     def places(self, node):
         """Returns leaf and column of each value of one sample of a moved node."""
         code, count = self.followed.origin[node].code, self.followed.samples
@@ -420,6 +439,7 @@ class Cut:
             count = 1
         elif code.numel() % count:
             count = len(code)
+        code = code.movedim(self.axis_of(node), 0) if code.dim() else code
         samples = code.reshape(count, -1)
         rows = torch.arange(len(samples)).reshape(-1, 1) * ROW
         if not bool((samples == samples[:1] + rows).all()):
@@ -616,9 +636,14 @@ class Cut:
         self.made[node] = self.graph.get_attr(name)
         return self.made[node]
 
-    def shaped(self, made, value):
-        """Gives the values of each sample the shape of `value`, whose first axes may have one
-        value."""
+    def shaped(self, made, value, axis=0):
+        """Gives the values of each sample the shape of `value`, whose axis `axis` is the samples,
+        or whose first axes have one value."""
+        if axis:
+            sizes = [self.samples, *value.movedim(axis, 0).shape[1:]]
+            order = [*range(1, axis + 1), 0, *range(axis + 1, value.dim())]
+            made = self.call(ATEN.reshape.default, made, sizes)
+            return self.call(ATEN.permute.default, made, order)
         sizes = list(value.shape)
         axis = next((place for place, size in enumerate(sizes) if size != 1), 0)
         own = sizes[axis] // self.followed.samples
@@ -636,7 +661,7 @@ class Cut:
             name = f"columns_{len(self.buffers)}"
             self.buffers[name] = torch.tensor(at)
             chosen = self.call(ATEN.index_select.default, dense, 1, self.graph.get_attr(name))
-        shaped = self.shaped(chosen, value)
+        shaped = self.shaped(chosen, value, self.axis_of(node))
         if not value.is_floating_point():
             shaped = self.call(ATEN._to_copy.default, shaped, dtype=value.dtype)
         self.made[node] = shaped
@@ -659,7 +684,7 @@ class Cut:
         whole = chosen[0] if len(chosen) == 1 else self.call(ATEN.cat.default, chosen, 1)
         if padding:
             whole = self.call(ATEN.add.Scalar, whole, padding)
-        return self.shaped(whole, self.followed.value[node])
+        return self.shaped(whole, self.followed.value[node], self.axis_of(node))
 
     def vectors(self, node):
         """Returns the looked up vectors in the form of the lookup's result."""
@@ -672,7 +697,9 @@ class Cut:
             rows = self.call(ATEN.view.default, whole, [self.samples, keys, width])
             at = self.call(in_range, self.take(self.positions[node], node), keys)
             whole = self.call(row_of_each, rows, at)
-        shaped = self.shaped(whole, result)
+        lookup = self.followed.lookup_of(node)
+        axis = self.axis_of(lookup.index) if lookup is not None else 0
+        shaped = self.shaped(whole, result, axis)
         return [shaped] if op_name(node) == "embedding_bag" else shaped
 
     def part(self, part):

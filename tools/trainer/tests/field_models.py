@@ -231,6 +231,13 @@ def in_one_row(m, history):
     return m.n((keep[:, 1, :, None] * rows).sum(1))
 
 
+def steps_first(m, history, item):
+    steps = history.t()
+    keep = (steps != 0).float()
+    rows = m.g(m.e(steps) * keep[..., None])[0] + steps[..., None] / KEYS
+    return m.n(torch.cat([rows.sum(0) / keep.sum(0)[:, None], m.e(item)], 1))
+
+
 def masked_in_copies(m, history, mask):
     copies, last = mask[:, None].repeat(1, 3, 1), mask.sum(1) - 1
     scores = m.e(history).sum(2)[:, None] * copies + (1.0 - mask[:, None]) * -1e4
@@ -358,6 +365,8 @@ def cases():
         "writes by the number of the sample": (
             Model(written, 4), item_too, ["history"], [*numbers, "item"]),
         "writes at computed places": (Model(scattered, 35), lists, ["history"], numbers),
+        "steps on the first axis": (
+            Model(steps_first, 8, g=nn.GRU(4, 4)), item_too, ["history", "item"], numbers),
         "the keys of all samples in one row": (
             Model(in_one_row, 4), lists, ["history"], []),
         "a mask of whole numbers in copies, and rows of a later axis": (
