@@ -144,6 +144,7 @@ class Cut:
         self.columns, self.tables, self.parts, self.kept = [], {}, {}, {}
         self.lengths = {}  # nodes with the numbers of keys of a feature
         self.positions = {}  # lookups of one key of a bag: where a position is computed
+        self.puts = {}  # lookups with a mask in `positions`: the row that it puts, and where
         self.outputs = next(n for n in followed.graph.nodes if n.op == "output").args[0]
         given = iter(followed.placeholders[len(leaves):])
         self.calls = [(call, [next(given) for _ in call.tensors]) for call in calls]
@@ -194,6 +195,8 @@ class Cut:
             if elements is None:
                 elements = self.chosen(lookup)
             if elements is None:
+                elements = self.put_by_mask(lookup)
+            if elements is None:
                 self.keep(lookup)
             else:
                 found.append((lookup, runs_of(elements, self.names.separate)))
@@ -223,6 +226,32 @@ class Cut:
         if elements is None or len(runs_of(elements, self.names.separate)) > 1:
             return None
         self.positions[lookup.node] = position
+        return elements
+
+    def put_by_mask(self, lookup):
+        """Returns the elements of a lookup for some of whose keys a mask puts one row number: the
+        network then puts that row."""
+        name, args = op_name(lookup.index), lookup.index.args
+        constant = lambda one: not isinstance(one, torch.fx.Node) or self.followed.is_constant(one)
+        if name == "masked_fill":
+            keys, mask, row, where = *args, True
+        elif name == "where" and len(args) == 3:
+            where = constant(args[1])
+            (mask, row, keys) = args if where else (args[0], args[2], args[1])
+        elif name == "index_put" and self.fills_by_mask(lookup.index):
+            keys, (mask,), row, where = *args[:3], True
+        else:
+            return None
+        if not constant(row) or not isinstance(keys, torch.fx.Node):
+            return None
+        row = self.followed.value[row] if isinstance(row, torch.fx.Node) else row
+        row = torch.as_tensor(row).flatten()
+        if bool((row != row[:1]).any()) or self.axis_of(keys) or (
+                self.followed.value[keys].shape != self.followed.value[lookup.index].shape):
+            return None
+        elements = elements_of(self.followed, Lookup(lookup.node, lookup.table, keys))
+        if elements is not None:
+            self.positions[lookup.node], self.puts[lookup.node] = mask, (int(row[0]), where)
         return elements
 
     def gathered(self, node):
@@ -692,7 +721,7 @@ class Cut:
         result = result[0] if isinstance(result, (tuple, list)) else result
         made = [self.part(part) for part in self.parts[node]]
         whole = made[0] if len(made) == 1 else self.call(ATEN.cat.default, made, 1)
-        if node in self.positions:
+        if node in self.positions and node not in self.puts:
             width, keys = self.tables[self.parts[node][0].table].shape[1], self.parts[node][0].count
             rows = self.call(ATEN.view.default, whole, [self.samples, keys, width])
             at = self.call(in_range, self.take(self.positions[node], node), keys)
@@ -700,6 +729,13 @@ class Cut:
         lookup = self.followed.lookup_of(node)
         axis = self.axis_of(lookup.index) if lookup is not None else 0
         shaped = self.shaped(whole, result, axis)
+        if node in self.puts:
+            row, where = self.puts[node]
+            name = f"row_{len(self.buffers)}"
+            self.buffers[name] = self.followed.value[lookup.table][row].detach().clone()
+            mask = self.call(ATEN.unsqueeze.default, self.take(self.positions[node], node), -1)
+            both = (self.graph.get_attr(name), shaped)
+            shaped = self.call(ATEN.where.self, mask, *(both if where else both[::-1]))
         return [shaped] if op_name(node) == "embedding_bag" else shaped
 
     def part(self, part):

@@ -238,6 +238,13 @@ def steps_first(m, history, item):
     return m.n(torch.cat([rows.sum(0) / keep.sum(0)[:, None], m.e(item)], 1))
 
 
+def put_rows(m, history, mask, item):
+    keys = history + 1
+    keys[~mask] = 0
+    rows = m.e(keys) + m.e(history.masked_fill(~mask, 9)) + m.e(torch.where(mask, history, 4))
+    return m.n(rows.sum(1) + m.e(torch.where(item > 9, torch.zeros_like(item) + 7, item)))
+
+
 def masked_in_copies(m, history, mask):
     copies, last = mask[:, None].repeat(1, 3, 1), mask.sum(1) - 1
     scores = m.e(history).sum(2)[:, None] * copies + (1.0 - mask[:, None]) * -1e4
@@ -367,6 +374,11 @@ def cases():
         "writes at computed places": (Model(scattered, 35), lists, ["history"], numbers),
         "steps on the first axis": (
             Model(steps_first, 8, g=nn.GRU(4, 4)), item_too, ["history", "item"], numbers),
+        "a row that a mask puts for keys": (
+            Model(put_rows, 4), lambda: {"history": ids(B, LONG, high=KEYS - 1),
+                                         "mask": torch.rand(B, LONG) > 0.5, "item": ids(B)},
+            ["history", "history_2", "item"],
+            [*(f"mask{place}" for place in range(LONG)), "item"]),
         "the keys of all samples in one row": (
             Model(in_one_row, 4), lists, ["history"], []),
         "a mask of whole numbers in copies, and rows of a later axis": (
