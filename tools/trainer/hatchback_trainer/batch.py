@@ -159,8 +159,10 @@ def rebuilt(value, rest, jagged):
 
 
 def unique(names):
-    """Returns the shortest endings of dotted paths that differ from each other."""
+    """Returns the shortest endings of dotted paths that differ from each other, and are no place in
+    a list."""
     last = [name.rsplit(".", 1)[-1] for name in names]
     return [
-        short if last.count(short) == 1 else name for short, name in zip(last, names)
+        short if last.count(short) == 1 and not short.isdigit() else name
+        for short, name in zip(last, names)
     ]

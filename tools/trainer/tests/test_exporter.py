@@ -207,6 +207,9 @@ class Exports(unittest.TestCase):
         scores = namedtuple("Scores", "click buy")
         model = Model(lambda m, x: scores(
             m.n(m.e(x.item)), m.o(torch.cat([m.e(x.item), x.age[:, None]], 1))), 4, o=net(5))
+        listed = Model(lambda m, item, ages: m.n(torch.cat([m.e(item), ages[0][:, None]], 1)), 5)
+        done = self.export(listed, {"item": ids(B), "ages": [torch.rand(B)]})
+        self.assertEqual(list(done.schema.dense_features), ["ages.0"])
         done = self.export(model, inputs(ids(B), torch.rand(B)))
         self.assertEqual([one.name for one in done.schema.features], ["item"])
         self.assertEqual(list(done.schema.dense_features), ["age"])
