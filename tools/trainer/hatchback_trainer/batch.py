@@ -125,7 +125,7 @@ def parts_of(value):
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
+        return list(zip(getattr(value, "_fields", range(len(value))), value))
     if not has_tensors(value):
         return []
     # An object with one dict, such as RecBole's Interaction, lends its keys as names.
@@ -159,8 +159,10 @@ def rebuilt(value, rest, jagged):
 
 
 def unique(names):
-    """Returns the shortest endings of dotted paths that differ from each other."""
+    """Returns the shortest endings of dotted paths that differ from each other, and are no place in
+    a list."""
     last = [name.rsplit(".", 1)[-1] for name in names]
     return [
-        short if last.count(short) == 1 else name for short, name in zip(last, names)
+        short if last.count(short) == 1 and not short.isdigit() else name
+        for short, name in zip(last, names)
     ]

@@ -126,12 +126,20 @@ class Padded:
         return iter((self.data, self.batch_sizes, self.sorted_indices, self.sorted_indices))
 
 
+def every_sample(count):
+    """Returns an order of samples that leaves them in their places, as an index or a sort."""
+    order = torch.arange(count)
+    order.is_every_sample = True
+    return order
+
+
+def is_every_sample(index):
+    return getattr(index, "is_every_sample", False)
+
+
 def pack_padded(input, lengths, batch_first=False, enforce_sorted=True):
     rows = input if batch_first else input.transpose(0, 1)
-    order = None
-    if not enforce_sorted:
-        order = torch.arange(rows.shape[0])
-        order.is_every_sample = True
+    order = None if enforce_sorted else every_sample(rows.shape[0])
     return Padded.of(rows, torch.as_tensor(lengths).to(torch.int64), order)
 
 
@@ -148,31 +156,58 @@ def over_padded(real):
     def forward(self, input, hx=None):
         if not isinstance(input, Padded):
             return real(self, input, hx)
-        if self.bidirectional or getattr(self, "proj_size", 0):
-            raise ValueError("a packed sequence in both directions has no counterpart in the car")
-        rows, states = input.rows, []
+        if getattr(self, "proj_size", 0):
+            raise ValueError("a packed LSTM with proj_size has no counterpart in the car")
+        rows, lengths, states = input.rows, input.lengths, []
         for layer in range(self.num_layers):
-            states.append(one_padded_layer(self, rows, hx, layer))
-            rows = states[-1][0]
-        last = [last_of(rows, input.lengths) for rows, _ in states]
-        hidden = torch.stack(last)
-        input = Padded.of(rows, input.lengths, input.sorted_indices)
-        return input, hidden if self.mode != "LSTM" else (hidden, Sealed())
+            made = [one_padded_layer(self, rows, lengths, hx, layer, way)
+                    for way in range(1 + self.bidirectional)]
+            rows = torch.cat([one for one, *_ in made], 2)
+            states += [last for _, *last in made]
+        hidden, *cell = (torch.stack(one) for one in zip(*states))
+        input = Padded.of(rows, lengths, input.sorted_indices)
+        return input, (hidden, *cell) if cell else hidden
 
     return forward
 
 
-def one_padded_layer(module, rows, hx, layer):
-    """Returns the outputs `[B, L, D]` of one layer, and its last state."""
-    weights = module.all_weights[layer]
+def one_padded_layer(module, rows, lengths, hx, layer, way):
+    """Returns the outputs `[B, L, D]` of one layer in one direction, and its last states."""
+    place = layer * (1 + module.bidirectional) + way
+    weights, options = module.all_weights[place], (module.bias, 1, 0.0, False, False, True)
     zeros = rows.new_zeros(1, rows.shape[0], module.hidden_size)
-    first = lambda state: zeros if state is None else state[layer : layer + 1]
-    options = (weights, module.bias, 1, 0.0, False, False, True)
+    given = hx if isinstance(hx, (list, tuple)) else (hx, hx)
+    first = [zeros if one is None else one[place : place + 1] for one in given]
+    rows = turned(rows, lengths) if way else rows
     if module.mode == "LSTM":
-        states = [first(None if hx is None else one) for one in (hx or (None, None))]
-        return torch.lstm(rows, states, *options)
-    call = {"GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[module.mode]
-    return call(rows, first(hx), *options)
+        made = torch.lstm(rows, first, weights, *options)[0]
+        last = [last_of(made, lengths), last_cell(weights, rows, made, *first, lengths)]
+    else:
+        call = {"GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
+        made = call[module.mode](rows, first[0], weights, *options)[0]
+        last = [last_of(made, lengths)]
+    return turned(made, lengths) if way else made, *last
+
+
+def turned(rows, lengths):
+    """Returns the rows of each sequence in the opposite order; rows behind its end are not used."""
+    at = (lengths[:, None] - 1 - torch.arange(rows.shape[1])).clamp(min=0)
+    return rows.gather(1, at[..., None].expand(-1, -1, rows.shape[2]))
+
+
+def last_cell(weights, rows, outputs, hidden, cell, lengths):
+    """Returns the cells of an LSTM behind the last row of each sequence, which `torch.lstm` gives
+    for all rows alone. The graph has its steps only if the scores depend on the cells."""
+    (into, over), (of_rows, of_states) = weights[:2], weights[2:] or (None, None)
+    before = torch.cat([hidden[0][:, None], outputs[:, :-1]], 1)
+    gates = nn.functional.linear(rows, into, of_rows) + nn.functional.linear(
+        before, over, of_states)
+    add, keep, made, _ = gates.chunk(4, 2)
+    keep, made, cell = keep.sigmoid(), add.sigmoid() * made.tanh(), cell[0]
+    for step in range(rows.shape[1]):
+        after = keep[:, step] * cell + made[:, step]
+        cell = torch.where(lengths[:, None] > step, after, cell)
+    return cell
 
 
 def last_of(rows, lengths):
@@ -184,10 +219,13 @@ def last_of(rows, lengths):
 
 @contextlib.contextmanager
 def padded_sequences():
-    """Lets packed sequences stay padded: their lengths then are values and no sizes."""
+    """Lets packed sequences stay padded: their lengths then are values and no sizes. A Transformer
+    does not look at the values of its mask either: those of a causal one are a hint alone."""
     swaps = {
         id(rnn.pack_padded_sequence): pack_padded, id(rnn.pad_packed_sequence): pad_packed,
         id(rnn.PackedSequence): Padded,
+        id(nn.modules.transformer._detect_is_causal_mask): (
+            lambda mask, is_causal=None, size=None: is_causal is True),
     }
     places = [
         (module, name, value) for module in list(sys.modules.values())
@@ -219,10 +257,15 @@ class Choices(TorchFunctionMode):
 
     A constant mask becomes constant positions, and one with one value of each sample a sum. A mask
     that leaves samples out leaves none out: what the model then writes by that mask is kept for
-    the others. It also reads `x.data` as `x.detach()`, and steps of packed sequences.
+    the others. It also reads `x.data` as `x.detach()`, and steps of packed sequences. The samples
+    keep their order where the model sorts them, as packed sequences ask for: the check compares
+    the scores.
     """
 
     SELECT = (torch.masked_select, torch.Tensor.masked_select)
+    SORT = (torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk)
+    ORDER = (torch.argsort, torch.Tensor.argsort)
+    ROWS = (torch.index_select, torch.Tensor.index_select)
 
     def __init__(self, samples, known=None):
         super().__init__()
@@ -233,6 +276,16 @@ class Choices(TorchFunctionMode):
         kwargs = kwargs or {}
         if function == torch.Tensor.data.__get__:  # torch cannot capture it, but this is the same
             return args[0].detach()
+        if function in (*self.SORT, *self.ORDER) and self.sorts_samples(function, *args, **kwargs):
+            order = every_sample(self.samples)
+            return order if function in self.ORDER else torch.return_types.sort(
+                (args[0].clone(), order))
+        if function in self.ROWS and is_every_sample((*args, *kwargs.values())[-1]):
+            return args[0].clone()
+        if function is nn.functional.embedding_bag and self.known is not None:
+            made = weighted_bag(*args, **kwargs)
+            if made is not None:
+                return made
         if function in self.SELECT:
             mask = args[1] if len(args) > 1 else kwargs["mask"]
             constant = self.next_of(mask, args[0])
@@ -253,8 +306,10 @@ class Choices(TorchFunctionMode):
     def read(self, values, index):
         """Returns `values[index]` if a choice gives its size; None for any other index."""
         # A choice is a copy: what the model then changes in place must not reach the values.
-        if getattr(index, "is_every_sample", False):
-            return values.clone()
+        whole = index if isinstance(index, tuple) else (index,)
+        if any(map(is_every_sample, whole)):
+            whole = [slice(None) if is_every_sample(one) else one for one in whole]
+            return values[tuple(whole)].clone()
         first, *rest = index if isinstance(index, tuple) else (index,)
         if isinstance(first, slice) and isinstance(first.stop, Place):
             return values.of_step[first.stop.step - 1][(slice(None), *rest)]
@@ -283,6 +338,15 @@ class Choices(TorchFunctionMode):
             return False
         values.copy_(torch.where(keep.reshape(-1, *[1] * (values.dim() - 1)), given, values))
         return True
+
+    def sorts_samples(self, function, values, *rest, k=None, **_rest):
+        """Returns whether one value of each sample is sorted, and all samples are kept."""
+        if self.known is None or values.dim() != 1:
+            return False
+        count = values.shape[0]
+        if function in self.SORT[2:] and (rest[0] if k is None else k) != count:
+            return False
+        return isinstance(count, torch.SymInt) or count == self.samples
 
     def chooses_samples(self, mask):
         """Returns whether a mask has one value for each sample, or for each row of each sample."""
@@ -319,6 +383,15 @@ class Choices(TorchFunctionMode):
             same = len(whole) > 0 and bool((whole == whole[:1]).all())
             self.seen[place] = whole[:1].clone() if same else None
         return None
+
+
+def weighted_bag(keys, table, *_, per_sample_weights=None, padding_idx=None, **_rest):
+    """Returns the weighted sums of the rows of keys `[B, L]`; None for any other bag."""
+    if per_sample_weights is None or keys.dim() != 2:
+        return None
+    if padding_idx is not None:
+        per_sample_weights = per_sample_weights * (keys != padding_idx % len(table))
+    return (nn.functional.embedding(keys, table) * per_sample_weights[..., None]).sum(1)
 
 
 def select(values, mask, positions):

@@ -5,118 +5,19 @@ a column become masks of its feature. What else the network reads of the batch b
 """
 
 import operator
-from dataclasses import dataclass, field
 
 import torch
 
+from .elements import (
+    Column, Part, compared_with, elements_of, integer_made, overlaps, runs_of, samples_axis
+)
 from .graph import ATEN, FILLED, LEAF, ROW, Lookup, op_name, source_line
-from .rewrites import filled_by_mask, in_range, put_in_each, row_of_each, scattered
+from .rewrites import (
+    bucket_of, filled_by_mask, in_range, put_in_each, row_of_each, same_of_each, scattered,
+    subtracted
+)
 
 KEPT_VALUES_MAX = 1 << 20  # values of a table that stays in the network because of its row numbers
-COMPARES = ("eq", "ne", "gt", "ge", "lt", "le")
-OTHER_NAMES = {  # torch's second names of the comparisons, which Keras calls
-    "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
-}
-
-
-@dataclass
-class Column:
-    """One sparse feature: columns of a leaf, and what the car makes of their values."""
-
-    name: str
-    leaf: int
-    columns: tuple
-    shift: int = 0
-    modulus: int | None = None
-    pooling: str = "sum"  # "none" with several columns that the network pools itself
-    padding: int | None = None  # value of a column that is no key
-    tables: list = field(default_factory=list)
-    call: object = None  # the call of a collection, which has bags of its own
-    jagged: object = None  # the lookup that takes offsets
-    size: int = 0  # number of rows that its values can reach
-    spread: bool = False  # whether a vector of constants gives each column its own shift
-    skipped: int | None = None  # value that an EmbeddingBag leaves out of its bags
-
-    @property
-    def hotness(self):
-        return len(self.columns)
-
-    @property
-    def keeps_rows(self):
-        """Returns whether the network gets the row of each key, and not one vector of a bag."""
-        return self.pooling == "none" or self.hotness == 1 and self.skipped is None
-
-
-@dataclass
-class Part:
-    """The vectors of one column in one table: those of `count` elements of a lookup."""
-
-    column: Column
-    table: str
-    count: int
-
-
-@dataclass
-class Element:
-    """What one row number of a lookup is made of."""
-
-    leaf: int
-    column: int
-    shift: int
-    modulus: int | None
-    spread: bool = False
-
-
-def elements_of(followed, lookup):
-    """Returns the elements of a lookup's row numbers, the same for each sample; None if a row
-    number is computed in another way."""
-    origin = followed.origin.get(lookup.index)
-    if origin is None or isinstance(origin, list):
-        return None
-    if origin.modulus is not None and origin.narrowed is not None:
-        raise ValueError(
-            f"{source_line(origin.narrowed)}: this cast changes large numbers, and so a key's "
-            f"remainder by {origin.modulus}: take the remainder before the cast"
-        )
-    code, shift = origin.code, origin.shift.expand(origin.code.shape)
-    if lookup.pooling is not None:  # embedding_bag takes flat row numbers and the offsets
-        if not followed.is_constant(lookup.bounds):
-            return None
-        bounds = followed.value[lookup.bounds]
-        bags = len(bounds) - 1 if lookup.last_bound else len(bounds)
-        if not bags or code.numel() % bags or bool(
-                (bounds != torch.arange(len(bounds)) * (code.numel() // bags)).any()):
-            return None
-        code, shift = code.reshape(bags, -1), shift.reshape(bags, -1)
-    elif code.dim() and len(code) % followed.samples == 0:  # keys of the samples, one by one
-        code, shift = code.reshape(followed.samples, -1), shift.reshape(followed.samples, -1)
-    if code.dim() == 0:
-        return None
-    code, shift = code.reshape(len(code), -1), shift.reshape(len(code), -1)
-    rows = torch.arange(len(code)).reshape(-1, 1) * ROW
-    if not bool((code == code[:1] + rows).all()) or not bool((shift == shift[:1]).all()):
-        return None
-    if bool((shift < 0).any()):
-        return None  # no key function subtracts
-    return [
-        Element(value // LEAF, value % ROW, offset, origin.modulus, origin.spread)
-        for value, offset in zip(code[0].tolist(), shift[0].tolist())
-    ]
-
-
-def runs_of(elements, named):
-    """Splits elements into runs of columns that one feature may have."""
-    alike = lambda a, b: (
-        (a.leaf, a.shift, a.modulus) == (b.leaf, b.shift, b.modulus)
-        and named(a.leaf, a.column) == named(b.leaf, b.column) is not False
-    )
-    runs = []
-    for element in elements:
-        if runs and alike(runs[-1][-1], element):
-            runs[-1].append(element)
-        else:
-            runs.append([element])
-    return runs
 
 
 class Cut:
@@ -128,6 +29,7 @@ class Cut:
         self.columns, self.tables, self.parts, self.kept = [], {}, {}, {}
         self.lengths = {}  # nodes with the numbers of keys of a feature
         self.positions = {}  # lookups of one key of a bag: where a position is computed
+        self.puts = {}  # lookups with a mask in `positions`: the row that it puts, and where
         self.outputs = next(n for n in followed.graph.nodes if n.op == "output").args[0]
         given = iter(followed.placeholders[len(leaves):])
         self.calls = [(call, [next(given) for _ in call.tensors]) for call in calls]
@@ -178,6 +80,8 @@ class Cut:
             if elements is None:
                 elements = self.chosen(lookup)
             if elements is None:
+                elements = self.put_by_mask(lookup)
+            if elements is None:
                 self.keep(lookup)
             else:
                 found.append((lookup, runs_of(elements, self.names.separate)))
@@ -209,10 +113,36 @@ class Cut:
         self.positions[lookup.node] = position
         return elements
 
+    def put_by_mask(self, lookup):
+        """Returns the elements of a lookup for some of whose keys a mask puts one row number: the
+        network then puts that row."""
+        name, args = op_name(lookup.index), lookup.index.args
+        constant = lambda one: not isinstance(one, torch.fx.Node) or self.followed.is_constant(one)
+        if name == "masked_fill":
+            keys, mask, row, where = *args, True
+        elif name == "where" and len(args) == 3:
+            where = constant(args[1])
+            (mask, row, keys) = args if where else (args[0], args[2], args[1])
+        elif name == "index_put" and self.fills_by_mask(lookup.index):
+            keys, (mask,), row, where = *args[:3], True
+        else:
+            return None
+        if not constant(row) or not isinstance(keys, torch.fx.Node):
+            return None
+        row = self.followed.value[row] if isinstance(row, torch.fx.Node) else row
+        row = torch.as_tensor(row).flatten()
+        if bool((row != row[:1]).any()) or self.axis_of(keys) or (
+                self.followed.value[keys].shape != self.followed.value[lookup.index].shape):
+            return None
+        elements = elements_of(self.followed, Lookup(lookup.node, lookup.table, keys))
+        if elements is not None:
+            self.positions[lookup.node], self.puts[lookup.node] = mask, (int(row[0]), where)
+        return elements
+
     def gathered(self, node):
         """Returns the keys and the positions of a choice of keys of each sample."""
         if op_name(node) == "index":
-            position = self.beside_samples(node)
+            position = None if None in node.args[1] else self.beside_samples(node)
             return (None, None) if position is None else (node.args[0], position)
         if op_name(node) != "gather" or self.followed.value[node].dim() != 2:
             return None, None
@@ -222,8 +152,8 @@ class Cut:
     def beside_samples(self, node):
         """Returns the computed indices of `x[numbers of the samples, indices]`; None for any other
         index. `gather` can read at such indices, and ONNX has no better operator."""
-        index = node.args[1]
-        if len(index) != 2 or None in index or self.followed.is_constant(index[1]):
+        index = [one for one in node.args[1] if one is not None]
+        if len(index) != 2 or node.args[1][0] is None or self.followed.is_constant(index[1]):
             return None
         samples, places = (self.followed.value[one] for one in index)
         count = len(self.followed.value[node.args[0]])
@@ -233,6 +163,17 @@ class Cut:
             return None
         rows = samples.expand(places.shape).reshape(count, -1)
         return index[1] if bool((rows == torch.arange(count)[:, None]).all()) else None
+
+    def takes_same_places(self, node):
+        """Returns whether a node is `x[n, ..., places]`, with the numbers `n` of the samples on an
+        axis of their own and constant places, as transformers read a mask."""
+        index = node.args[1]
+        if len(index) != 2 or None in index or not all(map(self.followed.is_constant, index)):
+            return False
+        samples, places = (self.followed.value[one] for one in index)
+        count = torch.arange(len(self.followed.value[node.args[0]]))
+        return (samples.dim() == places.dim() > 1 and len(samples) == len(count)
+                and len(places) == 1 and torch.equal(samples.flatten(), count))
 
     def bound_sizes(self):
         """Ends each column's range of rows where that of the next column begins, for tables that
@@ -367,7 +308,7 @@ class Cut:
         for column, values in uses.values():
             value = next(iter(values))
             if len(values) == 1 and value is not None and column.modulus is None and (
-                    0 <= value < column.size):
+                    -1 <= value < column.size):
                 column.padding = value
             else:
                 self.note(
@@ -382,8 +323,8 @@ class Cut:
             if compared is not None and padded:
                 self.masked.add((node, user))
             else:
-                self.dense += [one for one in self.places(node) if one not in self.dense]
-        self.dense.sort()
+                self.dense += self.places(node)
+        self.dense = sorted(set(self.dense))
         self.owner = owner
         used = {leaf for leaf, _ in self.dense} | {one.leaf for one in self.columns}
         used |= {
@@ -398,14 +339,21 @@ class Cut:
         """Returns whether a node makes a constant of the shape of a value of the batch."""
         return op_name(node) in FILLED and self.moved(node.args[0])
 
+    def axis_of(self, node):
+        """Returns the axis of the samples of a moved node, or of row numbers."""
+        origin = self.followed.origin.get(node)
+        is_one = origin is not None and not isinstance(origin, list)
+        return samples_axis(origin.code, self.followed.samples) if is_one else 0
+
     def places(self, node):
         """Returns leaf and column of each value of one sample of a moved node."""
         code, count = self.followed.origin[node].code, self.followed.samples
         # The values may also be those of the samples one by one, `[samples * values]`.
         if not code.dim() or not code.numel():
             count = 1
-        elif len(code) % count:
+        elif code.numel() % count:
             count = len(code)
+        code = code.movedim(self.axis_of(node), 0) if code.dim() else code
         samples = code.reshape(count, -1)
         rows = torch.arange(len(samples)).reshape(-1, 1) * ROW
         if not bool((samples == samples[:1] + rows).all()):
@@ -505,12 +453,24 @@ class Cut:
         args, value = node.args, self.followed.value
         if name == "index":
             places = self.beside_samples(node)
-            return (None, ()) if places is None else (row_of_each, (args[0], places))
+            if places is None and self.takes_same_places(node):
+                return same_of_each, (args[0], args[1][1])
+            return (None, ()) if places is None else (
+                row_of_each, (args[0], places, args[1].index(places)))
         if name == "index_put" and self.fills_by_mask(node):
             return filled_by_mask, (args[0], args[1][0], args[2])
         if name == "index_put":
             places = self.beside_samples(node) if value[args[0]].dim() == 2 else None
             return (None, ()) if places is None else (put_in_each, (args[0], places, *args[2:]))
+        if name == "rsub" and isinstance(args[1], float) and not (
+                value[args[0]].is_floating_point()):
+            return subtracted, args[:2]
+        if name in ("bucketize", "searchsorted"):
+            given, edges = args[:2] if name == "bucketize" else args[1::-1]
+            # Other boundaries for each sample, and options of an order, are left to ONNX.
+            plain = value[edges].dim() == 1 and not set(node.kwargs) - {"right", "out_int32"}
+            right = node.kwargs.get("right", False)
+            return (bucket_of, (given, edges, right)) if plain else (None, ())
         if not name.startswith("scatter") or len(args) < 4:
             return None, ()
         how = node.kwargs.get("reduce", args[4] if len(args) > 4 else "set")
@@ -590,11 +550,19 @@ class Cut:
         self.made[node] = self.graph.get_attr(name)
         return self.made[node]
 
-    def shaped(self, made, value):
-        """Gives the values of each sample the shape of `value` behind its first axis."""
-        own = len(value) // self.followed.samples
-        first = self.samples if own == 1 else self.call(operator.mul, self.samples, own)
-        return self.call(ATEN.reshape.default, made, [first, *value.shape[1:]])
+    def shaped(self, made, value, axis=0):
+        """Gives the values of each sample the shape of `value`, whose axis `axis` is the samples,
+        or whose first axes have one value."""
+        if axis:
+            sizes = [self.samples, *value.movedim(axis, 0).shape[1:]]
+            order = [*range(1, axis + 1), 0, *range(axis + 1, value.dim())]
+            made = self.call(ATEN.reshape.default, made, sizes)
+            return self.call(ATEN.permute.default, made, order)
+        sizes = list(value.shape)
+        axis = next((place for place, size in enumerate(sizes) if size != 1), 0)
+        own = sizes[axis] // self.followed.samples
+        sizes[axis] = self.samples if own == 1 else self.call(operator.mul, self.samples, own)
+        return self.call(ATEN.reshape.default, made, sizes)
 
     def read(self, node):
         """Returns dense columns in the form of a moved node."""
@@ -607,7 +575,7 @@ class Cut:
             name = f"columns_{len(self.buffers)}"
             self.buffers[name] = torch.tensor(at)
             chosen = self.call(ATEN.index_select.default, dense, 1, self.graph.get_attr(name))
-        shaped = self.shaped(chosen, value)
+        shaped = self.shaped(chosen, value, self.axis_of(node))
         if not value.is_floating_point():
             shaped = self.call(ATEN._to_copy.default, shaped, dtype=value.dtype)
         self.made[node] = shaped
@@ -630,7 +598,7 @@ class Cut:
         whole = chosen[0] if len(chosen) == 1 else self.call(ATEN.cat.default, chosen, 1)
         if padding:
             whole = self.call(ATEN.add.Scalar, whole, padding)
-        return self.shaped(whole, self.followed.value[node])
+        return self.shaped(whole, self.followed.value[node], self.axis_of(node))
 
     def vectors(self, node):
         """Returns the looked up vectors in the form of the lookup's result."""
@@ -638,12 +606,21 @@ class Cut:
         result = result[0] if isinstance(result, (tuple, list)) else result
         made = [self.part(part) for part in self.parts[node]]
         whole = made[0] if len(made) == 1 else self.call(ATEN.cat.default, made, 1)
-        if node in self.positions:
+        if node in self.positions and node not in self.puts:
             width, keys = self.tables[self.parts[node][0].table].shape[1], self.parts[node][0].count
             rows = self.call(ATEN.view.default, whole, [self.samples, keys, width])
             at = self.call(in_range, self.take(self.positions[node], node), keys)
             whole = self.call(row_of_each, rows, at)
-        shaped = self.shaped(whole, result)
+        lookup = self.followed.lookup_of(node)
+        axis = self.axis_of(lookup.index) if lookup is not None else 0
+        shaped = self.shaped(whole, result, axis)
+        if node in self.puts:
+            row, where = self.puts[node]
+            name = f"row_{len(self.buffers)}"
+            self.buffers[name] = self.followed.value[lookup.table][row].detach().clone()
+            mask = self.call(ATEN.unsqueeze.default, self.take(self.positions[node], node), -1)
+            both = (self.graph.get_attr(name), shaped)
+            shaped = self.call(ATEN.where.self, mask, *(both if where else both[::-1]))
         return [shaped] if op_name(node) == "embedding_bag" else shaped
 
     def part(self, part):
@@ -651,9 +628,11 @@ class Cut:
         column, rows = part.column, self.tables[part.table]
         if column.padding is None or not column.keeps_rows:
             return vector
-        padding = rows[column.padding + column.shift]
-        if not bool(padding.any()):
+        place = column.padding + column.shift
+        # Of a padding of -1 without a row the network puts the row itself.
+        if place < 0 or not bool(rows[place].any()):
             return vector
+        padding = rows[place]
         # A request may leave the padding out: its rows are then zeros, not the table's row.
         mask = self.call(ATEN.gt.Scalar, self.placeholders[f"mask_{column.name}"], 0.5)
         mask = self.call(ATEN.unsqueeze.default, mask, 2)
@@ -668,54 +647,3 @@ def reference(part):
     """Returns how model.toml names the vector of a column in a table."""
     several = len(part.column.tables) > 1
     return f"{part.column.name}@{part.table}" if several else part.column.name
-
-
-def overlaps(runs):
-    """Returns the leaves of which two runs share some columns and not all."""
-    found = set()
-    for leaf, columns in runs:
-        for other, others in runs:
-            if leaf == other and columns != others and set(columns) & set(others):
-                found.add(leaf)
-    return found
-
-
-def integer_made(followed, node):
-    """Returns whether a row number is made of inputs by whole numbers alone."""
-    seen, rest = set(), [node]
-    while rest:
-        one = rest.pop()
-        if one in seen or one.op == "placeholder":
-            continue
-        seen.add(one)
-        value = followed.value.get(one)
-        if torch.is_tensor(value) and value.is_floating_point() and one not in followed.origin:
-            return False
-        rest += one.all_input_nodes
-    return True
-
-
-def compared_with(user, node, followed):
-    """Returns the padding with which `user` compares the values of a column; None if it does
-    something else with them."""
-    if user is None:
-        return None
-    name = OTHER_NAMES.get(op_name(user), op_name(user))
-    if name in ("_to_copy", "to") and user.kwargs.get("dtype") is torch.bool:
-        return 0
-    if name == "logical_not":
-        return 0
-    if name not in COMPARES or user.args[0] is not node:
-        return None
-    value = user.args[1]
-    if isinstance(value, torch.fx.Node):
-        if not followed.is_constant(value) or followed.value[value].numel() != 1:
-            return None
-        value = followed.value[value].item()
-    if value != int(value):
-        return None
-    value = int(value)
-    if name in ("eq", "ne"):
-        return value
-    # Keys are 0 or more, so `> 0` and `>= 1` say `!= 0`.
-    return 0 if (name, value) in (("gt", 0), ("ge", 1), ("lt", 1), ("le", 0)) else None

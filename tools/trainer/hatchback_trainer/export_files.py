@@ -49,6 +49,8 @@ def features_of(exporter, bags, hotness_max, weights, folder, shared):
         hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
         table = column.tables[0] if len(column.tables) == 1 else tuple(column.tables)
         padding = None if column.padding is None else column.padding + column.shift
+        # No table has the row -1: a request leaves such a padding out.
+        padding = None if padding == -1 else padding
         features.append(Feature(
             column.name, table, column.pooling, hotness, column.name in weights,
             key_of(column, exporter.functions, folder), padding,
@@ -84,13 +86,27 @@ def network_inputs_of(made):
     return tuple(inputs)
 
 
+SAME_VALUES = ("alias", "cat", "clone", "flatten", "getitem", "reshape", "select", "slice",
+               "squeeze", "stack", "unbind", "unsqueeze", "view")
+
+
+def ends_in_sigmoid(node):
+    """Returns whether each value of a node is one of a sigmoid or softmax, or a product of them,
+    as that of a click and of a purchase behind it."""
+    if not isinstance(node, torch.fx.Node):
+        return False
+    name = op_name(node)
+    if name in SAME_VALUES:
+        several = name in ("cat", "stack")
+        return all(map(ends_in_sigmoid, node.all_input_nodes if several else node.args[:1]))
+    if name == "mul":
+        return all(map(ends_in_sigmoid, node.args))
+    return name in ("sigmoid", "softmax", "_softmax")
+
+
 def is_probability(exporter):
-    """Returns whether the model's own last operation is a sigmoid."""
-    ends = set()
-    for node in exporter.made.outputs:
-        while op_name(node) in ("view", "reshape", "squeeze", "unsqueeze", "flatten", "alias"):
-            node = node.args[0]
-        ends.add(op_name(node) == "sigmoid")
+    """Returns whether the model's own last operation is a sigmoid or softmax."""
+    ends = set(map(ends_in_sigmoid, exporter.made.outputs))
     if ends == {True, False}:
         raise ValueError(
             'some outputs end in a sigmoid and some do not; pass output="score" for outputs that '

@@ -49,7 +49,8 @@ def parts_of(result):
     if isinstance(result, dict):
         parts = [(str(name), part) for name, part in result.items()]
     elif isinstance(result, (list, tuple)):
-        parts = [(f"output{place}", part) for place, part in enumerate(result)]
+        names = getattr(result, "_fields", [f"output{place}" for place in range(len(result))])
+        parts = list(zip(names, result))
     elif hasattr(result, "__dict__"):
         parts = list(vars(result).items())
     else:

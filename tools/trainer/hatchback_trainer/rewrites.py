@@ -232,12 +232,20 @@ def in_range(places, size):
     return torch.where(places < 0, places + size, places)
 
 
-def row_of_each(values, places):
-    """Returns `values[n, places[n, ...]]` for each sample `n`, `[*places, *rest]`."""
+def row_of_each(values, places, axis=1):
+    """Returns `values[n, places[n, ...]]` for each sample `n`, `[*places, *rest]`; the places may
+    be those of a later axis."""
+    values = values.movedim(axis, 1)
     rest = values.shape[2:]
     at = in_range(places, values.shape[1]).reshape(values.shape[0], -1, *[1] * len(rest))
     found = values.gather(1, at.expand(-1, -1, *rest))
     return found.reshape(-1, *places.shape[1:], *rest)
+
+
+def same_of_each(values, places):
+    """Returns `values[n, places[0, ...]]` for each sample `n`, with the same places for all."""
+    found = values.index_select(1, in_range(places, values.shape[1]).flatten())
+    return found.reshape(-1, *places.shape[1:], *values.shape[2:])
 
 
 def put_in_each(values, places, given, accumulate=False):
@@ -246,3 +254,14 @@ def put_in_each(values, places, given, accumulate=False):
     given = given.expand_as(at).reshape(values.shape[0], -1)
     at = at.reshape(values.shape[0], -1)
     return scattered(values, 1, at, given, "sum" if accumulate else "set")
+
+
+def bucket_of(values, boundaries, right=False):
+    """Returns how many boundaries are below each value, or not above it if `right`."""
+    values = values[..., None]
+    return ((boundaries <= values) if right else (boundaries < values)).sum(-1)
+
+
+def subtracted(values, number):
+    """Returns `number - values` of whole numbers, for which PyTorch's own form has no ONNX."""
+    return number - values.float()

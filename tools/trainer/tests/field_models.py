@@ -224,6 +224,42 @@ def fixed_number(m, history):
     return m.n(m.e(history).view(len(history) * 2, -1).view(int(history.shape[0]), -1))
 
 
+def in_one_row(m, history):
+    count, long = history.shape
+    rows = m.e(history.reshape(1, count * long)).reshape(count, long, 4)
+    keep = history.reshape(1, -1).ne(0).reshape(count, 1, long).repeat(1, 3, 1)
+    return m.n((keep[:, 1, :, None] * rows).sum(1))
+
+
+def steps_first(m, history, item):
+    steps = history.t()
+    keep = (steps != 0).float()
+    rows = m.g(m.e(steps) * keep[..., None])[0] + steps[..., None] / KEYS
+    return m.n(torch.cat([rows.sum(0) / keep.sum(0)[:, None], m.e(item)], 1))
+
+
+def put_rows(m, history, mask, item):
+    keys = history + 1
+    keys[~mask] = 0
+    rows = m.e(keys) + m.e(history.masked_fill(~mask, 9)) + m.e(torch.where(mask, history, 4))
+    return m.n(rows.sum(1) + m.e(torch.where(item > 9, torch.zeros_like(item) + 7, item)))
+
+
+def padded_below(m, history, other):
+    rows = m.e(history + 1) * (history != -1)[..., None]
+    return m.n(rows.sum(1) + m.e(torch.where(other < 0, 7, other)).sum(1))
+
+
+def masked_in_copies(m, history, mask):
+    copies, last = mask[:, None].repeat(1, 3, 1), mask.sum(1) - 1
+    scores = m.e(history).sum(2)[:, None] * copies + (1.0 - mask[:, None]) * -1e4
+    rows = torch.softmax(scores, 2) @ m.e(history)  # [B, 3, 4]
+    samples = torch.arange(len(mask))
+    late = m.e(history).transpose(1, 2)[samples, :, last]
+    again = mask.bool()[samples[:, None, None], torch.arange(LONG)[None, None]]  # [B, 1, L]
+    return m.n(rows.mean(1) + late + (again.float() @ m.e(history))[:, 0])
+
+
 def some_without():
     """Returns histories of which some have no key, and an item."""
     rows = history()[0]
@@ -341,6 +377,22 @@ def cases():
         "writes by the number of the sample": (
             Model(written, 4), item_too, ["history"], [*numbers, "item"]),
         "writes at computed places": (Model(scattered, 35), lists, ["history"], numbers),
+        "steps on the first axis": (
+            Model(steps_first, 8, g=nn.GRU(4, 4)), item_too, ["history", "item"], numbers),
+        "a row that a mask puts for keys": (
+            Model(put_rows, 4), lambda: {"history": ids(B, LONG, high=KEYS - 1),
+                                         "mask": torch.rand(B, LONG) > 0.5, "item": ids(B)},
+            ["history", "history_2", "item"],
+            [*(f"mask{place}" for place in range(LONG)), "item"]),
+        "padding of -1": (
+            Model(padded_below, 4), lambda: {
+                name: history()[0] - 1 for name in ("history", "other")}, ["history", "other"], []),
+        "the keys of all samples in one row": (
+            Model(in_one_row, 4), lists, ["history"], []),
+        "a mask of whole numbers in copies, and rows of a later axis": (
+            Model(masked_in_copies, 4),
+            lambda: {"history": (rows := history()[0]), "mask": (rows > 0).long()}, ["history"],
+            [f"mask{place}" for place in range(LONG)]),
         "numbers where a mask is true": (Model(filled, 4), lists, ["history"], []),
         "one number for one sample": (
             Model(without_axes, 4), lambda: {"item": ids(B)}, ["item"], []),

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 import unittest
+from collections import namedtuple
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
@@ -25,7 +26,7 @@ os.environ.setdefault("HATCHBACK", str(ROOT / "target/release/hatchback"))
 os.environ["KERAS_BACKEND"] = "torch"
 
 from field_models import (  # noqa: E402
-    B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, scaled_bags
+    B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, scaled_bags, unlike_zeros
 )
 
 import hatchback_trainer  # noqa: E402
@@ -129,6 +130,90 @@ class Exports(unittest.TestCase):
             want = torch.sigmoid(model(**other)["cvr"])[:, 0]
         found = torch.tensor([one["cvr"] for one in done.score(other)])
         self.assertLess((found - want).abs().max().item(), CLOSE)
+
+    def assert_exports(self, model, batch):
+        """Exports a model and compares the program's scores of another batch with its own."""
+        done = self.export(model, batch())
+        done.pack(codec="f32")
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
+        return done
+
+    def test_packed_sequences_give_states_and_cells_of_both_directions(self):
+        def forward(m, history, length):
+            rows, last = m.g(nn.utils.rnn.pack_padded_sequence(
+                m.e(history), length, batch_first=True, enforce_sorted=False))
+            rows, _ = nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)
+            last = last if isinstance(last, tuple) else (last,)
+            return m.n(torch.cat([rows.sum(1), *(one for state in last for one in state)], 1))
+
+        for kind, layers, ways, has_bias in ((nn.LSTM, 2, 2, True), (nn.LSTM, 1, 1, False),
+                                             (nn.GRU, 2, 2, False)):
+            gates = kind(4, 4, layers, has_bias, batch_first=True, bidirectional=ways == 2)
+            states = ways * layers * (1 + (kind is nn.LSTM))
+            with self.subTest(kind.__name__, layers=layers):
+                self.assert_exports(Model(forward, 4 * (ways + states), g=gates),
+                                    lambda: dict(zip(("history", "length"), history())))
+
+    def test_samples_that_a_model_sorts_keep_their_places(self):
+        def forward(m, history, length):
+            length, order = length.sort(descending=True)
+            rows = nn.utils.rnn.pack_padded_sequence(m.e(history)[order], length, batch_first=True)
+            rows, last = m.g(rows)
+            rows = nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)[0].sum(1)
+            back = torch.argsort(order)
+            return m.n(rows.index_select(0, back) + last[:, torch.sort(order)[1]][0])
+
+        def by_topk(m, item, length):
+            order = torch.topk(length, k=len(length))[1]
+            return m.n(m.e(item)[order][torch.topk(order, len(length), largest=False)[1]])
+
+        for model, name in ((Model(forward, 4, g=nn.GRU(4, 4, batch_first=True)), "history"),
+                            (Model(by_topk, 4), "item")):
+            self.assert_exports(model, lambda: {
+                name: ids(B, LONG) if name == "history" else ids(B),
+                "length": torch.randint(1, LONG + 1, (B,))})
+        with self.assertRaisesRegex(ValueError, "differs from the model's by .* on the sample bat"):
+            self.export(Model(lambda m, item, age: m.n(m.e(item[age.argsort()])), 4),
+                        {"item": ids(B), "age": torch.rand(B)})
+
+    def test_a_transformer_takes_a_causal_mask(self):
+        def forward(m, history):
+            later = nn.Transformer.generate_square_subsequent_mask(LONG)
+            return m.n(m.t(m.e(history), mask=later, src_key_padding_mask=history == 0)[:, 0])
+
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.assert_exports(Model(forward, 4, t=nn.TransformerEncoder(layer, 2)),
+                            lambda: {"history": history()[0]})
+
+    def test_the_keys_of_a_bag_have_weights(self):
+        for options in ({}, {"padding_idx": 0}):
+            bag = unlike_zeros(nn.EmbeddingBag(KEYS, 4, mode="sum", **options))
+            model = Model(lambda m, x, w: m.n(m.bag(x, per_sample_weights=w)), 4, bag=bag)
+            self.assert_exports(
+                model, lambda: {"x": ids(B, LONG, high=4), "w": torch.rand(B, LONG)})
+
+    def test_numbers_fall_into_buckets(self):
+        def forward(m, item, x):
+            return m.n(m.e(item) + m.i(torch.cat([
+                torch.bucketize(x, m.ends), torch.searchsorted(m.ends, x, right=True)], 1)).sum(1))
+
+        model = Model(forward, 4, i=nn.Embedding(4, 4))
+        model.register_buffer("ends", torch.tensor([1.0, 2.0, 4.0]))
+        self.assert_exports(model, lambda: {
+            "item": ids(B), "x": torch.cat([torch.rand(B, 2) * 6, ids(B, 1, high=6) * 1.0], 1)})
+
+    def test_a_named_tuple_names_its_columns_and_scores(self):
+        inputs = namedtuple("Inputs", "item age")
+        scores = namedtuple("Scores", "click buy")
+        model = Model(lambda m, x: scores(
+            m.n(m.e(x.item)), m.o(torch.cat([m.e(x.item), x.age[:, None]], 1))), 4, o=net(5))
+        listed = Model(lambda m, item, ages: m.n(torch.cat([m.e(item), ages[0][:, None]], 1)), 5)
+        done = self.export(listed, {"item": ids(B), "ages": [torch.rand(B)]})
+        self.assertEqual(list(done.schema.dense_features), ["ages.0"])
+        done = self.export(model, inputs(ids(B), torch.rand(B)))
+        self.assertEqual([one.name for one in done.schema.features], ["item"])
+        self.assertEqual(list(done.schema.dense_features), ["age"])
+        self.assertEqual(done.schema.outputs, ("click", "buy"))
 
     def test_a_method_is_exported_like_forward(self):
         model = Model(lambda m, item: None, 4)
@@ -687,6 +772,18 @@ class Exports(unittest.TestCase):
             self.export(model, batch, labels=torch.full((B,), 4.0))
         with self.assertRaisesRegex(ValueError, "output='rating': only"):
             self.export(model, batch, output="rating")
+
+    def test_values_and_products_of_sigmoids_and_softmaxes_are_probabilities(self):
+        def both(m, item):
+            click, buy = torch.sigmoid(m.p(m.e(item))).unbind(1)
+            return {"click": click, "bought": click * buy}
+
+        softmax = lambda m, item: torch.softmax(m.p(m.e(item)), 1)[:, 1]
+        for forward in (softmax, both, lambda m, item: torch.sigmoid(m.p(m.e(item)))[:, 0]):
+            done = self.export(Model(forward, 4, p=nn.Linear(4, 2)), {"item": ids(B)})
+            self.assertFalse(any("ends in no sigmoid" in one for one in done.notes))
+        half = Model(lambda m, item: torch.sigmoid(m.n(m.e(item))) * 0.5, 4)
+        self.assertIn("ends in no sigmoid", self.export(half, {"item": ids(B)}).notes[-1])
 
     def test_a_label_is_a_rating_a_share_or_unknown(self):
         model, batch = Model(lambda m, item: m.n(m.e(item)), 4), {"item": ids(B)}
