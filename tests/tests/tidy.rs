@@ -18,7 +18,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_880),
+    ("kernels", 20_845),
     ("runtime", 20_266),
     ("link", 630),
     ("server", 4_865),

@@ -282,8 +282,9 @@ class Choices(TorchFunctionMode):
                 (args[0].clone(), order))
         if function in self.ROWS and is_every_sample((*args, *kwargs.values())[-1]):
             return args[0].clone()
-        if function is nn.functional.embedding_bag and self.known is not None:
-            made = weighted_bag(*args, **kwargs)
+        lookup = {nn.functional.embedding_bag: weighted_bag, nn.functional.embedding: short_rows}
+        if function in lookup and self.known is not None:
+            made = lookup[function](*args, **kwargs)
             if made is not None:
                 return made
         if function in self.SELECT:
@@ -385,8 +386,20 @@ class Choices(TorchFunctionMode):
         return None
 
 
-def weighted_bag(keys, table, *_, per_sample_weights=None, padding_idx=None, **_rest):
+def short_rows(keys, table, _padding=None, max_norm=None, norm_type=2.0, *_, **_rest):
+    """Returns the rows of keys, with norms of at most `max_norm`; None without it. PyTorch makes
+    the rows in the table shorter, which no request may."""
+    if max_norm is None:
+        return None
+    rows = nn.functional.embedding(keys, table)
+    norms = rows.abs().pow(norm_type).sum(-1, keepdim=True).pow(1 / norm_type)
+    return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+
+
+def weighted_bag(keys, table, *_, per_sample_weights=None, padding_idx=None, max_norm=None, **_rest):
     """Returns the weighted sums of the rows of keys `[B, L]`; None for any other bag."""
+    if max_norm is not None:
+        raise ValueError("EmbeddingBag changes its table by max_norm: sum the rows of nn.Embedding")
     if per_sample_weights is None or keys.dim() != 2:
         return None
     if padding_idx is not None:

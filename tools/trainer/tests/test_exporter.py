@@ -192,6 +192,15 @@ class Exports(unittest.TestCase):
             self.assert_exports(
                 model, lambda: {"x": ids(B, LONG, high=4), "w": torch.rand(B, LONG)})
 
+    def test_rows_have_a_greatest_norm(self):
+        for norm_type in (2.0, 1.0):
+            table = unlike_zeros(nn.Embedding(KEYS, 4, max_norm=0.5, norm_type=norm_type))
+            model = Model(lambda m, x: m.n(m.t(x).sum(1)), 4, t=table)
+            self.assert_exports(model, lambda: {"x": ids(B, LONG)})
+        bag = Model(lambda m, x: m.n(m.t(x)), 4, t=nn.EmbeddingBag(KEYS, 4, max_norm=0.5))
+        with self.assertRaisesRegex(ValueError, "sum the rows of nn.Embedding"):
+            self.export(bag, {"x": ids(B, LONG)})
+
     def test_numbers_fall_into_buckets(self):
         def forward(m, item, x):
             return m.n(m.e(item) + m.i(torch.cat([
