@@ -396,7 +396,8 @@ def short_rows(keys, table, _padding=None, max_norm=None, norm_type=2.0, *_, **_
     return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
 
-def weighted_bag(keys, table, *_, per_sample_weights=None, padding_idx=None, max_norm=None, **_rest):
+def weighted_bag(keys, table, *_, per_sample_weights=None, padding_idx=None, max_norm=None,
+                 **_rest):
     """Returns the weighted sums of the rows of keys `[B, L]`; None for any other bag."""
     if max_norm is not None:
         raise ValueError("EmbeddingBag changes its table by max_norm: sum the rows of nn.Embedding")

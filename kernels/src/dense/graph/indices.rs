@@ -3,7 +3,8 @@
 
 use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::NodeProto;
-use crate::dense::graph::onnx_graph::{Builder, Op, Stop, folded, malformed, unsupported};
+use crate::dense::graph::onnx_graph::{Builder, Fold, Op, Stop, folded, malformed, unsupported};
+use crate::dense::graph::reductions::Reduction;
 use crate::dense::graph::selections::{Positions, are_beside, dot, each_index};
 use crate::dense::graph::shape_operators::{LIST_MAX, axis_of, squeezed};
 use crate::dense::graph::tensor::{Batch, Kind, Size, Tensor, Values, strides};
@@ -79,7 +80,17 @@ impl Builder<'_> {
         };
         let k = k.and_then(|k| usize::try_from(k).ok()).filter(|k| (1..=x.shape[axis]).contains(k));
         let Some(k) = k else { return Err(unsupported(node, "of such a number")) };
-        let order = self.order(node, &x, axis, k, node.int("largest", 1) != 0)?;
+        let largest = node.int("largest", 1) != 0;
+        let order = self.order(node, &x, axis, k, largest)?;
+        // Without a reader of the position, the best value needs none.
+        if k == 1 && x.kind == Kind::Float {
+            let fold = if largest { Fold::Max } else { Fold::Min };
+            let best = match x.shape[axis] {
+                1 => x,
+                _ => self.reduce_axes(&x, &[axis], Reduction::Fold(fold))?,
+            };
+            return Ok(vec![best, order]);
+        }
         let own = strides(&x.shape);
         let positions = self.strided(&order, own[axis])?;
         let theirs = strides(&order.shape);

@@ -158,29 +158,19 @@ impl Job for SoftmaxRows<'_> {
 
 /// Most values of which each one's rank is counted.
 const COUNTED_MAX: usize = 128;
-/// The same, where neighbouring columns are counted together.
-const COLUMNS_MAX: usize = 32;
-/// Neighbouring columns that are counted together.
-const LANES: usize = 8;
 
 /// Writes the positions of the `k` best values along the middle axis of `[.., n, inner]` to
 /// `[.., k, inner]`, the best first. Of equal values the first is better; NaN is the worst.
 pub(in crate::dense) fn order(from: &[f32], sizes: [usize; 3], largest: bool, out: &mut [f32]) {
     let [n, inner, k] = sizes;
-    // A whole number with the order of the values. NaN has the least, which is above `i32::MIN`, so
-    // that one less is in range.
+    // A whole number with the order of the values. It is the least one for NaN.
     let key = |x: f32| {
         let x = if largest { x } else { -x } + 0.0; // -0.0 equals 0.0
         let bits = x.to_bits() as i32;
-        if x.is_nan() { i32::MIN + 1 } else { bits ^ (((bits >> 31) as u32) >> 1) as i32 }
+        if x.is_nan() { i32::MIN } else { bits ^ (((bits >> 31) as u32) >> 1) as i32 }
     };
     let mut keys = [0; COUNTED_MAX];
-    let mut of_columns = [[0; LANES]; COLUMNS_MAX];
     for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(k * inner)) {
-        if (2..=COLUMNS_MAX).contains(&n) && inner >= 4 {
-            order_columns([n, inner], |at| key(from[at]), &mut of_columns, out);
-            continue;
-        }
         for column in 0..inner {
             let values = from[column..].iter().step_by(inner);
             if n > COUNTED_MAX || n > 8 * k {
@@ -203,41 +193,6 @@ pub(in crate::dense) fn order(from: &[f32], sizes: [usize; 3], largest: bool, ou
                 out.get_mut(rank as usize * inner + column)
                     .into_iter()
                     .for_each(|to| *to = i as f32);
-            }
-        }
-    }
-}
-
-/// Writes what [`order`] does, of `n` values that are `inner` apart in the keys. Neighbouring
-/// columns are counted together.
-fn order_columns(
-    [n, inner]: [usize; 2],
-    key: impl Fn(usize) -> i32,
-    keys: &mut [[i32; LANES]; COLUMNS_MAX],
-    out: &mut [f32],
-) {
-    for first in (0..inner).step_by(LANES) {
-        let lanes = LANES.min(inner - first);
-        for (i, keys) in keys[..n].iter_mut().enumerate() {
-            keys.iter_mut().take(lanes).enumerate().for_each(|(c, to)| {
-                *to = key(i * inner + first + c);
-            });
-        }
-        for i in 0..n {
-            let (own, mut ranks) = (keys[i], [0; LANES]);
-            let mut count = |keys: &[[i32; LANES]], least: [i32; LANES]| {
-                for key in keys {
-                    for c in 0..LANES {
-                        ranks[c] += u32::from(key[c] > least[c]);
-                    }
-                }
-            };
-            // An equal value before this one is better: it is greater than this one less 1.
-            count(&keys[..i], own.map(|key| key - 1));
-            count(&keys[i + 1..n], own);
-            for (c, rank) in ranks[..lanes].iter().enumerate() {
-                let to = out.get_mut(*rank as usize * inner + first + c);
-                to.into_iter().for_each(|to| *to = i as f32);
             }
         }
     }
