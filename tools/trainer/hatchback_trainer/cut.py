@@ -308,7 +308,7 @@ class Cut:
         for column, values in uses.values():
             value = next(iter(values))
             if len(values) == 1 and value is not None and column.modulus is None and (
-                    -1 <= value < column.size):
+                    0 <= value < column.size):
                 column.padding = value
             else:
                 self.note(
@@ -628,11 +628,9 @@ class Cut:
         column, rows = part.column, self.tables[part.table]
         if column.padding is None or not column.keeps_rows:
             return vector
-        place = column.padding + column.shift
-        # Of a padding of -1 without a row the network puts the row itself.
-        if place < 0 or not bool(rows[place].any()):
+        padding = rows[column.padding + column.shift]
+        if not bool(padding.any()):
             return vector
-        padding = rows[place]
         # A request may leave the padding out: its rows are then zeros, not the table's row.
         mask = self.call(ATEN.gt.Scalar, self.placeholders[f"mask_{column.name}"], 0.5)
         mask = self.call(ATEN.unsqueeze.default, mask, 2)

@@ -176,7 +176,4 @@ def compared_with(user, node, followed):
     if name in ("eq", "ne"):
         return value
     # Keys are 0 or more, so `> 0` and `>= 1` say `!= 0`.
-    if (name, value) in (("gt", 0), ("ge", 1), ("lt", 1), ("le", 0)):
-        return 0
-    # The only value below them is a padding of -1.
-    return -1 if (name, value) in (("gt", -1), ("ge", 0), ("lt", 0), ("le", -1)) else None
+    return 0 if (name, value) in (("gt", 0), ("ge", 1), ("lt", 1), ("le", 0)) else None

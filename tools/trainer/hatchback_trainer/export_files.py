@@ -49,8 +49,6 @@ def features_of(exporter, bags, hotness_max, weights, folder, shared):
         hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
         table = column.tables[0] if len(column.tables) == 1 else tuple(column.tables)
         padding = None if column.padding is None else column.padding + column.shift
-        # No table has the row -1: a request leaves such a padding out.
-        padding = None if padding == -1 else padding
         features.append(Feature(
             column.name, table, column.pooling, hotness, column.name in weights,
             key_of(column, exporter.functions, folder), padding,

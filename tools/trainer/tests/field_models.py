@@ -245,11 +245,6 @@ def put_rows(m, history, mask, item):
     return m.n(rows.sum(1) + m.e(torch.where(item > 9, torch.zeros_like(item) + 7, item)))
 
 
-def padded_below(m, history, other):
-    rows = m.e(history + 1) * (history != -1)[..., None]
-    return m.n(rows.sum(1) + m.e(torch.where(other < 0, 7, other)).sum(1))
-
-
 def masked_in_copies(m, history, mask):
     copies, last = mask[:, None].repeat(1, 3, 1), mask.sum(1) - 1
     scores = m.e(history).sum(2)[:, None] * copies + (1.0 - mask[:, None]) * -1e4
@@ -384,9 +379,6 @@ def cases():
                                          "mask": torch.rand(B, LONG) > 0.5, "item": ids(B)},
             ["history", "history_2", "item"],
             [*(f"mask{place}" for place in range(LONG)), "item"]),
-        "padding of -1": (
-            Model(padded_below, 4), lambda: {
-                name: history()[0] - 1 for name in ("history", "other")}, ["history", "other"], []),
         "the keys of all samples in one row": (
             Model(in_one_row, 4), lists, ["history"], []),
         "a mask of whole numbers in copies, and rows of a later axis": (
