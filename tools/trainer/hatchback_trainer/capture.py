@@ -386,13 +386,22 @@ class Choices(TorchFunctionMode):
         return None
 
 
+class WholeTables(TorchFunctionMode):
+    """Leaves the rows of tables with `max_norm` as they are: an export changes no model."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = short_rows(*args, **kwargs) if function is nn.functional.embedding else None
+        return function(*args, **kwargs) if made is None else made
+
+
 def short_rows(keys, table, _padding=None, max_norm=None, norm_type=2.0, *_, **_rest):
     """Returns the rows of keys, with norms of at most `max_norm`; None without it. PyTorch makes
     the rows in the table shorter, which no request may."""
     if max_norm is None:
         return None
     rows = nn.functional.embedding(keys, table)
-    norms = rows.abs().pow(norm_type).sum(-1, keepdim=True).pow(1 / norm_type)
+    norms = torch.linalg.vector_norm(rows, norm_type, -1, keepdim=True)
     return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
 

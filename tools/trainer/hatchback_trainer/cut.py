@@ -70,7 +70,7 @@ class Cut:
                 continue
             if lookup.weights is not None:
                 raise ValueError(
-                    f"{source_line(node)}: per_sample_weights have no counterpart outside of a "
+                    f"{source_line(node)}: per_sample_weights beside offsets need a "
                     "KeyedJaggedTensor; multiply the rows of an nn.Embedding instead"
                 )
             if lookup.bounds is not None and not self.followed.is_constant(lookup.bounds):
@@ -116,6 +116,8 @@ class Cut:
     def put_by_mask(self, lookup):
         """Returns the elements of a lookup for some of whose keys a mask puts one row number: the
         network then puts that row."""
+        if lookup.pooling is not None:
+            return None  # a bag may leave the row out
         name, args = op_name(lookup.index), lookup.index.args
         constant = lambda one: not isinstance(one, torch.fx.Node) or self.followed.is_constant(one)
         if name == "masked_fill":
@@ -128,6 +130,8 @@ class Cut:
         else:
             return None
         if not constant(row) or not isinstance(keys, torch.fx.Node):
+            return None
+        if self.followed.value[mask].dim() != self.followed.value[keys].dim():
             return None
         row = self.followed.value[row] if isinstance(row, torch.fx.Node) else row
         row = torch.as_tensor(row).flatten()

@@ -84,8 +84,10 @@ def network_inputs_of(made):
     return tuple(inputs)
 
 
-SAME_VALUES = ("alias", "cat", "clone", "flatten", "getitem", "reshape", "select", "slice",
-               "squeeze", "stack", "unbind", "unsqueeze", "view")
+SAME_VALUES = ("_to_copy", "alias", "cat", "chunk", "clone", "expand", "flatten", "getitem",
+               "index_select", "narrow", "permute", "reshape", "select", "slice", "split",
+               "split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze",
+               "view")
 
 
 def ends_in_sigmoid(node):

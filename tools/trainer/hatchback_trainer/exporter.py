@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from .batch import Flat, Leaf
-from .capture import EACH, Captured, Choices, capture, check_version, constant_masks
+from .capture import (
+    EACH, Captured, Choices, WholeTables, capture, check_version, constant_masks
+)
 from .checks import check
 from .columns import Dense
 from .cut import Cut
@@ -114,7 +116,8 @@ class Source:
 
     def run(self, flat, tensors=None):
         positional, named = flat.rebuild(flat.tensors if tensors is None else tensors)
-        return self.call(*positional, **named)
+        with WholeTables():
+            return self.call(*positional, **named)
 
     def scores(self, flat, tensors=None):
         """Returns the outputs of the model, `[samples, values]` each."""
@@ -395,8 +398,8 @@ def export(
     `model` is an nn.Module, or a method of one. `sample_batch` is what it is called with: a tensor,
     a tuple or dict of arguments, or a tuple or dict as the only argument. It has two samples or
     more, and all of them become the probe set. `output` is "logit", "probability" or "score": the
-    car adds a sigmoid to logits, and leaves the other two as they are. By default a sigmoid as the
-    model's last operation makes it a probability. `outputs` names the scores of several outputs.
+    car adds a sigmoid to logits, and leaves the other two as they are. By default a last sigmoid
+    or softmax makes it a probability. `outputs` names the scores of several outputs.
     `labels` has a label for each sample, NaN for an unknown one, or maps outputs to labels.
     `columns` maps an argument to the names of its columns, and a feature to what the pipeline did
     to its raw values (columns.py). `counts` maps tables to the lookups of each row in training.

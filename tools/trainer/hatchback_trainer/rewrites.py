@@ -257,9 +257,10 @@ def put_in_each(values, places, given, accumulate=False):
 
 
 def bucket_of(values, boundaries, right=False):
-    """Returns how many boundaries are below each value, or not above it if `right`."""
+    """Returns how many boundaries are below each value, or not above it if `right`: all for NaN."""
     values = values[..., None]
-    return ((boundaries <= values) if right else (boundaries < values)).sum(-1)
+    behind = (boundaries > values) if right else (boundaries >= values)
+    return torch.logical_not(behind).sum(-1)
 
 
 def subtracted(values, number):

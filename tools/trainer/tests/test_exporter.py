@@ -193,9 +193,12 @@ class Exports(unittest.TestCase):
                 model, lambda: {"x": ids(B, LONG, high=4), "w": torch.rand(B, LONG)})
 
     def test_rows_have_a_greatest_norm(self):
-        for norm_type in (2.0, 1.0):
+        for norm_type in (2.0, 1.0, float("inf")):
             table = unlike_zeros(nn.Embedding(KEYS, 4, max_norm=0.5, norm_type=norm_type))
             model = Model(lambda m, x: m.n(m.t(x).sum(1)), 4, t=table)
+            rows = table.weight.clone()
+            self.export(model, {"x": ids(B, LONG)})
+            self.assertTrue(table.weight.equal(rows))
             self.assert_exports(model, lambda: {"x": ids(B, LONG)})
         bag = Model(lambda m, x: m.n(m.t(x)), 4, t=nn.EmbeddingBag(KEYS, 4, max_norm=0.5))
         with self.assertRaisesRegex(ValueError, "sum the rows of nn.Embedding"):
