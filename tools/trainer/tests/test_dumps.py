@@ -9,6 +9,7 @@ import sys
 import unittest
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,16 +32,19 @@ class Sok(unittest.TestCase):
         return keys, [np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), np.zeros((0, 4))]
 
     def test_changes_are_asked_for_with_a_margin_and_each_key_comes_once(self):
-        tap = SokTap(self.dump, {"user": "u", "item": "i"}, margin_s=3)
-        before = datetime.now(timezone.utc)
-        changes = tap.changes()
-        tap.changes()
+        start = datetime(2026, 3, 1, tzinfo=timezone.utc)
+        second = timedelta(seconds=1)
+        with mock.patch("hatchback_trainer.dumps.datetime") as clock:
+            clock.now.side_effect = [start, start + 10 * second, start + 20 * second]
+            tap = SokTap(self.dump, {"user": "u", "item": "i"}, margin_s=3)
+            changes = tap.changes()
+            tap.changes()
         self.assertEqual(changes["user"].keys.tolist(), [(1 << 64) - 1, 3])
         self.assertEqual(changes["user"].rows.tolist(), [[3.0, 4.0], [5.0, 6.0]])
         self.assertEqual(len(changes["item"].keys), 0)
         self.assertEqual(self.asked[0][0], ["u", "i"])
-        self.assertLess(self.asked[1][1], before + timedelta(seconds=-2))
-        self.assertGreater(self.asked[1][1], self.asked[0][1])
+        times = [since for _, since in self.asked]
+        self.assertEqual(times, [start - 3 * second, start + 7 * second])
 
     def test_a_dump_of_other_tables_is_refused(self):
         with self.assertRaisesRegex(ValueError, "returned 2 tables for 1 variables"):
