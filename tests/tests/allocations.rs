@@ -468,7 +468,9 @@ fn prefetch(fixture: &Fixture) {
     assert!(serving.get(NAME).unwrap().stats().unwrap().counters.pages > 0);
 }
 
-/// Two workers and three callers use every path at the same time. A batch is one request.
+/// Two workers and three callers use every path at the same time. A batch is one request. On busy
+/// cores one worker may serve the whole warm-up, so the other begins to run in a counted round.
+/// What a request allocates is in each round.
 fn two_workers(fixture: &Fixture) {
     let serving =
         fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 8 << 10));
@@ -485,27 +487,30 @@ fn two_workers(fixture: &Fixture) {
         }
     };
 
+    const ROUNDS: usize = 3;
     let (ready, go) = (std::sync::Barrier::new(4), std::sync::Barrier::new(4));
     std::thread::scope(|scope| {
         for batches in &callers {
             scope.spawn(|| {
                 send(&batches[..150]);
                 ready.wait();
-                go.wait();
-                send(&batches[150..]);
-                ready.wait();
-                go.wait();
+                for _ in 0..ROUNDS {
+                    go.wait();
+                    send(&batches[150..]);
+                    ready.wait();
+                }
             });
         }
 
         ready.wait();
-        let counted = allocations(|| {
-            go.wait();
-            ready.wait();
+        let counted = [(); ROUNDS].map(|()| {
+            allocations(|| {
+                go.wait();
+                ready.wait();
+            })
         });
-        go.wait();
 
-        assert_eq!(counted, 0, "two workers");
+        assert!(counted.contains(&0), "two workers: {counted:?}");
     });
 }
 
