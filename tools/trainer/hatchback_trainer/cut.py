@@ -620,6 +620,11 @@ class Cut:
         shaped = self.shaped(whole, result, axis)
         if node in self.puts:
             row, where = self.puts[node]
+            # A delta of rows alone does not reach a constant of the network.
+            self.note(
+                f"{source_line(node)}: a mask puts row {row} of a table, so the network has a copy "
+                "of it: export again before a delta changes that row"
+            )
             name = f"row_{len(self.buffers)}"
             self.buffers[name] = self.followed.value[lookup.table][row].detach().clone()
             mask = self.call(ATEN.unsqueeze.default, self.take(self.positions[node], node), -1)
