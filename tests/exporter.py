@@ -19,7 +19,10 @@ PACKAGES = [
     "torch==2.15.0", "numpy", "onnx", "onnxscript==0.7.2", "onnxruntime", "tqdm", "scikit-learn",
     "torchfm==0.7.0", "keras==3.15.1",
 ]
-TESTS = ["test_exporter", "test_first_model", "test_rewrites", "test_network_doc", "test_tap"]
+TESTS = [
+    "test_exporter", "test_columns", "test_refusals", "test_first_model", "test_rewrites",
+    "test_network_doc", "test_tap",
+]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 
 pub mod batch;
 pub mod change;
+mod columns;
 mod cross;
 mod farmhash;
 pub mod input_parts;

@@ -8,6 +8,8 @@ mod der;
 mod encrypted_key;
 mod key_files;
 pub mod keys;
+mod metadata;
+mod offer;
 mod passphrase;
 pub mod prune;
 pub mod publish;

@@ -14,35 +14,31 @@
 //! key, `publish` re-signs only the releases that its caller lists.
 
 use crate::limits::ROOT_DAYS_MIN;
-use crate::report;
-use crate::report::Json;
 use crate::report::temporary::TemporaryFolder;
+use crate::report::{self, Json};
 use crate::repository::approval::check_approval;
-use crate::repository::clock::{ClockError, DAY_S, now, signing_time, timestamp};
-use crate::repository::keys::{block_on, release_keys, root_expiry, roots};
-use crate::repository::restore::{Restoration, restore};
-use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
+use crate::repository::clock::{ClockError, DAY_S, now, signing_time};
+use crate::repository::keys::{block_on, release_keys, root_expiry};
+use crate::repository::metadata::{LATE, Signing, next_versions, read_signed, upload_metadata};
+use crate::repository::offer::{Content, Offer, Uploads};
+use crate::repository::restore::restore;
+use crate::repository::state::{ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
-use crate::repository::variants::{self, Bundle, Named};
-use crate::{say, serve};
+use crate::repository::variants::{self, Bundle};
+use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Blob, Chunk, Manifest, sha256};
+use hatchback::bundle::manifest::{Manifest, sha256};
 use hatchback::clock::utc;
 use hatchback::schema::change::check_change;
 use hatchback::update::program::needs_of;
-use hatchback::update::release::{BYTES, SHARE, chunk_path, hex, manifest_path};
-use hatchback::update::trust::PUBLISHED;
+use hatchback::update::release::hex;
 use serde::Serialize;
-use serde_json::Value;
-use std::collections::{BTreeSet, HashMap};
-use std::num::NonZeroU64;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use tough::editor::RepositoryEditor;
-use tough::key_source::KeySource;
-use tough::schema::{Hashes, Target};
-use tough::{TargetName, schema};
+use tough::TargetName;
+use tough::schema::Target;
 
 /// Signs bundles and puts them where cars fetch them
 #[derive(Args, Debug)]
@@ -86,9 +82,6 @@ pub struct PublishArgs {
     #[command(flatten)]
     json: Json,
 }
-
-/// How many times longer snapshot and targets last than the timestamp.
-const LATE: u64 = 10;
 
 /// The changes of a publish.
 #[derive(Clone, Debug)]
@@ -207,142 +200,6 @@ impl Published {
     }
 }
 
-/// The versions of the metadata that a publish signs.
-struct Versions {
-    timestamp: u64,
-    snapshot: u64,
-    targets: u64,
-}
-
-/// What a target brings.
-enum Content {
-    Bundle(BundleReader),
-    Restored(Restoration),
-}
-
-/// A content and the target that lists it.
-struct Offer {
-    content: Content,
-    name: TargetName,
-    target: Target,
-}
-
-impl Offer {
-    fn restored(mut restoration: Restoration, share: u8) -> Self {
-        let custom = std::mem::take(&mut restoration.named.custom);
-        let named = Named { name: restoration.named.name.clone(), custom };
-        Self::new(Content::Restored(restoration), named, share)
-    }
-
-    fn new(content: Content, named: Named, share: u8) -> Self {
-        let (manifest, encoded) = (content.manifest(), content.manifest_bytes());
-        let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
-        let mut custom = named.custom;
-        custom.extend([
-            (BYTES.to_owned(), Value::from(bytes)),
-            (SHARE.to_owned(), Value::from(share)),
-        ]);
-        let target = Target {
-            length: encoded.len() as u64,
-            hashes: Hashes { sha256: sha256(encoded).to_vec().into(), _extra: HashMap::new() },
-            custom,
-            _extra: HashMap::new(),
-        };
-        Self { name: named.name, target, content }
-    }
-
-    /// Uploads the chunks that the store lacks, then the manifest.
-    fn upload(&mut self, uploads: &mut Uploads<'_>) -> Result<()> {
-        let total = self.content.manifest().blobs.iter().map(Blob::stored_bytes).sum();
-        let bar = serve::progress_bar(total, "uploading", "{bytes}/{total_bytes}");
-        let mut take = |chunk: &Chunk, stored: Option<&[u8]>| {
-            bar.inc(u64::from(chunk.stored));
-            uploads.take(chunk, stored)
-        };
-        let uploaded = match &mut self.content {
-            Content::Bundle(bundle) => {
-                bundle.each_stored(|chunk, stored| take(chunk, Some(stored)))
-            }
-            Content::Restored(Restoration { manifest, chunks, .. }) => {
-                let mut listed = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
-                listed.try_for_each(|chunk| {
-                    let own = chunks.iter().find(|own| own.chunk.sha256 == chunk.sha256);
-                    take(chunk, own.map(|own| own.stored.as_slice()))
-                })
-            }
-        };
-        bar.finish_and_clear();
-        uploaded?;
-
-        let content = self.content.manifest_bytes();
-        let path = manifest_path(self.name.raw(), &sha256(content));
-        uploads.store.put(&path, content.to_vec())
-    }
-}
-
-impl Content {
-    fn manifest(&self) -> &Manifest {
-        match self {
-            Self::Bundle(bundle) => bundle.manifest(),
-            Self::Restored(restoration) => &restoration.manifest,
-        }
-    }
-
-    fn manifest_bytes(&self) -> &[u8] {
-        match self {
-            Self::Bundle(bundle) => bundle.manifest_bytes(),
-            Self::Restored(restoration) => &restoration.bytes,
-        }
-    }
-
-    /// Returns what a refusal names, and what its reader can do.
-    fn words(&self) -> (String, &'static str) {
-        match self {
-            Self::Bundle(bundle) => (
-                bundle.path().display().to_string(),
-                "give it another `name` in model.toml, and the cars a directory for it",
-            ),
-            Self::Restored(_) => (
-                "--restore".to_owned(),
-                "pack its files again with this change undone, and publish that",
-            ),
-        }
-    }
-}
-
-/// The uploads of a publish.
-struct Uploads<'a> {
-    store: &'a dyn Store,
-    done: &'a mut Published,
-    known: Vec<KnownChunk>,
-}
-
-impl Uploads<'_> {
-    /// Uploads a chunk unless the store has it. A chunk that the store must have is without
-    /// `stored` bytes.
-    fn take(&mut self, chunk: &Chunk, stored: Option<&[u8]>) -> Result<()> {
-        let (path, bytes) = (chunk_path(&chunk.sha256), u64::from(chunk.stored));
-        // A power cut may have left a chunk of another size.
-        if self.store.bytes(&path)? == Some(bytes) {
-            self.done.chunks_known += 1;
-            self.known.push(KnownChunk { path, bytes });
-            return Ok(());
-        }
-        let stored = stored.with_context(|| {
-            format!("{path}: is missing in the repository; publish the release's bundle again")
-        })?;
-        self.done.chunks += 1;
-        self.done.chunk_bytes += bytes;
-        self.store.put(&path, stored.to_vec())
-    }
-}
-
-/// A chunk that the store had before this publish.
-struct KnownChunk {
-    path: String,
-    bytes: u64,
-}
-
 /// A target that replaced keys have signed.
 struct Resigned {
     name: TargetName,
@@ -374,7 +231,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         .iter()
         .try_for_each(|resigned| names.hold(&resigned.name, &resigned.target.hashes.sha256))?;
     let not_compared = check_callers(store, &before, &offers)?;
-    let mut done = Published {
+    let published = Published {
         added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
         resigned: resigned.iter().map(|r| describe(&r.name, &r.target)).collect(),
@@ -388,9 +245,8 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
 
     // Before the uploads: a pass phrase is asked for while its reader is still there.
     let signers = release_keys(keys)?;
-    let mut uploads = Uploads { store, done: &mut done, known: Vec::new() };
+    let mut uploads = Uploads::new(store);
     offers.iter_mut().try_for_each(|offer| offer.upload(&mut uploads))?;
-    let known = uploads.known;
 
     let next = next_versions(store, &state)?;
     let signing = Signing {
@@ -407,7 +263,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     block_on(signing.sign(folder.path()))??;
 
     upload_metadata(store, keys, &next, folder.path())?;
-    check_known(store, &known)?;
+    uploads.check_known()?;
     let stored = store.stored_at(&format!("metadata/{}.snapshot.json", next.snapshot))?;
     check_ahead(&state, now, stored)?;
     let timestamp = read_signed(folder.path(), "timestamp.json")?;
@@ -416,7 +272,12 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         "nothing was published: another publisher may have replaced the timestamp first; \
          publish again",
     )?;
-    Ok(done)
+    Ok(Published {
+        chunks: uploads.chunks,
+        chunk_bytes: uploads.chunk_bytes,
+        chunks_known: uploads.chunks_known(),
+        ..published
+    })
 }
 
 /// Checks that the callers of the release before each of `offers` can use it, in the repository or
@@ -512,65 +373,6 @@ fn restored_offers(
         names.hold(&restoration.named.name, &sha256(&restoration.bytes))?;
     }
     Ok(restored.into_iter().map(|r| Offer::restored(r, change.share)).collect())
-}
-
-/// Returns the next versions of the metadata: the first ones without a file in the store. A killed
-/// publish may have left files of newer versions, to which no timestamp leads.
-fn next_versions(store: &dyn Store, state: &RepositoryState) -> Result<Versions> {
-    let mut next = Versions {
-        timestamp: state.timestamp + 1,
-        snapshot: state.snapshot + 1,
-        targets: state.targets + 1,
-    };
-
-    while store.bytes(&format!("metadata/{}.targets.json", next.targets))?.is_some() {
-        next.targets += 1;
-    }
-    while store.bytes(&format!("metadata/{}.snapshot.json", next.snapshot))?.is_some() {
-        next.snapshot += 1;
-    }
-    Ok(next)
-}
-
-/// Uploads the roots that the store lacks, then the targets and snapshot metadata of the folder
-/// `signed`.
-fn upload_metadata(store: &dyn Store, keys: &Path, next: &Versions, signed: &Path) -> Result<()> {
-    for root in roots(keys)? {
-        let name = format!("metadata/{}.root.json", root.version);
-        let content = std::fs::read(&root.path).with_context(|| root.path.display().to_string())?;
-        if store.bytes(&name)? != Some(content.len() as u64) {
-            store.put(&name, content)?;
-        }
-    }
-
-    let targets = format!("{}.targets.json", next.targets);
-    for name in [targets, format!("{}.snapshot.json", next.snapshot)] {
-        let uploaded = store.put_new(&format!("metadata/{name}"), read_signed(signed, &name)?);
-        uploaded.with_context(|| {
-            format!(
-                "nothing was published: {name} exists, another publisher may be publishing; \
-                 publish again"
-            )
-        })?;
-    }
-    Ok(())
-}
-
-fn read_signed(folder: &Path, name: &str) -> Result<Vec<u8>> {
-    std::fs::read(folder.join(name)).with_context(|| name.to_owned())
-}
-
-/// Checks that the store still has the `known` chunks: a prune may have removed some.
-fn check_known(store: &dyn Store, known: &[KnownChunk]) -> Result<()> {
-    for chunk in known {
-        ensure!(
-            store.bytes(&chunk.path)? == Some(chunk.bytes),
-            "nothing was published: {} was removed during the publish, perhaps by a prune; \
-             publish again",
-            chunk.path
-        );
-    }
-    Ok(())
 }
 
 /// Checks `now` if it is more than a day after the last publish: against the time at which the
@@ -684,58 +486,4 @@ fn find_releases(
         ensure!(found.len() > before, "{flag} {release}: the repository lists no such release");
     }
     Ok(found)
-}
-
-/// The next version of the metadata, to be signed.
-struct Signing<'a> {
-    /// Folder of the keys and roots.
-    keys: &'a Path,
-    /// The open keys.
-    signers: Vec<Box<dyn KeySource>>,
-    /// The metadata in force.
-    state: &'a RepositoryState,
-    next: &'a Versions,
-    added: Vec<(TargetName, Target)>,
-    revoked: &'a [TargetName],
-    /// Time of the publish, in seconds since 1970.
-    now: u64,
-    /// Seconds until the timestamp expires.
-    expires_s: u64,
-}
-
-impl Signing<'_> {
-    /// Signs timestamp, snapshot and targets metadata and writes them into `folder`.
-    async fn sign(self, folder: &Path) -> Result<()> {
-        let roots = roots(self.keys)?;
-        let newest = roots.last().with_context(|| format!("{}: no root", self.keys.display()))?;
-        let mut editor = RepositoryEditor::new(&newest.path).await?;
-        if let Some(signed) = &self.state.signed {
-            let mut signed = signed.clone();
-            signed.signed._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
-            signed.signed._extra.insert(PREVIOUS.to_owned(), Value::from(self.state.snapshot));
-            editor.targets(signed)?;
-        }
-
-        let version = |version: u64| NonZeroU64::new(version).context("a version of 0");
-        let timestamp_version = version(self.next.timestamp)?;
-        let soon = timestamp(self.now + self.expires_s)?;
-        let late = timestamp(self.now + LATE * self.expires_s)?;
-        let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), timestamp_version, soon);
-        stamp._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
-        editor.timestamp(stamp)?;
-        editor.timestamp_version(timestamp_version).timestamp_expires(soon);
-        editor.snapshot_version(version(self.next.snapshot)?).snapshot_expires(late);
-        editor.targets_version(version(self.next.targets)?)?.targets_expires(late)?;
-
-        // Revoked targets are removed first: a bundle may replace a revoked one of the same name.
-        for name in self.revoked {
-            editor.remove_target(name)?;
-        }
-        for (name, target) in self.added {
-            editor.add_target(name, target)?;
-        }
-
-        editor.sign(&self.signers).await?.write(folder).await?;
-        Ok(())
-    }
 }

@@ -1,0 +1,131 @@
+//! The metadata of a publish: its versions, its signing and its upload. Never replaces the
+//! timestamp, which makes a publish visible.
+
+use crate::repository::clock::timestamp;
+use crate::repository::keys::roots;
+use crate::repository::state::{PREVIOUS, RepositoryState};
+use crate::repository::store::Store;
+use anyhow::{Context, Result};
+use hatchback::update::trust::PUBLISHED;
+use serde_json::Value;
+use std::num::NonZeroU64;
+use std::path::Path;
+use tough::editor::RepositoryEditor;
+use tough::key_source::KeySource;
+use tough::schema::Target;
+use tough::{TargetName, schema};
+
+/// How many times longer snapshot and targets last than the timestamp.
+pub const LATE: u64 = 10;
+
+/// The versions of the metadata that a publish signs.
+pub struct Versions {
+    pub timestamp: u64,
+    pub snapshot: u64,
+    pub targets: u64,
+}
+
+/// Returns the next versions of the metadata: the first ones without a file in the store. A killed
+/// publish may have left files of newer versions, to which no timestamp leads.
+pub fn next_versions(store: &dyn Store, state: &RepositoryState) -> Result<Versions> {
+    let mut next = Versions {
+        timestamp: state.timestamp + 1,
+        snapshot: state.snapshot + 1,
+        targets: state.targets + 1,
+    };
+
+    while store.bytes(&format!("metadata/{}.targets.json", next.targets))?.is_some() {
+        next.targets += 1;
+    }
+    while store.bytes(&format!("metadata/{}.snapshot.json", next.snapshot))?.is_some() {
+        next.snapshot += 1;
+    }
+    Ok(next)
+}
+
+/// The next version of the metadata, to be signed.
+pub struct Signing<'a> {
+    /// Folder of the keys and roots.
+    pub keys: &'a Path,
+    /// The open keys.
+    pub signers: Vec<Box<dyn KeySource>>,
+    /// The metadata in force.
+    pub state: &'a RepositoryState,
+    pub next: &'a Versions,
+    pub added: Vec<(TargetName, Target)>,
+    pub revoked: &'a [TargetName],
+    /// Time of the publish, in seconds since 1970.
+    pub now: u64,
+    /// Seconds until the timestamp expires.
+    pub expires_s: u64,
+}
+
+impl Signing<'_> {
+    /// Signs timestamp, snapshot and targets metadata and writes them into `folder`.
+    pub async fn sign(self, folder: &Path) -> Result<()> {
+        let roots = roots(self.keys)?;
+        let newest = roots.last().with_context(|| format!("{}: no root", self.keys.display()))?;
+        let mut editor = RepositoryEditor::new(&newest.path).await?;
+        if let Some(signed) = &self.state.signed {
+            let mut signed = signed.clone();
+            signed.signed._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
+            signed.signed._extra.insert(PREVIOUS.to_owned(), Value::from(self.state.snapshot));
+            editor.targets(signed)?;
+        }
+
+        let version = |version: u64| NonZeroU64::new(version).context("a version of 0");
+        let timestamp_version = version(self.next.timestamp)?;
+        let soon = timestamp(self.now + self.expires_s)?;
+        let late = timestamp(self.now + LATE * self.expires_s)?;
+        let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), timestamp_version, soon);
+        stamp._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
+        editor.timestamp(stamp)?;
+        editor.timestamp_version(timestamp_version).timestamp_expires(soon);
+        editor.snapshot_version(version(self.next.snapshot)?).snapshot_expires(late);
+        editor.targets_version(version(self.next.targets)?)?.targets_expires(late)?;
+
+        // Revoked targets are removed first: a bundle may replace a revoked one of the same name.
+        for name in self.revoked {
+            editor.remove_target(name)?;
+        }
+        for (name, target) in self.added {
+            editor.add_target(name, target)?;
+        }
+
+        editor.sign(&self.signers).await?.write(folder).await?;
+        Ok(())
+    }
+}
+
+/// Uploads the roots that the store lacks, then the targets and snapshot metadata of the folder
+/// `signed`.
+pub fn upload_metadata(
+    store: &dyn Store,
+    keys: &Path,
+    next: &Versions,
+    signed: &Path,
+) -> Result<()> {
+    for root in roots(keys)? {
+        let name = format!("metadata/{}.root.json", root.version);
+        let content = std::fs::read(&root.path).with_context(|| root.path.display().to_string())?;
+        if store.bytes(&name)? != Some(content.len() as u64) {
+            store.put(&name, content)?;
+        }
+    }
+
+    let targets = format!("{}.targets.json", next.targets);
+    for name in [targets, format!("{}.snapshot.json", next.snapshot)] {
+        let uploaded = store.put_new(&format!("metadata/{name}"), read_signed(signed, &name)?);
+        uploaded.with_context(|| {
+            format!(
+                "nothing was published: {name} exists, another publisher may be publishing; \
+                 publish again"
+            )
+        })?;
+    }
+    Ok(())
+}
+
+pub fn read_signed(folder: &Path, name: &str) -> Result<Vec<u8>> {
+    std::fs::read(folder.join(name)).with_context(|| name.to_owned())
+}
