@@ -8,6 +8,7 @@ use crate::maintenance::Wears;
 use crate::models;
 use crate::shed::Shed;
 use anyhow::{Context, Result};
+use hatchback::bundle::manifest::hex;
 use hatchback::car::update_steps::ModelUpdates;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
@@ -160,7 +161,7 @@ impl Token {
         let random =
             File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes));
         random.context("/dev/urandom")?;
-        let word: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        let word = hex(&bytes);
 
         let path = PathBuf::from(format!("{}.token", socket.display()));
         let name = || format!("token {}", path.display());

@@ -63,6 +63,8 @@ pub mod io;
 #[doc(hidden)]
 pub mod limits;
 #[doc(hidden)]
+pub mod locks;
+#[doc(hidden)]
 pub mod maintenance;
 #[doc(hidden)]
 pub mod model;

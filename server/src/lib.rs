@@ -21,7 +21,6 @@ mod http;
 mod infer;
 pub mod limits;
 mod listen;
-mod locks;
 mod metrics;
 mod models;
 mod problem;

@@ -11,7 +11,7 @@ use crate::serve::install;
 use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::digest::{Context as Digest, SHA256, digest};
 use clap::Args;
-use hatchback::update::release::hex;
+use hatchback::bundle::manifest::hex;
 use serde::Serialize;
 use std::fmt::Write;
 use std::fs::{self, File};

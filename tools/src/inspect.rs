@@ -17,7 +17,6 @@ use hatchback::schema::key_function::{KeyFunction, KeyHash};
 use hatchback::schema::{InputSource, NetworkOutput, Schema};
 use serde::Serialize;
 use std::path::PathBuf;
-use std::time::SystemTime;
 
 /// Shows the content of a bundle or a flash directory
 #[derive(Args, Debug)]
@@ -105,8 +104,7 @@ impl ScrubReport {
     }
 
     fn print(&self) -> Result<()> {
-        let now =
-            SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let now = hatchback_link::daemon::now();
         let (pages, bad) = (report::count(self.pages), self.bad_pages.len());
         match self.ended_unix_s {
             Some(at) => {

@@ -1,7 +1,7 @@
 //! An open flash directory: reads the live generation, replaces the live record and reclaims the
 //! files that no generation uses. Never writes a segment.
 
-use crate::bundle::manifest::{Generation, Hash, Manifest, sha256};
+use crate::bundle::manifest::{Generation, Hash, Manifest, hex, sha256};
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{LIVE, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
@@ -419,8 +419,8 @@ impl Flash {
             unreachable!("strings and integers in memory always encode")
         };
 
-        let hex: String = sha256(&encoded).iter().take(8).map(|b| format!("{b:02x}")).collect();
-        folder_of(&self.directory, live.generation.sequence).join(part_name(number, &hex))
+        let hash = hex(&sha256(&encoded)[..8]);
+        folder_of(&self.directory, live.generation.sequence).join(part_name(number, &hash))
     }
 
     /// Replaces the segments of the live generation and reclaims those no longer used. The caller

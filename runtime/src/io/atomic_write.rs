@@ -1,7 +1,7 @@
 //! Replaces a file atomically: write `PATH.part`, sync it, rename it to `PATH`, sync the directory.
 //! After a power cut the file is the old one or the new one, never a mixture.
 
-use crate::io::disk::{Disk, Output};
+use crate::io::disk::{Disk, Output, directory_of};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -10,11 +10,6 @@ pub fn part_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".part");
     PathBuf::from(name)
-}
-
-/// Returns the directory of `path`; `.` if `path` has none.
-fn directory_of(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Makes `part`, the file at `part_of(path)`, durable and renames it to `path`.

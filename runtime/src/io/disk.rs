@@ -270,6 +270,11 @@ fn open_regular_with(path: &Path, options: &mut OpenOptions, extra: OFlags) -> i
     if file.metadata()?.is_file() { Ok(file) } else { Err(not_regular()) }
 }
 
+/// Returns the directory of `path`; `.` if `path` has none.
+pub fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 /// Creates a directory durably with `mode` less the umask, and its missing parents, which others
 /// may open and not write.
 ///
@@ -278,8 +283,7 @@ fn open_regular_with(path: &Path, options: &mut OpenOptions, extra: OFlags) -> i
 pub fn create_directories(path: &Path, mode: u32) -> io::Result<()> {
     let is_new = |directory: &&Path| !directory.as_os_str().is_empty() && !directory.is_dir();
     let new: Vec<&Path> = path.ancestors().take_while(is_new).collect();
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    parent.map_or(Ok(()), |parent| DirBuilder::new().recursive(true).mode(0o755).create(parent))?;
+    DirBuilder::new().recursive(true).mode(0o755).create(directory_of(path))?;
     DirBuilder::new().recursive(true).mode(mode).create(path)?;
     // A directory's name is in its parent. Without these syncs a power cut could remove the new
     // directories, and with them every file that was synced into them.

@@ -4,6 +4,7 @@
 //! segments. The catalog never decides which generation is live.
 
 use crate::flash::Flash;
+use crate::io::disk;
 use crate::limits::QUARANTINED_CATALOGS_MAX;
 use crate::maintenance::catalog_entries::{CatalogEntries, EncodedEntries};
 use rustix::fs::{FlockOperation, flock};
@@ -209,7 +210,7 @@ impl Catalog {
         catalog.write(&entries)?;
 
         // The sync of a file does not make its name durable.
-        for path in [directory, parent_of(directory)] {
+        for path in [directory, disk::directory_of(directory)] {
             File::open(path).and_then(|d| d.sync_all()).map_err(io_error(path))?;
         }
         Ok((catalog, entries, found))
@@ -276,10 +277,6 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> CatalogError + '_ {
     move |source| CatalogError::Io { path: path.to_owned(), source }
 }
 
-fn parent_of(directory: &Path) -> &Path {
-    directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
 /// Returns whether no process has the catalog open. An open catalog is not damaged and must not be
 /// moved. This function waits, because sled releases its lock some time after a close, when its
 /// threads have ended.
@@ -300,7 +297,7 @@ fn quarantines(directory: &Path) -> io::Result<Vec<(u64, PathBuf)>> {
     let name = directory.file_name().unwrap_or_default().to_string_lossy();
     let start = format!("{name}.bad-");
     let mut found = Vec::new();
-    for entry in fs::read_dir(parent_of(directory))? {
+    for entry in fs::read_dir(disk::directory_of(directory))? {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if let Some(Ok(number)) = name.strip_prefix(&start).map(str::parse) {

@@ -272,8 +272,8 @@ impl Model {
             return Ok(self);
         };
         let backing = Backing::Gpu(tables.gpu(), &engine);
-        let memory =
-            plan_memory(&ModelSizes::of(&self), backing).with_opening(dense.bytes() as u64);
+        let opening = self.memory().opening_bytes().max(dense.bytes() as u64);
+        let memory = plan_memory(&ModelSizes::of(&self), backing).with_opening(opening);
         capacity::check_total(self.budget(), &memory)?;
         self.map_backend(memory, |backend| match backend {
             ModelBackend::GpuTables { tables, .. } => {

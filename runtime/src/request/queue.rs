@@ -11,6 +11,7 @@
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::limits::{CALLER_SCORE_US_MAX, DEADLINE_WAIT_US, PREFETCH_MAX, SLOTS_MAX};
+use crate::locks::lock;
 use crate::request::error::RequestError;
 use crate::request::slot::{Request, Slot};
 use crate::request::worker::live_model::LiveModel;
@@ -19,7 +20,7 @@ use crate::request::worker_state::{InFlight, KEYS_PER_STEP, Waiting, WorkerState
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -96,10 +97,6 @@ impl Drop for TakenSlot<'_> {
     fn drop(&mut self) {
         self.queue.free(self.slot);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl RequestQueue {

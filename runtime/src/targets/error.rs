@@ -32,7 +32,7 @@ pub enum TargetError {
     /// A key has a value out of its range. `key` is dotted, such as `budget.slots`.
     #[error("{position}: {key} = {value}: {problem}")]
     Field { position: Position, key: &'static str, value: String, problem: String },
-    /// The file is not TOML, or has a key that is unknown, renamed, missing or of another type.
+    /// The file is not TOML, or has a key that is unknown, missing or of another type.
     #[error("{position}: {problem}")]
     Parse { position: Position, problem: String },
 }

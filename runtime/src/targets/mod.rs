@@ -366,11 +366,6 @@ mod tests {
             [":5: shed.maintenance_watts = 9", "requests_watts = 8"],
         ),
         ("[shed]\nmaintenance_kelvin = 9", [":5: ", "maintenance_kelvin"]),
-        // Keys of earlier versions.
-        ("[upkeep]\ndeltas_max = 3", [":4: `upkeep` is now called", "`maintenance`"]),
-        ("[budget]\ngather_us = 3", [":5: `budget.gather_us`", "batch_delay_us_max"]),
-        ("[shed]\nupkeep_celsius = 3", [":5: ", "`shed.maintenance_celsius`"]),
-        ("[shed]\nupkeep_watts = 3", [":5: ", "`shed.maintenance_watts`"]),
         ("not toml", [":4: ", ""]),
     ];
 

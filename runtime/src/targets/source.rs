@@ -1,21 +1,11 @@
 //! Target files as TOML: reads a file and those that it inherits from, merges them, and finds the
-//! file and line that set a key. Of the keys of a target it knows only `inherits` and those that
-//! were renamed since an earlier version.
+//! file and line that set a key. Of the keys of a target it knows only `inherits`.
 
 use crate::limits::INHERIT_MAX;
 use crate::targets::error::{Position, TargetError};
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
-
-/// Dotted keys of earlier versions, and their names now.
-const RENAMED: [(&str, &str); 5] = [
-    ("upkeep", "maintenance"),
-    ("budget.gather_us", "budget.batch_delay_us_max"),
-    ("tensorrt_options.fp16", "precision"),
-    ("shed.upkeep_celsius", "shed.maintenance_celsius"),
-    ("shed.upkeep_watts", "shed.maintenance_watts"),
-];
 
 /// One file of a chain: its path, its text, and its own keys without `inherits`.
 struct File {
@@ -97,13 +87,6 @@ fn read_file(path: &Path) -> Result<(File, Option<String>), TargetError> {
         let line = e.span().map(|span| line_at(&text, span.start));
         refuse(path, line, e.message().to_owned())
     })?;
-
-    for (old, new) in RENAMED {
-        if let Some(line) = line_of(&text, old) {
-            let problem = format!("`{old}` is now called `{new}`: rename it in this file");
-            return Err(refuse(path, Some(line), problem));
-        }
-    }
 
     let base = match table.remove("inherits") {
         None => None,

@@ -5,7 +5,7 @@
 //! A generation may have several bundles, its variants, each for programs of other versions. A
 //! delta leads from a variant to the same variant.
 
-use crate::bundle::manifest::{Generation, Hash};
+use crate::bundle::manifest::{Generation, Hash, hex};
 use crate::flash::live::LiveState;
 use crate::limits::VARIANTS_MAX;
 use crate::update::error::UpdateError;
@@ -88,11 +88,6 @@ fn write_hex<S: Serializer>(hash: &Hash, to: S) -> Result<S::Ok, S::Error> {
 fn read_hex<'de, D: Deserializer<'de>>(from: D) -> Result<Hash, D::Error> {
     let text = String::deserialize(from)?;
     unhex(&text).ok_or_else(|| D::Error::custom("a hash has 64 hexadecimal digits"))
-}
-
-/// Returns the hexadecimal digits of `hash`, or of a part of a hash.
-pub fn hex(hash: &[u8]) -> String {
-    hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn unhex(text: &str) -> Option<Hash> {

@@ -2,7 +2,7 @@
 //! generation. After a restart it verifies the stored chunks again; a power cut loses at most one
 //! chunk's bytes. It never parses or decompresses content before a signed hash verifies it.
 
-use crate::bundle::manifest::{Chunk, Manifest, sha256};
+use crate::bundle::manifest::{Chunk, Manifest, hex, sha256};
 use crate::bundle::{BundleError, BundleReader, HEADER_BYTES, header, trailer};
 use crate::flash::Flash;
 use crate::io::atomic_write::{self, part_of};
@@ -11,7 +11,7 @@ use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::link::Fetcher;
 use crate::update::on_flash::OnFlash;
-use crate::update::release::{Release, chunk_path, hex, manifest_path};
+use crate::update::release::{Release, chunk_path, manifest_path};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 

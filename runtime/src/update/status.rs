@@ -2,12 +2,13 @@
 //! its own (`fetch_status.rs`, `install_status.rs`) and only reads the other's. Neither record
 //! decides which generation is live: only the live record on flash does.
 
+use crate::bundle::manifest::hex;
 use crate::io::daily_bytes::DailyBytes;
 use crate::limits::HISTORY_MAX;
 use crate::update::fetch_status::{FetchState, FetchStatus};
 use crate::update::history::last_order;
 use crate::update::install_status::{InstallState, InstallStatus};
-use crate::update::release::{Release, hex};
+use crate::update::release::Release;
 use serde::Serialize;
 
 pub use crate::update::history::{UpdateEvent, UpdateState};

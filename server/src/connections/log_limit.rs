@@ -1,7 +1,7 @@
 //! A limit for log lines that callers can cause: one line in ten seconds for each kind of event,
 //! with the number of events that had no line. A caller that fails in a loop cannot fill the log.
 
-use crate::locks::lock;
+use hatchback::locks::lock;
 use std::fmt::Display;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};

@@ -15,8 +15,8 @@ use crate::limits::{
     FLOOD_BYTES_MAX, REQUEST_FRAME_BYTES, SHARES, SILENT_TIME_MIN, SPARE_PLACES, TURN_BYTES_FIRST,
     TURN_BYTES_MAX, TURN_BYTES_MIN, TURNS_WAIT_MAX,
 };
-use crate::locks::lock;
 use crate::problem::{Code, Problem};
+use hatchback::locks::lock;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;

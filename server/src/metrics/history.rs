@@ -2,9 +2,9 @@
 //! `HISTORY_S_MAX` seconds a model.
 
 use crate::limits::HISTORY_S_MAX;
-use crate::locks::lock;
 use crate::metrics::{Metrics, Recent};
 use hatchback::Serving;
+use hatchback::locks::lock;
 use hatchback::request::worker::Counters;
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};

@@ -9,12 +9,12 @@ pub mod slowest;
 pub mod trace;
 
 use crate::limits::PERCENTILE_US_MAX;
-use crate::locks::lock;
 use crate::metrics::process::Process;
 use crate::metrics::scrape::Scrape;
 use crate::metrics::trace::{Protocol, STAGES, Trace};
 use crate::problem::Problem;
 use crate::tensors::Differences;
+use hatchback::locks::lock;
 use hdrhistogram::Histogram as Percentiles;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;

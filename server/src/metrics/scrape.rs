@@ -3,8 +3,8 @@
 
 use crate::connections::Connections;
 use crate::connections::memory::ByteBudget;
-use crate::locks::lock;
 use crate::metrics::facts::{CarFacts, WearFacts};
+use hatchback::locks::lock;
 use hatchback::request::worker::Counters;
 use hatchback::{CacheUse, Served, Serving, Stats, TableCounts, UpdateStatus};
 use prometheus_client::collector::Collector;

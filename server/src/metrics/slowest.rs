@@ -2,8 +2,8 @@
 //! fastest one kept if it is slower. Requests older than `SLOWEST_AGE_MAX` are dropped.
 
 use crate::limits::{SLOWEST_AGE_MAX, SLOWEST_MAX};
-use crate::locks::lock;
 use crate::metrics::trace::{Protocol, Trace};
+use hatchback::locks::lock;
 use serde::Serialize;
 use std::sync::Mutex;
 

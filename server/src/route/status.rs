@@ -4,12 +4,12 @@
 
 use crate::front::{Front, Published};
 use crate::grpc;
-use crate::locks::lock;
 use crate::metrics::facts::{CarFacts, ModelFolder};
 use crate::metrics::process::prometheus;
 use crate::models::repository::index;
 use crate::proto::RepositoryIndexResponse;
 use hatchback::Served;
+use hatchback::locks::lock;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

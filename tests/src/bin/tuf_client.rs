@@ -115,7 +115,7 @@ fn download(name: &str, target: &TargetFile, base: &str, folder: &Path) -> Resul
 }
 
 fn sha256_hex(bytes: &[u8]) -> String {
-    hatchback::update::release::hex(&sha256(bytes))
+    hatchback::bundle::manifest::hex(&sha256(bytes))
 }
 
 /// Copies the trusted metadata to the suite's folder.

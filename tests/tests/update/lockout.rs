@@ -573,7 +573,7 @@ fn a_release_that_the_targets_do_not_list_is_not_installed() {
     let offer = fetch.offer.as_mut().unwrap();
     (offer.number, offer.release) = (offer.number + 1, forged.clone());
     fetch.write(&car.disk, &car.sync.directory).unwrap();
-    let hex = hatchback::update::release::hex(&forged.manifest);
+    let hex = hatchback::bundle::manifest::hex(&forged.manifest);
     let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
     car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());
 
@@ -595,7 +595,7 @@ fn a_bundle_under_the_name_of_a_listed_one_is_not_installed() {
     fleet.delta(T0 + 10, 2);
     car.run(&mut fleet.link(), T0 + 11).unwrap();
 
-    let hex = hatchback::update::release::hex(&release_of(&VERSIONS.deltas[1]).manifest);
+    let hex = hatchback::bundle::manifest::hex(&release_of(&VERSIONS.deltas[1]).manifest);
     let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
     car.disk.read(&path, u64::MAX).unwrap();
     car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());

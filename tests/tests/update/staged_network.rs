@@ -29,7 +29,7 @@ fn the_network_of_a_staged_release_is_read_before_the_install_if_it_is_signed() 
     let unsigned = Release { manifest: [7; 32], ..release.clone() };
     let said = car.sync.staged_network(&unsigned, None, 1, u64::MAX).err().unwrap().to_string();
     assert!(said.contains("not listed"), "{said}");
-    let hex = hatchback::update::release::hex(&release.manifest);
+    let hex = hatchback::bundle::manifest::hex(&release.manifest);
     let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
     car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[0]).unwrap());
     let said = car.sync.staged_network(&release, None, 1, u64::MAX).err().unwrap().to_string();

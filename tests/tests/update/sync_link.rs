@@ -328,7 +328,7 @@ fn chunks_of_an_interrupted_fetch_are_durable_and_checked() {
         assert!(matches!(error, UpdateError::ByteBudget { .. }), "{error:?}");
         car.disk.cut_after(0);
         car.disk.reboot(seed);
-        let hex = hatchback::update::release::hex(&first_release().manifest);
+        let hex = hatchback::bundle::manifest::hex(&first_release().manifest);
         let part = car.sync.directory.join("staged").join(format!("{hex}.hatch.part"));
         let mut bytes = car.disk.read(&part, u64::MAX).unwrap();
         *bytes.last_mut().unwrap() ^= 1;

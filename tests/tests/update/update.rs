@@ -184,7 +184,7 @@ fn a_rejected_release_that_is_offered_again_is_not_installed() {
     assert_eq!((car.live(), car.sync.status().unwrap().refused.len()), (1, 1));
 
     let release = release_of(&VERSIONS.deltas[1]);
-    let hex = hatchback::update::release::hex(&release.manifest);
+    let hex = hatchback::bundle::manifest::hex(&release.manifest);
     let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
     car.disk.put(&path, std::fs::read(&VERSIONS.deltas[1]).unwrap());
     let mut fetch = car.sync.fetch_status();
@@ -502,7 +502,7 @@ fn records_of_any_content_are_handled() {
             );
             // A record that rolls the second release back marks it: the car stays at the first.
             let second = release_of(&VERSIONS.deltas[1]).manifest;
-            let is_marked = status.refused.contains(&hatchback::update::release::hex(&second));
+            let is_marked = status.refused.contains(&hatchback::bundle::manifest::hex(&second));
             assert_eq!(car.live(), if is_marked { 1 } else { 2 }, "{what}: {status:?}");
         }
     }

@@ -17,6 +17,7 @@ use crate::{report, say, serve};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::model::capacity::least_cache_bytes;
@@ -321,7 +322,7 @@ fn write_target(args: &PlanArgs, plan: &Plan, flash: &Flash, path: &Path) -> Res
         )
     };
 
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = disk::directory_of(path);
     let name = path.file_stem().unwrap_or_default();
     let mut file = None;
     let draft = Claim::of(|| {

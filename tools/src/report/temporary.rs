@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result};
 use hatchback::io::atomic_write::{part_of, replace};
-use hatchback::io::disk::SystemDisk;
+use hatchback::io::disk::{self, SystemDisk};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
@@ -151,7 +151,7 @@ impl TemporaryFolder {
     /// # Errors
     /// The folder of `path` cannot be written.
     pub fn beside(path: &Path) -> Result<Self> {
-        let base = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let base = disk::directory_of(path);
         remove_unused(base);
         let named = || format!("{}: a temporary folder", base.display());
         let random = tempfile::Builder::new();

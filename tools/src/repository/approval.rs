@@ -5,8 +5,7 @@
 use crate::report::temporary::write_file;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::sha256;
-use hatchback::update::release::hex;
+use hatchback::bundle::manifest::{hex, sha256};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 

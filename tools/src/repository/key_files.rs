@@ -8,7 +8,7 @@ use crate::repository::passphrase::Passphrases;
 use crate::repository::token::open_token;
 use anyhow::{Context, Result};
 use aws_lc_rs::rand::SecureRandom;
-use hatchback::update::release::hex;
+use hatchback::bundle::manifest::hex;
 use std::collections::HashSet;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};

@@ -8,9 +8,9 @@ use crate::window::head::{
 };
 use anyhow::{Context as _, Result};
 use aws_lc_rs::digest::{Context, SHA256};
+use hatchback::bundle::manifest::hex;
 use hatchback::io::atomic_write::replace;
 use hatchback::io::disk::{Disk, SystemDisk};
-use hatchback::update::release::hex;
 use safetensors::tensor::Dtype;
 use std::fs::File;
 use std::io::Write;

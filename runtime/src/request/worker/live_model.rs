@@ -13,6 +13,7 @@
 //! 6. [`LiveModel::lift`] allows the inserts again.
 
 use crate::clock::Clock;
+use crate::locks::lock;
 use crate::model::Model;
 use crate::model::generation_change::GenerationChange;
 use crate::request::worker::backend::WorkerBackend;
@@ -20,9 +21,7 @@ use crate::request::worker::table_counts::{TableCounters, TableCounts};
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::driver::CudaError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
-};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::Duration;
 
 /// Attempts of a swap to lock the model between two lookups.
@@ -61,10 +60,6 @@ pub(crate) struct Successor {
     pub model: Arc<Model>,
     /// One backend for each worker. A further worker makes its own.
     pub backends: Vec<WorkerBackend>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl LiveModel {
