@@ -17,17 +17,19 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
-const LINES_MAX: [(&str, usize); 10] = [
-    ("kernels", 20_845),
-    ("runtime", 20_266),
-    ("link", 630),
-    ("server", 4_865),
-    ("board", 1_925),
-    ("capi", 950),
-    ("python", 520),
-    ("tools", 16_313),
-    ("bench", 11_240),
-    ("tests", 6_265),
+const LINES_MAX: [(&str, usize); 12] = [
+    ("kernels/src", 20_845),
+    ("kernels/cuda", 2_460),
+    ("runtime/src", 20_266),
+    ("link/src", 630),
+    ("server/src", 4_865),
+    ("board/src", 1_925),
+    ("capi/src", 950),
+    ("python/src", 520),
+    ("tools/src", 16_313),
+    ("tools/trainer/hatchback_trainer", 5_450),
+    ("bench/src", 11_240),
+    ("tests/src", 6_265),
 ];
 const WORDS_MAX: usize = 46_000;
 const TARGET_KEYS_MAX: usize = 42;
@@ -654,11 +656,16 @@ fn no_line_is_wider_than_a_hundred_columns() {
     assert_none("lines over 100 columns", &found);
 }
 
+/// Returns whether a line is a comment of Python. `#[` and `#define` are code.
+fn is_note(line: &str) -> bool {
+    line == "#" || line.starts_with("# ")
+}
+
 /// Returns the lines of code: without empty lines and comments, which no cap should make scarce.
 fn lines(path: &Path) -> usize {
     let text = fs::read_to_string(path).unwrap();
-    let is_code = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("//");
-    text.lines().filter(is_code).count()
+    let is_code = |line: &&str| !line.is_empty() && !line.starts_with("//") && !is_note(line);
+    text.lines().map(str::trim).filter(is_code).count()
 }
 
 /// Returns the test programs of the crates: files and folders of their `tests`.
@@ -676,9 +683,9 @@ fn test_programs() -> Vec<String> {
 fn the_tree_stays_within_its_caps() {
     let mut counts: Vec<(String, usize, usize)> = Vec::new();
     for (folder, most) in LINES_MAX {
-        let files = files_below(&root().join(folder).join("src"), &[".rs"]);
+        let files = files_below(&root().join(folder), &[".rs", ".cu", ".cuh", ".py"]);
         let count = files.iter().map(|path| lines(path)).sum();
-        counts.push((format!("lines of code of {folder}/src"), count, most));
+        counts.push((format!("lines of code of {folder}"), count, most));
     }
     let pages = files_below(&root(), &[".md"]);
     let words = |page: &PathBuf| fs::read_to_string(page).unwrap().split_whitespace().count();

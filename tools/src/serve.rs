@@ -1,4 +1,4 @@
-//! Code that `run`, `eval`, `bench` and `demo` share: opens a bundle or a flash directory as a
+//! Code that `run`, `eval`, `demo` and the benches share: opens a bundle or a flash directory as a
 //! model within the budget of a target and of the command line. Never scores a request.
 
 use crate::report;

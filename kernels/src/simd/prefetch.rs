@@ -42,7 +42,7 @@ prefetch! {
 
 /// Returns whether this processor is taken to drop prefetches while too many lines are outstanding.
 /// A Zen 4 does: a second prefetch of a line makes lookups faster. It makes them slower on a
-/// processor of Intel (`bench lookup`). On other processors nobody has measured it.
+/// processor of Intel (`hatchback-bench lookup`). On other processors nobody has measured it.
 #[inline]
 pub(crate) fn drops_prefetches() -> bool {
     #[cfg(target_arch = "x86_64")]
