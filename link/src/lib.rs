@@ -33,7 +33,7 @@ const SILENCE_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error(
-        "{address}: is neither a directory nor an address that begins with http:// or https://"
+        "`{address}`: is neither a directory nor an address of the form http[s]://HOST[:PORT][/PATH]"
     )]
     Address { address: String },
     #[error("certificate file {path}: {problem}", path = path.display())]
@@ -96,8 +96,8 @@ pub fn open(from: &str, options: &LinkOptions) -> Result<Box<dyn Link>, OpenErro
     let link: Box<dyn Link> = match from.split_once("://") {
         Some(("http" | "https", _)) => Box::new(HttpLink::new(from, options)?),
         Some(("file", directory)) => Box::new(DirectoryLink(directory.into())),
-        Some(_) => return Err(OpenError::Address { address: without_credentials(from) }),
-        None => Box::new(DirectoryLink(from.into())),
+        None if !from.is_empty() => Box::new(DirectoryLink(from.into())),
+        _ => return Err(OpenError::Address { address: without_credentials(from) }),
     };
     Ok(match options.bytes_per_s_max {
         0 => link,
@@ -122,6 +122,43 @@ fn without_credentials(address: &str) -> String {
 
 fn broken(e: impl std::fmt::Display) -> LinkError {
     LinkError::Broken(e.to_string())
+}
+
+/// A header `Content-Range`: `bytes 7-9/10`, or `bytes */10` if nothing is sent.
+#[derive(Debug, PartialEq, Eq)]
+struct ContentRange {
+    start: Option<u64>,
+    /// The bytes of the whole object, more than `start`; `None` if the server does not say.
+    total: Option<u64>,
+}
+
+impl ContentRange {
+    fn parse(value: &str) -> Option<Self> {
+        let (range, total) = value.trim().strip_prefix("bytes")?.trim().split_once('/')?;
+        let total = if total == "*" { None } else { Some(total.parse().ok()?) };
+        let start = match range {
+            "*" => None,
+            range => Some(range.split_once('-')?.0.parse().ok()?),
+        };
+        let is_within = start.zip(total).is_none_or(|(start, total)| start < total);
+        is_within.then_some(Self { start, total })
+    }
+}
+
+/// Passes the rest of an object, of `rest` bytes, to `take`. A server may send less than the range
+/// that was asked for.
+fn pump_part(from: impl Read, rest: Option<u64>, take: Take<'_>) -> Result<(), LinkError> {
+    let (mut passed, mut is_over) = (0, false);
+    pump(from, &mut |piece| {
+        passed += piece.len() as u64;
+        let next = take(piece);
+        is_over = next.is_break();
+        next
+    })?;
+    if is_over || rest.is_none_or(|rest| passed >= rest) {
+        return Ok(());
+    }
+    Err(broken("the server sent a part of the range"))
 }
 
 fn pump(mut from: impl Read, take: Take<'_>) -> Result<(), LinkError> {
@@ -214,12 +251,25 @@ fn tls_config(is_https: bool, options: &LinkOptions) -> Result<TlsConfig, OpenEr
     Ok(tls.build())
 }
 
+/// Returns whether `base` names a host, and a port of 16 bits or none.
+fn is_address(base: &str) -> bool {
+    let Ok(address) = base.parse::<ureq::http::Uri>() else { return false };
+    let Some(authority) = address.authority() else { return false };
+    let port = authority.as_str().rsplit_once(':').map(|(_, port)| port);
+    let has_port = port.is_some_and(|port| port.bytes().all(|b| b.is_ascii_digit()));
+    !authority.host().is_empty() && (!has_port || authority.port_u16().is_some())
+}
+
 impl HttpLink {
     /// Opens the repository at the address `base`. No connection is made yet.
     ///
     /// # Errors
-    /// `OpenError::{Pem, Proxy}` if a PEM file or the proxy's address cannot be used.
+    /// `OpenError::{Address, Pem, Proxy}` if `base`, a PEM file or the proxy's address cannot be
+    /// used.
     pub fn new(base: &str, options: &LinkOptions) -> Result<Self, OpenError> {
+        if !is_address(base) {
+            return Err(OpenError::Address { address: without_credentials(base) });
+        }
         let is_https = base.starts_with("https://");
         let tls = tls_config(is_https, options)?;
         let proxy = options.proxy.as_ref().map(|address| {
@@ -267,12 +317,20 @@ impl Link for HttpLink {
         }
 
         let response = request.call().map_err(|e| self.no_answer(&e))?;
+        let range = response.headers().get("content-range").and_then(|value| value.to_str().ok());
+        let range = range.and_then(ContentRange::parse);
         match response.status().as_u16() {
             200 if from == 0 => pump(response.into_body().into_reader(), take),
-            206 if from > 0 => pump(response.into_body().into_reader(), take),
             200 => Err(LinkError::NoRanges),
-            // `from` is the object's length: nothing is left to fetch.
-            416 if from > 0 => Ok(()),
+            206 | 416 if from > 0 => match range {
+                // `from` is the object's length: nothing is left to fetch.
+                Some(ContentRange { start: None, total }) if total == Some(from) => Ok(()),
+                Some(ContentRange { start: Some(start), total }) if start == from => {
+                    pump_part(response.into_body().into_reader(), total.map(|all| all - from), take)
+                }
+                // Other bytes than those that were asked for, or bytes of an unknown place.
+                _ => Err(LinkError::NoRanges),
+            },
             404 | 410 => Err(LinkError::NotFound),
             // A car asks for the root after its newest one at each poll. A bucket that it may not
             // list, and many CDNs, answer so for an object that does not exist. Every other object
@@ -335,8 +393,8 @@ mod tests {
         for (from, address) in [
             ("http://user:secret@host:81/fleet/", "http://host:81/fleet/chunks/ab"),
             ("http://host", "http://host/chunks/ab"),
-            ("http://user:sec/ret@host/fleet", "http://host/fleet/chunks/ab"),
-            ("http://user:sec@ret@host/@fleet", "http://host/@fleet/chunks/ab"),
+            ("http://host/@fleet", "http://host/@fleet/chunks/ab"),
+            ("https://[::1]:8443/fleet", "https://[::1]:8443/fleet/chunks/ab"),
             ("http://host/fleet?token=secret", "http://host/fleet"),
             ("file:///mnt/stick", "/mnt/stick/chunks/ab"),
             ("relative/folder", "relative/folder/chunks/ab"),
@@ -346,11 +404,41 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_another_scheme_is_refused() {
-        for from in ["s3://bucket/fleet", "ftp://user:secret@host", "HTTP://host"] {
+    fn an_address_that_no_link_has_is_refused() {
+        for from in [
+            "s3://bucket/fleet",
+            "ftp://user:secret@host",
+            "HTTP://host",
+            "http://user:secret/@host/fleet",
+            "http://user:secret@more@host/fleet",
+            "http://host:99999",
+            "http://host:",
+            "http://[::1",
+            "http://a b",
+            "http://",
+            "",
+        ] {
             let refused = opened(from).unwrap_err();
             assert!(refused.contains("neither a directory"), "{refused}");
             assert!(!refused.contains("secret"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_range_says_where_it_begins_and_how_long_the_object_is() {
+        let range = |start, total| Some(ContentRange { start, total });
+        for (value, parsed) in [
+            ("bytes 7-9/10", range(Some(7), Some(10))),
+            (" bytes 0-0/* ", range(Some(0), None)),
+            ("bytes */10", range(None, Some(10))),
+            ("bytes 10-9/10", None),
+            ("bytes -9/10", None),
+            ("bytes 7-9", None),
+            ("items 7-9/10", None),
+            ("bytes 7-9/-1", None),
+            ("", None),
+        ] {
+            assert_eq!(ContentRange::parse(value), parsed, "{value}");
         }
     }
 

@@ -16,8 +16,10 @@ pub struct Faults {
     pub endless: Option<&'static str>,
     /// Delivers single bytes.
     pub single_bytes: bool,
-    /// Answers every request with this page, as a captive portal does.
+    /// Answers requests with this page, as a captive portal does.
     pub portal: Option<&'static [u8]>,
+    /// What the paths of these requests start with.
+    pub portal_at: &'static str,
     /// Share of answers, per cent, that break at a random byte or deliver nothing.
     pub loss_percent: u64,
     /// One of so many answers is that of the request before.
@@ -68,11 +70,11 @@ impl<L: Link> Link for Wire<L> {
             ControlFlow::Continue(())
         };
         let done = match faults.portal {
-            Some(page) => {
+            Some(page) if path.starts_with(faults.portal_at) => {
                 let _ = hand(&page[(from as usize).min(page.len())..]);
                 Ok(())
             }
-            None => self.link.get(path, from, &mut hand),
+            _ => self.link.get(path, from, &mut hand),
         };
         if faults.endless.is_some_and(|start| path.starts_with(start)) && done.is_ok() {
             while hand(&[b' '; 4096]).is_continue() {}

@@ -28,6 +28,8 @@ pub struct MaintenanceSteps {
     step_size: StepSize,
     /// The last logged wait, so that it is logged once.
     wait_logged: Option<StepOutcome>,
+    /// The last logged error; empty after a step without one.
+    error_logged: String,
 }
 
 /// Returns the bytes that an install of the live generation wrote.
@@ -61,7 +63,15 @@ impl MaintenanceSteps {
             maintenance.count_written(now, installed_bytes(&flash));
         }
         let step_size = StepSize::default();
-        Self { updater, scrub_left_damage: None, flash, maintenance, step_size, wait_logged: None }
+        Self {
+            updater,
+            scrub_left_damage: None,
+            flash,
+            maintenance,
+            step_size,
+            wait_logged: None,
+            error_logged: String::new(),
+        }
     }
 
     /// Takes one step, timed by `clock`; `now` is the time since 1970. Returns whether more work
@@ -69,7 +79,11 @@ impl MaintenanceSteps {
     /// work: its thread has one share of the time, whatever it does.
     pub fn step(&mut self, clock: &dyn Clock, now: Duration) -> bool {
         let start = clock.now();
-        match self.follow_and_step(now) {
+        let stepped = self.follow_and_step(now);
+        if stepped.is_ok() {
+            self.error_logged.clear();
+        }
+        match stepped {
             Ok(StepOutcome::Nothing | StepOutcome::Waits { .. } | StepOutcome::Busy { .. }) => {
                 false
             }
@@ -78,7 +92,11 @@ impl MaintenanceSteps {
                 true
             }
             Err(e) => {
-                log::warn!("maintenance failed and will try again: {e}");
+                let error = e.to_string();
+                if error != self.error_logged {
+                    log::warn!("maintenance failed and will try again: {error}");
+                    self.error_logged = error;
+                }
                 false
             }
         }

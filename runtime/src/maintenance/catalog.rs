@@ -136,7 +136,16 @@ impl Catalog {
         is_free(directory);
         let aside = quarantine(directory)?;
         let (old, new) = (aside.display(), directory.display());
-        log::warn!("{new}: the catalog was moved to {old} and rebuilt: {found:?}");
+        match &found {
+            // A process that ends soon after an update leaves such a catalog.
+            CatalogState::Stale { sequence } => {
+                log::info!("{new}: the catalog of sequence {sequence} was moved to {old}, rebuilt");
+            }
+            CatalogState::Damaged { error } => {
+                log::warn!("{new}: the catalog was moved to {old} and rebuilt: {error}");
+            }
+            CatalogState::Kept | CatalogState::Missing => {}
+        }
         Self::rebuild(directory, entries, flash, found)
     }
 

@@ -122,7 +122,7 @@ impl Updater {
         let keys = known.as_ref().map(|set| role_keys(set.root()));
         let first = match first {
             Some(bytes) => {
-                let set = load(bytes).map_err(|e| from_tuf(e, "root", 0))?;
+                let set = load(bytes).map_err(|e| from_tuf(e, "the fleet's root (--root)", 0))?;
                 Some((bytes.to_vec(), set))
             }
             None if known.is_none() => {
@@ -145,7 +145,8 @@ impl Updater {
             let path = self.directory.join(&name);
             let Ok(bytes) = self.disk.read(&path, ROOT_BYTES_MAX) else { break };
             if let Err(e) = set.update_root(&bytes) {
-                log::warn!("{}: this root is not used: {e}", path.display());
+                let e = from_tuf(e, &path.display().to_string(), 0);
+                log::warn!("this root is not used: {e}");
                 break;
             }
             accepted.root = bytes;

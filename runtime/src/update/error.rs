@@ -183,6 +183,11 @@ pub(crate) fn from_tuf(error: sigstore_tuf::Error, path: &str, now: u64) -> Upda
             UpdateError::Threshold { path, role, found, threshold }
         }
         Tuf::IntegrityMismatch(problem) => UpdateError::MixAndMatch { path, problem },
-        other => UpdateError::Malformed { path, problem: other.to_string() },
+        other => {
+            // The crate's own text lacks the place in the JSON, which its source has.
+            let source = std::error::Error::source(&other);
+            let reason = source.map_or_else(String::new, |source| format!(": {source}"));
+            UpdateError::Malformed { path, problem: format!("{other}{reason}") }
+        }
     }
 }

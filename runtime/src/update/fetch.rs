@@ -123,7 +123,10 @@ impl Updater {
         mut progress: impl FnMut(u64, u64),
     ) -> Result<UpdateStatus, UpdateError> {
         let _fetching = self.lock_fetch()?;
-        let (status, charged) = (self.fetch_status(), fetcher.bytes());
+        let status = FetchStatus::read(self.disk.as_ref(), &self.directory, |problem| {
+            log::warn!("the record of the sync process starts anew: {problem}");
+        });
+        let charged = fetcher.bytes();
         let mut run = Run { updater: self, status, now, charged };
         run.status.cohort = self.cohort;
         run.charge()?;
@@ -152,7 +155,9 @@ impl Updater {
     ) -> Result<(), UpdateError> {
         let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
-        let staging = Staging::open(self.disk.as_ref(), &directory)?.beside(self.live()?);
+        // Once in a poll: a snapshot is fetched where a delta would do.
+        let live = self.find_live(log::Level::Warn)?;
+        let staging = Staging::open(self.disk.as_ref(), &directory)?.beside(live);
         let listed = releases(&targets, &self.program);
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };

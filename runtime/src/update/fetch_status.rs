@@ -121,15 +121,14 @@ pub struct FetchStatus {
 }
 
 impl FetchStatus {
-    /// Reads the record in `directory`. If both copies are missing or damaged, returns the default:
-    /// the next poll makes a new record.
-    pub fn read(disk: &dyn Disk, directory: &Path) -> Self {
+    /// Reads the record in `directory`. If both copies are missing or damaged, returns the default
+    /// and calls `lost` with the reason: the next poll makes a new record.
+    pub fn read(disk: &dyn Disk, directory: &Path, lost: impl FnOnce(String)) -> Self {
         match RECORD.read::<Self>(disk, directory) {
             Ok(Some(Stored { value, writes, .. })) => Self { writes, ..value },
             Ok(None) => Self::default(),
-            Err(lost) => {
-                let (path, problem) = (lost.path.display(), lost.problem);
-                log::warn!("{path}: the record of the sync process starts anew: {problem}");
+            Err(e) => {
+                lost(format!("{}: {}", e.path.display(), e.problem));
                 Self::default()
             }
         }

@@ -74,14 +74,18 @@ pub struct UpdateEvent {
 }
 
 /// Appends `event` to a history of at most `HISTORY_MAX` events. An event that equals the last one,
-/// except for its time, replaces it: a link that fails every hour is one step.
+/// except for its time and the numbers of its note, replaces it. A link that fails every hour is
+/// one step, although each note may have another time or another number of free bytes.
 pub(super) fn append(history: &mut Vec<UpdateEvent>, mut event: UpdateEvent) {
     event.note = event.note.map(cut);
+    let words = |note: &Option<String>| {
+        note.as_ref().map(|note| note.replace(|c: char| c.is_ascii_digit(), ""))
+    };
     let is_like = |e: &UpdateEvent| {
-        (e.state, &e.release, &e.note) == (event.state, &event.release, &event.note)
+        (e.state, &e.release, words(&e.note)) == (event.state, &event.release, words(&event.note))
     };
     match history.last_mut() {
-        Some(last) if is_like(last) => (last.order, last.at) = (event.order, event.at),
+        Some(last) if is_like(last) => *last = event,
         _ => history.push(event),
     }
     let excess = history.len().saturating_sub(HISTORY_MAX);

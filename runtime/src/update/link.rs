@@ -190,15 +190,20 @@ impl<'a> Fetcher<'a> {
     /// Those of [`Self::get`], and `UpdateError::Malformed` if the answer is HTML, gzip or empty.
     pub fn metadata(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
         let content = self.get(path, bytes_max)?;
-        let found = match content.trim_ascii_start() {
-            [] => "an empty body",
-            [b'<', ..] => "HTML",
-            [0x1f, 0x8b, ..] => "gzip",
-            _ => return Ok(content),
-        };
-        let advice = "log in at its portal, or correct the server";
-        let problem = format!("the server answered with {found}, not with metadata; {advice}");
-        Err(UpdateError::Malformed { path: self.address(path), problem })
+        match foreign(&content, "metadata") {
+            None => Ok(content),
+            Some(problem) => Err(UpdateError::Malformed { path: self.address(path), problem }),
+        }
+    }
+
+    /// Returns the error of an object at `path` whose `content` is not the signed one: what a portal
+    /// or a server put in its place is no fault of the release.
+    pub fn not_signed(&self, path: &str, content: &[u8]) -> UpdateError {
+        let path = self.address(path);
+        match foreign(content, "the object") {
+            None => UpdateError::ArbitrarySoftware { path },
+            Some(problem) => UpdateError::LinkBroken { path, problem },
+        }
     }
 
     /// Requests the part of the object after `content`, once.
@@ -221,7 +226,8 @@ impl<'a> Fetcher<'a> {
                 && received < limits.rate_min.saturating_mul(time.as_secs());
 
             if (content.len() + piece.len()) as u64 > bytes_max {
-                stop = Some(Stop::Endless);
+                let start = if content.is_empty() { piece } else { &*content };
+                stop = Some(Stop::Endless { foreign: foreign(start, "the object") });
             } else if is_slow {
                 stop = Some(Stop::Slow { bytes: received, seconds: time.as_secs() });
             } else {
@@ -234,9 +240,12 @@ impl<'a> Fetcher<'a> {
 
         match stop {
             None => done.map_err(Interrupted::Link),
-            Some(Stop::Endless) => {
+            Some(Stop::Endless { foreign }) => {
                 let path = self.address(path);
-                Err(Interrupted::Run(UpdateError::EndlessData { path, bytes_max }))
+                Err(Interrupted::Run(match foreign {
+                    None => UpdateError::EndlessData { path, bytes_max },
+                    Some(problem) => UpdateError::LinkBroken { path, problem },
+                }))
             }
             Some(Stop::Slow { bytes, seconds }) => {
                 let path = self.address(path);
@@ -246,10 +255,30 @@ impl<'a> Fetcher<'a> {
     }
 }
 
+/// Returns the problem of an answer that begins with `start`, if no repository has `wanted` of such
+/// a form: a page of HTML, gzip, or nothing.
+fn foreign(start: &[u8], wanted: &str) -> Option<String> {
+    let text = start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start);
+    let found = match text.trim_ascii_start() {
+        [] => "an empty body",
+        [b'<', ..] => "HTML",
+        [0x1f, 0x8b, ..] => "gzip",
+        _ => return None,
+    };
+    let advice = "log in at its portal, or correct the server";
+    Some(format!("the server answered with {found}, not with {wanted}; {advice}"))
+}
+
 /// Why a fetcher ends a transfer.
 enum Stop {
-    Endless,
-    Slow { bytes: u64, seconds: u64 },
+    /// The object is too long. `foreign` says so if it is the page of a portal.
+    Endless {
+        foreign: Option<String>,
+    },
+    Slow {
+        bytes: u64,
+        seconds: u64,
+    },
 }
 
 /// Why a transfer is not whole: the link broke it off, or the run ends.

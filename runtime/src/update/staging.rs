@@ -244,7 +244,7 @@ impl<'a> Staging<'a> {
         // The signed length may be larger than what this car can decode.
         let bytes = fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
         if sha256(&bytes) != release.manifest {
-            return Err(UpdateError::ArbitrarySoftware { path: fetcher.address(&from) });
+            return Err(fetcher.not_signed(&from, &bytes));
         }
         atomic_write::replace(self.disk, &path, &bytes).map_err(io_error(&path))?;
         Ok(bytes)
@@ -289,7 +289,7 @@ fn fetch_chunk(chunk: &Chunk, fetcher: &mut Fetcher<'_>) -> Result<Vec<u8>, Upda
     // The length is not redundant: a manifest may list a wrong one beside a right hash, and offsets
     // follow the length.
     if stored.len() != chunk.stored as usize || sha256(&stored) != chunk.sha256 {
-        return Err(UpdateError::ArbitrarySoftware { path: fetcher.address(&path) });
+        return Err(fetcher.not_signed(&path, &stored));
     }
     Ok(stored)
 }

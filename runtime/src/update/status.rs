@@ -30,7 +30,7 @@ pub struct UpdateStatus {
     pub withdrawn: bool,
     /// The newest release, if this version of the program cannot read it, and why.
     pub skipped: Option<String>,
-    /// Why the last attempt ended or is being rolled back.
+    /// Why the last attempt ended or is being rolled back, or why the last fetch failed.
     pub error: Option<String>,
     /// Bytes that the last run received.
     pub bytes_received: u64,
@@ -52,6 +52,9 @@ impl UpdateStatus {
             || last_order(&install.history) > last_order(&fetch.history)
             || install.state == InstallState::Committed && fetch.state == FetchState::Idle;
         let state = if is_installers { install.state.shown() } else { fetch.state.shown() };
+        // A fetch that fails is told also beside a release that is applied or on probation: the car
+        // would not hear of its revocation.
+        let failed = fetch.error.clone().filter(|_| fetch.state == FetchState::Failed);
         let (release, error) = if is_installers {
             (install.release, install.error)
         } else {
@@ -75,12 +78,38 @@ impl UpdateStatus {
             newest: fetch.newest,
             withdrawn: fetch.withdrawn,
             skipped: fetch.skipped,
-            error: error.filter(|_| is_waiting),
+            error: error.filter(|_| is_waiting).or(failed),
             bytes_received: fetch.bytes_received,
             received: fetch.received,
             trials: install.trials,
             refused: install.refused.iter().map(|r| hex(&r.manifest)).collect(),
             history,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fetch_that_fails_is_told_beside_a_release_on_probation() {
+        let fetch = FetchStatus {
+            state: FetchState::Failed,
+            error: Some("freeze".to_owned()),
+            ..FetchStatus::default()
+        };
+        let install = InstallStatus {
+            state: InstallState::Probation,
+            release: Some(Release::default()),
+            ..InstallStatus::default()
+        };
+        let status = UpdateStatus::merge(fetch.clone(), install.clone(), None);
+        assert_eq!(
+            (status.state, status.error.as_deref()),
+            (UpdateState::Probation, Some("freeze"))
+        );
+        let fetch = FetchStatus { state: FetchState::Idle, ..fetch };
+        assert_eq!(UpdateStatus::merge(fetch, install, None).error, None);
     }
 }

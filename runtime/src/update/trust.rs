@@ -77,7 +77,8 @@ impl Trust {
             return Ok(());
         }
 
-        let set = TrustedMetadataSet::from_root(root).map_err(|e| from_tuf(e, "root", 0))?;
+        let set = TrustedMetadataSet::from_root(root)
+            .map_err(|e| from_tuf(e, "the fleet's root (--root)", 0))?;
         let replace = |name| {
             let path = directory.join(name);
             atomic_write::replace(disk, &path, root).map_err(io_error(&path))

@@ -64,7 +64,8 @@ impl Updater {
 
     /// Returns the sync process's record. A missing or damaged record is read as the default.
     pub fn fetch_status(&self) -> FetchStatus {
-        FetchStatus::read(self.disk.as_ref(), &self.directory)
+        // The serving process reads it every second. The sync process says that it is lost.
+        FetchStatus::read(self.disk.as_ref(), &self.directory, |_| ())
     }
 
     /// Returns the serving process's record. A missing or damaged record is read as the default.
@@ -114,11 +115,19 @@ impl Updater {
     /// # Errors
     /// `UpdateError::Flash` if the device refused.
     pub(super) fn live(&self) -> Result<Option<Flash>, UpdateError> {
+        self.find_live(log::Level::Debug)
+    }
+
+    /// Opens the live generation as [`Self::live`] does, and logs damage at `level`.
+    ///
+    /// # Errors
+    /// As [`Self::live`].
+    pub(super) fn find_live(&self, level: log::Level) -> Result<Option<Flash>, UpdateError> {
         match Flash::find(&self.disk, &self.flash)? {
             Found::Live(flash) => Ok(Some(*flash)),
             Found::Nothing => Ok(None),
             Found::Damaged(e) => {
-                log::debug!("{}: counts as empty: {e}", self.flash.display());
+                log::log!(level, "{}: counts as empty: {e}", self.flash.display());
                 Ok(None)
             }
         }

@@ -10,7 +10,7 @@ use crate::infer::{Call, NO_NUMBER, Order, Shown, submit};
 use crate::limits::TENSORS_MAX;
 use crate::problem::{Code, Problem};
 use crate::proto::{InferOutputTensor, InferParameter, ModelInferResponse, ParameterValue};
-use crate::tensors::outputs::{Asked, Want};
+use crate::tensors::outputs::{Asked, Want, check_parameter};
 use crate::tensors::values::{Tensor, write_text};
 use hyper::body::Bytes;
 use std::borrow::Cow;
@@ -28,6 +28,8 @@ const OUTPUTS: u64 = 6;
 const RAW_CONTENTS: u64 = 7;
 /// The field of an input with its parameters.
 const INPUT_PARAMETERS: u64 = 4;
+/// The field of a requested output with its parameters.
+const OUTPUT_PARAMETERS: u64 = 2;
 /// The field of an input with its typed values, and fields of these.
 const CONTENTS: u64 = 5;
 const FLOATS: u64 = 6;
@@ -88,8 +90,15 @@ pub fn read<'a>(message: &'a [u8], memory: &mut Reservation) -> Result<Order<'a>
                 typed.push(contents);
             }
             OUTPUTS => {
-                let name = text_of(field.bytes()?, 1)?.into();
-                order.asked.push(Asked { name, want: Want::Binary });
+                let output = field.bytes()?;
+                let name = text_of(output, 1)?;
+                for entry in Fields(output) {
+                    let entry = entry?;
+                    if entry.number == OUTPUT_PARAMETERS {
+                        check_parameter(name, parameter(entry.bytes()?)?.0)?;
+                    }
+                }
+                order.asked.push(Asked { name: name.into(), want: Want::Binary });
             }
             RAW_CONTENTS => raw.push(field.bytes()?),
             _ => {}

@@ -6,7 +6,9 @@ use crate::http::{Answered, header_text, reply};
 use crate::infer::{Call, NO_NUMBER, Order, Shown, submit};
 use crate::models::describe;
 use crate::problem::{Problem, checked};
-use crate::tensors::outputs::{Asked, Numbers, Want};
+use crate::tensors::outputs::{
+    Asked, CLASSIFICATION, Numbers, SHARED_MEMORY, Want, check_parameter,
+};
 use crate::tensors::values::{Tensor, write_null, write_text};
 use crate::tensors::{Read, batch_of};
 use hatchback::Shortened;
@@ -64,6 +66,11 @@ struct Parameters<'a> {
     binary_data_size: Option<usize>,
     /// Of an output: whether it is binary data.
     binary_data: bool,
+    /// Of an output: see [`check_parameter`].
+    #[serde(borrow)]
+    classification: Option<&'a RawValue>,
+    #[serde(borrow)]
+    shared_memory_region: Option<&'a RawValue>,
     /// Of an input: whether a model that has no such input may ignore it.
     optional: bool,
 }
@@ -252,7 +259,10 @@ pub fn prefetch(
 pub fn json_bytes(headers: &HeaderMap) -> Result<Option<usize>, Problem> {
     let Some(value) = headers.get(HEAD_LENGTH) else { return Ok(None) };
     let length = value.to_str().ok().and_then(|text| text.parse().ok());
-    let wrong = || Problem::invalid(format!("{HEAD_LENGTH}: `{}`", header_text(value)));
+    let wrong = || {
+        let value = header_text(value);
+        Problem::invalid(format!("{HEAD_LENGTH}: `{value}` is no number of bytes"))
+    };
     length.ok_or_else(wrong).map(Some)
 }
 
@@ -292,7 +302,12 @@ pub fn order<'a>(
     }
     for Object(HeadOutput { name, parameters }) in outputs {
         checked(&name)?;
-        let want = encoding(parameters.0.binary_data || is_binary);
+        let Parameters { classification, shared_memory_region, binary_data, .. } = parameters.0;
+        let other = [(CLASSIFICATION, classification), (SHARED_MEMORY, shared_memory_region)];
+        if let Some((parameter, _)) = other.iter().find(|(_, value)| value.is_some()) {
+            check_parameter(&name, parameter)?;
+        }
+        let want = encoding(binary_data || is_binary);
         order.asked.push(Asked { name, want });
     }
     if !binary.is_empty() {
@@ -311,9 +326,13 @@ fn tensor<'a>(input: HeadInput<'a>, binary: &mut &'a [u8]) -> Result<Tensor<'a>,
     shape.into_iter().try_for_each(|side| tensor.add_side(side))?;
     tensor.values = match (data, parameters.binary_data_size) {
         (None, Some(bytes)) => {
-            let beyond = "binary_data_size is more than the bytes of the request";
+            let beyond = || {
+                let left = binary.len();
+                tensor
+                    .fault(&format!("binary_data_size is {bytes}, and the request has {left} more"))
+            };
             let own;
-            (own, *binary) = binary.split_at_checked(bytes).ok_or_else(|| tensor.fault(beyond))?;
+            (own, *binary) = binary.split_at_checked(bytes).ok_or_else(beyond)?;
             Cow::Borrowed(own)
         }
         (None, None) => return Err(tensor.fault("has no data")),

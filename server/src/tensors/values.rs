@@ -209,7 +209,7 @@ impl<'a> RawValues<'a> {
             "FP32" => Floats::of(tensor).map(Self::F32),
             "FP64" => tensor.values_of(8).map(Self::F64),
             "BYTES" => texts(tensor, memory).map(Self::Texts),
-            _ => Err(tensor.wrong_type("BYTES, integers, FP32 or FP64")),
+            _ => Err(tensor.wrong_type("BYTES, INT32, INT64, UINT64, FP32 or FP64")),
         }
     }
 

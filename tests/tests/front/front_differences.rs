@@ -3,7 +3,8 @@
 
 use crate::front_pages::{get, infer, open, post};
 use hatchback_server::proto::{
-    InferInputTensor, InferParameter, ModelInferRequest, ModelInferResponse, ParameterValue,
+    InferInputTensor, InferParameter, InferRequestedOutputTensor, ModelInferRequest,
+    ModelInferResponse, ParameterValue,
 };
 use hatchback_tests::front_door::FrontDoor;
 use serde_json::{Value, json};
@@ -76,5 +77,36 @@ fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
             break;
         }
         std::thread::yield_now();
+    }
+}
+
+/// A caller that gets other numbers than it asked for would take them for those.
+#[test]
+fn an_output_in_classes_or_in_shared_memory_is_refused() {
+    let door = open();
+    let dense = json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH],
+        "data": [0.5, 1, 2, 3, 4, 5, 6]});
+    let values = [
+        ("classification", json!(2), ParameterValue::Int64Param(2)),
+        ("shared_memory_region", json!("r"), ParameterValue::StringParam("r".to_owned())),
+    ];
+    for (parameter, value, choice) in values {
+        let output = json!({"name": "score", "parameters": {parameter: value}});
+        let body = json!({"inputs": [dense], "outputs": [output]}).to_string();
+        let (code, answer) = post(&door, "/v2/models/coupon/infer", &body);
+        let said = format!("output `score`: the parameter `{parameter}` is not implemented");
+        assert_eq!((code, answer["error"].as_str()), (501, Some(said.as_str())));
+
+        let choice = InferParameter { parameter_choice: Some(choice) };
+        let output = InferRequestedOutputTensor {
+            name: "score".to_owned(),
+            parameters: [(parameter.to_owned(), choice)].into(),
+        };
+        let request = ModelInferRequest {
+            model_name: "coupon".to_owned(),
+            outputs: vec![output],
+            ..Default::default()
+        };
+        assert!(infer(&door, &request).unwrap_err().contains(&said));
     }
 }

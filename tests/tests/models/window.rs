@@ -117,6 +117,7 @@ fn a_head_with_a_wrong_field_is_refused_by_name() {
         ("files[2].name is dense.onnx, listed twice", "probe.jsonl", "dense.onnx"),
         ("files[0].sha256", "\"sha256\":\"d", "\"sha256\":\"D"),
         ("files is without rows", rows, ""),
+        ("expected an object", &text, "[1,\"m\",1,1,1,[]]"),
     ] {
         let folder = copy();
         std::fs::write(folder.path().join("window.json"), text.replacen(from, to, 1)).unwrap();

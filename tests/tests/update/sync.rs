@@ -7,6 +7,7 @@ use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::{self, Disk};
 use hatchback::update::Updater;
 use hatchback::update::error::UpdateError;
+use hatchback::update::history::UpdateEvent;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::staging::Staging;
@@ -234,11 +235,19 @@ fn freeze() {
     fleet.delta(T0 + FRESH_S, 2);
     let is_expected =
         |e: &UpdateError| matches!(e, UpdateError::Freeze { role, .. } if role == "timestamp");
+    // The clock in the error differs at each poll, and is one step of the history.
+    for now in T0 + FRESH_S + 1..T0 + FRESH_S + 9 {
+        assert!(is_expected(&car.run(&mut frozen.link(), now).unwrap_err()));
+    }
+    let failed = |event: &&UpdateEvent| event.state == UpdateState::Failed;
+    let history = car.sync.status().unwrap().history;
+    assert_eq!(history.iter().filter(failed).count(), 1);
+    assert_eq!(history.last().unwrap().at, T0 + FRESH_S + 8);
     car.survives(
         &mut frozen.link(),
-        T0 + FRESH_S + 1,
+        T0 + FRESH_S + 9,
         is_expected,
-        Recovery { fleet: &fleet, now: T0 + FRESH_S + 2, live: 2 },
+        Recovery { fleet: &fleet, now: T0 + FRESH_S + 10, live: 2 },
     );
 }
 
@@ -427,6 +436,21 @@ fn a_captive_portal() {
         let error = car.run(&mut Wire::new(fleet.link(), faults), T0 + 11).unwrap_err().to_string();
         let expected = format!("metadata/2.root.json: the server answered with {name}, not with");
         assert!(error.contains(&expected), "{error}");
+    }
+    // The page of a portal in place of a signed object is no fault of the release.
+    let long: &[u8] =
+        Box::leak([b"\xef\xbb\xbf<html>".to_vec(), vec![b' '; 1 << 20]].concat().into());
+    for (portal_at, page) in [
+        ("chunks/", &b"<html>"[..]),
+        ("chunks/", long),
+        ("targets/", b"<html>"),
+        ("targets/", long),
+        ("metadata/timestamp", long),
+    ] {
+        let faults = Faults { portal: Some(page), portal_at, ..Faults::default() };
+        let error = car.run(&mut Wire::new(fleet.link(), faults), T0 + 11).unwrap_err();
+        assert!(error.is_fault_of_car() && error.to_string().contains("HTML"), "{error}");
+        assert!(error.to_string().starts_with(portal_at), "{error}");
     }
     let page: &[u8] = b"<!DOCTYPE html><title>Welcome to our Wi-Fi</title>";
     let mut wire = Wire::new(fleet.link(), Faults { portal: Some(page), ..Faults::default() });

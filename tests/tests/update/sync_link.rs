@@ -58,10 +58,24 @@ fn a_download_cut_at_every_byte_resumes_at_the_chunk() {
     assert_eq!(wire.bytes, total);
 }
 
+/// How a server answers a request for a range.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Ranges {
+    Right,
+    /// With the whole object, as if no range had been asked for.
+    Ignored,
+    /// With the whole object as if it were the range.
+    Unsaid,
+    /// With a range that begins earlier.
+    Early,
+    /// With 500 bytes of the range.
+    Short,
+}
+
 /// Starts a web server over `folder` and returns its address. The server answers two of 29 requests
-/// with an error, breaks every answer off after `breaks` bytes, and supports ranges or not. Without
-/// ranges it also answers like a bucket that nobody may list: 403 for what does not exist.
-fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
+/// with an error, and breaks answers off after `breaks` bytes. If it ignores ranges, it also answers
+/// like a bucket that nobody may list: 403 for what does not exist.
+fn serve(folder: PathBuf, breaks: usize, ranges: Ranges) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}/models", listener.local_addr().unwrap());
     std::thread::spawn(move || {
@@ -72,7 +86,7 @@ fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
                 if let Some(rest) = line.strip_prefix("get /models/") {
                     path = rest.split(' ').next().unwrap().to_owned();
                 } else if let Some(range) = line.strip_prefix("range: bytes=") {
-                    from = if ranges { range.trim_end_matches('-').parse().unwrap() } else { 0 };
+                    from = range.trim_end_matches('-').parse().unwrap();
                 } else if line.is_empty() {
                     break;
                 }
@@ -81,14 +95,15 @@ fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
             let head = |status: &str, bytes| {
                 format!("HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")
             };
+            // Without a right range an object arrives only from an answer that is whole.
+            let breaks = if ranges == Ranges::Right || n % 2 == 0 { breaks } else { usize::MAX };
             let answer = match std::fs::read(folder.join(&path)) {
                 _ if n % 29 >= 27 => head("503 Busy", 0).into_bytes(),
-                Err(_) if ranges => head("404 Not Found", 0).into_bytes(),
+                Err(_) if ranges != Ranges::Ignored => head("404 Not Found", 0).into_bytes(),
                 Err(_) => head("403 Forbidden", 0).into_bytes(),
                 Ok(content) => {
-                    let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
-                    let rest = &content[from..];
-                    [head(status, rest.len()).as_bytes(), &rest[..rest.len().min(breaks)]].concat()
+                    let (status, sent) = part_of(&content, from, ranges);
+                    [head(&status, sent.len()).as_bytes(), &sent[..sent.len().min(breaks)]].concat()
                 }
             };
 
@@ -99,10 +114,35 @@ fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
     address
 }
 
+/// Returns the status line with the range, and the bytes, of an answer from byte `from` on.
+fn part_of(content: &[u8], from: usize, ranges: Ranges) -> (String, &[u8]) {
+    let of = |start: usize, end: usize| {
+        let range = format!("Content-Range: bytes {start}-{}/{}", end - 1, content.len());
+        (format!("206 Partial Content\r\n{range}"), &content[start..end])
+    };
+    match ranges {
+        _ if from == 0 => ("200 OK".to_owned(), content),
+        Ranges::Ignored => ("200 OK".to_owned(), content),
+        _ if from == content.len() => (format!("416 Beyond\r\nContent-Range: bytes */{from}"), &[]),
+        Ranges::Right => of(from, content.len()),
+        Ranges::Unsaid => ("206 Partial Content".to_owned(), content),
+        Ranges::Early => of(from.saturating_sub(100), content.len()),
+        Ranges::Short => of(from, content.len().min(from + 500)),
+    }
+}
+
 #[test]
 fn over_http_with_broken_answers_and_error_storms() {
     let fleet = Fleet::new();
-    for (breaks, ranges) in [(usize::MAX, true), (3_000, true), (usize::MAX, false)] {
+    for (breaks, ranges) in [
+        (usize::MAX, Ranges::Right),
+        (3_000, Ranges::Right),
+        (usize::MAX, Ranges::Ignored),
+        (3_000, Ranges::Ignored),
+        (3_000, Ranges::Unsaid),
+        (3_000, Ranges::Early),
+        (3_000, Ranges::Short),
+    ] {
         let car = Car::new(&fleet);
         let mut link =
             HttpLink::new(&serve(fleet.repository(), breaks, ranges), &LinkOptions::default())
@@ -116,7 +156,7 @@ fn over_http_with_broken_answers_and_error_storms() {
             runs += 1;
             assert!(runs < 50, "never ends: {:?}", car.sync.status().unwrap());
         }
-        println!("breaks {breaks}, ranges {ranges}: {runs} runs, {bytes} bytes");
+        println!("breaks {breaks}, ranges {ranges:?}: {runs} runs, {bytes} bytes");
     }
 }
 
@@ -124,7 +164,7 @@ fn over_http_with_broken_answers_and_error_storms() {
 /// exists, so a refusal must not look like a release that is gone.
 #[test]
 fn a_forbidden_root_does_not_exist_and_another_forbidden_object_is_an_error() {
-    let address = serve(PathBuf::from("/nowhere"), usize::MAX, false);
+    let address = serve(PathBuf::from("/nowhere"), usize::MAX, Ranges::Ignored);
     let mut link = HttpLink::new(&address, &LinkOptions::default()).unwrap();
     let mut get = |path| link.get(path, 0, &mut |_| ControlFlow::Continue(()));
     assert_eq!(get("metadata/2.root.json"), Err(LinkError::NotFound));

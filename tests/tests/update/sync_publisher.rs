@@ -226,6 +226,33 @@ fn a_published_sequence_keeps_its_content() {
 }
 
 #[test]
+fn a_lost_timestamp_is_no_new_repository() {
+    let fleet = Fleet::new();
+    fleet.delta(T0 + 10, 2);
+    let (store, keys) = (Objects::directory(&fleet.repository()).unwrap(), fleet.keys());
+    let timestamp = fleet.file("metadata/timestamp.json");
+    let content = std::fs::read(&timestamp).unwrap();
+    let change = Change { expires_s: FRESH_S, ..Change::default() };
+
+    let refused = |content: Option<&[u8]>| {
+        match content {
+            Some(content) => std::fs::write(&timestamp, content).unwrap(),
+            None => std::fs::remove_file(&timestamp).unwrap(),
+        }
+        publish(&store, &keys, &change, T0 + 20).unwrap_err().to_string()
+    };
+    for cut in [&content[..content.len() / 2], b""] {
+        let said = refused(Some(cut));
+        assert!(said.starts_with("metadata/timestamp.json is not signed by the keys"), "{said}");
+    }
+    let said = refused(None);
+    assert!(said.contains("metadata/timestamp.json is missing, and metadata/"), "{said}");
+
+    std::fs::write(&timestamp, &content).unwrap();
+    publish(&store, &keys, &change, T0 + 20).unwrap();
+}
+
+#[test]
 fn an_empty_chunk_is_uploaded_again() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);

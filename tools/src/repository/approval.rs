@@ -6,6 +6,7 @@ use crate::report::temporary::write_file;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::{hex, sha256};
+use hatchback::schema::object::Object;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -90,7 +91,8 @@ pub fn check_approval(bundle: &Path, policy: &Path) -> Result<()> {
         }
         text => text.with_context(|| name.to_string())?,
     };
-    let approval: Approval = serde_json::from_slice(&text).with_context(|| name.to_string())?;
+    let Object(approval) =
+        serde_json::from_slice::<Object<Approval>>(&text).with_context(|| name.to_string())?;
     ensure!(
         approval.format == APPROVAL_FORMAT,
         "{name}: format {} is not supported, only {APPROVAL_FORMAT} is",

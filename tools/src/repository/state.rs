@@ -191,6 +191,27 @@ impl ReleaseNames {
     }
 }
 
+/// Checks that `store`, which has no timestamp, never led a car to a second publish. Versions would
+/// begin anew, so cars would refuse the releases, and a release name could get other content. What
+/// a killed first publish leaves follows no other metadata.
+///
+/// # Errors
+/// The timestamp was lost, or the store fails.
+fn check_is_new(store: &dyn Store) -> Result<()> {
+    let version = |path: &str| {
+        path.strip_prefix("metadata/")?.strip_suffix(".snapshot.json")?.parse::<u64>().ok()
+    };
+    for version in store.list()?.iter().filter_map(|object| version(&object.path)) {
+        let past = Past::read(store, version)?;
+        ensure!(
+            past.is_none_or(|past| past.previous() == 0),
+            "{TIMESTAMP} is missing, and metadata/{version}.snapshot.json follows an earlier \
+             publish: put the lost timestamp back, from a mirror or a backup"
+        );
+    }
+    Ok(())
+}
+
 /// Returns whether the targets' keys of `root` signed the metadata `targets`.
 fn is_signed_by(root: &[u8], targets: &[u8]) -> Result<bool> {
     let set = TrustedMetadataSet::from_root(root)?;
@@ -206,7 +227,10 @@ impl RepositoryState {
     /// # Errors
     /// No root in the folder `keys` verifies the metadata, or the store fails.
     pub fn read(store: &dyn Store, keys: &Path) -> Result<Self> {
-        let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(Self::default()) };
+        let Some(timestamp) = store.get(TIMESTAMP)? else {
+            check_is_new(store)?;
+            return Ok(Self::default());
+        };
         let read = |root: &RootFile| {
             std::fs::read(&root.path).with_context(|| root.path.display().to_string())
         };
@@ -240,7 +264,7 @@ impl RepositoryState {
         }
 
         let why = refused.map_or_else(String::new, |e| format!(": {e}"));
-        bail!("the repository is not signed by the keys of {}{why}", keys.display())
+        bail!("{TIMESTAMP} is not signed by the keys of {}{why}", keys.display())
     }
 }
 

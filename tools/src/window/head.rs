@@ -3,6 +3,7 @@
 
 use crate::window::error::WindowError;
 use hatchback::limits::NAME_BYTES_MAX;
+use hatchback::schema::object::Object;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -85,7 +86,7 @@ impl WindowHead {
     /// # Errors
     /// [`WindowError::Field`] with the first field that is not allowed.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self, WindowError> {
-        let head: Self = serde_json::from_slice(text).map_err(|e| {
+        let Object(head) = serde_json::from_slice::<Object<Self>>(text).map_err(|e| {
             WindowError::field(path, "content", format!("{} bytes", text.len()), e.to_string())
         })?;
 

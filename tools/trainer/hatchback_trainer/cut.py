@@ -620,15 +620,10 @@ class Cut:
         shaped = self.shaped(whole, result, axis)
         if node in self.puts:
             row, where = self.puts[node]
-            # A delta of rows alone does not reach a constant of the network.
-            self.note(
-                f"{source_line(node)}: a mask puts row {row} of a table, so the network has a copy "
-                "of it: export again before a delta changes that row"
-            )
-            name = f"row_{len(self.buffers)}"
-            self.buffers[name] = self.followed.value[lookup.table][row].detach().clone()
+            kept = self.copy_of(
+                f"{source_line(node)}: a mask puts", row, self.followed.value[lookup.table][row])
             mask = self.call(ATEN.unsqueeze.default, self.take(self.positions[node], node), -1)
-            both = (self.graph.get_attr(name), shaped)
+            both = (kept, shaped)
             shaped = self.call(ATEN.where.self, mask, *(both if where else both[::-1]))
         return [shaped] if op_name(node) == "embedding_bag" else shaped
 
@@ -644,10 +639,21 @@ class Cut:
         mask = self.call(ATEN.gt.Scalar, self.placeholders[f"mask_{column.name}"], 0.5)
         mask = self.call(ATEN.unsqueeze.default, mask, 2)
         shaped = self.call(ATEN.view.default, vector, [self.samples, column.hotness, rows.shape[1]])
-        name = f"padding_{len(self.buffers)}"
-        self.buffers[name] = padding.clone()
-        filled = self.call(ATEN.where.self, mask, shaped, self.graph.get_attr(name))
+        row = column.padding + column.shift
+        kept = self.copy_of(f"`{column.name}`: its padding takes", row, padding)
+        filled = self.call(ATEN.where.self, mask, shaped, kept)
         return self.call(ATEN.view.default, filled, [self.samples, column.hotness * rows.shape[1]])
+
+    def copy_of(self, what, row, values):
+        """Returns a constant with the values of a row of a table. A delta of rows alone does not
+        reach it, so a note names the row."""
+        self.note(
+            f"{what} row {row} of a table, so the network has a copy of it: export again before a "
+            "delta changes that row"
+        )
+        name = f"row_{len(self.buffers)}"
+        self.buffers[name] = values.detach().clone()
+        return self.graph.get_attr(name)
 
 
 def reference(part):
