@@ -1,11 +1,10 @@
 // A twin of libnvinfer and its ONNX parser in one library, for tests of the shim and its callers. For
-// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. It
-// counts the changes of a profile in `twin_profile_changes`. With TWIN_REFUSES_HALF it builds no network
-// with inputs of f16. With TWIN_AWAITS, the name of a FIFO, a build lasts until the FIFO has a letter:
-// `g` for a good plan, `u` for a GPU that it does not know, `d` for a plan that the library refuses, `w`
-// for wrong scores of samples with a value above 1.5. Plans
-// are text. It accepts and refuses the same calls as TensorRT, as far as the shim can observe. It never
-// computes a network.
+// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. With
+// TWIN_REFUSES_HALF it builds no network with inputs of f16, which a thread of its own reports. With
+// TWIN_AWAITS, the name of a FIFO, a build lasts until the FIFO has a letter: `g` for a good plan, `u` for
+// a GPU that it does not know, `d` for a plan that the library refuses, `w` for wrong scores of samples
+// with a value above 1.5. Plans are text. It accepts and refuses the same calls as TensorRT, as far as the
+// shim can observe. It never computes a network.
 #include "NvInfer.h"
 #include "NvOnnxParser.h"
 #include <cmath>
@@ -17,13 +16,21 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 using namespace nvinfer1;
 
 // Bytes in which a context runs.
 constexpr int64_t RUN_BYTES = 4096;
 
+// The first logger is that of the process. TensorRT ignores any other, and its caller would not know.
 static ILogger* said_to;
+static void take_logger(void* log) {
+    if (!said_to) said_to = (ILogger*)log;
+    if (said_to == log) return;
+    fprintf(stderr, "twin: another logger than the first, which may be gone by now\n");
+    abort();
+}
 static bool say(char const* text) {
     said_to->log(ILogger::Severity::kERROR, text);
     return false;
@@ -127,7 +134,7 @@ struct Builder : IBuilder {
             bool is_half = false;
             for (auto& input : network.inputs) is_half |= input->name == name && input->is_half && input->is_linear;
 #ifdef TWIN_REFUSES_HALF
-            if (is_half) { say("no kernel takes this input"); return nullptr; }
+            if (is_half) { std::thread(say, "no kernel takes this input").join(); return nullptr; }
 #endif
             plan << ' ' << name << ' ' << width << ' ' << is_half;
         }
@@ -341,12 +348,11 @@ struct Runtime : IRuntime {
 };
 
 #define API extern "C" __attribute__((visibility("default")))
-API int32_t twin_profile_changes() { return profile_changes; }
 API int32_t getInferLibVersion() { return NV_TENSORRT_VERSION; }
 #ifndef TWIN_LACKS_BUILDER
-API void* createInferBuilder_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IBuilder*>(new Builder); }
+API void* createInferBuilder_INTERNAL(void* log, int32_t) { take_logger(log); return static_cast<IBuilder*>(new Builder); }
 #endif
-API void* createInferRuntime_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IRuntime*>(new Runtime); }
+API void* createInferRuntime_INTERNAL(void* log, int32_t) { take_logger(log); return static_cast<IRuntime*>(new Runtime); }
 API void* createNvOnnxParser_INTERNAL(void* network, void*, int) {
     return static_cast<nvonnxparser::IParser*>(new Parser((Network*)network));
 }

@@ -22,8 +22,8 @@ pub struct Engine {
 }
 
 impl TensorRt {
-    /// Loads the shim from `shim`, and TensorRT and its ONNX parser from `libraries`, or by their
-    /// usual names.
+    /// Loads the shim from `shim`, and TensorRT from the first of `libraries`, or by its usual
+    /// name. A build loads the ONNX parser, the second of them: a start with kept plans needs none.
     ///
     /// # Errors
     /// [`TensorRtError::NotBuilt`], [`TensorRtError::OtherShim`], [`TensorRtError::NoLibrary`],
@@ -41,7 +41,8 @@ impl TensorRt {
     /// GPU. `timings` are those of earlier builds here, or empty. The build adds its own.
     ///
     /// # Errors
-    /// [`TensorRtError::Refused`], [`TensorRtError::Interface`] or [`TensorRtError::NoFp16`].
+    /// [`TensorRtError::Refused`], [`TensorRtError::Interface`] or [`TensorRtError::NoFp16`], or of
+    /// the parser [`TensorRtError::NoLibrary`] or [`TensorRtError::NoEntry`].
     pub fn build(&self, build: &Build, timings: &mut Vec<u8>) -> Result<Vec<u8>, TensorRtError> {
         self.shim.build(build, timings)
     }

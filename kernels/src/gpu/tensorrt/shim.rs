@@ -16,7 +16,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 6;
+const INTERFACE: i32 = 7;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -154,7 +154,7 @@ unsafe impl Send for Owned {}
 /// The loaded shim and library, which are of the same release of TensorRT.
 pub(super) struct Shim {
     calls: Calls,
-    /// Locked because its builder, runtime and log admit one thread at a time.
+    /// Locked because its runtime admits one thread at a time.
     library: Mutex<Owned>,
     pub version: Version,
 }
@@ -295,7 +295,7 @@ impl Shim {
     }
 
     /// Loads the shim from `shim`, and through it TensorRT: from `libraries` (`libnvinfer` and its
-    /// ONNX parser), or by name.
+    /// ONNX parser), or by name. A build loads the parser.
     pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
         // SAFETY: the shim's initializers are harmless; the operator who configures the path
         // vouches for the file.
@@ -449,8 +449,8 @@ impl Engine {
         assert!(bytes >= self.run_bytes(), "the contexts' memory is too small");
         let own = RunMemory { address: memory.address() as *mut c_void, bytes };
         let library = self.shim.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the engine belongs to this library; the lock admits one thread to its log. The
-        // memory is as large as the engine's runs demand, and the context keeps it.
+        // SAFETY: the engine belongs to this library; the lock admits one thread to its runtime.
+        // The memory is as large as the engine's runs demand, and the context keeps it.
         let code = unsafe {
             let (engine, text) = (self.engine.get(), problem.0.as_mut_ptr());
             let out = &mut context;
