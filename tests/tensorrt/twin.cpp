@@ -208,41 +208,20 @@ struct Plan {
 };
 // Profiles that contexts of one engine have chosen.
 using Chosen = std::multiset<int32_t>;
-static int32_t profile_changes;
-// A run, in the order of the stream.
-struct Job {
-    Plan plan;
-    float* out;
-    int64_t* memory;
-    static void run(void* p) {
-        // Not freed: a graph runs the job again.
-        ((const Job*)p)->compute();
-    }
-    void compute() const {
-        // Another context that runs in the same memory at the same time would overwrite it.
-        for (int64_t i = 0; i < RUN_BYTES / 8; i++) memory[i] = (int64_t)this;
-        for (int64_t b = 0; b < plan.inputs[0].batch; b++) {
-            float sum = 0;
-            for (auto& input : plan.inputs)
-                for (int64_t i = 0; i < input.width; i++) {
-                    float const value = input.value(b * input.width + i);
-                    sum += plan.is_wrong && value > 1.5f ? 2 * value : value;
-                }
-            uint32_t bits;
-            memcpy(&bits, &sum, 4);
-            if (plan.fp16) bits &= ~0x1fffu;
-            memcpy(out + b, &bits, 4);
-        }
-        for (int64_t i = 0; i < RUN_BYTES / 8; i++)
-            if (memory[i] != (int64_t)this) abort();
-    }
-};
+// Finds a function of the driver.
+template <class T> static T of_driver(char const* name) {
+    void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? (T)dlsym(driver, name) : nullptr;
+}
 struct Context : IExecutionContext {
     Plan plan;
     float* out = nullptr;
     void* memory = nullptr;
     int32_t profile = -1;
     Chosen* chosen;
+    // Whether a profile or a shape was set after the last run outside of a recording.
+    bool changed = true;
     void choose(int32_t to) {
         if (profile >= 0) chosen->erase(chosen->find(profile));
         if ((profile = to) >= 0) chosen->insert(to);
@@ -252,8 +231,7 @@ struct Context : IExecutionContext {
         if (to < 0 || (size_t)to >= plan.profiles.size()) return say("no such profile");
         if (!plan.shares && to != profile && chosen->count(to)) return say("the profile is in use by another context");
         choose(to);
-        profile_changes++;
-        return true;
+        return changed = true;
     }
     bool setInputShape(char const* name, Dims const& dims) noexcept override {
         for (auto& input : plan.inputs)
@@ -261,6 +239,7 @@ struct Context : IExecutionContext {
                 int64_t width = 1;
                 for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
                 input.batch = dims.d[0];
+                changed = true;
                 if (profile < 0) return say("no profile is chosen");
                 auto const [least, most] = plan.profiles[profile];
                 return (width == input.width && dims.d[0] >= least && dims.d[0] <= most) || say("shape beyond the profile");
@@ -280,11 +259,35 @@ struct Context : IExecutionContext {
 #endif
     bool enqueueV3(cudaStream_t stream) noexcept override {
         if (!memory) return say("the context has no memory");
-        void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
-        if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-        auto const launch = driver ? (int (*)(cudaStream_t, void (*)(void*), void*))dlsym(driver, "cuLaunchHostFunc") : nullptr;
-        if (!launch) return say("no driver");
-        return launch(stream, Job::run, new Job{plan, out, (int64_t*)memory}) == 0 || say("cuLaunchHostFunc");
+        auto const launch = of_driver<int (*)(cudaStream_t, void (*)(void*), void*)>("cuLaunchHostFunc");
+        auto const is_recorded = of_driver<int (*)(cudaStream_t, int*)>("cuStreamIsCapturing");
+        int recorded = 0;
+        if (!launch || !is_recorded || is_recorded(stream, &recorded) != 0) return say("no driver");
+        if (recorded && changed) return say("the shape was set after the last run outside of a recording");
+        changed = false;
+        return launch(stream, run, this) == 0 || say("cuLaunchHostFunc");
+    }
+    // A run, in the order of the stream. A graph has no copy of the context: each launch takes the shapes and the addresses
+    // that the context has then, so two graphs cannot share one.
+    static void run(void* context) { ((Context*)context)->compute(); }
+    void compute() {
+        // Another context that runs in the same memory at the same time would overwrite it.
+        auto* const words = (int64_t*)memory;
+        for (int64_t i = 0; i < RUN_BYTES / 8; i++) words[i] = (int64_t)this;
+        for (int64_t b = 0; b < plan.inputs[0].batch; b++) {
+            float sum = 0;
+            for (auto& input : plan.inputs)
+                for (int64_t i = 0; i < input.width; i++) {
+                    float const value = input.value(b * input.width + i);
+                    sum += plan.is_wrong && value > 1.5f ? 2 * value : value;
+                }
+            uint32_t bits;
+            memcpy(&bits, &sum, 4);
+            if (plan.fp16) bits &= ~0x1fffu;
+            memcpy(out + b, &bits, 4);
+        }
+        for (int64_t i = 0; i < RUN_BYTES / 8; i++)
+            if (words[i] != (int64_t)this) abort();
     }
 };
 struct Engine : ICudaEngine {

@@ -201,6 +201,8 @@ pub struct Context {
     context: Owned,
     engine: Arc<Engine>,
     _memory: Arc<Buffer<f32>>,
+    /// The batch of the shapes that it has.
+    batch: Option<usize>,
 }
 
 /// The releases of the shim's headers and of the library.
@@ -458,13 +460,14 @@ impl Engine {
         };
         problem.check(code, self.shim.versions())?;
         let context = Owned::new(context, self.shim.calls.drop_context)?;
-        Ok(Context { context, engine: Arc::clone(self), _memory: Arc::clone(memory) })
+        Ok(Context { context, engine: Arc::clone(self), _memory: Arc::clone(memory), batch: None })
     }
 }
 
 impl Context {
     /// Puts a run of `batch` samples onto `stream`: `inputs`, in the order of the build, to
-    /// `output`. The buffers must stay alive until the stream has run the work.
+    /// `output`. The buffers must stay alive until the stream has run the work. A recorded run
+    /// needs a context of its own, whose last run had the same batch and was not recorded.
     ///
     /// # Errors
     /// [`TensorRtError::Interface`] if an input is too short, [`TensorRtError::Refused`] if
@@ -505,12 +508,15 @@ impl Context {
                 unsafe { (calls.bind)(context, &tensor, batch as i64, address as *mut c_void) };
             if code == outcome::DONE { Ok(()) } else { Err(refused(name)) }
         };
+        // TensorRT demands a run after a shape is set, before one is recorded.
+        let has_shapes = self.batch.take() == Some(batch);
         for (input, words) in self.engine.inputs.iter().zip(inputs) {
-            bind(&input.name, input.shape(), words.address())?;
+            let shape = if has_shapes { without_shape(&input.name) } else { input.shape() };
+            bind(&input.name, shape, words.address())?;
         }
         let name = self.engine.output.as_c_str();
-        let output_shape = InputShape { name: name.as_ptr(), shape: null(), rank: 0, is_f16: 0 };
-        bind(name, output_shape, output.address())?;
+        bind(name, without_shape(name), output.address())?;
+        self.batch = Some(batch);
 
         // SAFETY: every tensor is bound; the stream is alive.
         let code = unsafe { (calls.enqueue)(context, stream.raw().cast()) };
@@ -520,6 +526,11 @@ impl Context {
         stream.count_launch();
         Ok(())
     }
+}
+
+/// Returns a tensor whose address alone is set.
+fn without_shape(name: &CStr) -> InputShape {
+    InputShape { name: name.as_ptr(), shape: null(), rank: 0, is_f16: 0 }
 }
 
 /// Returns the inputs for the shim.
