@@ -159,8 +159,9 @@ pub(super) struct Shim {
     pub version: Version,
 }
 
-/// A network that is ready on this GPU. It is read-only; workers share it.
-pub(super) struct Engine {
+/// A network that is ready to run on this GPU. Holding one proves that it has the inputs and the
+/// output of its build. It is read-only; workers share it.
+pub struct Engine {
     engine: Owned,
     inputs: Vec<Input>,
     output: CString,
@@ -426,25 +427,32 @@ impl Shim {
 }
 
 impl Engine {
-    /// Returns the bytes that the engine takes, without contexts.
+    /// Returns the bytes that the engine takes, without contexts: its weights, counted as the bytes
+    /// of its plan, which contains them. TensorRT does not report them. TensorRT 8.5 needs the plan
+    /// for each context, so there the plan itself counts too.
     pub fn bytes(&self) -> u64 {
         // SAFETY: the call reads numbers that never change.
         unsafe { (self.shim.calls.engine_bytes)(self.engine.get()) }
     }
 
-    /// Returns the bytes of device memory in which contexts run.
+    /// Returns the bytes of device memory in which contexts run, one at a time.
     pub fn run_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.run_bytes)(self.engine.get()) }
     }
 
-    /// Returns the bytes that one context takes beside the memory of its runs.
+    /// Returns the bytes that one context takes beside [`Engine::run_bytes`]: with TensorRT 8.5 a
+    /// copy of the weights, counted as the bytes of the plan.
     pub fn context_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
     }
 
-    /// Creates a context whose runs use `memory`.
+    /// Creates a context whose runs use `memory`, which has [`Engine::run_bytes`] bytes at least.
+    /// No two contexts with the same memory may run at the same time.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`] if there is not enough device memory.
     pub fn context(self: &Arc<Self>, memory: &Arc<Buffer<f32>>) -> Result<Context, TensorRtError> {
         let (mut context, mut problem) = (null_mut(), Problem::new());
         let bytes = 4 * memory.len() as u64;
