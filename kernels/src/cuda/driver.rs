@@ -196,6 +196,13 @@ impl Gpu {
         &self.name
     }
 
+    /// Returns what code that was built for one GPU depends on. The modules of a board share a name
+    /// and differ in their multiprocessors.
+    pub fn kind(&self) -> String {
+        let Self { name, sm, processors, .. } = self;
+        format!("{name}, compute capability {sm}, {processors} multiprocessors")
+    }
+
     /// Returns the compute capability, such as 87 for 8.7.
     pub fn sm(&self) -> u32 {
         self.sm

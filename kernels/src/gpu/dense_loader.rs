@@ -258,7 +258,7 @@ impl Loader<'_> {
                 compute_capability: None,
             };
             let plans = Plans::new(&options.plans);
-            let path = plans.path(tensorrt, self.gpu.name(), &build);
+            let path = plans.path(tensorrt, &self.gpu.kind(), &build);
             work(&Inputs { tensorrt, plans, path, build, precision })
         };
         if precision == Precision::F16 && !self.f16_inputs.is_empty() {
@@ -292,7 +292,7 @@ impl Loader<'_> {
         }
 
         let Inputs { tensorrt, plans, path, build, .. } = inputs;
-        let at = plans.timings(tensorrt, self.gpu.name());
+        let at = plans.timings(tensorrt, &self.gpu.kind());
         let mut timings = plans.kept(&at).ok().flatten().unwrap_or_default();
         let plan = tensorrt.build(build, &mut timings)?;
         plans.keep_unproven(path, &plan);
