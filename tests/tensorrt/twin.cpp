@@ -3,8 +3,9 @@
 // TWIN_REFUSES_HALF it builds no network with inputs of f16, which a thread of its own reports. With
 // TWIN_AWAITS, the name of a FIFO, a build lasts until the FIFO has a letter: `g` for a good plan, `u` for
 // a GPU that it does not know, `d` for a plan that the library refuses, `w` for wrong scores of samples
-// with a value above 1.5. Plans are text. It accepts and refuses the same calls as TensorRT, as far as the
-// shim can observe. It never computes a network.
+// with a value above 1.5, `s` for a wait for the whole GPU on a thread of its own: if the driver refuses
+// that, the build fails at the next letter. Plans are text. It accepts and refuses the same calls as
+// TensorRT, as far as the shim can observe. It never computes a network.
 #include "NvInfer.h"
 #include "NvOnnxParser.h"
 #include <cmath>
@@ -34,6 +35,13 @@ static void take_logger(void* log) {
 static bool say(char const* text) {
     said_to->log(ILogger::Severity::kERROR, text);
     return false;
+}
+
+// Finds a function of the driver.
+template <class T> static T of_driver(char const* name) {
+    void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? (T)dlsym(driver, name) : nullptr;
 }
 
 struct Text : IHostMemory {
@@ -105,6 +113,29 @@ struct Config : IBuilderConfig {
     void clearFlag(BuilderFlag) noexcept override {}
     int32_t addOptimizationProfile(IOptimizationProfile* p) noexcept override { profiles.push_back((Profile*)p); return (int32_t)profiles.size() - 1; }
 };
+#ifdef TWIN_AWAITS
+static int next_letter() {
+    int letter = EOF;
+    // The end of the file is that of a writer whose letter was the one before.
+    while (letter == EOF) {
+        FILE* fifo = fopen(TWIN_AWAITS, "r");
+        letter = fgetc(fifo);
+        fclose(fifo);
+    }
+    return letter;
+}
+// Waits for the whole GPU, on a thread of its own as TensorRT does.
+static bool waits_for_gpu() {
+    void* context = nullptr;
+    of_driver<int (*)(void**)>("cuCtxGetCurrent")(&context);
+    bool waited = false;
+    std::thread([&] {
+        of_driver<int (*)(void*)>("cuCtxSetCurrent")(context);
+        waited = of_driver<int (*)()>("cuCtxSynchronize")() == 0 || say("cudaDeviceSynchronize");
+    }).join();
+    return waited;
+}
+#endif
 struct Builder : IBuilder {
     std::vector<std::unique_ptr<Profile>> profiles;
     INetworkDefinition* createNetworkV2(uint32_t) noexcept override { return new Network; }
@@ -121,9 +152,8 @@ struct Builder : IBuilder {
         if (config.cache) config.cache->builds++;
         int letter = 'g';
 #ifdef TWIN_AWAITS
-        FILE* fifo = fopen(TWIN_AWAITS, "r");
-        letter = fgetc(fifo);
-        fclose(fifo);
+        letter = next_letter();
+        if (letter == 's' && !waits_for_gpu()) { next_letter(); return nullptr; }
         if (letter == 'u') { say("Target GPU SM 87 is not supported by this TensorRT release."); return nullptr; }
         if (letter == 'd') plan << "damaged ";
 #endif
@@ -208,12 +238,6 @@ struct Plan {
 };
 // Profiles that contexts of one engine have chosen.
 using Chosen = std::multiset<int32_t>;
-// Finds a function of the driver.
-template <class T> static T of_driver(char const* name) {
-    void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
-    if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    return driver ? (T)dlsym(driver, name) : nullptr;
-}
 struct Context : IExecutionContext {
     Plan plan;
     float* out = nullptr;

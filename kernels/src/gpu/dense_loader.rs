@@ -24,6 +24,10 @@ use crate::simd::isa::Isa;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// Attempts to build a plan of which all but the last failed while a graph was recorded. Recordings
+/// come with starts and swaps and last milliseconds. So more than three in a row have other reasons.
+const BUILD_ATTEMPTS: usize = 3;
+
 /// A plan that was built here and gave the CPU's scores on generated samples. No engine uses it
 /// before it is kept.
 pub struct BuiltPlan {
@@ -278,8 +282,27 @@ impl Loader<'_> {
         self.load_plan(inputs, &plan, "kept from before")
     }
 
-    /// Builds the plan, unless the kept one is good.
+    /// Builds the plan as [`Loader::build_once`] does, and again if a recording may have been what
+    /// failed it: TensorRT's threads wait for the whole GPU, which a driver refuses meanwhile.
     fn build_plan(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
+        let mut again = 1..BUILD_ATTEMPTS;
+        loop {
+            let before = self.gpu.recordings();
+            match self.build_once(inputs) {
+                Err(GpuDenseError::TensorRt(e))
+                    if matches!(*e, TensorRtError::Refused(_))
+                        && self.gpu.recordings() != before
+                        && again.next().is_some() =>
+                {
+                    log::warn!("a build failed beside a recording, and is repeated: {e}");
+                }
+                built => return built,
+            }
+        }
+    }
+
+    /// Builds the plan, unless the kept one is good.
+    fn build_once(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
         match self.load_kept(inputs) {
             Ok(_) => return Ok(None),
             Err(e) if e.is_final() => return Err(e),
