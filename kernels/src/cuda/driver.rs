@@ -295,8 +295,8 @@ impl Gpu {
         &self.own
     }
 
-    /// Keeps our threads from waiting for the whole device until the guard is dropped. A caller that
-    /// records counts that.
+    /// Keeps our threads from waiting for the whole device until the guard is dropped. A caller
+    /// that records counts that.
     pub(super) fn recording(&self) -> MutexGuard<'static, u64> {
         RECORDINGS.lock().unwrap_or_else(PoisonError::into_inner)
     }

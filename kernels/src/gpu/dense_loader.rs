@@ -24,8 +24,8 @@ use crate::simd::isa::Isa;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Attempts to build a plan of which all but the last failed while a graph was recorded. Recordings
-/// come with starts and swaps and last milliseconds. So more than three in a row have other reasons.
+/// Attempts to build a plan of which all but the last failed while a graph was recorded. Starts and
+/// swaps record, for milliseconds, so a third failure has another reason.
 const BUILD_ATTEMPTS: usize = 3;
 
 /// A plan that was built here and gave the CPU's scores on generated samples. No engine uses it
