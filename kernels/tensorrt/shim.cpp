@@ -14,6 +14,7 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #if !defined(TRT_MAJOR_RTX) && (NV_TENSORRT_MAJOR < 8 || (NV_TENSORRT_MAJOR == 8 && NV_TENSORRT_MINOR < 5))
@@ -40,7 +41,7 @@ using namespace nvinfer1;
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 6;
+constexpr int32_t INTERFACE = 7;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -73,32 +74,78 @@ struct Problem {
     }
 };
 
-// Keeps the first error that TensorRT reports in a call; later errors are consequences.
+// Keeps the errors that TensorRT reports in a call. Any thread may log. Those that TensorRT starts for a build have no
+// caller, so the last error of all of them stands beside the first of the calling thread.
 struct Log final : ILogger {
-    char first[400] = "";
+    // Begins a call of this thread: only later errors explain its refusal.
+    void begin() {
+        std::lock_guard<std::mutex> const guard(lock);
+        calls = true;
+        first[0] = 0;
+        others_before = others;
+    }
     void log(Severity severity, AsciiChar const* text) noexcept override {
-        if (severity <= Severity::kERROR && first[0] == 0) snprintf(first, sizeof first, "%s", text);
+        if (severity > Severity::kERROR) return;
+        if (calls) {
+            // Later errors of a call are consequences.
+            if (first[0] == 0) snprintf(first, sizeof first, "%s", text);
+            return;
+        }
+        std::lock_guard<std::mutex> const guard(lock);
+        others++;
+        snprintf(last, sizeof last, "%s", text);
     }
     int32_t refused(char const* what, Problem problem) {
-        problem.say("%s: %s", what, first[0] ? first : "no reason given");
-        first[0] = 0;
-        return REFUSED;
+        std::lock_guard<std::mutex> const guard(lock);
+        if (others == others_before) return problem.fail(REFUSED, "%s: %s", what, first[0] ? first : "no reason given");
+        return problem.fail(REFUSED, "%s: %s%s%s", what, first, first[0] ? "; another thread: " : "", last);
     }
+
+  private:
+    std::mutex lock;
+    char last[200] = "";
+    uint64_t others = 0;
+    static thread_local bool calls;
+    static thread_local char first[200];
+    static thread_local uint64_t others_before;
 };
+thread_local bool Log::calls;
+thread_local char Log::first[200];
+thread_local uint64_t Log::others_before;
+
+// TensorRT keeps the first logger of a process, ignores all later ones, and may log until the process ends. So there
+// is one, which is never freed.
+Log& log_of_process() {
+    static Log& log = *new Log;
+    return log;
+}
+
+// The log, in a call that begins now.
+Log& begin_call() {
+    Log& log = log_of_process();
+    log.begin();
+    return log;
+}
 
 // Drops the patch number, which does not change the classes. 8601 is 8.6.1; from 10 on 101000 is
 // 10.10.0; RTX 1.7.1 is 10701.
 int32_t release(int32_t version) { return version < 10000 ? version / 100 : version / 100 + 1000000; }
+
+// Loads a library; loading one again only counts a reference.
+void* load(char const* path, Problem problem) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+    if (!library) problem.say("%s", dlerror());
+    return library;
+}
 
 template <class T> T find(void* library, char const* name) { return reinterpret_cast<T>(dlsym(library, name)); }
 
 } // namespace
 
 struct Library {
-    Log log;
     void* (*make_builder)(void*, int32_t);
     void* (*make_runtime)(void*, int32_t);
-    void* (*make_parser)(void*, void*, int);
+    std::string parser; // the path or the name of the ONNX parser
     std::unique_ptr<IRuntime> runtime;
 };
 
@@ -155,8 +202,8 @@ API int32_t hatchback_trt_interface() { return INTERFACE; }
 
 API int32_t hatchback_trt_header_version() { return NV_TENSORRT_VERSION; }
 
-// Loads both libraries (`nullptr`: by the names of the headers' release) and compares versions.
-// `*version` receives the library's version as soon as it is known. The libraries stay loaded until the
+// Loads TensorRT (`nullptr`: by the name of the headers' release) and compares versions. `*version` receives the
+// library's version as soon as it is known. Only a build needs `parser`, and loads it. Libraries stay loaded until the
 // process ends, because TensorRT registers state that it cannot remove.
 API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library** out, int32_t* version, char* text, size_t size) {
     Problem const problem{text, size};
@@ -168,25 +215,17 @@ API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library*
     snprintf(names[0], sizeof names[0], "libnvinfer.so.%d", NV_TENSORRT_MAJOR);
     snprintf(names[1], sizeof names[1], "libnvonnxparser.so.%d", NV_TENSORRT_MAJOR);
 #endif
-    auto load = [&](char const* path, char const* name) {
-        void* library = dlopen(path ? path : name, RTLD_NOW | RTLD_GLOBAL);
-        if (!library) problem.say("%s", dlerror());
-        return library;
-    };
-    void* core = load(nvinfer, names[0]);
+    void* core = load(nvinfer ? nvinfer : names[0], problem);
     if (!core) return NO_LIBRARY;
     auto const version_of = find<int32_t (*)()>(core, "getInferLibVersion");
     if (!version_of) return problem.fail(NO_ENTRY, "getInferLibVersion");
     *version = version_of();
     if (release(*version) != release(NV_TENSORRT_VERSION)) return VERSION;
-    void* onnx = load(parser, names[1]);
-    if (!onnx) return NO_LIBRARY;
     auto library = std::make_unique<Library>();
     library->make_builder = find<void* (*)(void*, int32_t)>(core, "createInferBuilder_INTERNAL");
     library->make_runtime = find<void* (*)(void*, int32_t)>(core, "createInferRuntime_INTERNAL");
-    library->make_parser = find<void* (*)(void*, void*, int)>(onnx, "createNvOnnxParser_INTERNAL");
     if (!library->make_builder || !library->make_runtime) return problem.fail(NO_ENTRY, "createInfer..._INTERNAL");
-    if (!library->make_parser) return problem.fail(NO_ENTRY, "createNvOnnxParser_INTERNAL");
+    library->parser = parser ? parser : names[1];
     *out = library.release();
     return DONE;
 }
@@ -250,7 +289,11 @@ static int32_t add_profile(IBuilder& builder, IBuilderConfig& config, Build cons
 // for later builds, if it is not null.
 API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemory** plan, IHostMemory** timings, char* text, size_t size) {
     Problem const problem{text, size};
-    Log& log = library->log;
+    Log& log = begin_call();
+    void* onnx = load(library->parser.c_str(), problem);
+    if (!onnx) return NO_LIBRARY;
+    auto const make_parser = find<void* (*)(void*, void*, int)>(onnx, "createNvOnnxParser_INTERNAL");
+    if (!make_parser) return problem.fail(NO_ENTRY, "createNvOnnxParser_INTERNAL");
     std::unique_ptr<IBuilder> builder{static_cast<IBuilder*>(library->make_builder(&log, NV_TENSORRT_VERSION))};
     if (!builder) return log.refused("no builder", problem);
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 10
@@ -262,7 +305,7 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
     if (!network) return log.refused("no network", problem);
     // The parser owns the network's constants, so it must live until the plan is built.
     std::unique_ptr<nvonnxparser::IParser> parser{static_cast<nvonnxparser::IParser*>(
-        library->make_parser(network.get(), &log, static_cast<int>(NV_ONNX_PARSER_VERSION)))};
+        make_parser(network.get(), &log, static_cast<int>(NV_ONNX_PARSER_VERSION)))};
     if (!parser) return log.refused("no ONNX parser", problem);
     if (int32_t const outcome = parse(*parser, log, *build, *network, problem)) return outcome;
     std::unique_ptr<IBuilderConfig> config{builder->createBuilderConfig()};
@@ -298,7 +341,7 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
         if (empty && !config->setTimingCache(*empty, false)) empty.reset();
         cache = std::move(empty);
     }
-    log.first[0] = 0;
+    log.begin(); // A refused cache is no reason of a refused build.
 #endif
     *plan = builder->buildSerializedNetwork(*network, *config);
     if (!*plan) return log.refused("build", problem);
@@ -317,7 +360,7 @@ API void hatchback_trt_drop_plan(IHostMemory* plan) { delete plan; }
 // Loads a plan. CUDA must be initialized: without a driver some releases crash in the next call.
 API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes, Engine** out, char* text, size_t size) {
     Problem const problem{text, size};
-    Log& log = library->log;
+    Log& log = begin_call();
     if (!library->runtime) library->runtime.reset(static_cast<IRuntime*>(library->make_runtime(&log, NV_TENSORRT_VERSION)));
     if (!library->runtime) return log.refused("no runtime", problem);
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR > 8 || NV_TENSORRT_MINOR >= 6
@@ -373,10 +416,13 @@ API uint64_t hatchback_trt_context_bytes(Engine const* engine) { return engine->
 API int32_t hatchback_trt_context(
     Library* library, Engine* engine, RunMemory const* memory, Context** out, char* text, size_t size) {
     Problem const problem{text, size};
+    Log& log = begin_call();
     std::unique_ptr<ICudaEngine> own;
-#if !SHARES_PROFILES
+#if SHARES_PROFILES
+    (void)library;
+#else
     own.reset(library->runtime->deserializeCudaEngine(engine->plan.data(), engine->plan.size()));
-    if (!own) return library->log.refused("plan", problem);
+    if (!own) return log.refused("plan", problem);
 #endif
     ICudaEngine& of = own ? *own : *engine->engine;
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 10
@@ -384,7 +430,7 @@ API int32_t hatchback_trt_context(
 #else
     std::unique_ptr<IExecutionContext> context{of.createExecutionContextWithoutDeviceMemory()};
 #endif
-    if (!context) return library->log.refused("context", problem);
+    if (!context) return log.refused("context", problem);
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
     context->setDeviceMemoryV2(memory->address, static_cast<int64_t>(memory->bytes));
 #else
@@ -404,7 +450,7 @@ API int32_t hatchback_trt_choose(Context* context, int32_t profile, void* stream
     return DONE;
 }
 
-// Sets the device address of a tensor, and the shape of an input (`shape` null: the output).
+// Sets the device address of a tensor, and the shape of an input (`shape` null: the address alone).
 API int32_t hatchback_trt_bind(Context* context, InputShape const* tensor, int64_t batch, void* address) {
     if (tensor->shape) {
         Dims dims{};

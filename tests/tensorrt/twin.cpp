@@ -1,11 +1,11 @@
 // A twin of libnvinfer and its ONNX parser in one library, for tests of the shim and its callers. For
-// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. It
-// counts the changes of a profile in `twin_profile_changes`. With TWIN_REFUSES_HALF it builds no network
-// with inputs of f16. With TWIN_AWAITS, the name of a FIFO, a build lasts until the FIFO has a letter:
-// `g` for a good plan, `u` for a GPU that it does not know, `d` for a plan that the library refuses, `w`
-// for wrong scores of samples with a value above 1.5. Plans
-// are text. It accepts and refuses the same calls as TensorRT, as far as the shim can observe. It never
-// computes a network.
+// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. With
+// TWIN_REFUSES_HALF it builds no network with inputs of f16, which a thread of its own reports. With
+// TWIN_AWAITS, the name of a FIFO, a build lasts until the FIFO has a letter: `g` for a good plan, `u` for
+// a GPU that it does not know, `d` for a plan that the library refuses, `w` for wrong scores of samples
+// with a value above 1.5, `s` for a wait for the whole GPU on a thread of its own: if the driver refuses
+// that, the build fails at the next letter. Plans are text. It accepts and refuses the same calls as
+// TensorRT, as far as the shim can observe. It never computes a network.
 #include "NvInfer.h"
 #include "NvOnnxParser.h"
 #include <cmath>
@@ -17,16 +17,31 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 using namespace nvinfer1;
 
 // Bytes in which a context runs.
 constexpr int64_t RUN_BYTES = 4096;
 
+// The first logger is that of the process. TensorRT ignores any other, and its caller would not know.
 static ILogger* said_to;
+static void take_logger(void* log) {
+    if (!said_to) said_to = (ILogger*)log;
+    if (said_to == log) return;
+    fprintf(stderr, "twin: another logger than the first, which may be gone by now\n");
+    abort();
+}
 static bool say(char const* text) {
     said_to->log(ILogger::Severity::kERROR, text);
     return false;
+}
+
+// Finds a function of the driver.
+template <class T> static T of_driver(char const* name) {
+    void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? (T)dlsym(driver, name) : nullptr;
 }
 
 struct Text : IHostMemory {
@@ -98,6 +113,29 @@ struct Config : IBuilderConfig {
     void clearFlag(BuilderFlag) noexcept override {}
     int32_t addOptimizationProfile(IOptimizationProfile* p) noexcept override { profiles.push_back((Profile*)p); return (int32_t)profiles.size() - 1; }
 };
+#ifdef TWIN_AWAITS
+static int next_letter() {
+    int letter = EOF;
+    // The end of the file is that of a writer whose letter was the one before.
+    while (letter == EOF) {
+        FILE* fifo = fopen(TWIN_AWAITS, "r");
+        letter = fgetc(fifo);
+        fclose(fifo);
+    }
+    return letter;
+}
+// Waits for the whole GPU, on a thread of its own as TensorRT does.
+static bool waits_for_gpu() {
+    void* context = nullptr;
+    of_driver<int (*)(void**)>("cuCtxGetCurrent")(&context);
+    bool waited = false;
+    std::thread([&] {
+        of_driver<int (*)(void*)>("cuCtxSetCurrent")(context);
+        waited = of_driver<int (*)()>("cuCtxSynchronize")() == 0 || say("cudaDeviceSynchronize");
+    }).join();
+    return waited;
+}
+#endif
 struct Builder : IBuilder {
     std::vector<std::unique_ptr<Profile>> profiles;
     INetworkDefinition* createNetworkV2(uint32_t) noexcept override { return new Network; }
@@ -114,9 +152,8 @@ struct Builder : IBuilder {
         if (config.cache) config.cache->builds++;
         int letter = 'g';
 #ifdef TWIN_AWAITS
-        FILE* fifo = fopen(TWIN_AWAITS, "r");
-        letter = fgetc(fifo);
-        fclose(fifo);
+        letter = next_letter();
+        if (letter == 's' && !waits_for_gpu()) { next_letter(); return nullptr; }
         if (letter == 'u') { say("Target GPU SM 87 is not supported by this TensorRT release."); return nullptr; }
         if (letter == 'd') plan << "damaged ";
 #endif
@@ -127,7 +164,7 @@ struct Builder : IBuilder {
             bool is_half = false;
             for (auto& input : network.inputs) is_half |= input->name == name && input->is_half && input->is_linear;
 #ifdef TWIN_REFUSES_HALF
-            if (is_half) { say("no kernel takes this input"); return nullptr; }
+            if (is_half) { std::thread(say, "no kernel takes this input").join(); return nullptr; }
 #endif
             plan << ' ' << name << ' ' << width << ' ' << is_half;
         }
@@ -201,41 +238,14 @@ struct Plan {
 };
 // Profiles that contexts of one engine have chosen.
 using Chosen = std::multiset<int32_t>;
-static int32_t profile_changes;
-// A run, in the order of the stream.
-struct Job {
-    Plan plan;
-    float* out;
-    int64_t* memory;
-    static void run(void* p) {
-        // Not freed: a graph runs the job again.
-        ((const Job*)p)->compute();
-    }
-    void compute() const {
-        // Another context that runs in the same memory at the same time would overwrite it.
-        for (int64_t i = 0; i < RUN_BYTES / 8; i++) memory[i] = (int64_t)this;
-        for (int64_t b = 0; b < plan.inputs[0].batch; b++) {
-            float sum = 0;
-            for (auto& input : plan.inputs)
-                for (int64_t i = 0; i < input.width; i++) {
-                    float const value = input.value(b * input.width + i);
-                    sum += plan.is_wrong && value > 1.5f ? 2 * value : value;
-                }
-            uint32_t bits;
-            memcpy(&bits, &sum, 4);
-            if (plan.fp16) bits &= ~0x1fffu;
-            memcpy(out + b, &bits, 4);
-        }
-        for (int64_t i = 0; i < RUN_BYTES / 8; i++)
-            if (memory[i] != (int64_t)this) abort();
-    }
-};
 struct Context : IExecutionContext {
     Plan plan;
     float* out = nullptr;
     void* memory = nullptr;
     int32_t profile = -1;
     Chosen* chosen;
+    // Whether a profile or a shape was set after the last run outside of a recording.
+    bool changed = true;
     void choose(int32_t to) {
         if (profile >= 0) chosen->erase(chosen->find(profile));
         if ((profile = to) >= 0) chosen->insert(to);
@@ -245,8 +255,7 @@ struct Context : IExecutionContext {
         if (to < 0 || (size_t)to >= plan.profiles.size()) return say("no such profile");
         if (!plan.shares && to != profile && chosen->count(to)) return say("the profile is in use by another context");
         choose(to);
-        profile_changes++;
-        return true;
+        return changed = true;
     }
     bool setInputShape(char const* name, Dims const& dims) noexcept override {
         for (auto& input : plan.inputs)
@@ -254,6 +263,7 @@ struct Context : IExecutionContext {
                 int64_t width = 1;
                 for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
                 input.batch = dims.d[0];
+                changed = true;
                 if (profile < 0) return say("no profile is chosen");
                 auto const [least, most] = plan.profiles[profile];
                 return (width == input.width && dims.d[0] >= least && dims.d[0] <= most) || say("shape beyond the profile");
@@ -273,11 +283,35 @@ struct Context : IExecutionContext {
 #endif
     bool enqueueV3(cudaStream_t stream) noexcept override {
         if (!memory) return say("the context has no memory");
-        void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
-        if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-        auto const launch = driver ? (int (*)(cudaStream_t, void (*)(void*), void*))dlsym(driver, "cuLaunchHostFunc") : nullptr;
-        if (!launch) return say("no driver");
-        return launch(stream, Job::run, new Job{plan, out, (int64_t*)memory}) == 0 || say("cuLaunchHostFunc");
+        auto const launch = of_driver<int (*)(cudaStream_t, void (*)(void*), void*)>("cuLaunchHostFunc");
+        auto const is_recorded = of_driver<int (*)(cudaStream_t, int*)>("cuStreamIsCapturing");
+        int recorded = 0;
+        if (!launch || !is_recorded || is_recorded(stream, &recorded) != 0) return say("no driver");
+        if (recorded && changed) return say("the shape was set after the last run outside of a recording");
+        changed = false;
+        return launch(stream, run, this) == 0 || say("cuLaunchHostFunc");
+    }
+    // A run, in the order of the stream. A graph has no copy of the context: each launch takes the shapes and the addresses
+    // that the context has then, so two graphs cannot share one.
+    static void run(void* context) { ((Context*)context)->compute(); }
+    void compute() {
+        // Another context that runs in the same memory at the same time would overwrite it.
+        auto* const words = (int64_t*)memory;
+        for (int64_t i = 0; i < RUN_BYTES / 8; i++) words[i] = (int64_t)this;
+        for (int64_t b = 0; b < plan.inputs[0].batch; b++) {
+            float sum = 0;
+            for (auto& input : plan.inputs)
+                for (int64_t i = 0; i < input.width; i++) {
+                    float const value = input.value(b * input.width + i);
+                    sum += plan.is_wrong && value > 1.5f ? 2 * value : value;
+                }
+            uint32_t bits;
+            memcpy(&bits, &sum, 4);
+            if (plan.fp16) bits &= ~0x1fffu;
+            memcpy(out + b, &bits, 4);
+        }
+        for (int64_t i = 0; i < RUN_BYTES / 8; i++)
+            if (words[i] != (int64_t)this) abort();
     }
 };
 struct Engine : ICudaEngine {
@@ -341,12 +375,11 @@ struct Runtime : IRuntime {
 };
 
 #define API extern "C" __attribute__((visibility("default")))
-API int32_t twin_profile_changes() { return profile_changes; }
 API int32_t getInferLibVersion() { return NV_TENSORRT_VERSION; }
 #ifndef TWIN_LACKS_BUILDER
-API void* createInferBuilder_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IBuilder*>(new Builder); }
+API void* createInferBuilder_INTERNAL(void* log, int32_t) { take_logger(log); return static_cast<IBuilder*>(new Builder); }
 #endif
-API void* createInferRuntime_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IRuntime*>(new Runtime); }
+API void* createInferRuntime_INTERNAL(void* log, int32_t) { take_logger(log); return static_cast<IRuntime*>(new Runtime); }
 API void* createNvOnnxParser_INTERNAL(void* network, void*, int) {
     return static_cast<nvonnxparser::IParser*>(new Parser((Network*)network));
 }

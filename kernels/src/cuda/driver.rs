@@ -91,9 +91,10 @@ pub struct Calls {
     pub waits: u64,
 }
 
-/// Held while work is recorded, because a wait for the whole device would invalidate the recording.
-/// The lock is global like the context, even if the GPU is opened several times.
-static RECORDING: Mutex<()> = Mutex::new(());
+/// The number of recordings that have begun. Locked during each of them, because a wait for the
+/// whole device would invalidate the recording. It is global like the context, even if the GPU is
+/// opened several times. Threads of NVIDIA's libraries do not know it.
+static RECORDINGS: Mutex<u64> = Mutex::new(0);
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
@@ -196,6 +197,13 @@ impl Gpu {
         &self.name
     }
 
+    /// Returns what code that was built for one GPU depends on. The modules of a board share a name
+    /// and differ in their multiprocessors.
+    pub fn kind(&self) -> String {
+        let Self { name, sm, processors, .. } = self;
+        format!("{name}, compute capability {sm}, {processors} multiprocessors")
+    }
+
     /// Returns the compute capability, such as 87 for 8.7.
     pub fn sm(&self) -> u32 {
         self.sm
@@ -287,9 +295,15 @@ impl Gpu {
         &self.own
     }
 
-    /// Keeps all threads from waiting for the whole device until the guard is dropped.
-    pub(super) fn recording(&self) -> MutexGuard<'static, ()> {
-        RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Keeps our threads from waiting for the whole device until the guard is dropped. A caller
+    /// that records counts that.
+    pub(super) fn recording(&self) -> MutexGuard<'static, u64> {
+        RECORDINGS.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns how many recordings have begun in this process, after the last of them has ended.
+    pub(crate) fn recordings(&self) -> u64 {
+        *self.recording()
     }
 
     /// Waits for all streams.

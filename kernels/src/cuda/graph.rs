@@ -9,10 +9,11 @@ use crate::cuda::error::{CudaError, DriverError, check, report};
 use cudarc::driver::sys;
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::time::Duration;
 
-/// Number of attempts to record. Other code of the process that uses the GPU may invalidate a
-/// recording.
-const RECORD_ATTEMPTS: usize = 4;
+/// Pauses before the attempts to record after the first, in ms. Other code of the process may
+/// invalidate a recording, such as a build of TensorRT, which waits for the GPU again and again.
+const RECORD_PAUSES_MS: [u64; 3] = [1, 20, 400];
 
 impl Stream {
     fn begin_recording(&self) -> Result<(), CudaError> {
@@ -103,7 +104,7 @@ impl<T> Graphs<T> {
     /// Records the work that `work` puts onto the stream that `stream` returns. Returns the graph's
     /// number; numbers count from 0. `work` must not wait, allocate or free memory that the device
     /// can access, or use another stream. If other code of the process invalidates a recording, it
-    /// is repeated, up to `RECORD_ATTEMPTS` times. So `work` may run more than once.
+    /// is repeated after each of `RECORD_PAUSES_MS`. So `work` may run more than once.
     ///
     /// # Errors
     /// The error of `work`, or [`CudaError::Driver`] if the work cannot be recorded.
@@ -113,19 +114,22 @@ impl<T> Graphs<T> {
         mut work: impl FnMut(&mut T) -> Result<(), E>,
     ) -> Result<usize, E> {
         let gpu = Arc::clone(stream(&self.resources).gpu());
-        let _no_wait = gpu.recording();
-
-        let mut attempts = 0..RECORD_ATTEMPTS;
+        let mut pauses = RECORD_PAUSES_MS.into_iter();
         let graph = loop {
+            let mut recordings = gpu.recording();
+            *recordings += 1;
             stream(&self.resources).begin_recording()?;
             let worked = work(&mut self.resources);
             // The recording must end even if the work failed.
             let graph = Recording::end(stream(&self.resources));
-            attempts.next();
-            if attempts.is_empty() || !graph.as_ref().is_err_and(is_invalidated) {
+            // In a pause other threads may wait for the device.
+            drop(recordings);
+            let is_invalidated = graph.as_ref().is_err_and(is_invalidated);
+            let Some(ms) = pauses.next().filter(|_| is_invalidated) else {
                 worked?;
                 break graph?;
-            }
+            };
+            std::thread::sleep(Duration::from_millis(ms));
         };
 
         graph.upload(stream(&self.resources))?;

@@ -157,7 +157,7 @@ pub struct DeviceEngine {
 }
 
 pub(super) enum Backend {
-    TensorRt { engine: tensorrt::Engine, name: String },
+    TensorRt { engine: Arc<tensorrt::Engine>, name: String },
     Plan { plan: Arc<DevicePlan>, precision: Precision },
 }
 

@@ -24,6 +24,10 @@ use crate::simd::isa::Isa;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// Attempts to build a plan of which all but the last failed while a graph was recorded. Starts and
+/// swaps record, for milliseconds, so a third failure has another reason.
+const BUILD_ATTEMPTS: usize = 3;
+
 /// A plan that was built here and gave the CPU's scores on generated samples. No engine uses it
 /// before it is kept.
 pub struct BuiltPlan {
@@ -258,7 +262,7 @@ impl Loader<'_> {
                 compute_capability: None,
             };
             let plans = Plans::new(&options.plans);
-            let path = plans.path(tensorrt, self.gpu.name(), &build);
+            let path = plans.path(tensorrt, &self.gpu.kind(), &build);
             work(&Inputs { tensorrt, plans, path, build, precision })
         };
         if precision == Precision::F16 && !self.f16_inputs.is_empty() {
@@ -278,8 +282,27 @@ impl Loader<'_> {
         self.load_plan(inputs, &plan, "kept from before")
     }
 
-    /// Builds the plan, unless the kept one is good.
+    /// Builds the plan as [`Loader::build_once`] does, and again if a recording may have been what
+    /// failed it: TensorRT's threads wait for the whole GPU, which a driver refuses meanwhile.
     fn build_plan(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
+        let mut again = 1..BUILD_ATTEMPTS;
+        loop {
+            let before = self.gpu.recordings();
+            match self.build_once(inputs) {
+                Err(GpuDenseError::TensorRt(e))
+                    if matches!(*e, TensorRtError::Refused(_))
+                        && self.gpu.recordings() != before
+                        && again.next().is_some() =>
+                {
+                    log::warn!("a build failed beside a recording, and is repeated: {e}");
+                }
+                built => return built,
+            }
+        }
+    }
+
+    /// Builds the plan, unless the kept one is good.
+    fn build_once(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
         match self.load_kept(inputs) {
             Ok(_) => return Ok(None),
             Err(e) if e.is_final() => return Err(e),
@@ -292,7 +315,7 @@ impl Loader<'_> {
         }
 
         let Inputs { tensorrt, plans, path, build, .. } = inputs;
-        let at = plans.timings(tensorrt, self.gpu.name());
+        let at = plans.timings(tensorrt, &self.gpu.kind());
         let mut timings = plans.kept(&at).ok().flatten().unwrap_or_default();
         let plan = tensorrt.build(build, &mut timings)?;
         plans.keep_unproven(path, &plan);

@@ -26,10 +26,11 @@ fn recorded_batches(batch_max: usize) -> impl Iterator<Item = usize> {
     (0..).map(|n| 1usize << n).take_while(move |&batch| batch < batch_max).chain([batch_max])
 }
 
-/// Returns the batch size of each scratch.
+/// Returns the batch size of each scratch: of one, or of that of each graph.
 fn scratch_batches(engine: &DeviceEngine, batch_max: usize) -> impl Iterator<Item = usize> {
     let each = engine.graphs_own_scratch();
-    recorded_batches(batch_max).filter(move |&batch| batch == batch_max || each)
+    let batches = recorded_batches(batch_max).filter(move |&batch| batch == batch_max || each);
+    batches.flat_map(move |batch| std::iter::repeat_n(batch, if each { 2 } else { 1 }))
 }
 
 /// Returns the sizes that are recorded: those of each batch size together, ascending.
@@ -40,6 +41,11 @@ fn recorded_sizes(batch_max: usize, has_requests: bool) -> Vec<RequestSize> {
         requests.chain([samples]).map(move |requests| RequestSize { samples, requests })
     });
     sizes.collect()
+}
+
+/// Returns the graphs of size `number`: a request, and the completion of its misses.
+fn graphs_of(number: usize) -> [usize; 2] {
+    [2 * number, 2 * number + 1]
 }
 
 /// Returns the number of the smallest of `sizes` that holds as much as `size`.
@@ -59,7 +65,7 @@ pub struct StepInputs<'a> {
 
 /// One worker's requests on the device. All memory is allocated at the start.
 pub struct Step {
-    /// Two for each recorded size: a request, and the completion of its misses.
+    /// Two for each recorded size, numbered as [`graphs_of`] says.
     graphs: Graphs<Resources>,
     /// The reason why there are no graphs; `None` if there are.
     refused: Option<GpuDenseError>,
@@ -83,7 +89,7 @@ struct Resources {
 /// The dense network, and the copies to its inputs.
 struct Network {
     engine: Arc<DeviceEngine>,
-    /// One scratch for all sizes, or one for each if every graph needs its own.
+    /// One scratch for all graphs, or one for each if every graph needs its own.
     scratches: Vec<DeviceScratch>,
     /// Words of a row of each part.
     words: Vec<usize>,
@@ -140,23 +146,24 @@ impl Network {
         self.engine.kernels.gather(stream, from, numbers, shape, to)
     }
 
-    /// Puts the part of a run of size `number` onto `stream` that needs nothing looked up.
+    /// Puts the part of graph `graph` onto `stream` that needs nothing looked up.
     fn run_early(
         &mut self,
         stream: &Stream,
-        number: usize,
+        graph: usize,
         shape: RunShape<'_>,
         inputs: &[View<f32>],
     ) -> Result<(), GpuDenseError> {
-        let number = number.min(self.scratches.len() - 1);
-        self.engine.enqueue_early(stream, shape, inputs, &mut self.scratches[number])
+        let scratch = graph.min(self.scratches.len() - 1);
+        self.engine.enqueue_early(stream, shape, inputs, &mut self.scratches[scratch])
     }
 
-    /// Copies vectors to the inputs that they feed too, and puts the rest of the run onto `stream`.
+    /// Copies vectors to the inputs that they feed too, and puts the rest of the run of graph
+    /// `graph` onto `stream`.
     fn run_rest(
         &mut self,
         stream: &Stream,
-        number: usize,
+        graph: usize,
         shape: RunShape<'_>,
         inputs: &[View<f32>],
         scores: View<f32>,
@@ -172,8 +179,8 @@ impl Network {
             let shape = ResultShape { samples, width };
             engine.kernels.gather(stream, from, View::none(), shape, to)?;
         }
-        let number = number.min(scratches.len() - 1);
-        engine.enqueue_rest(stream, shape, inputs, scores, &mut scratches[number])
+        let scratch = graph.min(scratches.len() - 1);
+        engine.enqueue_rest(stream, shape, inputs, scores, &mut scratches[scratch])
     }
 }
 
@@ -193,9 +200,8 @@ impl Resources {
         inputs
     }
 
-    /// Puts the part of size `number`, which is `size`, onto the branch that needs nothing looked
-    /// up.
-    fn begin(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
+    /// Puts the part of graph `graph`, of `size`, onto the branch that needs nothing looked up.
+    fn begin(&mut self, graph: usize, size: RequestSize) -> Result<(), GpuDenseError> {
         let Self { lookup, network, inputs, fed, .. } = self;
         let branch = lookup.branch();
         branch.fork(lookup.stream())?;
@@ -206,7 +212,7 @@ impl Resources {
         }
         let shape = RunShape { size, request_of: lookup.request_of(size.samples) };
         let inputs = Self::inputs_of(network, inputs, fed, size);
-        network.run_early(branch.stream(), number, shape, &inputs)
+        network.run_early(branch.stream(), graph, shape, &inputs)
     }
 
     /// Puts the query of a request of `size` onto the stream.
@@ -215,18 +221,18 @@ impl Resources {
         self.lookup.launch_beside(size)
     }
 
-    /// Puts the rest of size `number`, which is `size`, onto the stream.
-    fn score(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
+    /// Puts the rest of graph `graph`, of `size`, onto the stream.
+    fn score(&mut self, graph: usize, size: RequestSize) -> Result<(), GpuDenseError> {
         let Self { lookup, network, inputs, fed, scores, .. } = self;
         let shape = RunShape { size, request_of: lookup.request_of(size.samples) };
         let inputs = Self::inputs_of(network, inputs, fed, size);
-        network.run_rest(lookup.stream(), number, shape, &inputs, scores.view())?;
+        network.run_rest(lookup.stream(), graph, shape, &inputs, scores.view())?;
         Ok(lookup.branch().join(lookup.stream())?)
     }
 
-    /// Puts the completion of a request with late samples and requests of `size` onto the stream.
-    /// Their rows must have been read when the stream runs it.
-    fn complete(&mut self, number: usize, size: RequestSize) -> Result<(), GpuDenseError> {
+    /// Puts graph `graph`, the completion of a request with late samples and requests of `size`,
+    /// onto the stream. Their rows must have been read when the stream runs it.
+    fn complete(&mut self, graph: usize, size: RequestSize) -> Result<(), GpuDenseError> {
         let Self { lookup, network, inputs, fed, misses_max, late, .. } = self;
         let (stream, branch) = (lookup.stream(), lookup.branch());
         let is_shared = !lookup.request_of(size.samples).is_empty();
@@ -242,7 +248,7 @@ impl Resources {
         for FedInput { input, values } in fed.iter() {
             copy(network, branch.stream(), *input, values.view())?;
         }
-        network.run_early(branch.stream(), number, shape, &late_inputs)?;
+        network.run_early(branch.stream(), graph, shape, &late_inputs)?;
 
         lookup.finish(*misses_max)?;
         for (i, from) in inputs.iter().enumerate() {
@@ -251,7 +257,7 @@ impl Resources {
             }
         }
         branch.join(stream)?;
-        network.run_rest(stream, number, shape, &late_inputs, late.scores.view())
+        network.run_rest(stream, graph, shape, &late_inputs, late.scores.view())
     }
 }
 
@@ -356,20 +362,21 @@ impl Step {
         let Self { graphs, refused, sizes } = self;
         for (number, &size) in sizes.iter().enumerate() {
             // The first run, for samples without keys, is not recorded, because driver and
-            // libraries allocate memory in it.
+            // libraries allocate memory in it, and a context of TensorRT gets its shapes.
+            let [first, second] = graphs_of(number);
             let resources = graphs.resources_mut();
-            resources.begin(number, size)?;
+            resources.begin(first, size)?;
             resources.query(size)?;
-            resources.score(number, size)?;
-            resources.complete(number, size)?;
+            resources.score(first, size)?;
+            resources.complete(second, size)?;
             Self::stream_of(resources).wait()?;
 
             let request = |r: &mut Resources| {
-                r.begin(number, size)?;
+                r.begin(first, size)?;
                 r.query(size)?;
-                r.score(number, size)
+                r.score(first, size)
             };
-            let complete = |r: &mut Resources| r.complete(number, size);
+            let complete = |r: &mut Resources| r.complete(second, size);
             let recorded = graphs
                 .record(Self::stream_of, request)
                 .and_then(|_| graphs.record(Self::stream_of, complete));
@@ -426,7 +433,8 @@ impl Step {
             return begun.map_err(|e| e.into_cuda(self.stream().gpu()));
         }
         let number = self.write_request(batch.into(), bags, fill);
-        self.graphs.launch(2 * number, Self::stream_of, |r, launch| r.lookup.in_turn(launch))
+        let [graph, _] = graphs_of(number);
+        self.graphs.launch(graph, Self::stream_of, |r, launch| r.lookup.in_turn(launch))
     }
 
     /// Writes a request to the memory that the device reads; returns the number of its size.
@@ -465,9 +473,10 @@ impl Step {
     ) -> Result<(), GpuDenseError> {
         let number = self.write_request(batch.into(), bags, fill);
         let (resources, size) = (self.graphs.resources_mut(), self.sizes[number]);
-        resources.begin(number, size)?;
+        let [graph, _] = graphs_of(number);
+        resources.begin(graph, size)?;
         resources.lookup.in_turn(|| resources.query(size))?;
-        resources.score(number, size)
+        resources.score(graph, size)
     }
 
     /// Finishes the bags of the last misses of a request, as [`GpuLookup::finish_bags`] does, and
@@ -486,11 +495,12 @@ impl Step {
         let Self { graphs, sizes, .. } = self;
         let Resources { lookup, late, .. } = graphs.resources_mut();
         let number = late.list(lookup.open_samples(), lookup.ends(), sizes);
+        let [_, graph] = graphs_of(number);
         match &self.refused {
-            None => graphs.launch(2 * number + 1, Self::stream_of, |_, launch| launch())?,
+            None => graphs.launch(graph, Self::stream_of, |_, launch| launch())?,
             Some(_) => {
                 let resources = graphs.resources_mut();
-                let completed = resources.complete(number, sizes[number]);
+                let completed = resources.complete(graph, sizes[number]);
                 completed.map_err(|e| e.into_cuda(resources.lookup.stream().gpu()))?;
             }
         }

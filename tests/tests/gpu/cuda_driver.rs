@@ -8,6 +8,7 @@ use hatchback_kernels::cuda::memory::{Buffer, Mapped};
 use hatchback_kernels::gpu::GpuDenseError;
 use hatchback_tests::standin;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// A driver that is newer than this program returns codes that no list has.
 #[test]
@@ -52,8 +53,11 @@ fn work_that_invalidates_a_recording_is_an_error() {
     let _turn = standin::alone();
     let gpu = standin::gpu(7);
     let mut graphs = Graphs::new(gpu.stream().unwrap());
+    let started = Instant::now();
     let refused: Result<usize, CudaError> = graphs.record(|stream| stream, |stream| stream.wait());
     assert!(matches!(refused.err().unwrap(), CudaError::Driver { .. }));
+    // It pauses between attempts, for what other code does meanwhile.
+    assert!(started.elapsed() >= Duration::from_millis(400), "{:?}", started.elapsed());
     graphs.resources().wait().unwrap();
     let takes = |stream: &mut Stream| stream.gpu().buffer::<u8>(8).map(drop);
     assert!(graphs.record(|stream| stream, takes).is_err());
@@ -126,7 +130,7 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
             let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
                 stream.upload_async(from, to, 3)?;
                 // Gives the other threads time to run.
-                std::thread::sleep(std::time::Duration::from_micros(300));
+                std::thread::sleep(Duration::from_micros(300));
                 stream.upload_async(from, to, 3)
             };
             graphs.record(|named| &named.0, work)?;

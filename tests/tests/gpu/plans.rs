@@ -19,14 +19,18 @@ use hatchback::request::worker::Worker;
 use hatchback::schema::KeySpace;
 use hatchback::schema::sample::Sample;
 use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::{CudaError, Stream};
+use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
 use hatchback_tests::standin;
 use hatchback_tools::pack::spec::{CodecChoice, ProbeSpec};
 use hatchback_tools::report::metrics::largest_difference;
 use hatchback_tools::workload::onnx::{Graph, Type, int};
+use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -61,7 +65,10 @@ impl SlowTwin {
 
     /// Ends the build that has begun, and waits until it has read that.
     fn end(&self, mut build: File, letter: &[u8]) {
-        build.write_all(letter).unwrap();
+        // Between two reads nobody reads.
+        while build.write_all(letter).is_err() {
+            std::thread::yield_now();
+        }
         while rustix::io::ioctl_fionread(&build).unwrap() > 0 {
             std::thread::yield_now();
         }
@@ -335,6 +342,42 @@ fn a_swap_does_not_wait_for_the_plan_of_its_release_which_is_built_once() {
         slow.end(build, b"g");
     });
     assert!(car.runs_on().starts_with("TensorRT"));
+}
+
+/// A thread of TensorRT waits for the whole GPU while a worker records. The driver fails both.
+#[test]
+fn a_build_and_a_recording_that_disturb_each_other_are_both_repeated() {
+    let _turn = standin::alone();
+    if standin::load().is_none() {
+        return println!("SKIPPED: a recording at the moment of a wait: only the twin waits then");
+    }
+    let (slow, release) = (SlowTwin::new(), release(1, true));
+    let car = Car::new(&slow, &release);
+    let mut graphs = Graphs::new(standin::gpu(31).stream().unwrap());
+    std::thread::scope(|scope| {
+        let steps = scope.spawn(|| take_steps(&car.serving));
+        let (mut build, mut attempts) = (Some(slow.begun()), 0);
+        let record = |_: &mut Stream| {
+            attempts += 1;
+            if let Some(build) = build.take() {
+                slow.end(build, b"s");
+                // The driver has refused the wait before the twin reads the next letter.
+                slow.end(slow.begun(), b"u");
+            }
+            Ok::<_, CudaError>(())
+        };
+        graphs.record(|stream| stream, record).unwrap();
+        assert_eq!(attempts, 2);
+
+        // Whatever is built after this is good.
+        let nonblocking = OFlags::NONBLOCK.bits() as i32;
+        while !steps.is_finished() {
+            let next = OpenOptions::new().write(true).custom_flags(nonblocking).open(&slow.fifo);
+            let _ = next.and_then(|mut next| next.write_all(b"g"));
+            std::thread::yield_now();
+        }
+    });
+    assert!(car.runs_on().starts_with("TensorRT"), "{}", car.runs_on());
 }
 
 /// A plan is optional, so its network waits while something else has the memory.

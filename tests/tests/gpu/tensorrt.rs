@@ -117,13 +117,19 @@ fn a_missing_library_or_entry_is_named() {
         "{said}"
     );
 
-    let said = TensorRt::open(&twin.shim, Some((&twin.library, Path::new("/nowhere/parser.so"))))
-        .err()
-        .unwrap();
+    // Only a build needs the parser.
+    let onnx = sum_network();
+    let without = |parser: &Path| {
+        let tensorrt = TensorRt::open(&twin.shim, Some((&twin.library, parser))).unwrap();
+        tensorrt.build(&build(&onnx, "sum", false), &mut Vec::new()).unwrap_err()
+    };
+    let said = without(Path::new("/nowhere/parser.so"));
     assert!(
         matches!(&said, TensorRtError::NoLibrary(text) if text.contains("parser.so")),
         "{said}"
     );
+    let said = without(&twin.shim);
+    assert!(matches!(&said, TensorRtError::NoEntry(name) if name.contains("Parser")), "{said}");
 
     let said = refusal(&twin.library, &twin.library);
     assert!(
@@ -200,6 +206,35 @@ fn networks_with_other_inputs_or_outputs_than_the_build_are_refused() {
     let newer = open(&newer.shim, &newer.library).unwrap();
     let said = newer.build(&build(&onnx, "sum", true), &mut Vec::new()).unwrap_err();
     assert!(matches!(said, TensorRtError::NoFp16(v) if v.to_string() == "11.4.3"), "{said}");
+}
+
+/// TensorRT keeps the first logger of the process. The twin ends the process if it gets another.
+#[test]
+fn the_logger_outlives_the_library_that_came_first() {
+    let _turn = standin::shared();
+    let [first, second] = [(); 2].map(|()| open(&twin().shim, &twin().library).unwrap());
+    let (gpu, onnx) = (standin::gpu(3), sum_network());
+    let asked = build(&onnx, "sum", false);
+    let plan = first.build(&asked, &mut Vec::new()).unwrap();
+    drop(first.load(&gpu, &plan, &asked).unwrap());
+    let engine = second.load(&gpu, &plan, &asked).unwrap();
+    drop(first);
+    let said = second.load(&gpu, b"no plan", &asked).err().unwrap().to_string();
+    assert_eq!(said, "TensorRT: plan: the plan is of another release");
+    drop(engine);
+}
+
+/// A thread of TensorRT has no caller, and its error is the reason of the build that it belongs to.
+#[test]
+fn a_refused_build_has_the_error_of_a_thread_of_its_own() {
+    let _turn = standin::shared();
+    let refusing = compile(8, 6, &["-DTWIN_REFUSES_HALF"]).library;
+    let tensorrt = open(&twin().shim, &refusing).unwrap();
+    let onnx = sum_network();
+    let half = BuildInput { of: InputType::F16, ..input("x", &[5]) };
+    let asked = Build { inputs: vec![half], ..build(&onnx, "sum", true) };
+    let said = tensorrt.build(&asked, &mut Vec::new()).unwrap_err().to_string();
+    assert_eq!(said, "TensorRT: build: no kernel takes this input");
 }
 
 #[test]

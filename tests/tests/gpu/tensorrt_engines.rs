@@ -6,7 +6,7 @@ use crate::one_key::OneKey;
 use crate::tensorrt::{Twin, compile, open, sum_network, sum_network_of, twin};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
-use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::cuda::driver::{Gpu, Profile};
 use hatchback_kernels::cuda::memory::View;
 use hatchback_kernels::dense::{Activation, DenseEngine, InputPart};
 use hatchback_kernels::gpu::lookup::{Keys, RequestSize};
@@ -135,6 +135,34 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
     assert!(said.contains("other scores than the CPU"), "{said}");
 }
 
+/// Boards of one name differ in their multiprocessors, and desks' GPUs in their capability.
+#[test]
+fn a_plan_is_not_used_on_another_gpu_of_the_same_name() {
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver drives one GPU only");
+    };
+    let on = |device| {
+        stand_in.device(device);
+        Gpu::open(Profile::default()).unwrap()
+    };
+    let [gpu, fewer, later] = [c"ptx", c"sm_89", c"desk"].map(on);
+    assert_eq!([gpu.name(), fewer.name()], [later.name(); 2]);
+    assert_eq!((gpu.sm(), fewer.processors()), (fewer.sm(), later.processors()));
+    let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+    let (inputs, activation) = ([("x", 5)], Activation::None);
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output: "sum", activation };
+    let options = options(false, folder.path());
+    for (device, gpu) in [(c"ptx", &gpu), (c"sm_89", &fewer), (c"desk", &later)] {
+        stand_in.device(device);
+        let engine = DeviceEngine::load(gpu, &network, &options).unwrap();
+        assert!(engine.rejected()[0].contains("no plan at"), "{:?}", engine.rejected());
+        assert!(built(gpu, &network, &options).runs_on().contains("TensorRT"));
+    }
+    stand_in.device(c"board");
+}
+
 /// The twin counts the builds of a cache. A damaged cache, or one of another release, is made
 /// again.
 #[test]
@@ -144,7 +172,7 @@ fn the_timings_of_a_build_are_kept_for_the_next() {
     let folder = tempfile::tempdir().unwrap();
     let plans = Plans::new(folder.path());
     let tensorrt = open(&twin().shim, &twin().library).unwrap();
-    let at = plans.timings(&tensorrt, gpu.name());
+    let at = plans.timings(&tensorrt, &gpu.kind());
     let build = |width| {
         let onnx = sum_network_of(width);
         let (inputs, activation) = ([("x", width)], Activation::None);

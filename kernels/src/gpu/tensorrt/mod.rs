@@ -11,6 +11,6 @@ mod shim;
 
 pub use build::{BatchClass, Build, BuildInput, Types};
 pub use error::{TensorRtError, Version};
-pub use library::{Engine, TensorRt};
+pub use library::TensorRt;
 pub use plans::{OpenBuild, Plans};
-pub use shim::Context;
+pub use shim::{Context, Engine};

@@ -157,13 +157,13 @@ impl Plans {
             .try_for_each(|(_, old)| fs::remove_file(old))
     }
 
-    /// Returns the file of the timings of all builds by `tensorrt` for the GPU with the name `gpu`.
+    /// Returns the file of the timings of all builds by `tensorrt` for GPUs of the kind `gpu`.
     pub fn timings(&self, tensorrt: &TensorRt, gpu: &str) -> PathBuf {
         let name = format!("{} {gpu}", tensorrt.version());
         self.folder.join(hex(Sha256::new_with_prefix(name))).with_extension("timings")
     }
 
-    /// Returns the file of the plan of `build` for the GPU with the name `gpu`.
+    /// Returns the file of the plan of `build` for GPUs of the kind `gpu`.
     pub fn path(&self, tensorrt: &TensorRt, gpu: &str, build: &Build) -> PathBuf {
         let mut hash = Sha256::new();
         let mut take = |bytes: &[u8]| {

@@ -16,7 +16,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 6;
+const INTERFACE: i32 = 7;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -154,13 +154,14 @@ unsafe impl Send for Owned {}
 /// The loaded shim and library, which are of the same release of TensorRT.
 pub(super) struct Shim {
     calls: Calls,
-    /// Locked because its builder, runtime and log admit one thread at a time.
+    /// Locked because its runtime admits one thread at a time.
     library: Mutex<Owned>,
     pub version: Version,
 }
 
-/// A network that is ready on this GPU. It is read-only; workers share it.
-pub(super) struct Engine {
+/// A network that is ready to run on this GPU. Holding one proves that it has the inputs and the
+/// output of its build. It is read-only; workers share it.
+pub struct Engine {
     engine: Owned,
     inputs: Vec<Input>,
     output: CString,
@@ -201,6 +202,8 @@ pub struct Context {
     context: Owned,
     engine: Arc<Engine>,
     _memory: Arc<Buffer<f32>>,
+    /// The batch of the shapes that it has.
+    batch: Option<usize>,
 }
 
 /// The releases of the shim's headers and of the library.
@@ -295,7 +298,7 @@ impl Shim {
     }
 
     /// Loads the shim from `shim`, and through it TensorRT: from `libraries` (`libnvinfer` and its
-    /// ONNX parser), or by name.
+    /// ONNX parser), or by name. A build loads the parser.
     pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
         // SAFETY: the shim's initializers are harmless; the operator who configures the path
         // vouches for the file.
@@ -424,33 +427,40 @@ impl Shim {
 }
 
 impl Engine {
-    /// Returns the bytes that the engine takes, without contexts.
+    /// Returns the bytes that the engine takes, without contexts: its weights, counted as the bytes
+    /// of its plan, which contains them. TensorRT does not report them. TensorRT 8.5 needs the plan
+    /// for each context, so there the plan itself counts too.
     pub fn bytes(&self) -> u64 {
         // SAFETY: the call reads numbers that never change.
         unsafe { (self.shim.calls.engine_bytes)(self.engine.get()) }
     }
 
-    /// Returns the bytes of device memory in which contexts run.
+    /// Returns the bytes of device memory in which contexts run, one at a time.
     pub fn run_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.run_bytes)(self.engine.get()) }
     }
 
-    /// Returns the bytes that one context takes beside the memory of its runs.
+    /// Returns the bytes that one context takes beside [`Engine::run_bytes`]: with TensorRT 8.5 a
+    /// copy of the weights, counted as the bytes of the plan.
     pub fn context_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
     }
 
-    /// Creates a context whose runs use `memory`.
+    /// Creates a context whose runs use `memory`, which has [`Engine::run_bytes`] bytes at least.
+    /// No two contexts with the same memory may run at the same time.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`] if there is not enough device memory.
     pub fn context(self: &Arc<Self>, memory: &Arc<Buffer<f32>>) -> Result<Context, TensorRtError> {
         let (mut context, mut problem) = (null_mut(), Problem::new());
         let bytes = 4 * memory.len() as u64;
         assert!(bytes >= self.run_bytes(), "the contexts' memory is too small");
         let own = RunMemory { address: memory.address() as *mut c_void, bytes };
         let library = self.shim.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the engine belongs to this library; the lock admits one thread to its log. The
-        // memory is as large as the engine's runs demand, and the context keeps it.
+        // SAFETY: the engine belongs to this library; the lock admits one thread to its runtime.
+        // The memory is as large as the engine's runs demand, and the context keeps it.
         let code = unsafe {
             let (engine, text) = (self.engine.get(), problem.0.as_mut_ptr());
             let out = &mut context;
@@ -458,13 +468,14 @@ impl Engine {
         };
         problem.check(code, self.shim.versions())?;
         let context = Owned::new(context, self.shim.calls.drop_context)?;
-        Ok(Context { context, engine: Arc::clone(self), _memory: Arc::clone(memory) })
+        Ok(Context { context, engine: Arc::clone(self), _memory: Arc::clone(memory), batch: None })
     }
 }
 
 impl Context {
     /// Puts a run of `batch` samples onto `stream`: `inputs`, in the order of the build, to
-    /// `output`. The buffers must stay alive until the stream has run the work.
+    /// `output`. The buffers must stay alive until the stream has run the work. A recorded run
+    /// needs a context of its own, whose last run had the same batch and was not recorded.
     ///
     /// # Errors
     /// [`TensorRtError::Interface`] if an input is too short, [`TensorRtError::Refused`] if
@@ -505,12 +516,15 @@ impl Context {
                 unsafe { (calls.bind)(context, &tensor, batch as i64, address as *mut c_void) };
             if code == outcome::DONE { Ok(()) } else { Err(refused(name)) }
         };
+        // TensorRT demands a run after a shape is set, before one is recorded.
+        let has_shapes = self.batch.take() == Some(batch);
         for (input, words) in self.engine.inputs.iter().zip(inputs) {
-            bind(&input.name, input.shape(), words.address())?;
+            let shape = if has_shapes { without_shape(&input.name) } else { input.shape() };
+            bind(&input.name, shape, words.address())?;
         }
         let name = self.engine.output.as_c_str();
-        let output_shape = InputShape { name: name.as_ptr(), shape: null(), rank: 0, is_f16: 0 };
-        bind(name, output_shape, output.address())?;
+        bind(name, without_shape(name), output.address())?;
+        self.batch = Some(batch);
 
         // SAFETY: every tensor is bound; the stream is alive.
         let code = unsafe { (calls.enqueue)(context, stream.raw().cast()) };
@@ -520,6 +534,11 @@ impl Context {
         stream.count_launch();
         Ok(())
     }
+}
+
+/// Returns a tensor whose address alone is set.
+fn without_shape(name: &CStr) -> InputShape {
+    InputShape { name: name.as_ptr(), shape: null(), rank: 0, is_f16: 0 }
 }
 
 /// Returns the inputs for the shim.
