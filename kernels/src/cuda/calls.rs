@@ -5,7 +5,8 @@
 #![allow(unsafe_code)]
 
 use cudarc::driver::sys::{
-    CUcontext, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
+    CUcontext, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmodule,
+    CUstream,
 };
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::NonNull;
@@ -111,6 +112,8 @@ calls! { needed {
     copy_on_device = "cuMemcpyDtoDAsync_v2" (CUdeviceptr, CUdeviceptr, usize, CUstream);
 } optional {
     // Only measurements call it. Drivers from 12.8 on have `_v2`, and may drop the old symbol.
+    // Only measurements need it.
+    edges = "cuGraphGetEdges" (CUgraph, *mut CUgraphNode, *mut CUgraphNode, *mut usize);
     elapsed = "cuEventElapsedTime_v2" | "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
 }}
 

@@ -8,6 +8,7 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::dense::{Activation, DenseEngine};
+use hatchback_kernels::gpu::gather::EmptyGraph;
 use hatchback_kernels::gpu::lookup::Keys;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
@@ -188,6 +189,14 @@ struct BusBudget {
     read: [u64; 2],
     /// Bytes written if all rows are cached: the scores, and counters.
     written: u64,
+
+            // A measurement compares the request with an empty graph of its shape.
+            let shape = car.step.shape(batch).unwrap();
+            let nodes = [counts.nodes, counts.chain].map(|nodes| nodes as usize);
+            assert_eq!([shape.nodes, shape.chain], nodes, "{said}");
+            EmptyGraph::new(&gpu, shape).unwrap().run().unwrap();
+            let empty = standin::load().unwrap().counts();
+            assert_eq!([empty.nodes, empty.chain], [counts.nodes, counts.chain], "{said}");
     /// Bytes read and written for each missing row, which has 32 bytes.
     of_missing: [u64; 2],
 }
