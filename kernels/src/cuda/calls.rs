@@ -76,7 +76,6 @@ calls! { needed {
     retain_context = "cuDevicePrimaryCtxRetain" (*mut CUcontext, i32);
     release_context = "cuDevicePrimaryCtxRelease_v2" (i32);
     bind_context = "cuCtxSetCurrent" (CUcontext);
-    wait_for_all = "cuCtxSynchronize" ();
     priorities = "cuCtxGetStreamPriorityRange" (*mut i32, *mut i32);
     new_stream = "cuStreamCreateWithPriority" (*mut CUstream, u32, i32);
     free_stream = "cuStreamDestroy_v2" (CUstream);
@@ -112,9 +111,9 @@ calls! { needed {
     copy_on_device = "cuMemcpyDtoDAsync_v2" (CUdeviceptr, CUdeviceptr, usize, CUstream);
 } optional {
     // Only measurements call it. Drivers from 12.8 on have `_v2`, and may drop the old symbol.
+    elapsed = "cuEventElapsedTime_v2" | "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
     // Only measurements need it.
     edges = "cuGraphGetEdges" (CUgraph, *mut CUgraphNode, *mut CUgraphNode, *mut usize);
-    elapsed = "cuEventElapsedTime_v2" | "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
 }}
 
 impl Calls {

@@ -176,6 +176,8 @@ impl Cublas {
 impl Drop for Cublas {
     fn drop(&mut self) {
         // SAFETY: the only owner of the handle is being dropped.
+        // cuBLAS waits for the whole device.
+        let _no_recording = self.gpu.recording();
         let destroyed = self
             .gpu
             .bind()

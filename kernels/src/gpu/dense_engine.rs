@@ -506,7 +506,10 @@ impl DeviceEngine {
             let uploaded = self.upload_inputs(&stream, inputs, samples)?;
             // A score that no kernel writes is no number.
             stream.upload(&vec![f32::NAN; scores.len()], &scores, 0)?;
-            self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch)?;
+            let enqueued = self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch);
+            // A run that failed may have launched some of its work.
+            stream.wait()?;
+            enqueued?;
             let mut found = vec![0.0; batch * self.outputs];
             stream.download(&scores, 0, &mut found)?;
             let expected = &expected[first * self.outputs..][..found.len()];

@@ -182,6 +182,34 @@ fn the_longest_chain_of_a_request_is_the_layers_and_the_pairs() {
     }
 }
 
+/// A worker that ends waits for its two streams and for the changes so far, and for nothing else:
+/// not once for each piece of memory, and not for all work of other workers.
+#[test]
+fn a_worker_that_ends_waits_once_for_each_of_its_streams() {
+    let _turn = standin::alone();
+    let gpu = standin::gpu(4);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: only the stand-in counts waits");
+    };
+    let tables = tables(&gpu);
+    let mut other = Car::new(&tables, Keys::Copied, 4);
+    let keys = vec![2; BATCH_MAX];
+    let offsets: Vec<u32> = (0..=BATCH_MAX as u32).collect();
+    for seed in 5..9 {
+        let mut car = Car::new(&tables, Keys::Copied, seed);
+        // Its insert may go on after the answer.
+        assert!(car.score(3, 1) > 0);
+        other.step.lookup().begin(BATCH_MAX, |_| Bags::new(&keys, &offsets)).unwrap();
+        let before = stand_in.counts().waits;
+        drop(car);
+        let waits = stand_in.counts().waits - before;
+        assert!(waits <= 3, "{waits} waits");
+        let mut statuses = vec![LookupStatus::default(); BATCH_MAX];
+        let Car { step, misses, .. } = &mut other;
+        assert!(!step.lookup().collect(misses, &mut statuses).unwrap() && misses.is_empty());
+    }
+}
+
 /// What a request may move over the bus. A warp counts each 32 bytes that it reads or writes once.
 struct BusBudget {
     batch: usize,
