@@ -17,8 +17,9 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
-/// Workspace that NVIDIA recommends for a GPU of compute capability `sm`: 32 MiB from Hopper on.
-fn workspace_bytes(sm: u32) -> usize {
+/// Returns the bytes of the workspace that NVIDIA recommends for compute capability `sm`: 32 MiB
+/// from Hopper on.
+pub(crate) fn workspace_bytes(sm: u32) -> usize {
     if sm >= 90 { 32 << 20 } else { 4 << 20 }
 }
 
@@ -175,9 +176,9 @@ impl Cublas {
 
 impl Drop for Cublas {
     fn drop(&mut self) {
-        // SAFETY: the only owner of the handle is being dropped.
         // cuBLAS waits for the whole device.
         let _no_recording = self.gpu.recording();
+        // SAFETY: the only owner of the handle is being dropped.
         let destroyed = self
             .gpu
             .bind()

@@ -6,7 +6,7 @@
 //! backend that it uses. `dense_loader.rs` chooses it.
 
 use crate::cuda::Device;
-use crate::cuda::cublas::Cublas;
+use crate::cuda::cublas::{Cublas, workspace_bytes};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::run::sharing::InputPart;
@@ -113,7 +113,9 @@ impl GpuDense {
     }
 
     /// Returns the bytes that the driver takes on `device`, with our kernels and the libraries that
-    /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing.
+    /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing. Of
+    /// TensorRT it has the libraries alone: the runtime, which a model's first plan starts, is in
+    /// no line of the memory plan.
     pub fn driver_bytes(&self, device: &Device) -> u64 {
         let Device::Cuda(gpu) = device else { return 0 };
         let load = || {
@@ -255,7 +257,10 @@ impl DeviceEngine {
                 let words = joined + self.logit_words().unwrap_or(0);
                 engine.context_bytes() + 4 * (words * batch_max) as u64
             }
-            Backend::Plan { plan, .. } => plan.scratch_bytes(batch_max) as u64,
+            Backend::Plan { plan, precision } => {
+                let workspace = precision.factors().map_or(0, |_| workspace_bytes(self.gpu.sm()));
+                (plan.scratch_bytes(batch_max) + workspace) as u64
+            }
         }
     }
 
