@@ -12,7 +12,9 @@ use crate::cuda::memory::{Buffer, View};
 use crate::dense::run::sharing::InputPart;
 use crate::dense::{Activation, DenseEngine, DenseError};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{DenseKernels, IMAGES, REREAD_BYTES_MAX, ResultShape, RowColumns};
+use crate::gpu::dense_kernels::{
+    DenseKernels, IMAGES, OWN_ROWS_MAX, REREAD_BYTES_MAX, ResultShape, RowColumns,
+};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, PlanWork, RunShape, Scores};
 use crate::gpu::input_type::InputType;
 use crate::gpu::launch::{CHANGES, LOOKUP};
@@ -27,10 +29,6 @@ use std::sync::Arc;
 
 /// Samples on which a GPU's scores are compared with the CPU's.
 const CHECK_SAMPLES: usize = 64;
-
-/// Rows in the host's memory that products read there, once: for more, a copy costs less than what
-/// the other kernels gain.
-const ONCE_ROWS_MAX: usize = 512;
 
 /// A dense network, and the names of its inputs and output in the schema.
 #[derive(Clone, Copy, Debug)]
@@ -389,12 +387,12 @@ impl DeviceEngine {
     /// Returns whether a run reads `rows` rows of part `part` where the host wrote them. Otherwise
     /// they are copied to the device first.
     pub(crate) fn reads_in_place(&self, part: usize, rows: usize) -> bool {
-        let Backend::Plan { plan, precision } = &self.backend else {
+        let Backend::Plan { plan, .. } = &self.backend else {
             // A context of TensorRT keeps the addresses of its inputs.
             return false;
         };
-        let is_once = *precision == Precision::Exact && plan.reads_once(part);
-        4 * rows * self.input_words(part) <= REREAD_BYTES_MAX || is_once && rows <= ONCE_ROWS_MAX
+        4 * rows * self.input_words(part) <= REREAD_BYTES_MAX
+            || rows <= OWN_ROWS_MAX && plan.reads_once(part)
     }
 
     /// Puts the rest of a run onto `stream`, after [`DeviceEngine::enqueue_early`].
