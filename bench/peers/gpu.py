@@ -14,7 +14,8 @@ NVE is the Python package pynve. A peer that cannot run here prints SKIPPED and 
 peer must first give torch's rows or sums. Only then is it timed, with events on the stream. The
 key sets of a point rotate as they do in the report, so that no loop measures the second-level
 cache. `share` is the peer's time divided by Hatchback's: 2 means that Hatchback is twice as fast.
-With --device cpu only torch runs, to try the script. Exit status 77: no peer can run here.
+The bar is the least share of gpu_cache at the largest batch of f32 rows. With --device cpu only
+torch runs, to try the script. Exit status 77: no peer can run here.
 """
 
 import argparse
@@ -31,6 +32,8 @@ import time
 
 TABLES = 26
 ROUNDS, REPEATS = 30, 5
+# The bar: Hatchback's lookups are this many times as fast as those of gpu_cache.
+BAR = 2.0
 # Slots of a cache for each row: sets that are 77 % full on average seldom overflow.
 SLOTS_PER_ROW = 1.3
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -243,8 +246,9 @@ def check(torch, shape, found):
         raise RuntimeError(f"a value differs from torch's by {difference}")
 
 
-def start_peers(torch, device):
-    """Returns the peers that can run here; prints why the others cannot."""
+def start_peers(torch, device, missing):
+    """Returns the peers that can run here; prints why the others cannot, and adds it to `missing`.
+    """
     peers = []
     for peer in [Torch, CuEmbed, GpuCache, Nve]:
         try:
@@ -252,12 +256,34 @@ def start_peers(torch, device):
                 raise Skipped("it has no CPU")
             peers.append(peer(torch))
         except Skipped as e:
+            missing[peer.name] = str(e)
             print(f"SKIPPED: {peer.name}: {e}")
     return peers
 
 
-def measure(torch, device, peers, points, folder):
-    """Returns a line of figures for each peer and point. Points that a peer lacks are left out."""
+def bar(lines, missing):
+    """Returns the bar in the form of the benches' reports; prints it. `missing` has the reason why
+    a peer has no figures.
+    """
+    figures = {"name": f"times as fast as {GpuCache.name}, rows of f32, one key", "bar": BAR}
+    of_peer = [line for line in lines if line["peer"] == GpuCache.name]
+    if of_peer:
+        batch = max(line["batch"] for line in of_peer)
+        least = min(line["share"] for line in of_peer if line["batch"] == batch)
+        figures |= {"value": least, "holds": least >= BAR}
+        said = f"batch {batch}: {least:.3f}, demanded {BAR:g}: "
+        said += "holds" if figures["holds"] else "MISSED"
+    else:
+        figures["not run"] = missing.get(GpuCache.name, "it ran no point")
+        said = f"not run: {figures['not run']}"
+    print(f"bar: {figures['name']}: {said}")
+    return figures
+
+
+def measure(torch, device, peers, points, folder, missing):
+    """Returns a line of figures for each peer and point. Points that a peer lacks are left out;
+    `missing` has the last reason.
+    """
     lines, failed = [], False
     for point in points:
         shape = Shape(torch, point, folder, device)
@@ -281,6 +307,8 @@ def measure(torch, device, peers, points, folder):
                 figures = f"SKIPPED: {e}"
             except Exception as e:
                 failed, figures = True, f"FAILED: {type(e).__name__}: {e}"
+            if "us" not in line:
+                missing[peer.name] = figures
             print(f"{line['dim']:4} x {line['codec']}, {line['hotness']} a bag, {line['keys']:7}, "
                   f"batch {line['batch']:6}: {peer.name:20} {figures}", flush=True)
             lines += [line] if "us" in line else []
@@ -288,6 +316,7 @@ def measure(torch, device, peers, points, folder):
 
 
 def nothing_runs(why):
+    bar([], {GpuCache.name: why})
     print(f"SKIPPED: all peers: {why}")
     sys.exit(77)
 
@@ -311,11 +340,14 @@ def main():
             f"{options.report}: no point has keys;"
             " run `hatchback-bench gpu shapes --keys FOLDER`"
         )
-    peers = start_peers(torch, options.device)
-    lines, failed = measure(torch, options.device, peers, points, options.keys)
+    missing = {}
+    peers = start_peers(torch, options.device, missing)
+    lines, failed = measure(torch, options.device, peers, points, options.keys, missing)
+    # gpu_cache has rows of f32 only.
+    bars = [bar(lines, missing)] if any(p["codec"] == "f32" for p in points) else []
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"bench": "gpu peers", "points": lines}, file, indent=1)
+            json.dump({"bench": "gpu peers", "bars": bars, "points": lines}, file, indent=1)
     sys.exit(1 if failed else 0)
 
 

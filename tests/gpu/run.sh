@@ -160,11 +160,15 @@ step() { # step STEP COMMAND...: records it if --only names it or its part, once
     case $recorded in *,"$1",*) return 0 ;; esac
     record "$@"
 }
-bench() { # bench STEP ARGUMENT...: a step that runs `hatchback-bench gpu`; the report has its tables too
-    bench_step=$1 before=$recorded
+shown() { # shown STEP COMMAND...: a step whose output the report has too, with its figures and bars
+    before=$recorded
+    step "$@"
+    [ "$recorded" = "$before" ] || tee -a report.txt <"$1.log"
+}
+bench() { # bench STEP ARGUMENT...: a step that runs `hatchback-bench gpu`
+    bench_step=$1
     shift
-    step "$bench_step" run hatchback-bench gpu "$@" $quick ${HATCHBACK_BENCH:-} --json "$bench_step.json"
-    [ "$recorded" = "$before" ] || tee -a report.txt <"$bench_step.log"
+    shown "$bench_step" run hatchback-bench gpu "$@" $quick ${HATCHBACK_BENCH:-} --json "$bench_step.json"
 }
 # A step that cannot run here ends with this status and reason.
 skip() { echo "SKIPPED: $1"; return 77; }
@@ -244,7 +248,7 @@ profile() { # profile KERNEL BATCH SKIP LAUNCHES
 }
 # Times other libraries on the keys of some shapes. On the stand-in only torch runs, on the CPU.
 peers() { # peers CODEC
-    command -v python3 >/dev/null || { skip "all peers: no python3"; return; }
+    command -v python3 >/dev/null || { skip "all peers, and the bar of gpu_cache: no python3"; return; }
     sizes=64,8192 device=cuda
     [ -z "${HATCHBACK_STANDIN:-}" ] || sizes=4 device=cpu
     run hatchback-bench gpu shapes --codec "$1" $quick --batch "$sizes" --keys "$work/keys" --json "$work/shapes.json" &&
@@ -260,7 +264,7 @@ run_part() {
         seconds=75
         for suite in cuda_kernels cuda_changes gpu_dense; do step $suite suite $suite; done
         step litmus tests cuda_changes::changes_wait_for_the_queries_of_recorded_graphs
-        requests="--batch 1,64,1024,8192" lookups="--batch 64,8192"
+        requests="--batch 1,64,256,1024,8192" lookups="--batch 64,8192"
         [ -z "$quick" ] || requests='' lookups=''
         for precision in exact f32; do bench requests_$precision requests --precision $precision $requests; done
         bench lookups_f16 shapes --codec f16 $lookups
@@ -278,11 +282,11 @@ run_part() {
     swap) bench swap swap ;;
     profile)
         seconds=58
-        # The launches that are skipped warm graphs of all batch sizes up. A request of the benchmark has
+        # The kernels of the requests that `bench` measures. The launches that are skipped warm graphs of all batch sizes up. A request of the benchmark has
         # eight matrices, and they differ.
         step profile_matrix profile dense_matrix_few 64 200 8
         step profile_query profile query_tables 8192 100 2
-        step profile_products profile dense_products 8192 40 2
+        step profile_pairs profile dense_pairs 8192 40 2
         step profile_finish profile finish_bags 1024 50 2
         ;;
     sanitize)
@@ -291,7 +295,7 @@ run_part() {
         ;;
     peers)
         seconds=115
-        for codec in f32 f16; do step peers_$codec peers $codec; done
+        for codec in f32 f16; do shown peers_$codec peers $codec; done
         ;;
     esac
 }

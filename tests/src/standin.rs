@@ -170,7 +170,7 @@ impl StandIn {
 
     /// Makes `times` calls fail after `after` more calls of their kind; the GPU keeps running.
     /// `what` is the name of a kernel that is launched, `graph` for the launch of a graph, `wait`
-    /// for a wait for a stream, `wait for all`, or `pinned memory` for its allocation.
+    /// for a wait for a stream, or `pinned memory` for its allocation.
     pub fn fault(&self, what: &std::ffi::CStr, after: u32, times: u32) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its
         // argument.

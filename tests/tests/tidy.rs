@@ -19,7 +19,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 12] = [
     ("kernels/src", 20_845),
-    ("kernels/cuda", 2_460),
+    ("kernels/cuda", 2_800),
     ("runtime/src", 20_266),
     ("link/src", 630),
     ("server/src", 4_865),
@@ -27,7 +27,7 @@ const LINES_MAX: [(&str, usize); 12] = [
     ("capi/src", 950),
     ("python/src", 520),
     ("tools/src", 16_313),
-    ("tools/trainer/hatchback_trainer", 5_450),
+    ("tools/trainer/hatchback_trainer", 6_760),
     ("bench/src", 11_240),
     ("tests/src", 6_265),
 ];

@@ -2,13 +2,14 @@
 
 use super::keys::Rotation;
 use crate::bars::Bar;
-use crate::results::table;
-use anyhow::Result;
-use hatchback_tools::{report, say};
+use hatchback_kernels::cuda::graph::GraphShape;
+use hatchback_tools::report;
 use serde::Serialize;
 
 /// Whole requests, each one recorded graph. The bar on launches counts these.
 pub const GRAPH: &str = "request, one graph";
+/// Graphs of kernels that do nothing, with the nodes and the longest chain of a request's.
+pub const EMPTY: &str = "empty graph";
 /// Whole requests, each kernel launched alone.
 pub const KERNELS: &str = "request, kernel by kernel";
 /// Whole requests of which some rows are missing.
@@ -23,7 +24,7 @@ pub const LOOKUP_KEYS_COPIED: &str = "lookup, keys brought";
 pub const LOOKUP_KEYS_IN_PLACE: &str = "lookup, keys in place";
 
 /// The figures of one kind of work at one batch size.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct GpuFigures {
     /// Name of the work.
     pub what: String,
@@ -39,6 +40,8 @@ pub struct GpuFigures {
     pub p99_us: f64,
     /// Median time on the GPU, between two events, µs; lookups alone.
     pub gpu_us_p50: Option<f64>,
+    /// Nodes and longest chain of the graph, if there is one and the driver tells them.
+    pub graph: Option<GraphShape>,
     /// Kernels and graphs launched per request.
     pub launches: f64,
     /// Times that the host waited per request.
@@ -48,6 +51,11 @@ pub struct GpuFigures {
     /// The key sets of the loop and what they touch; lookups alone.
     #[serde(flatten)]
     pub rotation: Option<Rotation>,
+}
+
+/// Returns the median time of `what` at `batch`, µs.
+fn p50_us(points: &[GpuFigures], what: &str, batch: usize) -> Option<f64> {
+    points.iter().find(|p| p.what == what && p.batch == batch).map(|p| p.p50_us)
 }
 
 /// Returns the demanded figures; `copied_gb_per_s` is the memory's own speed.
@@ -60,6 +68,17 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
     let hits = points.iter().filter(|p| p.what == GRAPH && p.hit_rate == 1.0);
     let most = hits.map(|p| p.launches.max(p.waits)).fold(0.0, f64::max);
 
+    let whole = "µs of a request of batch 256, all rows cached, p50";
+    let whole = match p50_us(points, GRAPH, 256) {
+        Some(us) => Bar::at_most(whole, us, 300.0),
+        None => Bar::not_run(whole, 300.0, "the run has no batch 256"),
+    };
+    let one = "a request of one sample, in times of an empty graph with its nodes and its chain";
+    let one = match [GRAPH, EMPTY].map(|what| p50_us(points, what, 1)) {
+        [Some(us), Some(empty)] => Bar::at_most(one, us / empty, 1.5),
+        [None, _] => Bar::not_run(one, 1.5, "the run has no batch 1"),
+        [_, None] => Bar::not_run(one, 1.5, "no graph, or its driver does not list its edges"),
+    };
     vec![
         Bar::at_least_if(
             format!("lookups of batch {batch}, share of the memory's copying speed"),
@@ -67,77 +86,67 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
             0.7,
         ),
         Bar::at_least("requests an own launch and an own wait, all rows cached", 1.0 / most, 1.0),
-        Bar::not_run(
-            "lookups a second beside HPS's cache kernels on the same keys",
-            2.0,
-            "`bench/peers/gpu.py` runs them",
-        ),
+        whole,
+        one,
     ]
 }
 
-/// Prints the table.
-///
-/// # Errors
-/// Standard output is closed.
-pub fn print_table(points: &[GpuFigures]) -> Result<()> {
-    let cells = |p: &GpuFigures| {
-        let time =
-            |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
-        [
-            p.what.clone(),
-            report::count(p.batch as u64),
-            format!("{:.3}", p.hit_rate),
-            time(p.p50_us),
-            time(p.p99_us),
-            p.gpu_us_p50.map_or(String::new(), time),
-            format!("{:.0}", p.launches),
-            format!("{:.0}", p.waits),
-            p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
-            p.rotation.map_or(String::new(), |r| report::bytes(r.bytes_a_rotation as u64)),
-        ]
-    };
-    let heads = ", batch, hit rate, p50, p99, on the GPU, launches, waits, GB/s, key sets touch";
-    say!("{}", table(heads, points.iter().map(cells)))
+/// The heads of the table.
+pub const HEADS: &str = "what, batch, hit rate, p50, p99, on the GPU, nodes, launches, waits, \
+                         GB/s, key sets touch";
+
+/// Returns a row of the table.
+pub fn cells(p: &GpuFigures) -> [String; 11] {
+    let time = |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
+    let nodes = |g: GraphShape| format!("{}, chain {}", g.nodes, g.chain);
+    [
+        p.what.clone(),
+        report::count(p.batch as u64),
+        format!("{:.3}", p.hit_rate),
+        time(p.p50_us),
+        time(p.p99_us),
+        p.gpu_us_p50.map_or(String::new(), time),
+        p.graph.map_or(String::new(), nodes),
+        format!("{:.0}", p.launches),
+        format!("{:.0}", p.waits),
+        p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
+        p.rotation.map_or(String::new(), |r| report::bytes(r.bytes_a_rotation as u64)),
+    ]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn point(what: &str, batch: usize, launches: f64, gb_per_s: Option<f64>) -> GpuFigures {
-        GpuFigures {
-            what: what.to_owned(),
-            batch,
-            rounds: 1,
-            hit_rate: 1.0,
-            p50_us: 1.0,
-            p99_us: 1.0,
-            gpu_us_p50: None,
-            launches,
-            waits: 1.0,
-            gb_per_s,
-            rotation: None,
-        }
+    fn point(what: &str, batch: usize, p50_us: f64) -> GpuFigures {
+        let (what, gb_per_s) = (what.to_owned(), Some(p50_us));
+        let once = GpuFigures { launches: 1.0, waits: 1.0, hit_rate: 1.0, ..Default::default() };
+        GpuFigures { what, batch, p50_us, gb_per_s, ..once }
+    }
+
+    fn said(points: &[GpuFigures]) -> Vec<String> {
+        bars(points, 100.0).iter().map(ToString::to_string).collect()
     }
 
     #[test]
     fn the_widest_lookups_and_the_most_launches_count() {
-        let points = [
-            point(LOOKUP, 1, 1.0, Some(90.0)),
-            point(LOOKUP, 64, 1.0, Some(60.0)),
-            point(GRAPH, 1, 1.0, None),
-            point(GRAPH, 64, 2.0, None),
-        ];
-        let found: Vec<String> = bars(&points, 100.0).iter().map(ToString::to_string).collect();
-        assert!(
-            found[0].contains("batch 64")
-                && found[0].contains("0.600")
-                && found[0].ends_with("MISSED")
-        );
+        let two = GpuFigures { launches: 2.0, ..point(GRAPH, 64, 1.0) };
+        let points = [point(LOOKUP, 1, 90.0), point(LOOKUP, 64, 60.0), point(GRAPH, 1, 1.0), two];
+        let found = said(&points);
+        assert!(found[0].contains("batch 64") && found[0].contains("0.600"), "{found:?}");
         assert!(found[1].contains("0.500") && found[1].ends_with("MISSED"), "{found:?}");
-        assert!(found[2].contains("HPS") && found[2].contains("not run"), "{found:?}");
-        let found: Vec<String> =
-            bars(&points[2..3], 100.0).iter().map(ToString::to_string).collect();
+        let found = said(&points[2..3]);
         assert!(found[0].contains("not run") && found[1].ends_with("holds"), "{found:?}");
+    }
+
+    #[test]
+    fn a_request_is_compared_with_a_time_and_with_an_empty_graph() {
+        let points = [point(GRAPH, 1, 30.0), point(EMPTY, 1, 15.0), point(GRAPH, 256, 299.0)];
+        let found = said(&points);
+        assert!(found[2].contains("299") && found[2].ends_with("holds"), "{found:?}");
+        assert!(found[3].contains("2.000") && found[3].ends_with("MISSED"), "{found:?}");
+        let found = said(&points[..1]);
+        assert!(found[2].ends_with("no batch 256") && found[3].contains("no graph"), "{found:?}");
+        assert!(said(&points[2..])[3].ends_with("no batch 1"));
     }
 }

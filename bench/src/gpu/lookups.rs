@@ -92,9 +92,8 @@ impl LookupSets<'_> {
             p99_us: percentile(&mut times.host_us, 0.99),
             gpu_us_p50: Some(gpu_us),
             launches: 1.0,
-            waits: 0.0,
             gb_per_s: Some((batch * moved) as f64 / gpu_us / 1e3),
-            rotation: None,
+            ..GpuFigures::default()
         })
     }
 }

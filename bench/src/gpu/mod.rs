@@ -22,10 +22,10 @@ use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use hatchback::Codec;
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
-use hatchback_kernels::gpu::Precision;
 use hatchback_kernels::gpu::device_info::facts;
+use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
 use hatchback_tools::{report, say};
-use model::{DenseOptions, ModelOptions};
+use model::ModelOptions;
 use serde::Serialize;
 use shapes::ShapeOptions;
 use std::path::PathBuf;
@@ -34,6 +34,9 @@ use swap::SwapOptions;
 
 /// All codecs of rows.
 const CODECS: [Codec; 4] = [Codec::F32, Codec::F16, Codec::U8, Codec::U4];
+
+/// Memory that TensorRT may use while it builds a plan.
+const WORKSPACE_BYTES: u64 = 256 << 20;
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -106,9 +109,14 @@ impl GpuArgs {
         self.rows.unwrap_or(if self.quick { quick } else { full })
     }
 
-    fn dense_options(&self) -> DenseOptions {
-        let (tensorrt, plans) = (self.tensorrt.clone(), self.plans.clone());
-        DenseOptions { tensorrt, plans, precision: self.precision }
+    fn dense(&self) -> GpuDense {
+        let tensorrt = self.tensorrt.clone().map(|shim| TensorRtOptions {
+            shim,
+            libraries: None,
+            plans: self.plans.clone(),
+            workspace_bytes_max: WORKSPACE_BYTES,
+        });
+        GpuDense { tensorrt, precision: self.precision }
     }
 
     fn model_options(&self, batches: &[usize]) -> ModelOptions {
@@ -116,7 +124,7 @@ impl GpuArgs {
             rows: self.rows(300, 400_000),
             batch_max: batches.iter().copied().max().unwrap_or(1),
             quick: self.quick,
-            dense: self.dense_options(),
+            dense: self.dense(),
         }
     }
 
@@ -136,7 +144,7 @@ impl GpuArgs {
             rows: self.rows(300, 40_000),
             batch: self.batches(&[4], &[64]).into_iter().max().unwrap_or(1),
             quick: self.quick,
-            dense: self.dense_options(),
+            dense: self.dense(),
             json: self.json.clone(),
         }
     }

@@ -12,16 +12,11 @@ use hatchback_kernels::dense::InputPart;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::{Step, StepInputs};
 use hatchback_kernels::gpu::{
-    BuiltPlan, DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType, Precision,
-    TensorRtOptions,
+    BuiltPlan, DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, InputType,
 };
 use hatchback_kernels::lookup::miss_list::MissList;
 use hatchback_tools::workload::synthetic::{CRITEO_ONNX, DENSE};
-use std::path::PathBuf;
 use std::sync::Arc;
-
-/// Memory that TensorRT may use while it builds a plan.
-const WORKSPACE_BYTES: u64 = 256 << 20;
 
 /// The model's options.
 pub struct ModelOptions {
@@ -32,30 +27,7 @@ pub struct ModelOptions {
     /// Small sizes and few rounds.
     pub quick: bool,
     /// What runs the dense network.
-    pub dense: DenseOptions,
-}
-
-/// What runs the dense network.
-pub struct DenseOptions {
-    /// Path of libhatchback_tensorrt.so; `None` runs the dense network on our kernels.
-    pub tensorrt: Option<PathBuf>,
-    /// Directory of TensorRT's plans.
-    pub plans: PathBuf,
-    /// How precisely the dense network is computed.
-    pub precision: Precision,
-}
-
-impl DenseOptions {
-    /// Returns the options in the runtime's form.
-    pub fn on_gpu(&self) -> GpuDense {
-        let tensorrt = self.tensorrt.clone().map(|shim| TensorRtOptions {
-            shim,
-            libraries: None,
-            plans: self.plans.clone(),
-            workspace_bytes_max: WORKSPACE_BYTES,
-        });
-        GpuDense { tensorrt, precision: self.precision }
-    }
+    pub dense: GpuDense,
 }
 
 /// The network, the width of its rows, and the names of its inputs.
@@ -94,7 +66,7 @@ impl MeasuredNetwork {
             output: "logit",
             activation: Activation::Sigmoid,
         };
-        let (dense, fed) = (options.dense.on_gpu(), vec![0]);
+        let (dense, fed) = (options.dense.clone(), vec![0]);
         let device =
             DeviceOptions { dense, batch_max: options.batch_max, f16_inputs: vec![1], fed };
         // Measured is the network with its plan, as it is a while after a start.

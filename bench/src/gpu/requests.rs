@@ -2,18 +2,18 @@
 //! while another thread updates rows. Also the lookups alone. Never reads flash: a random row
 //! stands for the row that the runtime would read, and is inserted as the runtime inserts one.
 
-use super::figures::{self, GRAPH, GpuFigures, KERNELS, MISSES, UPDATES};
+use super::figures::{self, EMPTY, GRAPH, GpuFigures, KERNELS, MISSES, UPDATES};
 use super::keys::{KeyDraw, KeySet};
 use super::lookups::time_lookups;
 use super::model::{GpuModel, ModelOptions};
 use super::updater::under_updates;
-use crate::bars::bars_table;
 use crate::filled_cache::TABLES;
 use crate::peer::percentile;
 use crate::results::{BenchReport, HostMachine, prints_tables};
 use anyhow::{Result, ensure};
 use hatchback::LookupStatus;
 use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::gpu::gather::EmptyGraph;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
@@ -61,28 +61,24 @@ pub fn run(
 ) -> Result<()> {
     let model = GpuModel::new(gpu, options)?;
     let copied = copied_gb_per_s(gpu, options.quick)?;
+    let [memory, l2] = [gpu.memory()?, gpu.l2_bytes()?].map(|n| report::bytes(n as u64));
+    let (name, major, minor) = (gpu.name(), gpu.sm() / 10, gpu.sm() % 10);
+    let (engine, rejected) = (model.engine.runs_on(), model.engine.rejected().join("; "));
+    // Before the measurements, which may be stopped.
     if prints_tables(json) {
-        let [memory, l2] = [gpu.memory()?, gpu.l2_bytes()?].map(|n| report::bytes(n as u64));
-        let (name, sm) = (gpu.name(), gpu.sm());
-        say!("{name}, compute capability {}.{}, {memory} of memory", sm / 10, sm % 10)?;
-        say!("the second-level cache has {l2}")?;
-        model.engine.rejected().iter().try_for_each(|why| say!("passed over: {why}"))?;
-        say!("the dense network runs on {}", model.engine.runs_on())?;
+        say!("{name}, compute capability {major}.{minor}, {memory} of memory, {l2} of L2 cache")?;
+        say!("the dense network runs on {engine}; passed over: [{rejected}]")?;
         say!("the memory copies at {copied:.0} GB/s (read and written)")?;
     }
 
     let (points, updated) = measure(&model, options, batches)?;
+    let updated = report::count(updated);
+    let about = format!("{updated} rows were overwritten during the requests with updates");
     let bars = figures::bars(&points, copied);
-    if prints_tables(json) {
-        figures::print_table(&points)?;
-        say!("{} rows were overwritten during these requests", report::count(updated))?;
-        say!("{}", bars_table(&bars))?;
-    }
-
-    let (rows, engine, name) = (options.rows, model.engine.runs_on(), gpu.name());
-    let model = format!("{TABLES} tables of {rows} rows, f16, 1 key; {name}; {engine}");
+    let model = format!("{TABLES} tables of {} rows, f16, 1 key; {name}; {engine}", options.rows);
     let machine = HostMachine::this();
-    BenchReport { bench: "gpu requests", machine, model, bars, points }.write_to(json)
+    let report = BenchReport { bench: "gpu requests", machine, model, bars, points };
+    report.publish(&about, figures::HEADS, figures::cells, json)
 }
 
 /// Measures all batch sizes with all rows cached. Then measures updates and misses. Misses come
@@ -98,6 +94,7 @@ fn measure(
         points.extend(time_lookups(model, batch, options.quick)?);
         let hits = RequestShape { batch, missing: 0 };
         points.push(requests.time(GRAPH, hits, LaunchMode::Graph)?);
+        points.extend(requests.time_empty(batch)?);
         points.push(requests.time(KERNELS, hits, LaunchMode::Kernels)?);
     }
 
@@ -176,12 +173,35 @@ impl<'a> RequestLoop<'a> {
             hit_rate: 1.0 - missed as f64 / (rounds * (batch * TABLES) as f64),
             p50_us: percentile(&mut times, 0.5),
             p99_us: percentile(&mut times, 0.99),
-            gpu_us_p50: None,
+            graph: self.step.shape(batch).filter(|_| mode == LaunchMode::Graph),
             launches: launches as f64 / rounds,
             waits: waits as f64 / rounds,
-            gb_per_s: None,
-            rotation: None,
+            ..GpuFigures::default()
         })
+    }
+
+    /// Times empty graphs with the nodes of a request's; `None` if its graph is not known.
+    fn time_empty(&self, batch: usize) -> Result<Option<GpuFigures>> {
+        let Some(shape) = self.step.shape(batch) else { return Ok(None) };
+        let mut empty = EmptyGraph::new(&self.model.gpu, shape)?;
+        empty.run()?;
+        let mut times = Vec::with_capacity(self.rounds);
+        for _ in 0..self.rounds {
+            let start = Instant::now();
+            empty.run()?;
+            times.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+        Ok(Some(GpuFigures {
+            what: EMPTY.to_owned(),
+            batch,
+            rounds: self.rounds,
+            p50_us: percentile(&mut times, 0.5),
+            p99_us: percentile(&mut times, 0.99),
+            graph: empty.shape(),
+            launches: 1.0,
+            waits: 1.0,
+            ..GpuFigures::default()
+        }))
     }
 
     /// Scores one request. Missing rows are staged and inserted. Returns the lookups that missed.

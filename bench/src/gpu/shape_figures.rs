@@ -2,9 +2,7 @@
 
 use super::keys::Rotation;
 use crate::bars::Bar;
-use crate::results::table;
-use anyhow::Result;
-use hatchback_tools::{report, say};
+use hatchback_tools::report;
 use serde::Serialize;
 
 /// The bar: share of the gather's speed, for rows of this many bytes and up, and such batches.
@@ -82,32 +80,28 @@ pub fn bars(points: &[ShapeFigures]) -> Vec<Bar> {
     vec![Bar::at_least(what, least, BAR)]
 }
 
-/// Prints the table.
-///
-/// # Errors
-/// Standard output is closed.
-pub fn print_table(points: &[ShapeFigures]) -> Result<()> {
-    let cells = |p: &ShapeFigures| {
-        let best = p.best_tile();
-        [
-            format!("{} x {}", p.dim, p.codec),
-            p.row_bytes.to_string(),
-            p.hotness.to_string(),
-            p.keys.clone(),
-            report::count(p.batch as u64),
-            format!("{:.1} µs", p.gpu_us_p50),
-            format!("{:.1} µs", p.gpu_us_p99),
-            format!("{:.0}", p.gb_per_s),
-            format!("{:.0}", p.gather_gb_per_s),
-            format!("{:.2}", p.share),
-            p.tile.to_string(),
-            format!("{}: {:.1} µs", best.tile, best.gpu_us_p50),
-            report::bytes(p.rotation.bytes_a_rotation as u64),
-        ]
-    };
-    let heads = "rows, bytes, keys a bag, keys, batch, p50, p99, GB/s, gather, share, tile, \
-                 best tile, key sets touch";
-    say!("{}", table(heads, points.iter().map(cells)))
+/// The heads of the table.
+pub const HEADS: &str = "rows, bytes, keys a bag, keys, batch, p50, p99, GB/s, gather, share, \
+                         tile, best tile, key sets touch";
+
+/// Returns a row of the table.
+pub fn cells(p: &ShapeFigures) -> [String; 13] {
+    let best = p.best_tile();
+    [
+        format!("{} x {}", p.dim, p.codec),
+        p.row_bytes.to_string(),
+        p.hotness.to_string(),
+        p.keys.clone(),
+        report::count(p.batch as u64),
+        format!("{:.1} µs", p.gpu_us_p50),
+        format!("{:.1} µs", p.gpu_us_p99),
+        format!("{:.0}", p.gb_per_s),
+        format!("{:.0}", p.gather_gb_per_s),
+        format!("{:.2}", p.share),
+        p.tile.to_string(),
+        format!("{}: {:.1} µs", best.tile, best.gpu_us_p50),
+        report::bytes(p.rotation.bytes_a_rotation as u64),
+    ]
 }
 
 #[cfg(test)]

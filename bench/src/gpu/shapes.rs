@@ -6,12 +6,11 @@
 use super::keys::{KEY_BYTES, KeySet, Rotation, Skew, load_sets, rotating_sets};
 use super::loops::{LoopSize, time_launches};
 use super::model::{DeviceInput, features};
-use super::shape_figures::{ShapeFigures, TileTime, bars, print_table};
+use super::shape_figures::{HEADS, ShapeFigures, TileTime, bars, cells};
 use super::tables::FilledTables;
-use crate::bars::bars_table;
 use crate::filled_cache::TABLES;
 use crate::peer::percentile;
-use crate::results::{BenchReport, HostMachine, prints_tables};
+use crate::results::{BenchReport, HostMachine};
 use anyhow::{Context, Result};
 use hatchback::{Codec, RowFormat};
 use hatchback_kernels::cuda::driver::{Gpu, Stream};
@@ -19,7 +18,7 @@ use hatchback_kernels::cuda::memory::Buffer;
 use hatchback_kernels::gpu::InputType;
 use hatchback_kernels::gpu::gather::PlainGather;
 use hatchback_kernels::gpu::lookup::{GpuLookup, Keys, LookupLimits};
-use hatchback_tools::{report, say};
+use hatchback_tools::report;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -76,15 +75,12 @@ pub fn run(gpu: &Arc<Gpu>, options: &ShapeOptions) -> Result<()> {
     }
 
     let bars = bars(&points);
-    if prints_tables(options.json.as_ref()) {
-        print_table(&points)?;
-        say!("{}", bars_table(&bars))?;
-    }
     let l2 = report::bytes(gpu.l2_bytes()? as u64);
     let model = format!("{TABLES} tables; {}, {l2} of second-level cache", gpu.name());
-    let machine = HostMachine::this();
-    BenchReport { bench: "gpu shapes", machine, model, bars, points }
-        .write_to(options.json.as_ref())
+    let about = model.clone();
+    let report =
+        BenchReport { bench: "gpu shapes", machine: HostMachine::this(), model, bars, points };
+    report.publish(&about, HEADS, cells, options.json.as_ref())
 }
 
 /// The shape of one point.
@@ -106,9 +102,9 @@ struct Bench<'a> {
 
 /// The rows that are gathered: as many as the tables have, of random bytes.
 struct GatheredRows {
+    stream: Stream,
     gather: PlainGather,
     rows: Buffer<u32>,
-    stream: Stream,
 }
 
 impl<'a> Bench<'a> {
@@ -280,7 +276,8 @@ impl GatheredRows {
         let slots = places.iter().map(upload).collect::<Result<Vec<_>>>()?;
         let out = gpu.buffer::<u32>(slots[0].len() * row_words)?;
         let lookups = slots[0].len();
-        let mut gathers = Gathers { source: self, slots, row_words, out, next: 0 };
+        let stream = gpu.stream()?;
+        let mut gathers = Gathers { stream, source: self, slots, row_words, out, next: 0 };
         let mut times = time_launches(&mut gathers, Gathers::stream, size, Gathers::launch)?;
         let us = percentile(&mut times.gpu_us, 0.5);
         Ok((lookups * (4 + 8 * row_words)) as f64 / us / 1e3)
@@ -289,6 +286,7 @@ impl GatheredRows {
 
 /// Gathers of several sets, launched in turn.
 struct Gathers<'a> {
+    stream: Stream,
     source: &'a GatheredRows,
     /// The numbers of the rows, one buffer for each set.
     slots: Vec<Buffer<u32>>,
@@ -299,13 +297,13 @@ struct Gathers<'a> {
 
 impl Gathers<'_> {
     fn stream(&self) -> &Stream {
-        &self.source.stream
+        &self.stream
     }
 
     fn launch(&mut self) -> Result<()> {
-        let GatheredRows { gather, rows, stream } = self.source;
+        let GatheredRows { gather, rows, .. } = self.source;
         let slots = &self.slots[self.next % self.slots.len()];
         self.next += 1;
-        Ok(gather.launch(stream, rows, slots, self.row_words, &self.out)?)
+        Ok(gather.launch(&self.stream, rows, slots, self.row_words, &self.out)?)
     }
 }

@@ -3,7 +3,7 @@
 //! reports, and the longest request that a caller sees. Never measures the link or the install.
 
 use super::generations::{ChangedRows, Generations, TABLES_EACH};
-use super::model::{DenseOptions, MeasuredNetwork};
+use super::model::MeasuredNetwork;
 use super::opening::OpeningTimes;
 use crate::bars::{Bar, bars_table};
 use crate::delta::callers::{PacedCaller, send_during};
@@ -21,6 +21,7 @@ use hatchback::schema::Placement;
 use hatchback::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::gpu::GpuDense;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hatchback_tools::{report, say};
@@ -48,7 +49,7 @@ pub struct SwapOptions {
     /// Small sizes.
     pub quick: bool,
     /// What runs the dense network.
-    pub dense: DenseOptions,
+    pub dense: GpuDense,
     /// Where the report goes as JSON.
     pub json: Option<PathBuf>,
 }
@@ -107,7 +108,7 @@ pub fn run(gpu: &Arc<Gpu>, gpu_opened: Duration, options: &SwapOptions) -> Resul
     let first = car.install(1, None)?;
 
     let device = Device::Cuda(Arc::clone(gpu));
-    let (dense, budget) = (options.dense.on_gpu(), car.budget(options.batch));
+    let (dense, budget) = (options.dense.clone(), car.budget(options.batch));
     let opening = OpeningTimes::measure(&first, budget, &device, &dense, gpu_opened)?;
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));

@@ -17,9 +17,9 @@ const UPDATED: usize = 256;
 struct Updater {
     keys: Arc<[Vec<u64>]>,
     row_words: usize,
+    changes: RowChanges,
     /// The new rows, `[UPDATED, row_words]`.
     staged: Mapped<u8>,
-    changes: RowChanges,
 }
 
 impl Updater {

@@ -7,16 +7,16 @@ use super::model::{GpuModel, ModelOptions};
 use super::updater::under_updates;
 use crate::filled_cache::TABLES;
 use crate::load::all_at_once;
-use crate::results::{BenchReport, HostMachine, prints_tables, table};
+use crate::results::{BenchReport, HostMachine};
 use anyhow::{Result, ensure};
 use hatchback::LookupStatus;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::MissList;
+use hatchback_tools::report;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
 use hatchback_tools::workload::synthetic::DENSE;
-use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
@@ -75,15 +75,15 @@ pub fn run(
         }
     }
 
-    if prints_tables(json) {
-        say!("{}: the dense network runs on {}", gpu.name(), model.engine.runs_on())?;
-        print_table(&points)?;
-    }
     let (rows, engine, name) = (options.rows, model.engine.runs_on(), gpu.name());
+    let about = format!("{name}: the dense network runs on {engine}");
     let model = format!("{TABLES} tables of {rows} rows, f16, 1 key; {name}; {engine}");
     // No figure is demanded before a GPU has run this.
     let (machine, bars) = (HostMachine::this(), Vec::new());
-    BenchReport { bench: "gpu workers", machine, model, bars, points }.write_to(json)
+    let heads = "workers, batch, rows updated a second, requests, p50, p99, most, \
+                 requests a second, samples a second";
+    let report = BenchReport { bench: "gpu workers", machine, model, bars, points };
+    report.publish(&about, heads, cells, json)
 }
 
 /// One worker and the memory of its requests.
@@ -167,23 +167,19 @@ fn measure(workers: &mut [Worker], batch: usize, time: Duration) -> Result<Worke
     Ok(WorkerFigures { workers: count, batch, updated_rows_per_s: 0.0, requests_per_s, latency })
 }
 
-fn print_table(points: &[WorkerFigures]) -> Result<()> {
-    let cells = |p: &WorkerFigures| {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
-        let latency = &p.latency;
-        [
-            p.workers.to_string(),
-            p.batch.to_string(),
-            report::count(p.updated_rows_per_s as u64),
-            report::count(latency.requests),
-            us(latency.p50_us),
-            us(latency.p99_us),
-            us(latency.max_us),
-            report::digits(p.requests_per_s),
-            report::digits(p.requests_per_s * p.batch as f64),
-        ]
-    };
-    let heads = "workers, batch, rows updated a second, requests, p50, p99, most, \
-                 requests a second, samples a second";
-    say!("{}", table(heads, points.iter().map(cells)))
+/// Returns a row of the table.
+fn cells(p: &WorkerFigures) -> [String; 9] {
+    let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
+    let latency = &p.latency;
+    [
+        p.workers.to_string(),
+        p.batch.to_string(),
+        report::count(p.updated_rows_per_s as u64),
+        report::count(latency.requests),
+        us(latency.p50_us),
+        us(latency.p99_us),
+        us(latency.max_us),
+        report::digits(p.requests_per_s),
+        report::digits(p.requests_per_s * p.batch as f64),
+    ]
 }

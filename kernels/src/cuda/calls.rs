@@ -5,7 +5,8 @@
 #![allow(unsafe_code)]
 
 use cudarc::driver::sys::{
-    CUcontext, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
+    CUcontext, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmodule,
+    CUstream,
 };
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::NonNull;
@@ -75,7 +76,6 @@ calls! { needed {
     retain_context = "cuDevicePrimaryCtxRetain" (*mut CUcontext, i32);
     release_context = "cuDevicePrimaryCtxRelease_v2" (i32);
     bind_context = "cuCtxSetCurrent" (CUcontext);
-    wait_for_all = "cuCtxSynchronize" ();
     priorities = "cuCtxGetStreamPriorityRange" (*mut i32, *mut i32);
     new_stream = "cuStreamCreateWithPriority" (*mut CUstream, u32, i32);
     free_stream = "cuStreamDestroy_v2" (CUstream);
@@ -112,6 +112,8 @@ calls! { needed {
 } optional {
     // Only measurements call it. Drivers from 12.8 on have `_v2`, and may drop the old symbol.
     elapsed = "cuEventElapsedTime_v2" | "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
+    // Only measurements need it.
+    edges = "cuGraphGetEdges" (CUgraph, *mut CUgraphNode, *mut CUgraphNode, *mut usize);
 }}
 
 impl Calls {

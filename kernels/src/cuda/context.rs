@@ -114,15 +114,6 @@ impl Context {
         Ok(highest)
     }
 
-    /// Waits for all streams.
-    ///
-    /// # Errors
-    /// [`CudaError::Driver`] if some of the work failed.
-    pub fn wait_for_all(&self) -> Result<()> {
-        // SAFETY: the call takes nothing.
-        check("wait for the device", unsafe { (self.calls.wait_for_all)() })
-    }
-
     /// Creates a stream that is not ordered with the legacy stream.
     ///
     /// # Errors
@@ -144,7 +135,7 @@ impl Drop for Context {
     }
 }
 
-/// A stream of a context that outlives it.
+/// A stream of a context that outlives it. Its drop waits for its work.
 pub(crate) struct RawStream {
     stream: CUstream,
     calls: &'static Calls,
@@ -177,12 +168,10 @@ impl RawStream {
 
 impl Drop for RawStream {
     fn drop(&mut self) {
-        // SAFETY: the context is alive, and the only owner of the stream is being dropped. The
-        // driver keeps the stream until its work is done.
-        report(unsafe {
-            check("bind", (self.calls.bind_context)(self.context))
-                .and_then(|()| check("destroy a stream", (self.calls.free_stream)(self.stream)))
-        });
+        // The owner then frees what the work used. If this wait fails, the GPU runs no kernel.
+        report(self.wait());
+        // SAFETY: the wait bound the context, and the stream's only owner is being dropped.
+        report(check("destroy a stream", unsafe { (self.calls.free_stream)(self.stream) }));
     }
 }
 

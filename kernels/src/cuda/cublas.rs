@@ -8,7 +8,7 @@
 #![allow(unsafe_code)]
 
 use crate::cuda::cublas_library::{CublasError, Factors, check, load_any};
-use crate::cuda::cublas_lt::CublasLt;
+use crate::cuda::cublas_lt::{CublasLt, functions};
 use crate::cuda::driver::{Gpu, Stream};
 use crate::cuda::matrix::{DeviceMatrix, Start};
 use crate::cuda::memory::{Buffer, View};
@@ -17,8 +17,9 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
-/// Workspace that NVIDIA recommends for a GPU of compute capability `sm`: 32 MiB from Hopper on.
-fn workspace_bytes(sm: u32) -> usize {
+/// Returns the bytes of the workspace that NVIDIA recommends for compute capability `sm`: 32 MiB
+/// from Hopper on.
+pub(crate) fn workspace_bytes(sm: u32) -> usize {
     if sm >= 90 { 32 << 20 } else { 4 << 20 }
 }
 
@@ -28,67 +29,17 @@ const LIBRARY_NAMES: [&str; 4] =
 
 type Handle = *mut c_void;
 type Floats = *const f32;
-type Gemm = unsafe extern "C" fn(
-    Handle,
-    i32,
-    i32,
-    i32,
-    i32,
-    i32,
-    Floats,
-    Floats,
-    i32,
-    i32,
-    Floats,
-    i32,
-    i32,
-    Floats,
-    *mut f32,
-    i32,
-    i32,
-    i32,
-    i32,
-) -> i32;
 
-/// The library's functions that this file calls. Their types are the same in releases 11 to 13.
-#[derive(Clone, Copy)]
-struct Calls {
-    create: unsafe extern "C" fn(*mut Handle) -> i32,
-    destroy: unsafe extern "C" fn(Handle) -> i32,
-    set_stream: unsafe extern "C" fn(Handle, *mut c_void) -> i32,
-    set_workspace: unsafe extern "C" fn(Handle, *mut c_void, usize) -> i32,
-    gemm: Gemm,
-}
-
-impl Calls {
-    /// Loads the library for as long as the process lives.
-    fn load() -> Result<Self, CublasError> {
-        static LOADED: OnceLock<Calls> = OnceLock::new();
-        if let Some(calls) = LOADED.get() {
-            return Ok(*calls);
-        }
-        let calls = load_any("cuBLAS", &LIBRARY_NAMES, Self::load_as)?;
-        Ok(*LOADED.get_or_init(|| calls))
-    }
-
-    fn load_as(name: &str) -> Result<Self, libloading::Error> {
-        // SAFETY: loads a library by its usual name, whose initializers are meant to run. Its
-        // functions have these types in cublas_v2.h. They stay valid because the library is never
-        // unloaded.
-        unsafe {
-            let library = Library::new(name)?;
-            let calls = Self {
-                create: *library.get(b"cublasCreate_v2\0")?,
-                destroy: *library.get(b"cublasDestroy_v2\0")?,
-                set_stream: *library.get(b"cublasSetStream_v2\0")?,
-                set_workspace: *library.get(b"cublasSetWorkspace_v2\0")?,
-                gemm: *library.get(b"cublasGemmEx\0")?,
-            };
-            std::mem::forget(library);
-            Ok(calls)
-        }
-    }
-}
+functions! { "cuBLAS" LIBRARY_NAMES {
+    create = "cublasCreate_v2" (*mut Handle);
+    destroy = "cublasDestroy_v2" (Handle);
+    set_stream = "cublasSetStream_v2" (Handle, *mut c_void);
+    set_workspace = "cublasSetWorkspace_v2" (Handle, *mut c_void, usize);
+    gemm = "cublasGemmEx" (
+        Handle, i32, i32, i32, i32, i32, Floats, Floats, i32, i32, Floats, i32, i32, Floats,
+        *mut f32, i32, i32, i32, i32
+    );
+}}
 
 /// One worker's handle of cuBLAS, with its workspace.
 pub struct Cublas {
@@ -225,6 +176,8 @@ impl Cublas {
 
 impl Drop for Cublas {
     fn drop(&mut self) {
+        // cuBLAS waits for the whole device.
+        let _no_recording = self.gpu.recording();
         // SAFETY: the only owner of the handle is being dropped.
         let destroyed = self
             .gpu

@@ -20,7 +20,6 @@ const LIBRARY_NAMES: [&str; 4] =
 
 type Opaque = *mut c_void;
 type Destroy = unsafe extern "C" fn(Opaque) -> i32;
-type Set = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
 
 /// `cublasLtMatmulHeuristicResult_t`: an algorithm, then its needs.
 #[repr(C)]
@@ -35,87 +34,61 @@ struct Algorithm {
 
 const _: () = assert!(size_of::<Algorithm>() == 96);
 
-/// The library's functions that this file calls. Their types are the same in releases 11 to 13.
-#[derive(Clone, Copy)]
-struct Calls {
-    create: unsafe extern "C" fn(*mut Opaque) -> i32,
-    destroy: Destroy,
-    make_product: unsafe extern "C" fn(*mut Opaque, i32, i32) -> i32,
-    set_product: Set,
-    drop_product: Destroy,
-    make_layout: unsafe extern "C" fn(*mut Opaque, i32, u64, u64, i64) -> i32,
-    drop_layout: Destroy,
-    make_preference: unsafe extern "C" fn(*mut Opaque) -> i32,
-    set_preference: Set,
-    drop_preference: Destroy,
-    choose: unsafe extern "C" fn(
-        Opaque,
-        Opaque,
-        Opaque,
-        Opaque,
-        Opaque,
-        Opaque,
-        Opaque,
-        i32,
-        *mut Algorithm,
-        *mut i32,
-    ) -> i32,
-    multiply: unsafe extern "C" fn(
-        Opaque,
-        Opaque,
-        *const f32,
-        *const c_void,
-        Opaque,
-        *const c_void,
-        Opaque,
-        *const f32,
-        *const c_void,
-        Opaque,
-        *mut c_void,
-        Opaque,
-        *const Algorithm,
-        *mut c_void,
-        usize,
-        *mut c_void,
-    ) -> i32,
+/// Declares the table `Calls` of the functions of a library that the file calls. It takes the name
+/// of the library, its file names, and for each function a name, its symbol and its arguments.
+macro_rules! functions {
+    ($library:literal $names:ident {$($name:ident = $symbol:literal ($($argument:ty),*);)*}) => {
+        /// The library's functions that this file calls.
+        #[derive(Clone, Copy)]
+        struct Calls {
+            $($name: unsafe extern "C" fn($($argument),*) -> i32,)*
+        }
+
+        impl Calls {
+            /// Loads the library for as long as the process lives.
+            fn load() -> Result<Self, CublasError> {
+                static LOADED: OnceLock<Calls> = OnceLock::new();
+                if let Some(calls) = LOADED.get() {
+                    return Ok(*calls);
+                }
+                // SAFETY: loads a library by its usual name, whose initializers are meant to run.
+                // Its functions have these types in its header, in releases 11 to 13. They stay
+                // valid because the library is never unloaded.
+                let load_as = |name: &str| unsafe {
+                    let library = Library::new(name)?;
+                    let calls = Self { $($name: *library.get($symbol.as_bytes())?,)* };
+                    std::mem::forget(library);
+                    Ok(calls)
+                };
+                let calls = load_any($library, &$names, load_as)?;
+                Ok(*LOADED.get_or_init(|| calls))
+            }
+        }
+    };
 }
 
-impl Calls {
-    /// Loads the library for as long as the process lives.
-    fn load() -> Result<Self, CublasError> {
-        static LOADED: OnceLock<Calls> = OnceLock::new();
-        if let Some(calls) = LOADED.get() {
-            return Ok(*calls);
-        }
-        let calls = load_any("cuBLASLt", &LIBRARY_NAMES, Self::load_as)?;
-        Ok(*LOADED.get_or_init(|| calls))
-    }
+pub(super) use functions;
 
-    fn load_as(name: &str) -> Result<Self, libloading::Error> {
-        // SAFETY: loads a library by its usual name, whose initializers are meant to run. Its
-        // functions have these types in cublasLt.h. They stay valid because the library is never
-        // unloaded.
-        unsafe {
-            let library = Library::new(name)?;
-            let calls = Self {
-                create: *library.get(b"cublasLtCreate\0")?,
-                destroy: *library.get(b"cublasLtDestroy\0")?,
-                make_product: *library.get(b"cublasLtMatmulDescCreate\0")?,
-                set_product: *library.get(b"cublasLtMatmulDescSetAttribute\0")?,
-                drop_product: *library.get(b"cublasLtMatmulDescDestroy\0")?,
-                make_layout: *library.get(b"cublasLtMatrixLayoutCreate\0")?,
-                drop_layout: *library.get(b"cublasLtMatrixLayoutDestroy\0")?,
-                make_preference: *library.get(b"cublasLtMatmulPreferenceCreate\0")?,
-                set_preference: *library.get(b"cublasLtMatmulPreferenceSetAttribute\0")?,
-                drop_preference: *library.get(b"cublasLtMatmulPreferenceDestroy\0")?,
-                choose: *library.get(b"cublasLtMatmulAlgoGetHeuristic\0")?,
-                multiply: *library.get(b"cublasLtMatmul\0")?,
-            };
-            std::mem::forget(library);
-            Ok(calls)
-        }
-    }
-}
+functions! { "cuBLASLt" LIBRARY_NAMES {
+    create = "cublasLtCreate" (*mut Opaque);
+    destroy = "cublasLtDestroy" (Opaque);
+    make_product = "cublasLtMatmulDescCreate" (*mut Opaque, i32, i32);
+    set_product = "cublasLtMatmulDescSetAttribute" (Opaque, i32, *const c_void, usize);
+    drop_product = "cublasLtMatmulDescDestroy" (Opaque);
+    make_layout = "cublasLtMatrixLayoutCreate" (*mut Opaque, i32, u64, u64, i64);
+    drop_layout = "cublasLtMatrixLayoutDestroy" (Opaque);
+    make_preference = "cublasLtMatmulPreferenceCreate" (*mut Opaque);
+    set_preference = "cublasLtMatmulPreferenceSetAttribute" (Opaque, i32, *const c_void, usize);
+    drop_preference = "cublasLtMatmulPreferenceDestroy" (Opaque);
+    choose = "cublasLtMatmulAlgoGetHeuristic" (
+        Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, i32, *mut Algorithm, *mut i32
+    );
+    multiply = "cublasLtMatmul" (
+        Opaque, Opaque, *const f32, *const c_void, Opaque, *const c_void, Opaque, *const f32,
+        *const c_void, Opaque, *mut c_void, Opaque, *const Algorithm, *mut c_void, usize,
+        *mut c_void
+    );
+}}
 
 /// An object of the library, which is destroyed when it is dropped.
 struct Owned {

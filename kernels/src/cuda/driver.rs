@@ -5,13 +5,14 @@
 //!
 //! Work on a stream is asynchronous. Memory that a launch uses must stay alive, and the host must
 //! not touch it. Both hold until the host has waited for the stream or for an event after the
-//! launch. Freeing memory waits for the whole device.
+//! launch. Dropping a [`Stream`] waits for its work, and freeing memory waits for nothing. So an
+//! owner of both declares its streams first.
 
 #![allow(unsafe_code)]
 
 use crate::cuda::calls::Calls as DriverCalls;
 use crate::cuda::context::{Context, RawStream};
-use crate::cuda::error::{check, report};
+use crate::cuda::error::check;
 use crate::cuda::footprint::host_bytes;
 use cudarc::driver::sys;
 use std::borrow::Cow;
@@ -21,8 +22,8 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub(crate) use crate::cuda::error::Result;
 pub use crate::cuda::error::{CudaError, DriverError};
+pub(crate) use crate::cuda::error::{Result, report};
 
 /// The first bytes of what zstd compressed.
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
@@ -91,10 +92,17 @@ pub struct Calls {
     pub waits: u64,
 }
 
+<<<<<<< HEAD
 /// The number of recordings that have begun. Locked during each of them, because a wait for the
 /// whole device would invalidate the recording. It is global like the context, even if the GPU is
 /// opened several times. Threads of NVIDIA's libraries do not know it.
 static RECORDINGS: Mutex<u64> = Mutex::new(0);
+=======
+/// Held while work is recorded, and while cuBLAS gives back a handle: for that it waits for the
+/// whole device, which would invalidate the recording. The lock is global like the context, even if
+/// the GPU is opened several times.
+static RECORDING: Mutex<()> = Mutex::new(());
+>>>>>>> wb
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
@@ -295,6 +303,7 @@ impl Gpu {
         &self.own
     }
 
+<<<<<<< HEAD
     /// Keeps our threads from waiting for the whole device until the guard is dropped. A caller
     /// that records counts that.
     pub(super) fn recording(&self) -> MutexGuard<'static, u64> {
@@ -304,13 +313,12 @@ impl Gpu {
     /// Returns how many recordings have begun in this process, after the last of them has ended.
     pub(crate) fn recordings(&self) -> u64 {
         *self.recording()
-    }
-
-    /// Waits for all streams.
-    pub(super) fn wait_for_all(&self) -> Result<()> {
-        let _no_recording = self.recording();
-        self.context.bind()?;
-        self.context.wait_for_all()
+=======
+    /// Keeps recordings, and waits for the whole device, of other threads away until the guard is
+    /// dropped.
+    pub(super) fn recording(&self) -> MutexGuard<'static, ()> {
+        RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
+>>>>>>> wb
     }
 
     /// Creates a stream of the highest priority. Its work runs before work of streams with a lower
@@ -488,7 +496,7 @@ unsafe impl Send for Kernel {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Kernel {}
 
-/// A queue of work for the device, run in order.
+/// A queue of work for the device, run in order. Its drop waits for the work.
 pub struct Stream {
     stream: RawStream,
     gpu: Arc<Gpu>,
@@ -558,12 +566,12 @@ impl Stream {
     /// Records `event` after all work on the stream.
     ///
     /// # Errors
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`], after a wait for the stream: no event tells when its work is done.
     pub fn record(&self, event: &Event) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream and the event are alive.
         let result = unsafe { (self.gpu.driver().record_event)(event.event, self.raw()) };
-        check("record an event", result)
+        check("record an event", result).inspect_err(|_| report(self.wait()))
     }
 
     /// Records `event` as [`Stream::record`] does. While the stream's work is recorded into a

@@ -76,7 +76,7 @@ pub(super) fn check(call: &'static str, result: u32) -> Result<()> {
 }
 
 /// Logs the failure of a destructor, which has no caller that could receive the error.
-pub(super) fn report(done: Result<()>) {
+pub(crate) fn report(done: Result<()>) {
     if let Err(e) = done {
         log::error!("in a destructor: {e}");
     }

@@ -4,9 +4,12 @@
 
 #![allow(unsafe_code)]
 
+use crate::cuda::calls::Calls;
 use crate::cuda::driver::{Gpu, Stream};
 use crate::cuda::error::{CudaError, DriverError, check, report};
 use cudarc::driver::sys;
+use serde::Serialize;
+use std::collections::BTreeMap;
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +17,8 @@ use std::time::Duration;
 /// Pauses before the attempts to record after the first, in ms. Other code of the process may
 /// invalidate a recording, such as a build of TensorRT, which waits for the GPU again and again.
 const RECORD_PAUSES_MS: [u64; 3] = [1, 20, 400];
+/// More edges than the graph of a request has.
+const EDGES_MAX: usize = 1024;
 
 impl Stream {
     fn begin_recording(&self) -> Result<(), CudaError> {
@@ -39,10 +44,32 @@ pub struct Graphs<T> {
     resources: T,
 }
 
+/// The size of a graph, which bounds the time of short nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct GraphShape {
+    /// All nodes.
+    pub nodes: usize,
+    /// Nodes of the longest chain, each of which starts after the one before.
+    pub chain: usize,
+}
+
 /// One recorded graph.
 struct Recording {
     graph: sys::CUgraphExec,
+    /// Each pair of nodes of which the second waits for the first; none if the driver lists none.
+    edges: Vec<(usize, usize)>,
     gpu: Arc<Gpu>,
+}
+
+/// Returns the edges of `recorded`, if the driver lists them and they are fewer than `EDGES_MAX`.
+fn edges_of(driver: &Calls, recorded: sys::CUgraph) -> Vec<(usize, usize)> {
+    let (mut count, mut from, mut to) = (EDGES_MAX, vec![0; EDGES_MAX], vec![0; EDGES_MAX]);
+    // SAFETY: the graph is alive, and both lists have room for `count` handles.
+    let listed = driver.edges.is_some_and(|edges| unsafe {
+        edges(recorded, from.as_mut_ptr().cast(), to.as_mut_ptr().cast(), &mut count) == 0
+    });
+    from.truncate(if listed && count < EDGES_MAX { count } else { 0 });
+    from.into_iter().zip(to).collect()
 }
 
 impl Recording {
@@ -53,6 +80,7 @@ impl Recording {
     fn end(stream: &Stream) -> Result<Self, CudaError> {
         let (driver, gpu) = (stream.gpu().driver(), Arc::clone(stream.gpu()));
         let (mut recorded, mut graph) = (null_mut(), null_mut());
+        let edges;
         // SAFETY: the stream is alive; the calls write one handle each. After the graph is made, it
         // no longer needs the recording.
         unsafe {
@@ -62,10 +90,11 @@ impl Recording {
                 return Err(CudaError::Driver { call: "record a graph", error });
             }
             let made = check("end a graph", (driver.new_graph)(&mut graph, recorded, 0));
+            edges = edges_of(driver, recorded);
             report(check("free a recording", (driver.free_recording)(recorded)));
             made?;
         }
-        Ok(Self { graph, gpu })
+        Ok(Self { graph, edges, gpu })
     }
 
     fn upload(&self, stream: &Stream) -> Result<(), CudaError> {
@@ -152,6 +181,20 @@ impl<T> Graphs<T> {
         turn(&self.resources, &|| graph.launch(stream(&self.resources)))?;
         stream(&self.resources).count_launch();
         Ok(())
+    }
+
+    /// Returns the shape of graph `number`; `None` if the driver did not list its edges.
+    pub fn shape(&self, number: usize) -> Option<GraphShape> {
+        let edges = &self.graphs[number].edges;
+        // The place of each node in the longest chain to it that the passes so far have found. No
+        // chain is longer than all edges, so as many passes find the longest.
+        let mut places = BTreeMap::new();
+        for (from, to) in edges.iter().flat_map(|_| edges) {
+            let after = *places.entry(from).or_insert(1) + 1;
+            let place = places.entry(to).or_insert(1);
+            *place = after.max(*place);
+        }
+        Some(GraphShape { nodes: places.len(), chain: *places.values().max()? })
     }
 
     /// Returns the resources.

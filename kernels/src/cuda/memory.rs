@@ -1,7 +1,11 @@
 //! Memory that the GPU can access: its own ([`Buffer`]), or pinned and mapped host memory
-//! ([`Mapped`]). A launch receives either as a [`View`]. Freeing waits until the device no longer
-//! uses the memory. On all GPUs this file avoids features that a Tegra lacks: managed memory,
-//! memory pools, IPC.
+//! ([`Mapped`]). A launch receives either as a [`View`]. On all GPUs this file avoids features that
+//! a Tegra lacks: managed memory, memory pools, IPC.
+//!
+//! Freeing does not wait for the device: NVIDIA only says that `cuMemFree` may, and a wait for the
+//! whole context would wait for requests of other workers. The owner of memory has waited for what
+//! it launched, or drops its streams first, whose drops wait. Who launched changes of the tables
+//! waits for these.
 
 #![allow(unsafe_code)]
 
@@ -112,7 +116,7 @@ impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         let free = || {
             self.gpu.bind()?;
-            // SAFETY: the only owner is being dropped; the driver waits for the device first.
+            // SAFETY: the only owner is being dropped, after a wait for the work that used it.
             check("free device memory", unsafe { (self.gpu.driver().free)(self.address) })
         };
         report(free());
@@ -166,9 +170,7 @@ impl<T> Drop for Mapped<T> {
     fn drop(&mut self) {
         let free = || {
             self.gpu.bind()?;
-            // A kernel may still write to the memory. If this wait fails, the GPU runs no kernel.
-            report(self.gpu.wait_for_all());
-            // SAFETY: the only owner is being dropped, and the device was waited for.
+            // SAFETY: as in the drop of a `Buffer`.
             let result = unsafe { (self.gpu.driver().free_pinned)(self.host.as_ptr().cast()) };
             check("free pinned memory", result)
         };
@@ -279,7 +281,7 @@ impl Stream {
         self.wait()
     }
 
-    /// Puts a copy from `from` to `to` onto the stream.
+    /// Puts a copy from `from` to `to` onto the stream. Both must outlive it.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -287,7 +289,7 @@ impl Stream {
         assert!(from.len <= to.len);
         self.bind()?;
         let (bytes, stream) = (from.len * size_of::<T>(), self.raw());
-        // SAFETY: the copy fits; both buffers outlive it, because freeing waits for the device.
+        // SAFETY: the copy fits, and the caller keeps both buffers until it is done.
         let result = unsafe {
             (self.gpu().driver().copy_on_device)(to.address, from.address, bytes, stream)
         };
@@ -295,7 +297,7 @@ impl Stream {
     }
 
     /// Puts a copy of the first `len` values of `from` to `to` onto the stream. The device reads
-    /// them when the stream reaches the copy.
+    /// them when the stream reaches the copy, which both must outlive.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -307,8 +309,7 @@ impl Stream {
     ) -> Result<()> {
         assert!(len <= to.len);
         self.bind()?;
-        // SAFETY: the copy fits, any bytes are a value, and both outlive the copy, because freeing
-        // waits for the device.
+        // SAFETY: the copy fits, any bytes are a value, and the caller keeps both until it is done.
         let result = unsafe {
             let (from, bytes) = (from[..len].as_ptr().cast(), len * size_of::<T>());
             (self.gpu().driver().copy_to_device)(to.address, from, bytes, self.raw())

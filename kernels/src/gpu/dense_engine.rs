@@ -6,13 +6,15 @@
 //! backend that it uses. `dense_loader.rs` chooses it.
 
 use crate::cuda::Device;
-use crate::cuda::cublas::Cublas;
+use crate::cuda::cublas::{Cublas, workspace_bytes};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::run::sharing::InputPart;
 use crate::dense::{Activation, DenseEngine, DenseError};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{DenseKernels, IMAGES, REREAD_BYTES_MAX, ResultShape, RowColumns};
+use crate::gpu::dense_kernels::{
+    DenseKernels, IMAGES, OWN_ROWS_MAX, REREAD_BYTES_MAX, ResultShape, RowColumns,
+};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, PlanWork, RunShape, Scores};
 use crate::gpu::input_type::InputType;
 use crate::gpu::launch::{CHANGES, LOOKUP};
@@ -27,10 +29,6 @@ use std::sync::Arc;
 
 /// Samples on which a GPU's scores are compared with the CPU's.
 const CHECK_SAMPLES: usize = 64;
-
-/// Rows in the host's memory that products read there, once: for more, a copy costs less than what
-/// the other kernels gain.
-const ONCE_ROWS_MAX: usize = 512;
 
 /// A dense network, and the names of its inputs and output in the schema.
 #[derive(Clone, Copy, Debug)]
@@ -113,7 +111,9 @@ impl GpuDense {
     }
 
     /// Returns the bytes that the driver takes on `device`, with our kernels and the libraries that
-    /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing.
+    /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing. Of
+    /// TensorRT it has the libraries alone: the runtime, which a model's first plan starts, is in
+    /// no line of the memory plan.
     pub fn driver_bytes(&self, device: &Device) -> u64 {
         let Device::Cuda(gpu) = device else { return 0 };
         let load = || {
@@ -255,7 +255,10 @@ impl DeviceEngine {
                 let words = joined + self.logit_words().unwrap_or(0);
                 engine.context_bytes() + 4 * (words * batch_max) as u64
             }
-            Backend::Plan { plan, .. } => plan.scratch_bytes(batch_max) as u64,
+            Backend::Plan { plan, precision } => {
+                let workspace = precision.factors().map_or(0, |_| workspace_bytes(self.gpu.sm()));
+                (plan.scratch_bytes(batch_max) + workspace) as u64
+            }
         }
     }
 
@@ -384,12 +387,12 @@ impl DeviceEngine {
     /// Returns whether a run reads `rows` rows of part `part` where the host wrote them. Otherwise
     /// they are copied to the device first.
     pub(crate) fn reads_in_place(&self, part: usize, rows: usize) -> bool {
-        let Backend::Plan { plan, precision } = &self.backend else {
+        let Backend::Plan { plan, .. } = &self.backend else {
             // A context of TensorRT keeps the addresses of its inputs.
             return false;
         };
-        let is_once = *precision == Precision::Exact && plan.reads_once(part);
-        4 * rows * self.input_words(part) <= REREAD_BYTES_MAX || is_once && rows <= ONCE_ROWS_MAX
+        4 * rows * self.input_words(part) <= REREAD_BYTES_MAX
+            || rows <= OWN_ROWS_MAX && plan.reads_once(part)
     }
 
     /// Puts the rest of a run onto `stream`, after [`DeviceEngine::enqueue_early`].
@@ -506,7 +509,10 @@ impl DeviceEngine {
             let uploaded = self.upload_inputs(&stream, inputs, samples)?;
             // A score that no kernel writes is no number.
             stream.upload(&vec![f32::NAN; scores.len()], &scores, 0)?;
-            self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch)?;
+            let enqueued = self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch);
+            // A run that failed may have launched some of its work.
+            stream.wait()?;
+            enqueued?;
             let mut found = vec![0.0; batch * self.outputs];
             stream.download(&scores, 0, &mut found)?;
             let expected = &expected[first * self.outputs..][..found.len()];

@@ -25,6 +25,9 @@ const MATRIX_FEW: Tile = Tile { rows: 16, columns: 32, threads: 128, instruction
 pub(crate) const ONCE_DEPTH: usize = 64;
 /// Columns of its result, at most: a block computes them one tile after the other.
 pub(crate) const ONCE_WIDTH: usize = 512;
+/// Rows of a product that our kernels compute beside cuBLAS to save a launch, at most: for more,
+/// the launch costs less than what cuBLAS gains.
+pub(crate) const OWN_ROWS_MAX: usize = 512;
 /// Bytes in the host's memory of which every column of tiles may read a part of its own.
 pub(crate) const REREAD_BYTES_MAX: usize = 4096;
 /// Operands of one launch of pairs.

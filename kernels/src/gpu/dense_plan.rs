@@ -23,12 +23,16 @@ use crate::dense::matrix::pairs::vectors;
 use crate::dense::run::layout::{Layout, Place};
 use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{
-    DenseKernels, Groups, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, Operands, PairShape, ProductShape,
-    ResultShape, RowColumns, Side, ValueStep,
+    DenseKernels, Groups, MatrixShape, ONCE_DEPTH, ONCE_WIDTH, OWN_ROWS_MAX, Operands, PairShape,
+    ProductShape, ResultShape, RowColumns, Side, ValueStep,
 };
 use crate::gpu::numbers::StepNumber;
 use crate::gpu::samples::RequestSize;
 use std::sync::Arc;
+
+/// Columns of the result of a product that is short, and of its operand.
+const SHORT_WIDTH: usize = 32;
+const SHORT_DEPTH: usize = 256;
 
 /// A node of the layout, with its constants on the device.
 struct Node {
@@ -91,8 +95,9 @@ enum Ending {
     Node,
     /// The node of the result, or a further step of its launch.
     Step,
-    /// The product of the result, if our kernels compute it.
-    Product,
+    /// The product of the result, if our kernels compute it. Of few rows they do so even beside
+    /// cuBLAS, if the product is short: one column of tiles, and few steps.
+    Product { is_short: bool },
 }
 
 /// The scores of a run.
@@ -175,7 +180,7 @@ impl DevicePlan {
         readers.all(|node| match &node.op {
             DeviceOp::Matrix { matrix, form, .. } => {
                 let is_factor = *form == Form::Crossed && node.inputs[1..].contains(&id);
-                !is_factor && matrix.k <= ONCE_DEPTH && matrix.n <= ONCE_WIDTH
+                !is_factor && is_read_once(matrix)
             }
             op => matches!(op, DeviceOp::Concat { .. }),
         })
@@ -222,7 +227,9 @@ impl DevicePlan {
             Ending::Launch => false,
             Ending::Node => scores.activation == Activation::None,
             Ending::Step => true,
-            Ending::Product => cublas.is_none(),
+            Ending::Product { is_short } => {
+                cublas.is_none() || is_short && work.shape.size.samples <= OWN_ROWS_MAX
+            }
         };
         let run = Run { plan: self, work, buffers, spread, scores: is_written.then_some(scores) };
         // Shared nodes come first.
@@ -238,6 +245,11 @@ impl DevicePlan {
     }
 }
 
+/// Returns whether our kernels read each row of an operand of `matrix` once.
+fn is_read_once(matrix: &DeviceMatrix) -> bool {
+    matrix.k <= ONCE_DEPTH && matrix.n <= ONCE_WIDTH
+}
+
 /// Returns what makes the scores of `layout`.
 fn ending_of(layout: &Layout) -> Ending {
     let output = layout.output;
@@ -249,7 +261,10 @@ fn ending_of(layout: &Layout) -> Ending {
             Ending::Launch
         }
         Some(LayoutNode { op: Op::Crossed { .. }, .. }) => Ending::Launch,
-        Some(LayoutNode { op: Op::Matrix { .. } | Op::Joined(_), .. }) => Ending::Product,
+        Some(LayoutNode { op: Op::Matrix { matrix, .. } | Op::Joined(matrix), .. }) => {
+            let is_short = matrix.k <= SHORT_DEPTH && matrix.n <= SHORT_WIDTH;
+            Ending::Product { is_short }
+        }
         Some(node) if node.op.is_product() => Ending::Node,
         Some(_) => Ending::Step,
         None => Ending::Launch,
@@ -428,7 +443,9 @@ impl<'a> Run<'a> {
                     }
                     _ => Start::Zero,
                 };
-                let Some(cublas) = cublas else {
+                // Ours read the host's memory once, and write scores.
+                let is_once = read(0).on_host() && is_read_once(matrix);
+                let Some(cublas) = cublas.filter(|_| !is_once && scores.is_none()) else {
                     let is_score = scores.is_some_and(|s| s.activation == Activation::Sigmoid);
                     let shape = MatrixShape { m, start, is_score };
                     let view = |i: usize| {

@@ -44,12 +44,13 @@ pub struct LookupLimits {
     pub is_shared: bool,
 }
 
-/// Looks up one batch at a time. All memory is allocated at the start.
+/// Looks up one batch at a time. All memory is allocated at the start. The streams are dropped
+/// first, before the memory here and that of an owner which declares the lookup first.
 pub struct GpuLookup {
-    tables: Arc<DeviceTables>,
     stream: Stream,
     /// Runs what needs nothing looked up, beside the query.
     branch: Branch,
+    tables: Arc<DeviceTables>,
     /// The features on the device: those of each sample, then those that a request shares.
     features: Buffer<DeviceFeature>,
     views: Box<[DeviceFeature]>,

@@ -7,7 +7,7 @@
 //! to record, every kernel is a separate launch. Never reads flash.
 
 use crate::cuda::driver::{CudaError, Stream};
-use crate::cuda::graph::Graphs;
+use crate::cuda::graph::{GraphShape, Graphs};
 use crate::cuda::memory::{Buffer, Mapped, View};
 use crate::dense::InputPart;
 use crate::gpu::dense_engine::{DeviceEngine, DeviceScratch};
@@ -392,6 +392,13 @@ impl Step {
     /// Returns why requests run without graphs.
     pub fn refused(&self) -> Option<&GpuDenseError> {
         self.refused.as_ref()
+    }
+
+    /// Returns the shape of the graph of a request of `batch` samples, if there is one and the
+    /// driver tells its shape.
+    pub fn shape(&self, batch: usize) -> Option<GraphShape> {
+        let number = number_of(&self.sizes, batch.into());
+        self.refused.is_none().then(|| self.graphs.shape(2 * number)).flatten()
     }
 
     /// Returns the bytes of device memory of one worker's step. `width` is the sum of the widths of

@@ -7,7 +7,7 @@ use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher, mix};
 use crate::cache::eviction::WAYS;
 use crate::cache::resident::Resident;
 use crate::cache::{Cache, Epoch};
-use crate::cuda::driver::{CudaError, Event, Gpu, Result, Stream};
+use crate::cuda::driver::{CudaError, Event, Gpu, Result, Stream, report};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::gpu::launch::{
     CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, RowWrite, SlotRange, StagedRows,
@@ -67,17 +67,47 @@ pub struct DeviceTables {
 /// The parts that all generations of a model share on a GPU.
 struct Shared {
     gpu: Arc<Gpu>,
+    /// The stream of all changes to the caches and the resident tables. Dropped before both.
+    changes: Mutex<Stream>,
     kernels: Kernels,
     storages: Vec<TableStorage>,
     caches: Vec<DeviceCache>,
     cache_bytes: usize,
-    /// The stream of all changes to the caches and the resident tables.
-    changes: Mutex<Stream>,
     turns: Turns,
+}
+
+impl Shared {
+    fn changes(&self) -> MutexGuard<'_, Stream> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An event after changes. Its drop waits for all changes so far, so its owner declares it before
+/// the memory that they use.
+struct Made {
+    event: Event,
+    shared: Arc<Shared>,
+}
+
+impl Made {
+    fn new(shared: &Arc<Shared>) -> Result<Self> {
+        Ok(Self { event: shared.gpu.event()?, shared: Arc::clone(shared) })
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // A failed change may have launched some of its work after the last record. No lock is held
+        // while the host waits, because requests with missing rows take it.
+        let recorded = self.shared.changes().record(&self.event);
+        report(recorded.and_then(|()| self.event.wait()));
+    }
 }
 
 /// New rows of resident tables, on the device.
 pub struct ResidentWrites {
+    /// Dropped first: [`DeviceTables::write_residents`] does not wait.
+    _written: Made,
     list: Buffer<RowWrite>,
     rows: Buffer<u32>,
     /// The tables that the list points to.
@@ -262,6 +292,7 @@ impl DeviceTables {
         let stream = self.gpu().stream()?;
         let (count, words_len) = (list.len(), words.len());
         Ok(ResidentWrites {
+            _written: Made::new(&self.shared)?,
             list: upload(&stream, count, list.into_iter())?,
             rows: upload(&stream, words_len, words.into_iter())?,
             _tables: tables,
@@ -304,7 +335,7 @@ impl DeviceTables {
     }
 
     fn changes(&self) -> MutexGuard<'_, Stream> {
-        self.shared.changes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.changes()
     }
 
     pub(crate) fn turns(&self) -> &Turns {
@@ -403,10 +434,10 @@ struct CollectedChange {
 /// Changes to the caches, collected one by one and then made together. All memory is allocated at
 /// the start.
 pub struct RowChanges {
+    made: Made,
     tables: Arc<DeviceTables>,
     collected: Vec<CollectedChange>,
     list: ChangeList,
-    made: Event,
 }
 
 /// Every function that makes changes empties the collection, also after an error. After an error
@@ -428,7 +459,7 @@ impl RowChanges {
             tables: Arc::clone(tables),
             collected: Vec::with_capacity(capacity),
             list,
-            made: gpu.event()?,
+            made: Made::new(&tables.shared)?,
         })
     }
 
@@ -488,7 +519,7 @@ impl RowChanges {
 
     fn make(&mut self, verb: Verb, staged: StagedRows) -> Result<&[u8]> {
         let count = self.begin(verb, staged)?;
-        self.made.wait()?;
+        self.made.event.wait()?;
         Ok(&self.list.done[..count])
     }
 
@@ -500,7 +531,7 @@ impl RowChanges {
 
     /// Returns the event after the last changes.
     pub(crate) fn made(&self) -> &Event {
-        &self.made
+        &self.made.event
     }
 
     fn begin(&mut self, verb: Verb, staged: StagedRows) -> Result<usize> {
@@ -526,7 +557,7 @@ impl RowChanges {
         if !collected.is_empty() {
             tables.shared.turns.change(&stream, launch)?;
         }
-        stream.record(made)?;
+        stream.record(&made.event)?;
         Ok(collected.len())
     }
 
@@ -550,9 +581,9 @@ impl RowChanges {
                 // The lock is released before the host waits, so that other threads can change.
                 let stream = tables.changes();
                 tables.shared.kernels.probe(&stream, cache, list, of_cache.len())?;
-                stream.record(made)?;
+                stream.record(&made.event)?;
             }
-            made.wait()?;
+            made.event.wait()?;
 
             for (CollectedChange { change, .. }, found) in of_cache.iter().zip(&*list.probed) {
                 each(change.number as usize, found.cached != 0, Epoch::of(found.epoch));

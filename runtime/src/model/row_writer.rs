@@ -22,6 +22,7 @@ pub(crate) enum RowWriter<'a> {
 
 /// Collected changes to caches on a GPU.
 pub(crate) struct GpuWriter {
+    /// Dropped first: its drop waits for the changes, which read the staged rows.
     changes: RowChanges,
     /// The rows whose bytes are staged, each in the slot of its own number.
     rows: Vec<RowKey>,

@@ -91,6 +91,7 @@ pub(crate) fn run(
     }
     pipeline.wait_until_left(&users, yield_awaited);
     live.lift();
+    // Each waits for its own streams and for the changes so far, not for requests, and then frees.
     drop((live.take_retired(), old, residents));
     // The new model is served whether or not its changed rows return to the caches.
     let yield_unawaited = &|| yield_now(Urgency::Unawaited);

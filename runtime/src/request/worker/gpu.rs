@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 /// The part of one worker on a GPU.
 pub(crate) enum GpuBackend {
-    /// The lookup, which writes inputs that the CPU's dense network reads.
+    /// The lookup, which writes inputs that the CPU's dense network reads. It is dropped first.
     Lookup { lookup: Box<GpuLookup>, dense: CpuDense },
     /// The lookup and the dense network.
     Step(Box<Step>),

@@ -124,6 +124,7 @@ struct ModelState {
     version: u64,
     users: Arc<()>,
     model: Arc<Model>,
+    /// Dropped before the fetcher: the drop waits for inserts, which read rows staged there.
     backend: WorkerBackend,
     fetcher: RowFetcher,
     /// `[batch_max, outputs]`.
