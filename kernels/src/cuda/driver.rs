@@ -92,17 +92,15 @@ pub struct Calls {
     pub waits: u64,
 }
 
-<<<<<<< HEAD
-/// The number of recordings that have begun. Locked during each of them, because a wait for the
-/// whole device would invalidate the recording. It is global like the context, even if the GPU is
-/// opened several times. Threads of NVIDIA's libraries do not know it.
-static RECORDINGS: Mutex<u64> = Mutex::new(0);
-=======
-/// Held while work is recorded, and while cuBLAS gives back a handle: for that it waits for the
-/// whole device, which would invalidate the recording. The lock is global like the context, even if
-/// the GPU is opened several times.
-static RECORDING: Mutex<()> = Mutex::new(());
->>>>>>> wb
+    /// Keeps recordings, and waits for the whole device, of other threads away until the guard is
+    /// dropped. A caller that records counts that.
+    pub(super) fn recording(&self) -> MutexGuard<'static, u64> {
+        RECORDINGS.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns how many recordings have begun in this process, after the last of them has ended.
+    pub(crate) fn recordings(&self) -> u64 {
+        *self.recording()
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
