@@ -92,15 +92,11 @@ pub struct Calls {
     pub waits: u64,
 }
 
-    /// Keeps recordings, and waits for the whole device, of other threads away until the guard is
-    /// dropped. A caller that records counts that.
-    pub(super) fn recording(&self) -> MutexGuard<'static, u64> {
-        RECORDINGS.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns how many recordings have begun in this process, after the last of them has ended.
-    pub(crate) fn recordings(&self) -> u64 {
-        *self.recording()
+/// The number of recordings that have begun. Locked during each of them, and while cuBLAS gives back
+/// a handle: for that it waits for the whole device, which would invalidate a recording. The lock is
+/// global like the context, even if the GPU is opened several times. Threads of NVIDIA's libraries
+/// do not know it.
+static RECORDINGS: Mutex<u64> = Mutex::new(0);
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
@@ -301,9 +297,8 @@ impl Gpu {
         &self.own
     }
 
-<<<<<<< HEAD
-    /// Keeps our threads from waiting for the whole device until the guard is dropped. A caller
-    /// that records counts that.
+    /// Keeps recordings, and waits for the whole device, of other threads away until the guard is
+    /// dropped. A caller that records counts that.
     pub(super) fn recording(&self) -> MutexGuard<'static, u64> {
         RECORDINGS.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -311,12 +306,6 @@ impl Gpu {
     /// Returns how many recordings have begun in this process, after the last of them has ended.
     pub(crate) fn recordings(&self) -> u64 {
         *self.recording()
-=======
-    /// Keeps recordings, and waits for the whole device, of other threads away until the guard is
-    /// dropped.
-    pub(super) fn recording(&self) -> MutexGuard<'static, ()> {
-        RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
->>>>>>> wb
     }
 
     /// Creates a stream of the highest priority. Its work runs before work of streams with a lower
