@@ -128,7 +128,9 @@ fn broken(e: impl std::fmt::Display) -> LinkError {
 #[derive(Debug, PartialEq, Eq)]
 struct ContentRange {
     start: Option<u64>,
-    /// The bytes of the whole object, more than `start`; `None` if the server does not say.
+    /// The byte behind the last one that is sent, more than `start`.
+    end: Option<u64>,
+    /// The bytes of the whole object, at least `end`; `None` if the server does not say.
     total: Option<u64>,
 }
 
@@ -136,18 +138,26 @@ impl ContentRange {
     fn parse(value: &str) -> Option<Self> {
         let (range, total) = value.trim().strip_prefix("bytes")?.trim().split_once('/')?;
         let total = if total == "*" { None } else { Some(total.parse().ok()?) };
-        let start = match range {
-            "*" => None,
-            range => Some(range.split_once('-')?.0.parse().ok()?),
-        };
-        let is_within = start.zip(total).is_none_or(|(start, total)| start < total);
-        is_within.then_some(Self { start, total })
+        if range == "*" {
+            return Some(Self { start: None, end: None, total });
+        }
+        let (start, last) = range.split_once('-')?;
+        let (start, last) = (start.parse::<u64>().ok()?, last.parse::<u64>().ok()?);
+        let end = last.checked_add(1)?;
+        let is_whole = start < end && total.is_none_or(|total| end <= total);
+        is_whole.then_some(Self { start: Some(start), end: Some(end), total })
+    }
+
+    /// Returns the bytes from the start to the end of the object, as far as the server says.
+    fn rest(&self) -> u64 {
+        let end = self.total.or(self.end).unwrap_or(0);
+        end.saturating_sub(self.start.unwrap_or(0))
     }
 }
 
 /// Passes the rest of an object, of `rest` bytes, to `take`. A server may send less than the range
 /// that was asked for.
-fn pump_part(from: impl Read, rest: Option<u64>, take: Take<'_>) -> Result<(), LinkError> {
+fn pump_part(from: impl Read, rest: u64, take: Take<'_>) -> Result<(), LinkError> {
     let (mut passed, mut is_over) = (0, false);
     pump(from, &mut |piece| {
         passed += piece.len() as u64;
@@ -155,7 +165,7 @@ fn pump_part(from: impl Read, rest: Option<u64>, take: Take<'_>) -> Result<(), L
         is_over = next.is_break();
         next
     })?;
-    if is_over || rest.is_none_or(|rest| passed >= rest) {
+    if is_over || passed >= rest {
         return Ok(());
     }
     Err(broken("the server sent a part of the range"))
@@ -322,14 +332,17 @@ impl Link for HttpLink {
         match response.status().as_u16() {
             200 if from == 0 => pump(response.into_body().into_reader(), take),
             200 => Err(LinkError::NoRanges),
-            206 | 416 if from > 0 => match range {
-                // `from` is the object's length: nothing is left to fetch.
-                Some(ContentRange { start: None, total }) if total == Some(from) => Ok(()),
-                Some(ContentRange { start: Some(start), total }) if start == from => {
-                    pump_part(response.into_body().into_reader(), total.map(|all| all - from), take)
+            206 if from > 0 => match range {
+                Some(range) if range.start == Some(from) => {
+                    pump_part(response.into_body().into_reader(), range.rest(), take)
                 }
                 // Other bytes than those that were asked for, or bytes of an unknown place.
                 _ => Err(LinkError::NoRanges),
+            },
+            // `from` is the object's length: nothing is left to fetch.
+            416 if from > 0 => match range.and_then(|range| range.total) {
+                Some(total) if total != from => Err(LinkError::NoRanges),
+                _ => Ok(()),
             },
             404 | 410 => Err(LinkError::NotFound),
             // A car asks for the root after its newest one at each poll. A bucket that it may not
@@ -426,12 +439,14 @@ mod tests {
 
     #[test]
     fn a_range_says_where_it_begins_and_how_long_the_object_is() {
-        let range = |start, total| Some(ContentRange { start, total });
+        let range = |start, end, total| Some(ContentRange { start, end, total });
         for (value, parsed) in [
-            ("bytes 7-9/10", range(Some(7), Some(10))),
-            (" bytes 0-0/* ", range(Some(0), None)),
-            ("bytes */10", range(None, Some(10))),
+            ("bytes 7-9/10", range(Some(7), Some(10), Some(10))),
+            (" bytes 0-0/* ", range(Some(0), Some(1), None)),
+            ("bytes */10", range(None, None, Some(10))),
             ("bytes 10-9/10", None),
+            ("bytes 7-10/10", None),
+            ("bytes 0-18446744073709551615/*", None),
             ("bytes -9/10", None),
             ("bytes 7-9", None),
             ("items 7-9/10", None),

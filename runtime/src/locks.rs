@@ -1,5 +1,5 @@
-//! The lock of every mutex of the runtime and of the front door. A panic of another thread does not
-//! keep the callers out: no code can panic between two changes that belong together.
+//! The lock of a mutex whose holders never panic between two changes that belong together. A panic
+//! of another thread therefore does not keep the callers out.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -164,11 +164,17 @@ fn print_status(status: &UpdateStatus, with_history: bool) -> Result<()> {
     if let Some(skipped) = &status.skipped {
         say!("{skipped}")?;
     }
+    if status.state == UpdateState::AwaitConsent {
+        say!("a release waits for the owner's consent: `hatchback sync --consent`")?;
+    }
     match (&status.error, status.state) {
-        (Some(error), _) => say!("the last update stopped: {error}"),
-        (None, UpdateState::AwaitConsent) => {
-            say!("a release waits for the owner's consent: `hatchback sync --consent`")
-        }
         (None, _) => Ok(()),
+        (
+            Some(error),
+            UpdateState::AwaitConsent | UpdateState::Applying | UpdateState::Probation,
+        ) => {
+            say!("the last poll failed: {error}")
+        }
+        (Some(error), _) => say!("the last update stopped: {error}"),
     }
 }

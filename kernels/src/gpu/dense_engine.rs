@@ -112,8 +112,8 @@ impl GpuDense {
 
     /// Returns the bytes that the driver takes on `device`, with our kernels and the libraries that
     /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing. Of
-    /// TensorRT it has the libraries alone: the runtime, which a model's first plan starts, is in
-    /// no line of the memory plan.
+    /// TensorRT it has the library alone: the runtime and the parser, which a model's first plan
+    /// starts, are in no line of the memory plan.
     pub fn driver_bytes(&self, device: &Device) -> u64 {
         let Device::Cuda(gpu) = device else { return 0 };
         let load = || {

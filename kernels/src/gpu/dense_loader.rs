@@ -338,13 +338,15 @@ impl Loader<'_> {
         origin: &str,
     ) -> Result<BuiltPlan, GpuDenseError> {
         let (plans, path) = (inputs.plans.clone(), inputs.path.clone());
+        let before = self.gpu.recordings();
         match self.load_plan(inputs, plan, origin) {
             Ok(engine) => Ok(BuiltPlan { engine, plans, path }),
             Err(e) => {
                 if matches!(e, GpuDenseError::ScoresDiffer { .. }) {
                     // Another build would give the same scores.
                     plans.settle(&path, false);
-                } else {
+                } else if self.gpu.recordings() == before {
+                    // A recording may also have failed the load of a good plan, which took minutes.
                     plans.forget(&path);
                 }
                 Err(e)

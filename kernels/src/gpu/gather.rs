@@ -91,13 +91,14 @@ impl EmptyNodes {
     /// not be the longer one.
     fn enqueue(&self, GraphShape { nodes, chain }: GraphShape) -> Result<()> {
         let Self { stream, branch, kernel } = self;
+        assert!(nodes <= 2 * chain, "{nodes} nodes and a chain of {chain} need more branches");
         // Without rows each thread returns at once.
         let nothing = GatherArgument { rows: 0, slots: 0, out: 0, row_words: 1, count: 0 };
         // SAFETY: the kernel's parameter; without slots the kernel uses no address.
         let launch = |stream: &Stream| unsafe { stream.launch(kernel, 1, THREADS, nothing) };
         branch.fork(stream)?;
         (0..chain).try_for_each(|_| launch(stream))?;
-        (chain..nodes.min(2 * chain)).try_for_each(|_| launch(branch.stream()))?;
+        (chain..nodes).try_for_each(|_| launch(branch.stream()))?;
         branch.join(stream)
     }
 }

@@ -397,8 +397,8 @@ impl Step {
     /// Returns the shape of the graph of a request of `batch` samples, if there is one and the
     /// driver tells its shape.
     pub fn shape(&self, batch: usize) -> Option<GraphShape> {
-        let number = number_of(&self.sizes, batch.into());
-        self.refused.is_none().then(|| self.graphs.shape(2 * number)).flatten()
+        let [graph, _] = graphs_of(number_of(&self.sizes, batch.into()));
+        self.refused.is_none().then(|| self.graphs.shape(graph)).flatten()
     }
 
     /// Returns the bytes of device memory of one worker's step. `width` is the sum of the widths of

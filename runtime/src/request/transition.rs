@@ -91,7 +91,8 @@ pub(crate) fn run(
     }
     pipeline.wait_until_left(&users, yield_awaited);
     live.lift();
-    // Each waits for its own streams and for the changes so far, not for requests, and then frees.
+    // Each waits for its own streams and for the changes so far, and then frees. A handle of cuBLAS
+    // waits for all requests that have begun.
     drop((live.take_retired(), old, residents));
     // The new model is served whether or not its changed rows return to the caches.
     let yield_unawaited = &|| yield_now(Urgency::Unawaited);

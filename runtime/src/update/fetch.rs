@@ -155,7 +155,7 @@ impl Updater {
     ) -> Result<(), UpdateError> {
         let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
-        // Once in a poll: a snapshot is fetched where a delta would do.
+        // A snapshot is fetched where a delta would do, so each poll warns once.
         let live = self.find_live(log::Level::Warn)?;
         let staging = Staging::open(self.disk.as_ref(), &directory)?.beside(live);
         let listed = releases(&targets, &self.program);
@@ -257,6 +257,8 @@ impl Updater {
         if install.state.is_active() {
             let revoked = install.release.as_ref().filter(|applied| !listing.has(applied));
             run.status.revoked = revoked.map(|release| release.manifest);
+            // The state stays: it is the serving process's turn. But this poll did not fail.
+            run.status.error = None;
             return Ok(None);
         }
 

@@ -187,12 +187,12 @@ impl<'a> Fetcher<'a> {
     /// Returns the metadata at `path`, as [`Self::get`] does.
     ///
     /// # Errors
-    /// Those of [`Self::get`], and `UpdateError::Malformed` if the answer is HTML, gzip or empty.
+    /// Those of [`Self::get`], and `UpdateError::LinkBroken` if the answer is HTML, gzip or empty.
     pub fn metadata(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
         let content = self.get(path, bytes_max)?;
-        match foreign(&content, "metadata") {
+        match foreign(&content) {
             None => Ok(content),
-            Some(problem) => Err(UpdateError::Malformed { path: self.address(path), problem }),
+            Some(problem) => Err(UpdateError::LinkBroken { path: self.address(path), problem }),
         }
     }
 
@@ -200,7 +200,7 @@ impl<'a> Fetcher<'a> {
     /// or a server put in its place is no fault of the release.
     pub fn not_signed(&self, path: &str, content: &[u8]) -> UpdateError {
         let path = self.address(path);
-        match foreign(content, "the object") {
+        match foreign(content) {
             None => UpdateError::ArbitrarySoftware { path },
             Some(problem) => UpdateError::LinkBroken { path, problem },
         }
@@ -227,7 +227,10 @@ impl<'a> Fetcher<'a> {
 
             if (content.len() + piece.len()) as u64 > bytes_max {
                 let start = if content.is_empty() { piece } else { &*content };
-                stop = Some(Stop::Endless { foreign: foreign(start, "the object") });
+                // Endless blanks are no page.
+                let is_page = !start.trim_ascii().is_empty();
+                let foreign = is_page.then(|| foreign(start)).flatten();
+                stop = Some(Stop::Endless { foreign });
             } else if is_slow {
                 stop = Some(Stop::Slow { bytes: received, seconds: time.as_secs() });
             } else {
@@ -255,9 +258,9 @@ impl<'a> Fetcher<'a> {
     }
 }
 
-/// Returns the problem of an answer that begins with `start`, if no repository has `wanted` of such
+/// Returns the problem of an answer that begins with `start`, if no repository has an object of such
 /// a form: a page of HTML, gzip, or nothing.
-fn foreign(start: &[u8], wanted: &str) -> Option<String> {
+fn foreign(start: &[u8]) -> Option<String> {
     let text = start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start);
     let found = match text.trim_ascii_start() {
         [] => "an empty body",
@@ -266,7 +269,7 @@ fn foreign(start: &[u8], wanted: &str) -> Option<String> {
         _ => return None,
     };
     let advice = "log in at its portal, or correct the server";
-    Some(format!("the server answered with {found}, not with {wanted}; {advice}"))
+    Some(format!("the server answered with {found}, not with the object; {advice}"))
 }
 
 /// Why a fetcher ends a transfer.

@@ -309,6 +309,11 @@ fn endless_data() {
         );
         assert!(wire.bytes < 200_000, "the car took {} bytes", wire.bytes);
     }
+    // Blanks alone are no page of a portal.
+    let blanks: &[u8] = Box::leak(vec![b' '; 1 << 20].into());
+    let faults = Faults { portal: Some(blanks), portal_at: "chunks/", ..Faults::default() };
+    let error = Car::new(&fleet).run(&mut Wire::new(fleet.link(), faults), T0 + 1).unwrap_err();
+    assert!(matches!(error, UpdateError::EndlessData { .. }), "{error}");
 }
 
 #[test]
@@ -455,7 +460,7 @@ fn a_captive_portal() {
     let page: &[u8] = b"<!DOCTYPE html><title>Welcome to our Wi-Fi</title>";
     let mut wire = Wire::new(fleet.link(), Faults { portal: Some(page), ..Faults::default() });
     let is_expected = |e: &UpdateError| match e {
-        UpdateError::Malformed { problem, .. } => problem.contains("answered with HTML"),
+        UpdateError::LinkBroken { problem, .. } => problem.contains("answered with HTML"),
         _ => false,
     };
     car.survives(

@@ -87,7 +87,7 @@ impl Past {
 
     /// Returns the version of the snapshot metadata before this one; 0 if this is the first.
     pub fn previous(&self) -> u64 {
-        self.number(PREVIOUS).min(self.version - 1)
+        self.number(PREVIOUS).min(self.version.saturating_sub(1))
     }
 
     fn number(&self, field: &str) -> u64 {
@@ -193,7 +193,8 @@ impl ReleaseNames {
 
 /// Checks that `store`, which has no timestamp, never led a car to a second publish. Versions would
 /// begin anew, so cars would refuse the releases, and a release name could get other content. What
-/// a killed first publish leaves follows no other metadata.
+/// a killed first publish leaves follows no other metadata, and so does a first publish whose
+/// timestamp was lost: that one is not noticed.
 ///
 /// # Errors
 /// The timestamp was lost, or the store fails.
@@ -206,7 +207,7 @@ fn check_is_new(store: &dyn Store) -> Result<()> {
         ensure!(
             past.is_none_or(|past| past.previous() == 0),
             "{TIMESTAMP} is missing, and metadata/{version}.snapshot.json follows an earlier \
-             publish: put the lost timestamp back, from a mirror or a backup"
+             publish: put the lost timestamp back, from a mirror, a backup or a car's sync directory"
         );
     }
     Ok(())
@@ -241,7 +242,7 @@ impl RepositoryState {
         let mut refused = None;
         for root in &roots {
             match verify(store, root, &timestamp)? {
-                Verified::Refused(e) => refused = refused.or(Some(e)),
+                Verified::Refused(name, e) => refused = refused.or(Some((name, e))),
                 Verified::Metadata(set, targets) => {
                     let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
                     let stamp = set.timestamp().context("the timestamp is missing")?;
@@ -263,8 +264,10 @@ impl RepositoryState {
             }
         }
 
-        let why = refused.map_or_else(String::new, |e| format!(": {e}"));
-        bail!("{TIMESTAMP} is not signed by the keys of {}{why}", keys.display())
+        match refused {
+            Some((name, e)) => bail!("{name} is not signed by the keys of {}: {e}", keys.display()),
+            None => bail!("{}: no root", keys.display()),
+        }
     }
 }
 
@@ -272,8 +275,8 @@ impl RepositoryState {
 enum Verified {
     /// The verified metadata, and the bytes of the targets metadata.
     Metadata(Box<TrustedMetadataSet>, Vec<u8>),
-    /// The keys of the root did not sign them.
-    Refused(sigstore_tuf::Error),
+    /// The keys of the root did not sign them: the path of the object, and why.
+    Refused(String, sigstore_tuf::Error),
 }
 
 /// Verifies the metadata that `timestamp` leads to with the keys of `root`, and ignores expiry.
@@ -284,23 +287,26 @@ fn verify(store: &dyn Store, root: &[u8], timestamp: &[u8]) -> Result<Verified> 
     let long_ago = jiff::Timestamp::UNIX_EPOCH;
     let read = |role: &str, version: Option<u64>| {
         let name = format!("metadata/{}.{role}.json", version.unwrap_or(0));
-        store.get(&name)?.with_context(|| format!("{name} is missing in the repository"))
+        let bytes = store.get(&name)?;
+        let bytes = bytes.with_context(|| format!("{name} is missing in the repository"))?;
+        anyhow::Ok((name, bytes))
     };
 
     let mut set = TrustedMetadataSet::from_root(root)?;
     if let Err(e) = set.update_timestamp(timestamp, long_ago) {
-        return Ok(Verified::Refused(e));
+        return Ok(Verified::Refused(TIMESTAMP.to_owned(), e));
     }
 
     let version = set.timestamp().and_then(|t| t.snapshot_meta()).map(|m| m.version);
-    if let Err(e) = set.update_snapshot(&read("snapshot", version)?, long_ago) {
-        return Ok(Verified::Refused(e));
+    let (name, snapshot) = read("snapshot", version)?;
+    if let Err(e) = set.update_snapshot(&snapshot, long_ago) {
+        return Ok(Verified::Refused(name, e));
     }
 
     let version = set.snapshot().and_then(|s| s.meta.get("targets.json")).map(|m| m.version);
-    let targets = read("targets", version)?;
+    let (name, targets) = read("targets", version)?;
     Ok(match set.update_targets(&targets, long_ago) {
-        Err(e) => Verified::Refused(e),
+        Err(e) => Verified::Refused(name, e),
         Ok(_) => Verified::Metadata(Box::new(set), targets),
     })
 }

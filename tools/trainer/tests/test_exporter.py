@@ -39,6 +39,7 @@ class Exports(ExportCase):
         model = Model(lambda m, history: mean_of_keys(m, history, KEYS - 1), 4)
         full = {"history": ids(B, LONG, high=KEYS - 1)}
         done = self.export(model, full)
+        self.assertRegex(" ".join(done.notes), "`history`: its padding takes row 49 of a table")
         done.pack(codec="f32")
         short = {"history": full["history"].clone()}
         short["history"][:, 3:] = KEYS - 1

@@ -475,7 +475,7 @@ impl Engine {
 impl Context {
     /// Puts a run of `batch` samples onto `stream`: `inputs`, in the order of the build, to
     /// `output`. The buffers must stay alive until the stream has run the work. A recorded run
-    /// needs a context of its own, whose last run had the same batch and was not recorded.
+    /// needs a context of its own, which has run the same batch before without being recorded.
     ///
     /// # Errors
     /// [`TensorRtError::Interface`] if an input is too short, [`TensorRtError::Refused`] if
