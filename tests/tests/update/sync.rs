@@ -446,10 +446,10 @@ fn a_captive_portal() {
     let long: &[u8] =
         Box::leak([b"\xef\xbb\xbf<html>".to_vec(), vec![b' '; 1 << 20]].concat().into());
     for (portal_at, page) in [
-        ("chunks/", &b"<html>"[..]),
-        ("chunks/", long),
-        ("targets/", b"<html>"),
+        ("targets/", &b"<html>"[..]),
         ("targets/", long),
+        ("chunks/", b"<html>"),
+        ("chunks/", long),
         ("metadata/timestamp", long),
     ] {
         let faults = Faults { portal: Some(page), portal_at, ..Faults::default() };
