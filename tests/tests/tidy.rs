@@ -63,7 +63,7 @@ const CRATES: [Layers; 9] = [
             &["flash"],
             &["bundle"],
             &["io", "schema"],
-            &["limits", "clock"],
+            &["limits", "clock", "locks"],
         ],
     },
     Layers {

@@ -92,10 +92,10 @@ pub struct Calls {
     pub waits: u64,
 }
 
-/// The number of recordings that have begun. Locked during each of them, and while cuBLAS gives back
-/// a handle: for that it waits for the whole device, which would invalidate a recording. The lock is
-/// global like the context, even if the GPU is opened several times. Threads of NVIDIA's libraries
-/// do not know it.
+/// The number of recordings that have begun. Locked during each of them, and while cuBLAS gives
+/// back a handle: for that it waits for the whole device, which would invalidate a recording. The
+/// lock is global like the context, even if the GPU is opened several times. Threads of NVIDIA's
+/// libraries do not know it.
 static RECORDINGS: Mutex<u64> = Mutex::new(0);
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.

@@ -187,7 +187,8 @@ impl Batch {
     /// weights of a sparse feature, given by its number. The offsets of a feature are `[samples +
     /// 1]`; the keys before the first offset are not read. A shared feature has one bag, or
     /// `samples` equal ones. `dense` may lack the last columns, as far as
-    /// [`optional_columns`](crate::schema::optional_columns) says. A request without samples has no dense values.
+    /// [`optional_columns`](crate::schema::optional_columns) says. A request without samples has no
+    /// dense values.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then

@@ -196,8 +196,8 @@ impl<'a> Fetcher<'a> {
         }
     }
 
-    /// Returns the error of an object at `path` whose `content` is not the signed one: what a portal
-    /// or a server put in its place is no fault of the release.
+    /// Returns the error of an object at `path` whose `content` is not the signed one: what a
+    /// portal or a server put in its place is no fault of the release.
     pub fn not_signed(&self, path: &str, content: &[u8]) -> UpdateError {
         let path = self.address(path);
         match foreign(content) {
@@ -258,8 +258,8 @@ impl<'a> Fetcher<'a> {
     }
 }
 
-/// Returns the problem of an answer that begins with `start`, if no repository has an object of such
-/// a form: a page of HTML, gzip, or nothing.
+/// Returns the problem of an answer that begins with `start`, if no repository has an object of
+/// such a form: a page of HTML, gzip, or nothing.
 fn foreign(start: &[u8]) -> Option<String> {
     let text = start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start);
     let found = match text.trim_ascii_start() {

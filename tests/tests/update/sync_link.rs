@@ -73,8 +73,8 @@ enum Ranges {
 }
 
 /// Starts a web server over `folder` and returns its address. The server answers two of 29 requests
-/// with an error, and breaks answers off after `breaks` bytes. If it ignores ranges, it also answers
-/// like a bucket that nobody may list: 403 for what does not exist.
+/// with an error, and breaks answers off after `breaks` bytes. If it ignores ranges, it also
+/// answers like a bucket that nobody may list: 403 for what does not exist.
 fn serve(folder: PathBuf, breaks: usize, ranges: Ranges) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}/models", listener.local_addr().unwrap());
