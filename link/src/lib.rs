@@ -155,8 +155,8 @@ impl ContentRange {
     }
 }
 
-/// Passes the rest of an object, of `rest` bytes, to `take`. A server may send less than the range
-/// that was asked for.
+/// Passes the rest of an object, of `rest` bytes, to `take`. A server may send a part of the range
+/// that the request has.
 fn pump_part(from: impl Read, rest: u64, take: Take<'_>) -> Result<(), LinkError> {
     let (mut passed, mut is_over) = (0, false);
     pump(from, &mut |piece| {
@@ -336,7 +336,7 @@ impl Link for HttpLink {
                 Some(range) if range.start == Some(from) => {
                     pump_part(response.into_body().into_reader(), range.rest(), take)
                 }
-                // Other bytes than those that were asked for, or bytes of an unknown place.
+                // The answer has other bytes than the request, or does not say where they begin.
                 _ => Err(LinkError::NoRanges),
             },
             // `from` is the object's length: nothing is left to fetch.

@@ -257,7 +257,7 @@ impl Updater {
         if install.state.is_active() {
             let revoked = install.release.as_ref().filter(|applied| !listing.has(applied));
             run.status.revoked = revoked.map(|release| release.manifest);
-            // The state stays: it is the serving process's turn. But this poll did not fail.
+            // The next step is the serving process's, so the state stays. This poll did not fail.
             run.status.error = None;
             return Ok(None);
         }

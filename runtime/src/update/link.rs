@@ -274,7 +274,7 @@ fn foreign(start: &[u8]) -> Option<String> {
 
 /// Why a fetcher ends a transfer.
 enum Stop {
-    /// The object is too long. `foreign` says so if it is the page of a portal.
+    /// The object is too long. `foreign` is the problem if it is the page of a portal.
     Endless {
         foreign: Option<String>,
     },

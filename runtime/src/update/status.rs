@@ -52,8 +52,8 @@ impl UpdateStatus {
             || last_order(&install.history) > last_order(&fetch.history)
             || install.state == InstallState::Committed && fetch.state == FetchState::Idle;
         let state = if is_installers { install.state.shown() } else { fetch.state.shown() };
-        // A fetch that fails is told also beside a release that is applied or on probation: the car
-        // would not hear of its revocation.
+        // A failed poll is an error also while a release is applied or on probation. Otherwise
+        // nobody would notice that a revocation of that release cannot arrive.
         let failed = fetch.error.clone().filter(|_| fetch.state == FetchState::Failed);
         let (release, error) = if is_installers {
             (install.release, install.error)

@@ -207,7 +207,7 @@ fn check_is_new(store: &dyn Store) -> Result<()> {
         ensure!(
             past.is_none_or(|past| past.previous() == 0),
             "{TIMESTAMP} is missing, and metadata/{version}.snapshot.json follows an earlier \
-             publish: put the lost timestamp back, from a mirror, a backup or a car's files"
+             publish: put the lost timestamp back, from a mirror or a backup"
         );
     }
     Ok(())
