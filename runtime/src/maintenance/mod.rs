@@ -35,6 +35,8 @@ const PAID_BYTES: u64 = 16 << 20;
 /// Bytes charged for one commit of the catalog. In a measurement sled wrote 4.4 KB, and the device
 /// received 5.6 to 8.6 KB.
 const COMMIT_BYTES: u64 = 8 << 10;
+/// The least wear of a day with which a merge begins: a page, and the commits before and after it.
+pub(crate) const WEAR_BYTES_PER_DAY_MIN: u64 = PAGE_BYTES as u64 + 2 * COMMIT_BYTES;
 
 /// Limits and intervals of maintenance: `[maintenance]` of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
