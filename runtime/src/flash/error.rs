@@ -83,7 +83,7 @@ pub enum FlashError {
     /// A reader without the lock found another live record after each read.
     #[error("the directory changed each time while it was read; try again")]
     Changing,
-    /// The file system has too little room. Nothing was written.
+    /// The file system has too little room. Nothing of the bundle was written.
     #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
     Space { path: PathBuf, needed: u64, free: u64 },
 }

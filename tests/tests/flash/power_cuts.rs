@@ -305,6 +305,71 @@ fn an_interrupted_install_takes_no_room() {
     }
 }
 
+/// A rebuild writes beside the generation that it replaces, under the same number or an earlier
+/// one. A refusal or a power cut leaves what was served.
+#[test]
+fn a_generation_stays_until_its_rebuild_is_live() {
+    let versions = Versions::new(2, 200, 16);
+    let start = || {
+        let disk = SimDisk::default();
+        [1, 2].into_iter().for_each(|n| run(Step::Install(n), &disk, &versions).unwrap());
+        disk
+    };
+    for sequence in [1, 2] {
+        let rebuild = |disk: &SimDisk| {
+            let mut bundle = BundleReader::open(&versions.snapshots[sequence - 1]).unwrap();
+            Flash::prepare_rebuild(&disk.shared(), Path::new(DIR), &mut bundle, 2, |_| ())
+        };
+        let disk = start();
+        let before = disk.calls();
+        drop(rebuild(&disk).unwrap());
+        check(&disk, &versions, &[2], "a rebuild that is refused");
+        Flash::reclaim_in(&disk.shared(), Path::new(DIR)).unwrap();
+        check(&disk, &versions, &[2], "without the files of the rebuild");
+
+        for cut in 0..disk.calls() - before {
+            let disk = start();
+            disk.cut_after(cut);
+            let ended = rebuild(&disk).and_then(|prepared| prepared.commit());
+            disk.reboot(cut);
+            let live = if ended.is_ok() { vec![sequence] } else { vec![2, sequence] };
+            check(&disk, &versions, &live, &format!("rebuild of {sequence}, cut {cut}"));
+        }
+    }
+}
+
+/// Returns a disk with these snapshots, and room for the snapshot 3 once the first is gone.
+fn short_disk(versions: &Versions, snapshots: &[usize]) -> SimDisk {
+    let disk = SimDisk::default();
+    install(&versions.snapshots[snapshots[0] - 1], &disk).unwrap();
+    let first = disk.used();
+    snapshots[1..].iter().for_each(|n| install(&versions.snapshots[n - 1], &disk).unwrap());
+    let bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
+    let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    disk.set_capacity(Some(disk.used() - first + bytes + (1 << 20) + (8 << 10)));
+    disk
+}
+
+#[test]
+fn a_generation_that_can_be_served_never_makes_room() {
+    let versions = Versions::new(3, 900, 17);
+    let next = |disk: &SimDisk| install(&versions.snapshots[2], disk);
+
+    let disk = short_disk(&versions, &[1, 2]);
+    next(&disk).unwrap();
+    check(&disk, &versions, &[3], "in the room of the generation before");
+
+    let disk = short_disk(&versions, &[2]);
+    let refused = next(&disk).unwrap_err();
+    assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
+    check(&disk, &versions, &[2], "without room");
+
+    let network = Path::new(DIR).join("g000000000002/dense.onnx");
+    disk.lose(&network);
+    next(&disk).unwrap();
+    check(&disk, &versions, &[3], "in the room of a generation without its network");
+}
+
 #[test]
 fn space_is_reclaimed_when_nothing_needs_it() {
     let versions = Versions::new(4, 900, 10);

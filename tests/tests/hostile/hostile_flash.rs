@@ -71,8 +71,8 @@ fn damage_lets_no_older_release_in() {
     let (versions, folder) = (Versions::new(2, 100, 3), tempfile::tempdir().unwrap());
     let flash = folder.path().join("flash");
     install(&versions.snapshots[1], &flash).unwrap();
-    let segment = flash.join("g000000000002/t0000-0000.seg");
-    for bytes in [0, 5000] {
+    for (bytes, folder) in [(0, "g000000000002"), (5000, "g000000000002-1")] {
+        let segment = flash.join(folder).join("t0000-0000.seg");
         std::fs::File::options().write(true).open(&segment).unwrap().set_len(bytes).unwrap();
         let error = format!("{:#}", install(&versions.snapshots[0], &flash).err().unwrap());
         assert!(error.contains("needs a higher sequence"), "{error}");
