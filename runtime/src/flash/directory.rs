@@ -3,14 +3,14 @@
 
 use crate::bundle::manifest::{Generation, Hash, Manifest, hex, sha256};
 use crate::flash::error::{FlashError, io_error};
-use crate::flash::live::{LIVE, LiveRecord, LiveState, SegmentRef, TableState};
+use crate::flash::live::{LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
     folder_of, hot_name, is_generation_folder, kind_of, lock_path, part_name, segment_name,
 };
 use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::flash::table::TableRows;
 use crate::io::disk::{Disk, Input, Lock};
-use crate::io::paired_record::{Stored, Unreadable};
+use crate::io::paired_record::{PairedRecord, Stored, Unreadable};
 use crate::limits::{
     DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
@@ -91,7 +91,11 @@ impl Flash {
         let (listed, declared) = (record.live.tables.len(), manifest.schema.tables.len());
         if listed != declared {
             let problem = format!("{listed} for {declared} tables");
-            return Err(FlashError::field(&directory.join(LIVE.names[0]), "tables", problem));
+            return Err(FlashError::field(
+                &directory.join(LiveRecord::NAMES[0]),
+                "tables",
+                problem,
+            ));
         }
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
         Ok(Self { disk, directory, record, writes, manifest })
@@ -148,7 +152,8 @@ impl Flash {
             // Read again under the lock: another process may have replaced the record meanwhile.
             Some(Stored { value, writes, is_in_both: false }) => {
                 log::warn!("{}: a copy of the live record is restored", directory.display());
-                write_live(disk, directory, writes + 1, &value)
+                value.store(disk, directory, writes)?;
+                Ok(())
             }
             _ => Ok(()),
         }
@@ -199,7 +204,7 @@ impl Flash {
 
         // The generation that failed is not kept: the next `reclaim` frees its files.
         let record = LiveRecord { live: previous, previous: None, ..self.record };
-        write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
+        record.store(self.disk.as_ref(), &self.directory, self.writes)?;
 
         let flash = Self::open(&self.disk, &self.directory)?;
         // Only after the open: if the previous generation does not open, no file has been removed.
@@ -434,9 +439,9 @@ impl Flash {
         assert_eq!(live.tables.len(), self.manifest.schema.tables.len(), "one state a table");
 
         let record = LiveRecord { live, ..self.record.clone() };
-        write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
         // After a failed write `self` has the old record, and `refresh` finds what the disk has.
-        (self.record, self.writes) = (record, self.writes + 1);
+        self.writes = record.store(self.disk.as_ref(), &self.directory, self.writes)?;
+        self.record = record;
         self.reclaim();
         Ok(())
     }
@@ -555,12 +560,9 @@ pub(super) fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError
 }
 
 fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveRecord>>, FlashError> {
-    LIVE.read(disk, directory).map_err(|unreadable| {
-        let Unreadable { path, problem, is_device } = unreadable;
-        if is_device {
-            return FlashError::Io { path, source: io::Error::other(problem) };
-        }
-        FlashError::Live { path, problem }
+    LiveRecord::load(disk, directory).map_err(|unreadable| match unreadable {
+        Unreadable::Device(error) => error.into(),
+        Unreadable::Damaged { path, problem } => FlashError::Live { path, problem },
     })
 }
 
@@ -597,18 +599,6 @@ pub(super) fn stored_record(
     }
 }
 
-/// Replaces both copies of the live record: the commit point of installs, rollbacks and
-/// compactions. The first copy alone makes the change durable.
-pub(super) fn write_live(
-    disk: &dyn Disk,
-    directory: &Path,
-    writes: u64,
-    record: &LiveRecord,
-) -> Result<(), FlashError> {
-    LIVE.write(disk, directory, writes, record)
-        .map_err(|(path, source)| FlashError::Io { path, source })
-}
-
 /// Makes room for `bytes` more. Each step removes what is needed more than what the step before
 /// removed, and only if there is too little room still.
 ///
@@ -630,8 +620,7 @@ pub(super) fn make_room(
         && let Some(Stored { value, writes, .. }) = before
         && value.previous.take().is_some()
     {
-        *writes += 1;
-        write_live(disk.as_ref(), directory, *writes, value)?;
+        *writes = value.store(disk.as_ref(), directory, *writes)?;
         reclaim(disk.as_ref(), directory, Some(value));
     }
 

@@ -5,6 +5,7 @@ use crate::bundle::manifest::{Generation, ManifestError};
 use crate::flash::segment::SegmentError;
 use crate::io::disk::is_damage;
 use crate::io::field_error::FieldError;
+use crate::io::paired_record::CopyError;
 use crate::schema::probe_set::ProbeError;
 use hatchback_kernels::dense::DenseError;
 use std::io::{self, ErrorKind};
@@ -89,6 +90,12 @@ pub enum FlashError {
 }
 
 debug_as_display!(FlashError);
+
+impl From<CopyError> for FlashError {
+    fn from(CopyError { path, source }: CopyError) -> Self {
+        Self::Io { path, source }
+    }
+}
 
 impl FlashError {
     /// Returns whether a file of the flash directory is missing, damaged or of another kind. Other

@@ -8,7 +8,7 @@
 
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Generation, Hash, Layer, Manifest, sha256};
-use crate::flash::directory::{Flash, Found, lock, make_room, stored_record, write_live};
+use crate::flash::directory::{Flash, Found, lock, make_room, stored_record};
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
@@ -17,6 +17,7 @@ use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock, Output};
 use crate::io::page::move_to;
+use crate::io::paired_record::PairedRecord;
 use crate::limits::{
     DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, SYNCED_FILES_MAX,
     UNSYNCED_FILES_MAX,
@@ -163,7 +164,7 @@ fn write_next(
 
     let hash = sha256(bundle.manifest_bytes());
     let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
-    let writes = before.as_ref().map_or(0, |before| before.writes) + 1;
+    let writes = before.as_ref().map_or(0, |before| before.writes);
     let record = next_record(next, rebuilds, before.map(|before| before.value));
     let (disk, directory) = (Arc::clone(disk), directory.to_owned());
     let manifest = bundle.manifest().clone();
@@ -207,7 +208,7 @@ impl Prepared {
     pub fn commit(self) -> Result<Flash, FlashError> {
         let Flash { disk, directory, record, writes, .. } = &self.flash;
         if !self.is_live {
-            write_live(disk.as_ref(), directory, *writes, record)?;
+            record.store(disk.as_ref(), directory, *writes)?;
         }
 
         // Opened from the disk, not taken from memory: what the next start will read is what is

@@ -5,7 +5,7 @@
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
-use crate::io::paired_record::Stored;
+use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::{
     CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX,
     TIMESTAMP_BYTES_MAX,
@@ -100,7 +100,7 @@ impl Trust {
         };
         if floor.is_none() {
             let floor = RollbackFloor { root: set.root().version, ..RollbackFloor::default() };
-            floor.write(disk, directory, 1)?;
+            floor.store(disk, directory, 0)?;
         }
         // This file is written last: a directory that has it and no floor has lost its floor.
         replace(FACTORY_ROOT)
@@ -405,8 +405,8 @@ impl Trust {
             }
         }
         if !self.is_floor_saved {
-            self.floor_writes += 1;
-            self.floor.write(self.disk.as_ref(), &self.directory, self.floor_writes)?;
+            let disk = self.disk.as_ref();
+            self.floor_writes = self.floor.store(disk, &self.directory, self.floor_writes)?;
             self.is_floor_saved = true;
         }
         self.writes.drain(..).try_for_each(|(name, bytes)| {

@@ -5,6 +5,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;

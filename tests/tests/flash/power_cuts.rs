@@ -4,10 +4,12 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
+use hatchback::flash::live::LiveRecord;
 use hatchback::flash::table::RowLocation;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
 use hatchback::schema::KeySpace;
@@ -335,6 +337,23 @@ fn a_generation_stays_until_its_rebuild_is_live() {
             let live = if ended.is_ok() { vec![sequence] } else { vec![2, sequence] };
             check(&disk, &versions, &live, &format!("rebuild of {sequence}, cut {cut}"));
         }
+    }
+}
+
+/// A copy of the live record that the device refuses may be whole, so nothing is installed anew.
+#[test]
+fn a_copy_that_the_device_refuses_beside_a_damaged_one_is_not_lost() {
+    let versions = Versions::new(2, 200, 18);
+    for [refused, damaged] in [[0, 1], [1, 0]] {
+        let disk = SimDisk::default();
+        run(Step::Install(1), &disk, &versions).unwrap();
+        let path = |copy: usize| Path::new(DIR).join(LiveRecord::NAMES[copy]);
+        disk.flip(&path(damaged), 100);
+        disk.spoil(&path(refused));
+        let error = install(&versions.snapshots[1], &disk).unwrap_err();
+        assert!(matches!(error, FlashError::Io { .. }), "{error}");
+        disk.end_faults();
+        check(&disk, &versions, &[1], "once the device reads the copy");
     }
 }
 

@@ -6,6 +6,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::live::LiveRecord;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
@@ -36,7 +37,7 @@ fn publish_deltas(fleet: &Fleet) {
 
 /// Loses both copies of the live record.
 fn lose_live_record(car: &Car) {
-    LiveRecord::file_names().iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
+    LiveRecord::NAMES.iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
 }
 
 /// Lets the sync process poll once.

@@ -5,6 +5,7 @@
 use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::{self, Disk};
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::update::Updater;
 use hatchback::update::error::UpdateError;
 use hatchback::update::history::UpdateEvent;
@@ -175,7 +176,7 @@ fn every_role_has_a_floor_of_its_own() {
     for (writes, (role, raised)) in (100..).zip(raised) {
         let files = ["timestamp", "snapshot", "targets"].map(|role| format!("{role}.json"));
         files.iter().for_each(|name| drop(car.disk.remove_file(&directory.join(name))));
-        raised.write(&car.disk, directory, writes).unwrap();
+        raised.store(&car.disk, directory, writes).unwrap();
         let error = car.run(&mut fleet.link(), T0 + 12).unwrap_err();
         assert!(matches!(error, UpdateError::Replay { role: r, .. } if r == role), "{error:?}");
         let replayed = directory.join(format!("{role}.json"));

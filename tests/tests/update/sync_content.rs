@@ -8,6 +8,7 @@ use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
 use hatchback::io::disk::Disk;
 use hatchback::io::page::PageBytes;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::limits::{CHUNK_BYTES, DELTAS_MAX};
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, LinkLimits};
@@ -237,7 +238,7 @@ fn fill(car: &Car) -> Vec<u8> {
 }
 
 fn write_live(car: &Car, record: &[u8]) {
-    for name in LiveRecord::file_names() {
+    for name in LiveRecord::NAMES {
         car.disk.create(&car.sync.flash.join(name)).unwrap().write_all(record).unwrap();
     }
 }
