@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const DIR: &str = "/flash";
+const DIR: &str = SimDisk::FLASH;
 
 /// One change of the flash directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,8 +68,8 @@ fn open(disk: &SimDisk) -> Result<Flash, FlashError> {
 fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError> {
     match step {
         // After the rollback to 2, the delta to 4 does not fit, but the snapshot does.
-        Step::Install(4) => install(&versions.snapshots[3], disk),
-        Step::Install(generation) => install(&versions.deltas[generation - 1], disk),
+        Step::Install(4) => disk.install(&versions.snapshots[3]).map(drop),
+        Step::Install(generation) => disk.install(&versions.deltas[generation - 1]).map(drop),
         Step::Compact(table) => {
             let mut flash = open(disk)?;
             let Some(mut merge) = Compaction::begin(&flash, table)? else { return Ok(()) };
@@ -85,11 +85,6 @@ fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError
         }
         Step::Rollback => open(disk)?.rollback().map(drop),
     }
-}
-
-fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
-    Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ())
-        .map(drop)
 }
 
 /// Returns every row of a table from a scan. The page that `locate` returns for a key must have the
@@ -216,7 +211,7 @@ fn a_cut_in_the_install_of_many_files_leaves_all_of_them_or_nothing() {
     };
     let packed = plan.pack();
     let disk = SimDisk::default();
-    install(&packed.bundle, &disk).unwrap();
+    disk.install(&packed.bundle).unwrap();
     let calls = disk.calls();
 
     let mut lives = 0;
@@ -224,13 +219,13 @@ fn a_cut_in_the_install_of_many_files_leaves_all_of_them_or_nothing() {
     for cut in (0..calls).step_by(97).chain(calls - 25..calls) {
         let disk = SimDisk::default();
         disk.cut_after(cut);
-        assert!(install(&packed.bundle, &disk).is_err(), "cut {cut}: the power was cut");
+        assert!(disk.install(&packed.bundle).is_err(), "cut {cut}: the power was cut");
         disk.reboot(cut);
         if let Ok(flash) = open(&disk) {
             (0..300).for_each(|table| assert_eq!(rows_of(&flash, table).len(), 3, "cut {cut}"));
             lives += 1;
         }
-        install(&packed.bundle, &disk).unwrap();
+        disk.install(&packed.bundle).unwrap();
         disk.reboot(cut + 1);
         (0..300).for_each(|t| assert_eq!(rows_of(&open(&disk).unwrap(), t).len(), 3, "cut {cut}"));
     }
@@ -294,15 +289,15 @@ fn an_interrupted_install_takes_no_room() {
         let (counted, disk) = (start(), start());
         let before = counted.calls();
         let first = &versions.snapshots[usize::from(live)];
-        install(first, &counted).unwrap();
+        counted.install(first).unwrap();
         let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
         let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         // The error comes before the live record, after everything else was written.
         disk.fail_after(counted.calls() - before - 11);
         let used = disk.used();
-        assert!(install(first, &disk).is_err() && disk.used() > used + bytes / 2);
+        assert!(disk.install(first).is_err() && disk.used() > used + bytes / 2);
         disk.set_capacity(Some(used + bytes + (1 << 20)));
-        install(&versions.snapshots[next], &disk).unwrap();
+        disk.install(&versions.snapshots[next]).unwrap();
         check(&disk, &versions, &[next + 1], "in the room of the interrupted install");
     }
 }
@@ -350,7 +345,7 @@ fn a_copy_that_the_device_refuses_beside_a_damaged_one_is_not_lost() {
         let path = |copy: usize| Path::new(DIR).join(LiveRecord::NAMES[copy]);
         disk.flip(&path(damaged), 100);
         disk.spoil(&path(refused));
-        let error = install(&versions.snapshots[1], &disk).unwrap_err();
+        let error = disk.install(&versions.snapshots[1]).err().unwrap();
         assert!(matches!(error, FlashError::Io { .. }), "{error}");
         disk.end_faults();
         check(&disk, &versions, &[1], "once the device reads the copy");
@@ -360,9 +355,11 @@ fn a_copy_that_the_device_refuses_beside_a_damaged_one_is_not_lost() {
 /// Returns a disk with these snapshots, and room for the snapshot 3 once the first is gone.
 fn short_disk(versions: &Versions, snapshots: &[usize]) -> SimDisk {
     let disk = SimDisk::default();
-    install(&versions.snapshots[snapshots[0] - 1], &disk).unwrap();
+    disk.install(&versions.snapshots[snapshots[0] - 1]).unwrap();
     let first = disk.used();
-    snapshots[1..].iter().for_each(|n| install(&versions.snapshots[n - 1], &disk).unwrap());
+    for n in &snapshots[1..] {
+        disk.install(&versions.snapshots[n - 1]).unwrap();
+    }
     let bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
     let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
     disk.set_capacity(Some(disk.used() - first + bytes + (1 << 20) + (8 << 10)));
@@ -372,7 +369,7 @@ fn short_disk(versions: &Versions, snapshots: &[usize]) -> SimDisk {
 #[test]
 fn a_generation_that_can_be_served_never_makes_room() {
     let versions = Versions::new(3, 900, 17);
-    let next = |disk: &SimDisk| install(&versions.snapshots[2], disk);
+    let next = |disk: &SimDisk| disk.install(&versions.snapshots[2]).map(drop);
 
     let disk = short_disk(&versions, &[1, 2]);
     next(&disk).unwrap();
