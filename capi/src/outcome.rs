@@ -1,8 +1,8 @@
 //! The results of calls and the text of the last error of each thread. No panic leaves a call.
 
-use hatchback::car::follower::FollowError;
 use hatchback::request::explain::ExplainError;
 use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::ServingError;
 use hatchback::schema::batch::BatchError;
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
@@ -67,8 +67,8 @@ impl From<BatchError> for Refusal {
     }
 }
 
-impl From<FollowError> for Refusal {
-    fn from(e: FollowError) -> Self {
+impl From<ServingError> for Refusal {
+    fn from(e: ServingError) -> Self {
         refused(e)
     }
 }

@@ -192,6 +192,8 @@ pub const SETTLED_READS_MAX: u32 = 8;
 
 /// Target files in one chain of `inherits`.
 pub const INHERIT_MAX: usize = 8;
+/// Minutes between two polls: a week, because a car that does not poll never updates.
+pub const POLL_MINUTES_MAX: u32 = 7 * 24 * 60;
 /// Highest real-time priority of the daemon. A real-time kernel handles interrupts at 50; a busy
 /// daemon above that would block flash and network.
 pub const REALTIME_PRIORITY_MAX: u8 = 49;

@@ -280,6 +280,23 @@ impl Car {
         self.sync.run(&mut Fetcher::new(link, clock, limits), &self.host(), now, |_, _| {})
     }
 
+    /// Lets the sync process poll once over `link`.
+    pub fn poll(&self, link: &mut dyn Link, now: u64) -> Result<UpdateStatus, UpdateError> {
+        let clock = Ticks::still();
+        let mut fetcher = Fetcher::new(link, &clock, LinkLimits::default());
+        self.sync.fetch(&mut fetcher, now, |_, _| {})
+    }
+
+    /// Lets the serving process take steps until it waits.
+    pub fn apply(&self, now: u64) {
+        while self.sync.advance(&self.host(), now).unwrap() {}
+    }
+
+    /// Opens the live generation.
+    pub fn flash(&self) -> Flash {
+        Flash::open(&self.sync.disk, &self.sync.flash).unwrap()
+    }
+
     /// Returns what the serving process of this car supplies.
     pub fn host(&self) -> Host<'static> {
         Host {

@@ -8,6 +8,7 @@ use hatchback::flash::live::{self, HotList, LiveRecord, SegmentRef, TableState};
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::daily_bytes::DailyBytes;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::mix;
 use hatchback::schema::key_function::{KeyFunction, Side, Unknown};
 use hatchback::schema::lookup::Lookup;
@@ -320,8 +321,8 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
                 _ => vec![live_record(manifest.generation, &encoded).encode(4)],
             }
         }
-        "fetch_status" => vec![fetch_status().encode(), FetchStatus::default().encode()],
-        "install_status" => vec![install_status().encode(), InstallStatus::default().encode()],
+        "fetch_status" => vec![fetch_status().encode(0), FetchStatus::default().encode(0)],
+        "install_status" => vec![install_status().encode(0), InstallStatus::default().encode(0)],
         "accepted" => {
             vec![Accepted { root: b"a root".to_vec(), targets: 700 }.encode(5)]
         }

@@ -13,6 +13,7 @@ use hatchback::flash::live::LiveRecord;
 use hatchback::flash::segment::verifier::SegmentVerifier;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::page::{Page, PageBytes, PageKind};
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
@@ -25,6 +26,7 @@ use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_kernels::dense::{narrow_all, widen};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::pack::spec::ModelSpec;
+use std::fmt::Debug;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -146,45 +148,33 @@ fn rows_over(part: Part, table: &Table) -> Range<u64> {
 
 /// Parses a live record.
 pub fn live_record(bytes: &[u8]) {
-    with_valid_checksum(bytes, |bytes| {
-        if let Ok((writes, record)) = LiveRecord::decode(bytes) {
-            assert_eq!(LiveRecord::decode(&record.encode(writes)), Ok((writes, record)));
-        }
-    });
+    paired::<LiveRecord>(bytes);
 }
 
 /// Parses a record of the sync process.
 pub fn fetch_status(bytes: &[u8]) {
-    with_valid_checksum(bytes, |bytes| {
-        if let Ok(status) = FetchStatus::decode(bytes) {
-            assert_eq!(FetchStatus::decode(&status.encode()), Ok(status));
-        }
-    });
+    paired::<FetchStatus>(bytes);
 }
 
 /// Parses a record of the serving process.
 pub fn install_status(bytes: &[u8]) {
-    with_valid_checksum(bytes, |bytes| {
-        if let Ok(status) = InstallStatus::decode(bytes) {
-            assert_eq!(InstallStatus::decode(&status.encode()), Ok(status));
-        }
-    });
+    paired::<InstallStatus>(bytes);
 }
 
 /// Parses a record of what the serving process trusts.
 pub fn accepted(bytes: &[u8]) {
-    with_valid_checksum(bytes, |bytes| {
-        if let Ok((writes, accepted)) = Accepted::decode(bytes) {
-            assert_eq!(Accepted::decode(&accepted.encode(writes)), Ok((writes, accepted)));
-        }
-    });
+    paired::<Accepted>(bytes);
 }
 
 /// Parses a rollback floor record.
 pub fn floor(bytes: &[u8]) {
+    paired::<RollbackFloor>(bytes);
+}
+
+fn paired<T: PairedRecord + Debug + PartialEq>(bytes: &[u8]) {
     with_valid_checksum(bytes, |bytes| {
-        if let Ok((writes, floor)) = RollbackFloor::decode(bytes) {
-            assert_eq!(RollbackFloor::decode(&floor.encode(writes)), Ok((writes, floor)));
+        if let Ok((writes, record)) = T::decode(bytes) {
+            assert_eq!(T::decode(&record.encode(writes)), Ok((writes, record)));
         }
     });
 }

@@ -209,7 +209,7 @@ impl Driver {
         self.met_bad |= bad;
         self.car.watched =
             Some(Watched { requests: 100, faults: u64::from(bad), latency_us_p99: 100 });
-        while self.car.sync.advance(&self.car.host(), now).unwrap() {}
+        self.car.apply(now);
         // The status names the live generation after the next poll, which follows immediately.
         let _ = self.car.run(link, now);
         bad

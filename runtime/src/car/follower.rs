@@ -13,18 +13,6 @@ use crate::request::serving::{Serving, ServingError, Swapped};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Why the live generation is not served. The previous generation is still served.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum FollowError {
-    /// The flash directory cannot be opened.
-    #[error(transparent)]
-    Flash(#[from] FlashError),
-    /// The generation is refused.
-    #[error(transparent)]
-    Serving(#[from] ServingError),
-}
-
 /// One model and the directory that it follows.
 pub struct Follower {
     disk: Arc<dyn Disk>,
@@ -40,15 +28,16 @@ impl Follower {
     /// Loads the live generation of `directory` into `serving`, as `name` or under its lineage.
     ///
     /// # Errors
-    /// [`FollowError`] if it cannot be opened or does not fit the budget.
+    /// [`ServingError`] if it cannot be opened or does not fit the budget.
     pub fn load(
         disk: &Arc<dyn Disk>,
         directory: &Path,
         name: Option<&str>,
         serving: &Serving,
         budget: Budget,
-    ) -> Result<Self, FollowError> {
-        let flash = Flash::open(disk, directory)?;
+    ) -> Result<Self, ServingError> {
+        let place = || name.map_or_else(|| directory.display().to_string(), str::to_owned);
+        let flash = Flash::open(disk, directory).map_err(|e| unopened(place(), e))?;
         let name = name.unwrap_or(&flash.manifest().generation.lineage).to_owned();
         serving.load(&name, &flash, budget)?;
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
@@ -65,12 +54,12 @@ impl Follower {
     /// `yield_now` between small pieces of work.
     ///
     /// # Errors
-    /// [`FollowError`] if the generation is refused now.
+    /// [`ServingError`] if the generation is refused now. The one before is still served.
     pub fn look(
         &mut self,
         serving: &Serving,
         yield_now: &dyn Fn(Urgency),
-    ) -> Result<Option<(Generation, Swapped)>, FollowError> {
+    ) -> Result<Option<(Generation, Swapped)>, ServingError> {
         let Some(served) = serving.model(&self.name).map(|model| model.id()) else {
             return Ok(None);
         };
@@ -82,7 +71,8 @@ impl Follower {
             }
             _ => false,
         };
-        let changed = open_changed(&self.disk, &self.directory, Some(served), is_refused)?;
+        let changed = open_changed(&self.disk, &self.directory, Some(served), is_refused)
+            .map_err(|e| unopened(self.name.clone(), e))?;
         let (flash, lock) = match changed {
             Changed::Served => {
                 self.refused = None;
@@ -101,6 +91,10 @@ impl Follower {
         self.refused = swapped.is_err().then_some((flash.record().id(), 0));
         Ok(Some((flash.manifest().generation.clone(), swapped?)))
     }
+}
+
+fn unopened(name: String, error: FlashError) -> ServingError {
+    ServingError::Open { name, source: error.into() }
 }
 
 /// What the live record of a flash directory says to a process that serves the directory.

@@ -3,14 +3,14 @@
 
 use crate::bundle::manifest::{Generation, Hash, Manifest, hex, sha256};
 use crate::flash::error::{FlashError, io_error};
-use crate::flash::live::{LIVE, LiveRecord, LiveState, SegmentRef, TableState};
+use crate::flash::live::{LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
     folder_of, hot_name, is_generation_folder, kind_of, lock_path, part_name, segment_name,
 };
 use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::flash::table::TableRows;
 use crate::io::disk::{Disk, Input, Lock};
-use crate::io::paired_record::{Stored, Unreadable};
+use crate::io::paired_record::{PairedRecord, Stored, Unreadable};
 use crate::limits::{
     DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
@@ -78,7 +78,8 @@ impl Flash {
         };
         let Stored { value: record, writes, .. } = stored;
 
-        let path = folder_of(directory, record.live.generation.sequence).join("manifest");
+        let folder = folder_of(directory, record.rebuilds, record.live.generation.sequence);
+        let path = folder.join("manifest");
         let bytes = disk.read(&path, MANIFEST_BYTES_MAX as u64).map_err(io_error(&path))?;
         if sha256(&bytes) != record.live.manifest {
             let problem = "does not match its hash in the live record";
@@ -90,7 +91,11 @@ impl Flash {
         let (listed, declared) = (record.live.tables.len(), manifest.schema.tables.len());
         if listed != declared {
             let problem = format!("{listed} for {declared} tables");
-            return Err(FlashError::field(&directory.join(LIVE.names[0]), "tables", problem));
+            return Err(FlashError::field(
+                &directory.join(LiveRecord::NAMES[0]),
+                "tables",
+                problem,
+            ));
         }
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
         Ok(Self { disk, directory, record, writes, manifest })
@@ -147,7 +152,8 @@ impl Flash {
             // Read again under the lock: another process may have replaced the record meanwhile.
             Some(Stored { value, writes, is_in_both: false }) => {
                 log::warn!("{}: a copy of the live record is restored", directory.display());
-                write_live(disk, directory, writes + 1, &value)
+                value.store(disk, directory, writes)?;
+                Ok(())
             }
             _ => Ok(()),
         }
@@ -161,8 +167,13 @@ impl Flash {
     /// [`FlashError`] for the first file that is missing or damaged, or that the device cannot
     /// read.
     pub(crate) fn check_whole(&self) -> Result<(), FlashError> {
-        self.dense()?;
         self.probe()?;
+        self.check_served()
+    }
+
+    /// Checks the files of the live generation without which no process can serve it.
+    fn check_served(&self) -> Result<(), FlashError> {
+        self.dense()?;
         for (number, table) in self.record.live.tables.iter().enumerate() {
             for (of, part) in table.segments() {
                 let (path, _) = self.segment_file(number, of, part)?;
@@ -193,7 +204,7 @@ impl Flash {
 
         // The generation that failed is not kept: the next `reclaim` frees its files.
         let record = LiveRecord { live: previous, previous: None, ..self.record };
-        write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
+        record.store(self.disk.as_ref(), &self.directory, self.writes)?;
 
         let flash = Self::open(&self.disk, &self.directory)?;
         // Only after the open: if the previous generation does not open, no file has been removed.
@@ -238,8 +249,13 @@ impl Flash {
         &self.disk
     }
 
+    /// Returns the folder of the generation with `sequence`.
+    fn folder(&self, sequence: u64) -> PathBuf {
+        folder_of(&self.directory, self.record.rebuilds, sequence)
+    }
+
     fn file(&self, name: &str) -> PathBuf {
-        folder_of(&self.directory, self.manifest.generation.sequence).join(name)
+        self.folder(self.manifest.generation.sequence).join(name)
     }
 
     /// Returns the path of segment `of` of table `number` and the kind that it must be of.
@@ -249,7 +265,7 @@ impl Flash {
         of: SegmentRef,
         part: Part,
     ) -> Result<(PathBuf, SegmentKind), FlashError> {
-        let path = folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial));
+        let path = self.folder(of.sequence).join(segment_name(number, of.serial));
         let generation =
             Generation { lineage: self.manifest.generation.lineage.clone(), sequence: of.sequence };
         let kind = kind_of(&generation, of.serial, &self.manifest.schema, number, part, &path)?;
@@ -263,7 +279,7 @@ impl Flash {
         let states = std::iter::once(&self.record.live).chain(&self.record.previous);
         let mut tables = states.filter_map(|state| state.tables.get(number));
         let is_used = tables.any(|table| table.segments().any(|(of, _)| of == wanted));
-        is_used.then(|| folder_of(&self.directory, sequence).join(segment_name(number, 0)))
+        is_used.then(|| self.folder(sequence).join(segment_name(number, 0)))
     }
 
     /// Opens a segment for lookups.
@@ -340,7 +356,7 @@ impl Flash {
     /// [`FlashError::Io`] if the file cannot be read, [`FlashError::Field`] if it changed.
     pub fn hot_keys(&self, number: usize) -> Result<Vec<u64>, FlashError> {
         let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
-        let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
+        let path = self.folder(hot.sequence).join(hot_name(number));
         let bytes = self.read(path, hot.sha256, HOT_BYTES_MAX)?;
         Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
     }
@@ -353,7 +369,7 @@ impl Flash {
     /// [`FlashError::Io`] if the file cannot be opened.
     pub(crate) fn first_hot_keys(&self, number: usize) -> Result<Option<FirstHotKeys>, FlashError> {
         let Some(hot) = self.record.live.tables[number].hot else { return Ok(None) };
-        let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
+        let path = self.folder(hot.sequence).join(hot_name(number));
         let file = self.disk.open(&path).map_err(io_error(&path))?;
         Ok(Some(FirstHotKeys { file: file.take(HOT_BYTES_MAX), path }))
     }
@@ -413,14 +429,7 @@ impl Flash {
     /// Returns the path at which a compaction of table `number` writes the unfinished base. The
     /// name contains a hash of everything that the compaction merges.
     pub(crate) fn compaction_part(&self, number: usize) -> PathBuf {
-        let live = &self.record.live;
-        let inputs = (SEGMENT_FORMAT, &live.generation, &live.manifest, &live.tables[number]);
-        let Ok(encoded) = postcard::to_allocvec(&inputs) else {
-            unreachable!("strings and integers in memory always encode")
-        };
-
-        let hash = hex(&sha256(&encoded)[..8]);
-        folder_of(&self.directory, live.generation.sequence).join(part_name(number, &hash))
+        compaction_part(&self.directory, &self.record, number)
     }
 
     /// Replaces the segments of the live generation and reclaims those no longer used. The caller
@@ -430,9 +439,9 @@ impl Flash {
         assert_eq!(live.tables.len(), self.manifest.schema.tables.len(), "one state a table");
 
         let record = LiveRecord { live, ..self.record.clone() };
-        write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
         // After a failed write `self` has the old record, and `refresh` finds what the disk has.
-        (self.record, self.writes) = (record, self.writes + 1);
+        self.writes = record.store(self.disk.as_ref(), &self.directory, self.writes)?;
+        self.record = record;
         self.reclaim();
         Ok(())
     }
@@ -446,14 +455,16 @@ impl Flash {
     /// generations, merged segments, interrupted installs, and compactions whose inputs are no
     /// longer live. Logs a file that cannot be removed; it costs space only.
     pub fn reclaim(&self) {
-        reclaim(self.disk.as_ref(), &self.directory, Some(self));
+        reclaim(self.disk.as_ref(), &self.directory, Some(&self.record));
     }
 
-    /// Reclaims `directory`. If no generation is live, it removes every generation's files. If the
-    /// live generation is damaged, it removes nothing. For a caller that abandons an install.
+    /// Reclaims `directory`. If no generation is live, it removes every generation's files. If no
+    /// copy of the live record can be read, it removes nothing. For a caller that abandons an
+    /// install.
     ///
     /// # Errors
-    /// [`FlashError::Busy`] if another process changes the directory, and those of [`Flash::open`].
+    /// [`FlashError::Busy`] if another process changes the directory, [`FlashError::Io`] if the
+    /// device refuses.
     pub fn reclaim_in(disk: &Arc<dyn Disk>, directory: &Path) -> Result<(), FlashError> {
         let _lock = match lock(disk.as_ref(), directory) {
             Err(FlashError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
@@ -461,36 +472,14 @@ impl Flash {
             }
             lock => lock?,
         };
-        match Self::find(disk, directory)? {
-            Found::Nothing => reclaim(disk.as_ref(), directory, None),
-            Found::Live(live) => live.reclaim(),
-            Found::Damaged(_) => {}
-        }
-        Ok(())
-    }
-
-    /// Returns the paths of all files that the live or the previous generation uses, and of the
-    /// unfinished bases of compactions of the live generation.
-    fn used_files(&self) -> BTreeSet<PathBuf> {
-        let tables = 0..self.record.live.tables.len();
-        let mut used: BTreeSet<PathBuf> = tables.map(|n| self.compaction_part(n)).collect();
-
-        for state in std::iter::once(&self.record.live).chain(&self.record.previous) {
-            let folder = folder_of(&self.directory, state.generation.sequence);
-            used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
-            for (number, table) in state.tables.iter().enumerate() {
-                self.add_table_files(number, table, &mut used);
+        match read_live(disk.as_ref(), directory) {
+            Ok(stored) => {
+                reclaim(disk.as_ref(), directory, stored.map(|stored| stored.value).as_ref());
+                Ok(())
             }
+            Err(e) if e.is_damage() => Ok(()),
+            Err(e) => Err(e),
         }
-        used
-    }
-
-    fn add_table_files(&self, number: usize, table: &TableState, used: &mut BTreeSet<PathBuf>) {
-        let path = |sequence, name| folder_of(&self.directory, sequence).join(name);
-        used.extend(table.hot.map(|hot| path(hot.sequence, hot_name(number))));
-        used.extend(
-            table.segments().map(|(s, _)| path(s.sequence, segment_name(number, s.serial))),
-        );
     }
 
     /// Returns the bytes of the live generation on flash, from the lengths of its files.
@@ -512,9 +501,43 @@ impl Flash {
     }
 }
 
-/// Removes the files of `directory` that `live` does not use: all of them if nothing is live.
-pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, live: Option<&Flash>) {
-    let used = live.map(Flash::used_files).unwrap_or_default();
+/// Returns the path at which a compaction of the live table `number` writes the unfinished base.
+fn compaction_part(directory: &Path, record: &LiveRecord, number: usize) -> PathBuf {
+    let LiveRecord { live, rebuilds, .. } = record;
+    let inputs = (SEGMENT_FORMAT, &live.generation, &live.manifest, &live.tables[number]);
+    let Ok(encoded) = postcard::to_allocvec(&inputs) else {
+        unreachable!("strings and integers in memory always encode")
+    };
+
+    let hash = hex(&sha256(&encoded)[..8]);
+    let folder = folder_of(directory, *rebuilds, live.generation.sequence);
+    folder.join(part_name(number, &hash))
+}
+
+/// Returns the paths of all files that the live or the previous generation uses, and of the
+/// unfinished bases of compactions of the live generation.
+fn used_files(directory: &Path, record: &LiveRecord) -> BTreeSet<PathBuf> {
+    let folder = |sequence| folder_of(directory, record.rebuilds, sequence);
+    let tables = 0..record.live.tables.len();
+    let mut used: BTreeSet<PathBuf> =
+        tables.map(|number| compaction_part(directory, record, number)).collect();
+
+    for state in std::iter::once(&record.live).chain(&record.previous) {
+        let own = folder(state.generation.sequence);
+        used.extend(["manifest", "dense.onnx", "probe"].map(|name| own.join(name)));
+        for (number, table) in state.tables.iter().enumerate() {
+            used.extend(table.hot.map(|hot| folder(hot.sequence).join(hot_name(number))));
+            let path = |of: SegmentRef| folder(of.sequence).join(segment_name(number, of.serial));
+            used.extend(table.segments().map(|(of, _)| path(of)));
+        }
+    }
+    used
+}
+
+/// Removes the files of `directory` that no generation in `record` uses: all of them without a
+/// record.
+pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, record: Option<&LiveRecord>) {
+    let used = record.map(|record| used_files(directory, record)).unwrap_or_default();
     let folders = disk.list(directory).unwrap_or_default();
 
     for folder in folders.iter().filter(|path| is_generation_folder(path)) {
@@ -537,12 +560,9 @@ pub(super) fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError
 }
 
 fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveRecord>>, FlashError> {
-    LIVE.read(disk, directory).map_err(|unreadable| {
-        let Unreadable { path, problem, is_device } = unreadable;
-        if is_device {
-            return FlashError::Io { path, source: io::Error::other(problem) };
-        }
-        FlashError::Live { path, problem }
+    LiveRecord::load(disk, directory).map_err(|unreadable| match unreadable {
+        Unreadable::Device(error) => error.into(),
+        Unreadable::Damaged { path, problem } => FlashError::Live { path, problem },
     })
 }
 
@@ -579,19 +599,49 @@ pub(super) fn stored_record(
     }
 }
 
-/// Replaces both copies of the live record: the commit point of installs, rollbacks and
-/// compactions. The first copy alone makes the change durable.
-pub(super) fn write_live(
-    disk: &dyn Disk,
+/// Makes room for `bytes` more. Each step removes what is needed more than what the step before
+/// removed, and only if there is too little room still.
+///
+/// # Errors
+/// [`FlashError::Space`] if that is not enough, [`FlashError::Io`] if the device refuses.
+pub(super) fn make_room(
+    disk: &Arc<dyn Disk>,
     directory: &Path,
-    writes: u64,
-    record: &LiveRecord,
+    before: &mut Option<Stored<LiveRecord>>,
+    bytes: u64,
 ) -> Result<(), FlashError> {
-    LIVE.write(disk, directory, writes, record)
-        .map_err(|(path, source)| FlashError::Io { path, source })
+    let has_room = || check_space(disk.as_ref(), directory, bytes).is_ok();
+    // Files of interrupted installs, which no generation uses.
+    reclaim(disk.as_ref(), directory, before.as_ref().map(|before| &before.value));
+
+    // The generation before the live one. The record lets go of it first, because a rollback to
+    // missing files would leave nothing to serve.
+    if !has_room()
+        && let Some(Stored { value, writes, .. }) = before
+        && value.previous.take().is_some()
+    {
+        *writes = value.store(disk.as_ref(), directory, *writes)?;
+        reclaim(disk.as_ref(), directory, Some(value));
+    }
+
+    // The live generation comes last, and only if no process can serve it. To remove one that is
+    // served would make no room: open files keep their space until they close. And after a power
+    // cut, or if the new one is refused, the car would have nothing to serve.
+    if !has_room() && before.is_some() && !is_servable(disk, directory)? {
+        reclaim(disk.as_ref(), directory, None);
+    }
+    check_space(disk.as_ref(), directory, bytes)
 }
 
-pub(super) fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
+/// Returns whether the files of the live generation are there to be served.
+fn is_servable(disk: &Arc<dyn Disk>, directory: &Path) -> Result<bool, FlashError> {
+    match Flash::open(disk, directory).and_then(|live| live.check_served()) {
+        Err(e) if e.is_damage() => Ok(false),
+        checked => checked.map(|()| true),
+    }
+}
+
+fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
     let needed = bytes.saturating_add(SPARE_BYTES);
     let free = disk.free_bytes(directory).map_err(io_error(directory))?;
     if needed <= free {

@@ -5,6 +5,7 @@ use crate::bundle::manifest::{Generation, ManifestError};
 use crate::flash::segment::SegmentError;
 use crate::io::disk::is_damage;
 use crate::io::field_error::FieldError;
+use crate::io::paired_record::CopyError;
 use crate::schema::probe_set::ProbeError;
 use hatchback_kernels::dense::DenseError;
 use std::io::{self, ErrorKind};
@@ -83,12 +84,18 @@ pub enum FlashError {
     /// A reader without the lock found another live record after each read.
     #[error("the directory changed each time while it was read; try again")]
     Changing,
-    /// The file system has too little room. Nothing was written.
+    /// The file system has too little room. Nothing of the bundle was written.
     #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
     Space { path: PathBuf, needed: u64, free: u64 },
 }
 
 debug_as_display!(FlashError);
+
+impl From<CopyError> for FlashError {
+    fn from(CopyError { path, source }: CopyError) -> Self {
+        Self::Io { path, source }
+    }
+}
 
 impl FlashError {
     /// Returns whether a file of the flash directory is missing, damaged or of another kind. Other

@@ -8,9 +8,7 @@
 
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Generation, Hash, Layer, Manifest, sha256};
-use crate::flash::directory::{
-    Flash, Found, check_space, lock, reclaim, stored_record, write_live,
-};
+use crate::flash::directory::{Flash, Found, lock, make_room, stored_record};
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
@@ -19,6 +17,7 @@ use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock, Output};
 use crate::io::page::move_to;
+use crate::io::paired_record::PairedRecord;
 use crate::limits::{
     DELTA_PAGES_MAX, DELTAS_MAX, INSTALL_PIECE_BYTES, PAGE_BYTES, SYNCED_FILES_MAX,
     UNSYNCED_FILES_MAX,
@@ -142,13 +141,14 @@ fn write_next(
     progress: impl FnMut(u64),
     lock: Lock,
 ) -> Result<Prepared, FlashError> {
-    let before = stored_record(disk.as_ref(), directory)?;
-    // Files of an interrupted install must not take space that this install needs.
-    reclaim(disk.as_ref(), directory, live.as_ref());
+    let mut before = stored_record(disk.as_ref(), directory)?;
     let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
-    check_space(disk.as_ref(), directory, needed)?;
+    make_room(disk, directory, &mut before, needed)?;
 
-    let folder = folder_of(directory, bundle.manifest().generation.sequence);
+    // Without a usable generation before it, segments of the same name are other files.
+    let rebuilt = u64::from(live.is_none());
+    let rebuilds = before.as_ref().map_or(0, |before| before.value.rebuilds + rebuilt);
+    let folder = folder_of(directory, rebuilds, bundle.manifest().generation.sequence);
     let base = live.as_ref().filter(|_| bundle.manifest().parent.is_some());
     let incoming = Incoming {
         disk: disk.as_ref(),
@@ -164,27 +164,26 @@ fn write_next(
 
     let hash = sha256(bundle.manifest_bytes());
     let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
-    let writes = before.as_ref().map_or(0, |before| before.writes) + 1;
-    let record = next_record(next, live.is_some(), before.map(|before| before.value));
+    let writes = before.as_ref().map_or(0, |before| before.writes);
+    let record = next_record(next, rebuilds, before.map(|before| before.value));
     let (disk, directory) = (Arc::clone(disk), directory.to_owned());
     let manifest = bundle.manifest().clone();
     let flash = Flash { disk, directory, record, writes, manifest };
     Ok(Prepared { flash, is_live: false, _lock: lock })
 }
 
-/// Returns the live record in which `next` follows `before`, whose generation can be used or not.
-fn next_record(next: LiveState, is_usable: bool, before: Option<LiveRecord>) -> LiveRecord {
+/// Returns the live record in which `next`, after `rebuilds` rebuilds, follows `before`.
+fn next_record(next: LiveState, rebuilds: u64, before: Option<LiveRecord>) -> LiveRecord {
     let Some(before) = before else {
-        return LiveRecord { live: next, previous: None, least: 0, rebuilds: 0 };
+        return LiveRecord { live: next, previous: None, least: 0, rebuilds };
     };
     // A step of a rebuild is never served, so it is no generation to go back to.
-    let is_kept = is_usable && before.may_serve();
+    let is_kept = rebuilds == before.rebuilds && before.may_serve();
     LiveRecord {
         live: next,
         previous: is_kept.then_some(before.live),
         least: before.least,
-        // Without a usable generation before it, segments of the same name are other files.
-        rebuilds: before.rebuilds + u64::from(!is_usable),
+        rebuilds,
     }
 }
 
@@ -209,7 +208,7 @@ impl Prepared {
     pub fn commit(self) -> Result<Flash, FlashError> {
         let Flash { disk, directory, record, writes, .. } = &self.flash;
         if !self.is_live {
-            write_live(disk.as_ref(), directory, *writes, record)?;
+            record.store(disk.as_ref(), directory, *writes)?;
         }
 
         // Opened from the disk, not taken from memory: what the next start will read is what is

@@ -8,16 +8,6 @@ use crate::io::paired_record::PairedRecord;
 use crate::limits::LIVE_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 
-/// The format of the live record.
-pub const LIVE_FORMAT: u32 = 1;
-/// The live record's files.
-pub(super) const LIVE: PairedRecord = PairedRecord {
-    magic: b"HATCHLIV",
-    format: LIVE_FORMAT,
-    names: ["live.a", "live.b"],
-    bytes_max: LIVE_BYTES_MAX,
-};
-
 /// A segment file of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SegmentRef {
@@ -91,6 +81,13 @@ pub struct LiveId {
     pub rebuilds: u64,
 }
 
+impl PairedRecord for LiveRecord {
+    const MAGIC: &'static [u8; 8] = b"HATCHLIV";
+    const FORMAT: u32 = 1;
+    const NAMES: [&'static str; 2] = ["live.a", "live.b"];
+    const BYTES_MAX: u64 = LIVE_BYTES_MAX;
+}
+
 impl LiveRecord {
     /// Returns the identity of the live generation.
     pub fn id(&self) -> LiveId {
@@ -100,23 +97,5 @@ impl LiveRecord {
     /// Returns whether the live generation may be served.
     pub fn may_serve(&self) -> bool {
         self.live.generation.sequence >= self.least
-    }
-
-    /// Returns the names of the record's two files in a flash directory.
-    pub const fn file_names() -> [&'static str; 2] {
-        LIVE.names
-    }
-
-    /// Encodes a copy of the record, as write number `writes`.
-    pub fn encode(&self, writes: u64) -> Vec<u8> {
-        LIVE.encode(writes, self)
-    }
-
-    /// Decodes a copy of the record. Returns its number of writes and the record.
-    ///
-    /// # Errors
-    /// Describes what is wrong with the bytes.
-    pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
-        LIVE.decode(bytes)
     }
 }

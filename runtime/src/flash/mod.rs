@@ -1,7 +1,7 @@
 //! The flash directory: the generations on flash, and the record that says which of them is live.
 //!
 //! ```text
-//! DIR/live                          the live record
+//! DIR/live.a live.b                 the live record
 //! DIR/lock                          held by the one process that changes the directory
 //! DIR/g000000000001/manifest        one folder for each generation that was installed
 //! DIR/g000000000001/t0000-0000.seg  the rows of table 0: a base, or in a delta the changed rows
@@ -10,6 +10,7 @@
 //! DIR/g000000000001/t0000.hot       the hot list: the most used keys of table 0
 //! DIR/g000000000001/dense.onnx
 //! DIR/g000000000001/probe
+//! DIR/g000000000001-1/...           the same of a snapshot that replaced a damaged generation
 //! ```
 //!
 //! Invariants of this folder:

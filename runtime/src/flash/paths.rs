@@ -13,15 +13,23 @@ pub(super) fn lock_path(directory: &Path) -> PathBuf {
     directory.join("lock")
 }
 
-/// Returns the folder of the generation with `sequence`.
-pub(super) fn folder_of(directory: &Path, sequence: u64) -> PathBuf {
-    directory.join(format!("g{sequence:012}"))
+/// Returns the folder of the generation with `sequence` after `rebuilds` rebuilds. A rebuild has
+/// folders of its own, so it never writes over a file of the generation that it replaces.
+pub(super) fn folder_of(directory: &Path, rebuilds: u64, sequence: u64) -> PathBuf {
+    directory.join(match rebuilds {
+        0 => format!("g{sequence:012}"),
+        rebuilds => format!("g{sequence:012}-{rebuilds}"),
+    })
 }
 
 /// Returns true if `path` has the name of a generation's folder, as [`folder_of`] makes it.
 pub(super) fn is_generation_folder(path: &Path) -> bool {
-    let digits = path.file_name().and_then(OsStr::to_str).and_then(|name| name.strip_prefix('g'));
-    digits.is_some_and(|d| d.len() >= 12 && d.bytes().all(|byte| byte.is_ascii_digit()))
+    let name = path.file_name().and_then(OsStr::to_str).and_then(|name| name.strip_prefix('g'));
+    let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    name.is_some_and(|name| {
+        let (sequence, rebuilds) = name.split_once('-').unwrap_or((name, "0"));
+        sequence.len() >= 12 && are_digits(sequence) && !rebuilds.is_empty() && are_digits(rebuilds)
+    })
 }
 
 /// Returns the file name of a segment of table `number`.
@@ -63,10 +71,13 @@ mod tests {
     #[test]
     fn only_folders_of_generations_have_such_names() {
         let directory = Path::new("flash");
-        for sequence in [0, 7, u64::MAX] {
-            assert!(is_generation_folder(&folder_of(directory, sequence)), "{sequence}");
+        for number in [0, 7, u64::MAX] {
+            assert!(is_generation_folder(&folder_of(directory, 0, number)), "{number}");
+            assert!(is_generation_folder(&folder_of(directory, number, 7)), "{number}");
         }
-        for other in ["g", "g7", "garage", "g00000000000x", "h000000000007", "lock"] {
+        let others =
+            ["g", "g7", "garage", "g00000000000x", "h000000000007", "g000000000007-", "lock"];
+        for other in others {
             assert!(!is_generation_folder(&directory.join(other)), "{other}");
         }
     }

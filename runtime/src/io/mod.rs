@@ -7,7 +7,7 @@ pub mod disk;
 pub mod field_error;
 pub mod in_order;
 pub mod page;
-pub(crate) mod paired_record;
+pub mod paired_record;
 pub mod reader;
 pub mod record;
 mod uring;

@@ -3,26 +3,17 @@
 //! is newer. A lost or damaged copy is restored by the next write.
 
 use crate::io::atomic_write;
-use crate::io::disk::Disk;
+use crate::io::disk::{Disk, is_damage};
 use crate::io::record;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A kind of record with two copies.
-pub(crate) struct PairedRecord {
-    pub magic: &'static [u8; 8],
-    pub format: u32,
-    /// The names of both copies.
-    pub names: [&'static str; 2],
-    /// Maximum length of a copy, bytes.
-    pub bytes_max: u64,
-}
-
-/// The newest readable copy.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Stored<T> {
+/// The newest readable copy; the default stands for none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stored<T> {
+    /// The record.
     pub value: T,
     /// Number of writes so far.
     pub writes: u64,
@@ -30,52 +21,76 @@ pub(crate) struct Stored<T> {
     pub is_in_both: bool,
 }
 
-/// Copies exist, and none of them can be read.
-#[derive(Debug)]
-pub(crate) struct Unreadable {
+/// The system refused to read or write a copy.
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: {source}", path = path.display())]
+#[allow(missing_docs)]
+pub struct CopyError {
     pub path: PathBuf,
-    pub problem: String,
-    /// The device refused to read a copy; another attempt may succeed.
-    pub is_device: bool,
+    pub source: io::Error,
 }
 
-impl PairedRecord {
-    /// Returns `value` as the bytes of a copy.
-    pub fn encode(&self, writes: u64, value: &impl Serialize) -> Vec<u8> {
-        record::encode(self.magic, self.format, &(writes, value))
+/// Copies exist, and none of them can be read.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Unreadable {
+    /// The device refused to read a copy; another attempt may succeed.
+    #[error(transparent)]
+    Device(CopyError),
+    #[error("{path}: {problem}", path = path.display())]
+    Damaged { path: PathBuf, problem: String },
+}
+
+/// A record with two copies.
+pub trait PairedRecord: Serialize + DeserializeOwned {
+    /// The first bytes of a copy.
+    const MAGIC: &'static [u8; 8];
+    /// The number of the format.
+    const FORMAT: u32;
+    /// The names of both copies.
+    const NAMES: [&'static str; 2];
+    /// Maximum length of a copy, bytes.
+    const BYTES_MAX: u64;
+
+    /// Returns the record as the bytes of a copy, as write number `writes`.
+    fn encode(&self, writes: u64) -> Vec<u8> {
+        record::encode(Self::MAGIC, Self::FORMAT, &(writes, self))
     }
 
-    /// Decodes a copy to its count of writes and its value.
+    /// Decodes a copy to its count of writes and the record.
     ///
     /// # Errors
     /// Describes what is wrong with the bytes.
-    pub fn decode<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<(u64, T), String> {
-        record::decode(self.magic, self.format, bytes)
+    fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
+        record::decode(Self::MAGIC, Self::FORMAT, bytes)
     }
 
     /// Reads the newest readable copy in `directory`. Returns `None` if no copy exists.
     ///
     /// # Errors
     /// [`Unreadable`] if copies exist and none can be read.
-    pub fn read<T: DeserializeOwned>(
-        &self,
-        disk: &dyn Disk,
-        directory: &Path,
-    ) -> Result<Option<Stored<T>>, Unreadable> {
+    fn load(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<Self>>, Unreadable> {
         let (mut copies, mut unreadable) = (Vec::new(), None);
-        for name in self.names {
+        for name in Self::NAMES {
             let path = directory.join(name);
-            let wrong = |problem| Unreadable { path: path.clone(), problem, is_device: false };
-            match disk.read(&path, self.bytes_max) {
-                Ok(bytes) => match self.decode::<T>(&bytes) {
-                    Ok(copy) => copies.push(copy),
-                    Err(problem) => unreadable = Some(wrong(problem)),
+            let problem = match disk.read(&path, Self::BYTES_MAX) {
+                Ok(bytes) => match Self::decode(&bytes) {
+                    Ok(copy) => {
+                        copies.push(copy);
+                        continue;
+                    }
+                    Err(problem) => problem,
                 },
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => {
-                    let is_device = !crate::io::disk::is_damage(&e);
-                    unreadable = Some(Unreadable { is_device, ..wrong(e.to_string()) });
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                Err(e) if is_damage(&e) => e.to_string(),
+                Err(source) => {
+                    unreadable = Some(Unreadable::Device(CopyError { path, source }));
+                    continue;
                 }
+            };
+            // A copy that the device refuses may be whole, whatever the other one is.
+            if !matches!(unreadable, Some(Unreadable::Device(_))) {
+                unreadable = Some(Unreadable::Damaged { path, problem });
             }
         }
 
@@ -87,27 +102,46 @@ impl PairedRecord {
         }
     }
 
-    /// Writes `value` as write number `writes` to one copy after the other.
+    /// Reads the newest readable copy like [`Self::load`]. Returns `None` also if the copies are
+    /// damaged, and logs `effect`.
     ///
     /// # Errors
-    /// The path that could not be written, and why. The other copy is whole.
-    pub fn write(
-        &self,
+    /// [`CopyError`] if the device refused to read a copy.
+    fn load_undamaged(
         disk: &dyn Disk,
         directory: &Path,
-        writes: u64,
-        value: &impl Serialize,
-    ) -> Result<(), (PathBuf, io::Error)> {
-        let bytes = self.encode(writes, value);
-        if bytes.len() as u64 > self.bytes_max {
-            // No read would take it, and the copy that can be read would be gone.
-            let problem = format!("{} bytes, over {}", bytes.len(), self.bytes_max);
-            return Err((directory.join(self.names[0]), io::Error::other(problem)));
+        effect: &str,
+    ) -> Result<Option<Stored<Self>>, CopyError> {
+        match Self::load(disk, directory) {
+            Ok(stored) => Ok(stored),
+            Err(Unreadable::Device(error)) => Err(error),
+            Err(damaged) => {
+                log::warn!("{damaged}; {effect}");
+                Ok(None)
+            }
         }
-        self.names.iter().try_for_each(|name| {
+    }
+
+    /// Writes the record to one copy after the other. `writes` is the number of writes before.
+    /// Returns that number after this write.
+    ///
+    /// # Errors
+    /// [`CopyError`] if a copy cannot be written. The other copy is whole.
+    fn store(&self, disk: &dyn Disk, directory: &Path, writes: u64) -> Result<u64, CopyError> {
+        let writes = writes.saturating_add(1);
+        let bytes = self.encode(writes);
+        if bytes.len() as u64 > Self::BYTES_MAX {
+            // No read would take it, and the copy that can be read would be gone.
+            let problem = format!("{} bytes, over {}", bytes.len(), Self::BYTES_MAX);
+            let path = directory.join(Self::NAMES[0]);
+            return Err(CopyError { path, source: io::Error::other(problem) });
+        }
+        for name in Self::NAMES {
             let path = directory.join(name);
-            atomic_write::replace(disk, &path, &bytes).map_err(|e| (path, e))
-        })
+            atomic_write::replace(disk, &path, &bytes)
+                .map_err(|source| CopyError { path, source })?;
+        }
+        Ok(writes)
     }
 }
 
@@ -115,17 +149,26 @@ impl PairedRecord {
 mod tests {
     use super::*;
     use crate::io::disk::SystemDisk;
+    use serde::Deserialize;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Number(u64);
+
+    impl PairedRecord for Number {
+        const MAGIC: &'static [u8; 8] = b"HATCHTST";
+        const FORMAT: u32 = 1;
+        const NAMES: [&'static str; 2] = ["record.a", "record.b"];
+        const BYTES_MAX: u64 = 100;
+    }
 
     #[test]
     fn the_newer_copy_is_read_whichever_it_is() {
-        let names = ["record.a", "record.b"];
-        let record = PairedRecord { magic: b"HATCHTST", format: 1, names, bytes_max: 100 };
-        for newer in names {
+        for newer in Number::NAMES {
             let folder = tempfile::tempdir().unwrap();
-            record.write(&SystemDisk, folder.path(), 1, &7u64).unwrap();
-            std::fs::write(folder.path().join(newer), record.encode(2, &8u64)).unwrap();
-            let read = record.read::<u64>(&SystemDisk, folder.path()).unwrap();
-            assert_eq!(read, Some(Stored { value: 8, writes: 2, is_in_both: false }));
+            assert_eq!(Number(7).store(&SystemDisk, folder.path(), 0).unwrap(), 1);
+            std::fs::write(folder.path().join(newer), Number(8).encode(2)).unwrap();
+            let read = Number::load(&SystemDisk, folder.path()).unwrap();
+            assert_eq!(read, Some(Stored { value: Number(8), writes: 2, is_in_both: false }));
         }
     }
 }

@@ -1,12 +1,12 @@
-//! The catalog: a sled database beside the segments, with counts, the wear state and the position
-//! of the scrub. It holds no row and no commit point, so no request and no install depends on sled.
-//! A stale or damaged catalog is moved aside, and a new one is built from the live record and the
-//! segments. The catalog never decides which generation is live.
+//! The catalog: a sled database beside the segments. Its one value has the wear state and the
+//! position of the scrub. It holds no row and no commit point, so no request and no install depends
+//! on sled. A stale or damaged catalog is moved aside, and a new one begins. The catalog never
+//! decides which generation is live.
 
 use crate::flash::Flash;
 use crate::io::disk;
 use crate::limits::QUARANTINED_CATALOGS_MAX;
-use crate::maintenance::catalog_entries::{CatalogEntries, EncodedEntries};
+use crate::maintenance::catalog_entries::CatalogEntries;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fs::{self, File};
@@ -15,6 +15,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// The key of the value.
+const KEY: &[u8] = b"entries";
 /// Bytes of sled's own cache. The catalog is smaller.
 const CACHE_BYTES: u64 = 16 << 20;
 /// Number of attempts to take the lock of a catalog that is being closed, and the time between
@@ -29,7 +31,7 @@ pub enum CatalogError {
     /// The system refused to read or write a file.
     #[error("{path}: {source}", path = path.display())]
     Io { path: PathBuf, source: io::Error },
-    /// sled returned an error or panicked, or an entry does not decode.
+    /// sled returned an error or panicked, or the value is missing or does not decode.
     #[error("{path}: {problem}", path = path.display())]
     Sled { path: PathBuf, problem: String },
     /// Another process has the catalog open.
@@ -58,8 +60,6 @@ pub struct Catalog {
     db: Option<sled::Db>,
     /// The file in which sled stores the database.
     file: File,
-    /// The entries of the last commit.
-    entries: EncodedEntries,
     quarantined: u64,
 }
 
@@ -176,35 +176,21 @@ impl Catalog {
         self.quarantined
     }
 
-    /// Commits `entries`: writes the differences in one batch, durable when this returns. If the
-    /// file has damage that sled did not notice, a later open may return the entries of an earlier
-    /// commit.
+    /// Commits `entries`, durable when this returns. If the file has damage that sled did not
+    /// notice, a later open may return the entries of an earlier commit.
     ///
     /// # Errors
     /// [`CatalogError`] if sled or the device refused; the catalog on flash then holds the old or
     /// the new entries.
-    pub fn write(&mut self, entries: &CatalogEntries) -> Result<(), CatalogError> {
-        let entries = entries.encode();
-        let mut batch = sled::Batch::default();
-        for (key, value) in entries.iter().filter(|(k, v)| self.entries.get(*k) != Some(v)) {
-            batch.insert(key.as_slice(), value.as_slice());
-        }
-        self.entries
-            .keys()
-            .filter(|k| !entries.contains_key(*k))
-            .for_each(|k| batch.remove(k.as_slice()));
-
+    pub fn write(&self, entries: &CatalogEntries) -> Result<(), CatalogError> {
         let Some(db) = &self.db else { return Ok(()) };
         guarded(&self.directory, || {
-            db.apply_batch(batch)?;
+            db.insert(KEY, entries.encode())?;
             db.flush().map(drop)
         })?;
         // sled's flush ends in sync_file_range, which leaves the data in the device's cache.
         // Without this sync a power cut loses an acknowledged batch.
-        self.file.sync_all().map_err(io_error(&self.directory))?;
-        // Only now: after an error the next batch contains these differences again.
-        self.entries = entries;
-        Ok(())
+        self.file.sync_all().map_err(io_error(&self.directory))
     }
 
     fn rebuild(
@@ -215,7 +201,7 @@ impl Catalog {
     ) -> Result<(Self, CatalogEntries, CatalogState), CatalogError> {
         entries.follow(flash);
         fs::create_dir_all(directory).map_err(io_error(directory))?;
-        let mut catalog = Self::open_sled(directory)?;
+        let catalog = Self::open_sled(directory)?;
         catalog.write(&entries)?;
 
         // The sync of a file does not make its name durable.
@@ -237,20 +223,17 @@ impl Catalog {
         let quarantined = quarantines(directory).map_err(io_error(directory))?;
         let quarantined = quarantined.last().map_or(0, |(n, _)| *n);
         let (directory, db) = (directory.to_owned(), Some(db));
-        Ok(Self { directory, db, file, entries: EncodedEntries::new(), quarantined })
+        Ok(Self { directory, db, file, quarantined })
     }
 
-    /// Opens an existing catalog and decodes all its entries.
+    /// Opens an existing catalog and decodes its value.
     fn read(directory: &Path) -> Result<(Self, CatalogEntries), CatalogError> {
-        let mut catalog = Self::open_sled(directory)?;
-        if let Some(db) = &catalog.db {
-            catalog.entries = guarded(directory, || {
-                db.iter().map(|pair| pair.map(|(k, v)| (k.to_vec(), v.to_vec()))).collect()
-            })?;
-        }
+        let catalog = Self::open_sled(directory)?;
+        let value = guarded(directory, || catalog.db.as_ref().map_or(Ok(None), |db| db.get(KEY)))?;
+        // Missing bytes do not decode.
+        let entries = CatalogEntries::decode(&value.unwrap_or_default());
         let refused = |problem| CatalogError::Sled { path: directory.to_owned(), problem };
-        let entries = CatalogEntries::decode(&catalog.entries).map_err(refused)?;
-        Ok((catalog, entries))
+        Ok((catalog, entries.map_err(refused)?))
     }
 }
 

@@ -35,6 +35,10 @@ const PAID_BYTES: u64 = 16 << 20;
 /// Bytes charged for one commit of the catalog. In a measurement sled wrote 4.4 KB, and the device
 /// received 5.6 to 8.6 KB.
 const COMMIT_BYTES: u64 = 8 << 10;
+/// Bytes charged for each damaged page in a commit: most are the text of its fault.
+const DAMAGE_BYTES: u64 = 512;
+/// The least wear of a day with which a merge begins: a page, and the commits before and after it.
+pub(crate) const WEAR_BYTES_PER_DAY_MIN: u64 = PAGE_BYTES as u64 + 2 * COMMIT_BYTES;
 
 /// Limits and intervals of maintenance: `[maintenance]` of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -285,7 +289,8 @@ impl Maintenance {
         }
 
         if self.live.as_ref().is_some_and(|live| live.rebuilds != record.rebuilds) {
-            self.entries.forget_segments();
+            // A rebuild has other files of the same numbers.
+            self.entries.scrub.damage.clear();
         }
         self.entries.follow(flash);
         self.live = Some(record.clone());
@@ -311,7 +316,7 @@ impl Maintenance {
     /// Returns whether `bytes` may be written now. Charges the budget before the first write, so a
     /// crash may waste budget but never exceeds it.
     fn pay(&mut self, now: Duration, bytes: u64) -> bool {
-        let commit = if self.catalog.is_some() { COMMIT_BYTES } else { 0 };
+        let commit = if self.catalog.is_some() { self.commit_bytes() } else { 0 };
         let left = self.entries.wear.left(self.rules.wear, now).saturating_sub(commit);
         if self.paid_day != self.entries.wear.day {
             // Bytes that were paid on an earlier day are gone: a new day has a budget of its own.
@@ -442,12 +447,18 @@ impl Maintenance {
         repaired
     }
 
+    /// Returns the bytes to charge for a commit of the catalog.
+    fn commit_bytes(&self) -> u64 {
+        COMMIT_BYTES + DAMAGE_BYTES * self.entries.scrub.damage.len() as u64
+    }
+
     /// Commits the entries to the catalog. A failed commit is logged, and the entries stay valid
     /// until the process ends. A commit counts as wear and is never refused.
     fn record(&mut self, now: Duration) {
         self.unrecorded_pages = 0;
-        let Some(catalog) = &mut self.catalog else { return };
-        self.entries.wear.spend(now, COMMIT_BYTES);
+        let bytes = self.commit_bytes();
+        let Some(catalog) = &self.catalog else { return };
+        self.entries.wear.spend(now, bytes);
         if let Err(e) = catalog.write(&self.entries) {
             log::warn!("the catalog was not written, the next commit tries again: {e}");
         }

@@ -9,12 +9,15 @@ mod source;
 pub use error::{Position, TargetError};
 pub use server_rules::{ServerRules, TlsRules};
 
-use crate::limits::{BATCH_MAX, CPUS_MAX, DELTAS_MAX, REALTIME_PRIORITY_MAX, SLOTS_MAX};
-use crate::maintenance::MaintenanceRules;
+use crate::limits::{
+    BATCH_MAX, CHUNK_BYTES, CPUS_MAX, DELTAS_MAX, POLL_MINUTES_MAX, REALTIME_PRIORITY_MAX,
+    SLOTS_MAX,
+};
 use crate::maintenance::share::BusyBounds;
+use crate::maintenance::{MaintenanceRules, WEAR_BYTES_PER_DAY_MIN};
 use crate::model::budget::Budget;
 use crate::update::apply::Policy;
-use crate::update::link::LinkRules;
+use crate::update::link::{LinkLimits, LinkRules};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};
 use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
@@ -222,7 +225,9 @@ impl Target {
         let Budget { slots, workers, batch_max, reads_max, .. } = self.budget;
         let slots_fit = (1..=SLOTS_MAX).contains(&(slots as usize));
         check("budget.slots", slots, slots_fit, format!("must be 1 to {SLOTS_MAX}"))?;
-        check("budget.workers", workers, workers > 0, "must be 1 or more")?;
+        // More workers than requests would only wait, and their memory could exceed any number.
+        let workers_fit = (1..=SLOTS_MAX).contains(&(workers as usize));
+        check("budget.workers", workers, workers_fit, format!("must be 1 to {SLOTS_MAX}"))?;
         let batch_fits = (1..=BATCH_MAX).contains(&(batch_max as usize));
         check("budget.batch_max", batch_max, batch_fits, format!("must be 1 to {BATCH_MAX}"))?;
 
@@ -231,9 +236,16 @@ impl Target {
     }
 
     fn check_maintenance_and_updates(&self) -> Result<(), WrongValue> {
-        let MaintenanceRules { deltas_max, .. } = self.maintenance;
+        let MaintenanceRules { deltas_max, scrub_every, wear, .. } = self.maintenance;
         let problem = format!("must be below {DELTAS_MAX}, the most deltas that a table can have");
         check("maintenance.deltas_max", deltas_max, deltas_max < DELTAS_MAX, problem)?;
+        let hours = scrub_every.as_secs() / 3600;
+        // Scrubs without a pause would spend the wear budget on records of their ends.
+        check("maintenance.scrub_every_hours", hours, hours > 0, "must be 1 or more")?;
+        let bytes = wear.bytes_per_day_max;
+        let problem = format!("must be {WEAR_BYTES_PER_DAY_MIN} or more: below it no merge begins");
+        let is_enough = bytes >= WEAR_BYTES_PER_DAY_MIN;
+        check("maintenance.wear_bytes_per_day_max", bytes, is_enough, problem)?;
         check_busy(
             ["maintenance.busy_percent_min", "maintenance.busy_percent_max"],
             self.maintenance.busy(),
@@ -245,8 +257,24 @@ impl Target {
         let problem = "must be 0 or more";
         check("update.probe_difference_max", probe_difference_max, is_distance, problem)?;
 
-        let LinkRules { poll_minutes, hours, .. } = self.link;
-        check("link.poll_minutes", poll_minutes, poll_minutes > 0, "must be 1 or more")?;
+        self.check_link()
+    }
+
+    fn check_link(&self) -> Result<(), WrongValue> {
+        let LinkRules { poll_minutes, bytes_per_day_max, bytes_per_s_max, hours } = self.link;
+        let are_minutes = (1..=POLL_MINUTES_MAX).contains(&poll_minutes);
+        let problem = format!("must be 1 to {POLL_MINUTES_MAX}, which is a week");
+        check("link.poll_minutes", poll_minutes, are_minutes, problem)?;
+
+        let is_chunk = bytes_per_day_max >= CHUNK_BYTES as u64;
+        let problem = format!("must be {CHUNK_BYTES} or more, the bytes of a chunk");
+        check("link.bytes_per_day_max", bytes_per_day_max, is_chunk, problem)?;
+
+        let rate_min = LinkLimits::default().rate_min;
+        let is_rate = bytes_per_s_max == 0 || bytes_per_s_max >= rate_min;
+        let problem = format!("must be 0, or {rate_min} or more: a slower transfer is ended");
+        check("link.bytes_per_s_max", bytes_per_s_max, is_rate, problem)?;
+
         let are_hours = hours.iter().all(|&hour| hour <= 24);
         check("link.hours", format!("{hours:?}"), are_hours, "hours must be 0 to 24")
     }
@@ -322,6 +350,7 @@ mod tests {
     /// Fields of a target that are refused, and texts of the error.
     const WRONG: &[(&str, [&str; 2])] = &[
         ("[budget]\nslots = 0", [":5: budget.slots = 0", "1 to 1024"]),
+        ("[budget]\nworkers = 1025\nreads_max = 1025", [":5: budget.workers = 1025", "1 to 1024"]),
         ("[budget]\nworkers = 9\nreads_max = 8", [":6: budget.reads_max = 8", "9 or more"]),
         ("[maintenance]\nbusy_percent_max = 0", ["maintenance.busy_percent_max = 0", "100"]),
         ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
@@ -335,9 +364,19 @@ mod tests {
             [":5: maintenance.busy_percent_min = 6", "maintenance.busy_percent_max"],
         ),
         ("[update]\nprobe_difference_max = -1.0", ["probe_difference_max = -1", "0 or more"]),
-        ("[link]\npoll_minutes = 0", ["link.poll_minutes = 0", "1 or more"]),
+        ("[link]\npoll_minutes = 0", ["link.poll_minutes = 0", "1 to 10080"]),
+        ("[link]\npoll_minutes = 10081", ["link.poll_minutes = 10081", "1 to 10080"]),
+        ("[link]\nbytes_per_day_max = 0", ["link.bytes_per_day_max = 0", "1048576 or more"]),
+        ("[link]\nbytes_per_day_max = 1_048_575", [":5: link.bytes_per_day_max = 1048575", ""]),
+        ("[link]\nbytes_per_s_max = 1", ["link.bytes_per_s_max = 1", "0, or 1024 or more"]),
+        ("[link]\nbytes_per_s_max = 1023", [":5: link.bytes_per_s_max = 1023", "1024"]),
         ("[link]\nhours = [0, 25]", ["link.hours = [0, 25]", "0 to 24"]),
         ("[maintenance]\ndeltas_max = 64", ["maintenance.deltas_max = 64", "below 64"]),
+        ("[maintenance]\nscrub_every_hours = 0", ["scrub_every_hours = 0", "1 or more"]),
+        (
+            "[maintenance]\nwear_bytes_per_day_max = 20_479",
+            [":5: maintenance.wear_bytes_per_day_max = 20479", "20480 or more"],
+        ),
         ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
         ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),
         ("[maintenance]\nscrub_hours = 1", [":5: ", "scrub_hours"]),

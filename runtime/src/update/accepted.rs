@@ -12,15 +12,6 @@ use serde::{Deserialize, Serialize};
 use sigstore_tuf::{Metadata, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
 
-/// The format of the record.
-pub const ACCEPTED_FORMAT: u32 = 1;
-const RECORD: PairedRecord = PairedRecord {
-    magic: b"HATCHTRU",
-    format: ACCEPTED_FORMAT,
-    names: ["trust.a", "trust.b"],
-    bytes_max: TRUST_BYTES_MAX,
-};
-
 /// The record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
@@ -30,19 +21,11 @@ pub struct Accepted {
     pub targets: u64,
 }
 
-impl Accepted {
-    /// Encodes a copy of the record, as write number `writes`.
-    pub fn encode(&self, writes: u64) -> Vec<u8> {
-        RECORD.encode(writes, self)
-    }
-
-    /// Decodes a copy of the record. Returns its number of writes and the record.
-    ///
-    /// # Errors
-    /// A text that describes the problem with `bytes`.
-    pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
-        RECORD.decode(bytes)
-    }
+impl PairedRecord for Accepted {
+    const MAGIC: &'static [u8; 8] = b"HATCHTRU";
+    const FORMAT: u32 = 1;
+    const NAMES: [&'static str; 2] = ["trust.a", "trust.b"];
+    const BYTES_MAX: u64 = TRUST_BYTES_MAX;
 }
 
 /// Returns the keys of every role but the root's.
@@ -65,7 +48,9 @@ impl Updater {
     /// [`UpdateError`] if the targets are missing, not signed or older than those accepted before.
     /// `UpdateError::Io` if the record cannot be written.
     pub(super) fn verify_targets(&self, root: Option<&[u8]>) -> Result<Targets, UpdateError> {
-        let Stored { value: mut accepted, writes, is_in_both } = self.accepted()?;
+        let (disk, effect) = (self.disk.as_ref(), "trust starts anew from the fleet's first root");
+        let stored = Accepted::load_undamaged(disk, &self.flash, effect)?;
+        let Stored { value: mut accepted, writes, is_in_both } = stored.unwrap_or_default();
         let before = accepted.clone();
 
         let set = self.newest_root(&mut accepted, root)?;
@@ -86,28 +71,9 @@ impl Updater {
         }
         accepted.targets = offered;
         if accepted != before || !is_in_both {
-            RECORD
-                .write(self.disk.as_ref(), &self.flash, writes + 1, &accepted)
-                .map_err(|(path, source)| UpdateError::Io { path, source })?;
+            accepted.store(disk, &self.flash, writes)?;
         }
         Ok(targets)
-    }
-
-    /// Returns the record; the default if it is missing or damaged in both copies.
-    fn accepted(&self) -> Result<Stored<Accepted>, UpdateError> {
-        let nothing = Stored { value: Accepted::default(), writes: 0, is_in_both: false };
-        match RECORD.read(self.disk.as_ref(), &self.flash) {
-            Ok(stored) => Ok(stored.unwrap_or(nothing)),
-            Err(lost) if lost.is_device => {
-                let source = std::io::Error::other(lost.problem);
-                Err(UpdateError::Io { path: lost.path, source })
-            }
-            Err(lost) => {
-                let (path, problem) = (lost.path.display(), lost.problem);
-                log::warn!("{path}: trust starts anew from the fleet's first root: {problem}");
-                Ok(nothing)
-            }
-        }
     }
 
     /// Returns the newest root that can be verified, and stores it in `accepted`.

@@ -102,23 +102,21 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn begin_process(&self, boot: u64, now: u64) -> Result<(), UpdateError> {
-        let version = &self.program.version;
-        let mut status = self.install_status()?;
-        if status.writes == 0 || !status.begin_process(version) && !status.is_on_probation() {
-            return Ok(());
-        }
-        let _lock = self.lock_install()?;
-        let mut status = self.install_status()?;
-        status.begin_process(version);
-
-        if status.is_on_probation()
-            && let Some(reason) = status.count_trial(boot)
-        {
-            status.blame = Blame::Release;
-            let known = last_order(&self.fetch_status().history);
-            status.enter(InstallState::RollingBack, now, known, Some(reason));
-        }
-        self.write_install(&mut status)
+        self.change_install(Self::lock_install, |status| {
+            if status.writes == 0 {
+                return false;
+            }
+            let is_changed = status.begin_process(&self.program.version);
+            if !status.is_on_probation() {
+                return is_changed;
+            }
+            if let Some(reason) = status.count_trial(boot) {
+                status.blame = Blame::Release;
+                let known = last_order(&self.fetch_status().history);
+                status.enter(InstallState::RollingBack, now, known, Some(reason));
+            }
+            true
+        })
     }
 
     /// Ends a trial as passed: the release answered requests.
@@ -141,16 +139,38 @@ impl Updater {
         &self,
         lock: fn(&Self) -> Result<Lock, UpdateError>,
     ) -> Result<(), UpdateError> {
-        if !self.install_status()?.has_open_trial() {
+        self.change_install(lock, |status| {
+            let is_open = status.has_open_trial();
+            if is_open {
+                status.end_trial();
+            }
+            is_open
+        })
+    }
+
+    /// Makes one change of the record under `lock`. `change` returns whether it changed anything.
+    fn change_install(
+        &self,
+        lock: fn(&Self) -> Result<Lock, UpdateError>,
+        change: impl Fn(&mut InstallStatus) -> bool,
+    ) -> Result<(), UpdateError> {
+        // This look needs no lock. Nearly every call changes nothing, perhaps during a step.
+        if !change(&mut self.install_status()?) {
             return Ok(());
         }
         let _lock = lock(self)?;
+        // Read and judged again: another writer may have changed the record before the lock.
+        let mut status = self.known_status()?;
+        if change(&mut status) { self.write_install(&mut status) } else { Ok(()) }
+    }
+
+    /// Reads the record to change it. The caller has the lock.
+    fn known_status(&self) -> Result<InstallStatus, UpdateError> {
         let mut status = self.install_status()?;
-        if !status.has_open_trial() {
-            return Ok(());
+        if status.writes == 0 {
+            self.adopt_unjudged(&mut status)?;
         }
-        status.end_trial();
-        self.write_install(&mut status)
+        Ok(status)
     }
 
     /// Records the owner's consent. Returns whether a release waited for it.
@@ -177,10 +197,7 @@ impl Updater {
     /// may retry.
     pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, UpdateError> {
         let _lock = self.lock_install()?;
-        let (mut status, fetch) = (self.install_status()?, self.fetch_status());
-        if status.writes == 0 {
-            self.adopt_unjudged(&mut status)?;
-        }
+        let (mut status, fetch) = (self.known_status()?, self.fetch_status());
         if status.version != self.program.version {
             status.begin_process(&self.program.version);
         }
@@ -211,13 +228,9 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn record_whole(&self) -> Result<(), UpdateError> {
-        if self.install_status()?.repair != Repair::NewerSnapshot {
-            return Ok(());
-        }
-        let _lock = self.lock_install()?;
-        let mut status = self.install_status()?;
-        status.repair = Repair::None;
-        self.write_install(&mut status)
+        self.change_repair(
+            |repair| if repair == Repair::NewerSnapshot { Repair::None } else { repair },
+        )
     }
 
     /// Records that the live generation was opened, so that it needs no snapshot to be served.
@@ -225,13 +238,7 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn record_opened(&self) -> Result<(), UpdateError> {
-        if self.install_status()?.repair != Repair::AnySnapshot {
-            return Ok(());
-        }
-        let _lock = self.lock_install()?;
-        let mut status = self.install_status()?;
-        status.repair = status.repair.min(Repair::NewerSnapshot);
-        self.write_install(&mut status)
+        self.change_repair(|repair| repair.min(Repair::NewerSnapshot))
     }
 
     /// Records which snapshot would repair the live generation.
@@ -239,16 +246,15 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn require_repair(&self, repair: Repair) -> Result<(), UpdateError> {
-        if self.install_status()?.repair >= repair {
-            return Ok(());
-        }
-        let _lock = self.lock_install()?;
-        let mut status = self.install_status()?;
-        if status.writes == 0 {
-            self.adopt_unjudged(&mut status)?;
-        }
-        status.repair = status.repair.max(repair);
-        self.write_install(&mut status)
+        self.change_repair(|before| before.max(repair))
+    }
+
+    fn change_repair(&self, change: impl Fn(Repair) -> Repair) -> Result<(), UpdateError> {
+        self.change_install(Self::lock_install, |status| {
+            let before = status.repair;
+            status.repair = change(before);
+            status.repair != before
+        })
     }
 
     /// Adopts a live generation of which there is no record, if a previous generation is kept for a

@@ -5,6 +5,7 @@ use crate::bundle::BundleError;
 use crate::bundle::manifest::ManifestError;
 use crate::clock::utc;
 use crate::flash::FlashError;
+use crate::io::paired_record::CopyError;
 use crate::schema::change::ChangeError;
 use std::io;
 use std::path::PathBuf;
@@ -125,6 +126,12 @@ pub enum UpdateError {
 }
 
 debug_as_display!(UpdateError);
+
+impl From<CopyError> for UpdateError {
+    fn from(CopyError { path, source }: CopyError) -> Self {
+        Self::Io { path, source }
+    }
+}
 
 impl UpdateError {
     /// Returns whether the car or its link is the cause, so that another try may succeed.

@@ -15,7 +15,7 @@ use crate::update::release::{Base, Release, cheapest_path, lineage_of, releases}
 use crate::update::staging::Staging;
 use crate::update::status::UpdateStatus;
 use crate::update::trust::Trust;
-use crate::update::updater::Updater;
+use crate::update::updater::{Updater, lock_fetch};
 use std::cmp::Reverse;
 use std::time::Duration;
 
@@ -122,7 +122,7 @@ impl Updater {
         now: u64,
         mut progress: impl FnMut(u64, u64),
     ) -> Result<UpdateStatus, UpdateError> {
-        let _fetching = self.lock_fetch()?;
+        let _fetching = lock_fetch(self.disk.as_ref(), &self.directory)?;
         let status = FetchStatus::read(self.disk.as_ref(), &self.directory, |problem| {
             log::warn!("the record of the sync process starts anew: {problem}");
         });

@@ -13,15 +13,6 @@ use crate::update::release::Release;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The format of the record.
-pub const FETCH_FORMAT: u32 = 1;
-const RECORD: PairedRecord = PairedRecord {
-    magic: b"HATCHFET",
-    format: FETCH_FORMAT,
-    names: ["status.a", "status.b"],
-    bytes_max: STATUS_BYTES_MAX,
-};
-
 /// The state of the sync process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FetchState {
@@ -120,15 +111,22 @@ pub struct FetchStatus {
     pub writes: u64,
 }
 
+impl PairedRecord for FetchStatus {
+    const MAGIC: &'static [u8; 8] = b"HATCHFET";
+    const FORMAT: u32 = 1;
+    const NAMES: [&'static str; 2] = ["status.a", "status.b"];
+    const BYTES_MAX: u64 = STATUS_BYTES_MAX;
+}
+
 impl FetchStatus {
     /// Reads the record in `directory`. If both copies are missing or damaged, returns the default
     /// and calls `lost` with the reason: the next poll makes a new record.
     pub fn read(disk: &dyn Disk, directory: &Path, lost: impl FnOnce(String)) -> Self {
-        match RECORD.read::<Self>(disk, directory) {
+        match Self::load(disk, directory) {
             Ok(Some(Stored { value, writes, .. })) => Self { writes, ..value },
             Ok(None) => Self::default(),
             Err(e) => {
-                lost(format!("{}: {}", e.path.display(), e.problem));
+                lost(e.to_string());
                 Self::default()
             }
         }
@@ -139,10 +137,8 @@ impl FetchStatus {
     /// # Errors
     /// `UpdateError::Io` if the record cannot be written.
     pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
-        self.writes = self.writes.saturating_add(1);
-        RECORD
-            .write(disk, directory, self.writes, self)
-            .map_err(|(path, source)| UpdateError::Io { path, source })
+        self.writes = self.store(disk, directory, self.writes)?;
+        Ok(())
     }
 
     /// Returns whether other releases are preferred to `release`.
@@ -195,20 +191,6 @@ impl FetchStatus {
         let order = known.max(last_order(&self.history)) + 1;
         append(&mut self.history, UpdateEvent { order, at, state: state.shown(), release, note });
     }
-
-    /// Encodes a copy of the record.
-    pub fn encode(&self) -> Vec<u8> {
-        RECORD.encode(self.writes, self)
-    }
-
-    /// Decodes a copy of the record.
-    ///
-    /// # Errors
-    /// A text that describes the problem with `bytes`.
-    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let (writes, status) = RECORD.decode::<Self>(bytes)?;
-        Ok(Self { writes, ..status })
-    }
 }
 
 #[cfg(test)]
@@ -254,9 +236,9 @@ mod tests {
 
     #[test]
     fn any_changed_bit_is_refused() {
-        let status = FetchStatus { state: Staged, cohort: 7, writes: 3, ..FetchStatus::default() };
-        let bytes = status.encode();
-        assert_eq!(FetchStatus::decode(&bytes).unwrap(), status);
+        let status = FetchStatus { state: Staged, cohort: 7, ..FetchStatus::default() };
+        let bytes = status.encode(3);
+        assert_eq!(FetchStatus::decode(&bytes).unwrap(), (3, status));
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);

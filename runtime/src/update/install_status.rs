@@ -3,7 +3,7 @@
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::io::disk::Disk;
-use crate::io::paired_record::{PairedRecord, Stored};
+use crate::io::paired_record::PairedRecord;
 use crate::limits::{
     ATTEMPTS_MAX, REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX, TRIALS_MAX,
 };
@@ -13,15 +13,6 @@ use crate::update::history::{UpdateEvent, UpdateState, append, cut, last_order};
 use crate::update::release::Release;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
-
-/// The format of the record.
-pub const INSTALL_FORMAT: u32 = 1;
-const RECORD: PairedRecord = PairedRecord {
-    magic: b"HATCHINS",
-    format: INSTALL_FORMAT,
-    names: ["update.a", "update.b"],
-    bytes_max: STATUS_BYTES_MAX,
-};
 
 /// The state of the serving process's work on a release.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -173,6 +164,13 @@ pub struct InstallStatus {
     pub writes: u64,
 }
 
+impl PairedRecord for InstallStatus {
+    const MAGIC: &'static [u8; 8] = b"HATCHINS";
+    const FORMAT: u32 = 1;
+    const NAMES: [&'static str; 2] = ["update.a", "update.b"];
+    const BYTES_MAX: u64 = STATUS_BYTES_MAX;
+}
+
 impl InstallStatus {
     /// Reads the record in `directory`. If both copies are missing or damaged, returns the default.
     /// The caller then decides by the live generation.
@@ -180,26 +178,16 @@ impl InstallStatus {
     /// # Errors
     /// `UpdateError::Io` if the device refuses both copies; another attempt may succeed.
     pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Self, UpdateError> {
-        match RECORD.read::<Self>(disk, directory) {
-            Ok(Some(Stored { value, writes, .. })) => {
-                let mut status = Self { writes, ..value };
-                // A state that needs a release becomes idle if the record names none.
-                if status.release.is_none() && status.state.has_release() {
-                    status.state = InstallState::Idle;
-                }
-                Ok(status)
-            }
-            Ok(None) => Ok(Self::default()),
-            Err(lost) if lost.is_device => {
-                let source = std::io::Error::other(lost.problem);
-                Err(UpdateError::Io { path: lost.path, source })
-            }
-            Err(lost) => {
-                let (path, problem) = (lost.path.display(), lost.problem);
-                log::warn!("{path}: the record of the update starts anew: {problem}");
-                Ok(Self::default())
-            }
+        let effect = "the record of the update starts anew";
+        let Some(stored) = Self::load_undamaged(disk, directory, effect)? else {
+            return Ok(Self::default());
+        };
+        let mut status = Self { writes: stored.writes, ..stored.value };
+        // A state that needs a release becomes idle if the record names none.
+        if status.release.is_none() && status.state.has_release() {
+            status.state = InstallState::Idle;
         }
+        Ok(status)
     }
 
     /// Replaces the record in `directory`.
@@ -207,10 +195,8 @@ impl InstallStatus {
     /// # Errors
     /// `UpdateError::Io` if the record cannot be written.
     pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
-        self.writes = self.writes.saturating_add(1);
-        RECORD
-            .write(disk, directory, self.writes, self)
-            .map_err(|(path, source)| UpdateError::Io { path, source })
+        self.writes = self.store(disk, directory, self.writes)?;
+        Ok(())
     }
 
     /// Returns whether `release` was rejected, for good or by this version of the program.
@@ -347,20 +333,6 @@ impl InstallStatus {
         let order = known.max(last_order(&self.history)) + 1;
         append(&mut self.history, UpdateEvent { order, at, state: state.shown(), release, note });
     }
-
-    /// Encodes a copy of the record.
-    pub fn encode(&self) -> Vec<u8> {
-        RECORD.encode(self.writes, self)
-    }
-
-    /// Decodes a copy of the record.
-    ///
-    /// # Errors
-    /// A text that describes the problem with `bytes`.
-    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let (writes, status) = RECORD.decode::<Self>(bytes)?;
-        Ok(Self { writes, ..status })
-    }
 }
 
 #[cfg(test)]
@@ -434,11 +406,10 @@ mod tests {
             state: Probation,
             trials: 3,
             refused: vec![Refused { manifest: [7; 32], by: Some("1.2.3".to_owned()) }],
-            writes: 5,
             ..InstallStatus::default()
         };
-        let bytes = status.encode();
-        assert_eq!(InstallStatus::decode(&bytes).unwrap(), status);
+        let bytes = status.encode(3);
+        assert_eq!(InstallStatus::decode(&bytes).unwrap(), (3, status));
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);

@@ -4,20 +4,11 @@
 //! root revokes the keys that signed it.
 
 use crate::io::disk::Disk;
-use crate::io::paired_record::{PairedRecord, Stored};
+use crate::io::paired_record::{CopyError, PairedRecord, Stored, Unreadable};
 use crate::limits::FLOOR_BYTES_MAX;
 use crate::update::error::UpdateError;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
-
-/// The format of the record.
-pub const FLOOR_FORMAT: u32 = 1;
-const RECORD: PairedRecord = PairedRecord {
-    magic: b"HATCHFLR",
-    format: FLOOR_FORMAT,
-    names: ["floor.a", "floor.b"],
-    bytes_max: FLOOR_BYTES_MAX,
-};
 
 /// The record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,20 +25,14 @@ pub struct RollbackFloor {
     pub time: u64,
 }
 
+impl PairedRecord for RollbackFloor {
+    const MAGIC: &'static [u8; 8] = b"HATCHFLR";
+    const FORMAT: u32 = 1;
+    const NAMES: [&'static str; 2] = ["floor.a", "floor.b"];
+    const BYTES_MAX: u64 = FLOOR_BYTES_MAX;
+}
+
 impl RollbackFloor {
-    /// Encodes a copy of the record, as write number `writes`.
-    pub fn encode(&self, writes: u64) -> Vec<u8> {
-        RECORD.encode(writes, self)
-    }
-
-    /// Decodes a copy of the record. Returns its number of writes and the record.
-    ///
-    /// # Errors
-    /// A text that describes the problem with `bytes`.
-    pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
-        RECORD.decode(bytes)
-    }
-
     /// Reads the newest readable copy in `directory`. Returns `None` if no copy exists.
     ///
     /// # Errors
@@ -56,19 +41,13 @@ impl RollbackFloor {
         disk: &dyn Disk,
         directory: &Path,
     ) -> Result<Option<Stored<Self>>, UpdateError> {
-        RECORD
-            .read(disk, directory)
-            .map_err(|lost| UpdateError::RollbackFloor { path: lost.path, problem: lost.problem })
-    }
-
-    /// Writes one copy after the other, as write number `writes`.
-    ///
-    /// # Errors
-    /// `UpdateError::Io` if a copy cannot be written. The other copy is whole.
-    pub fn write(&self, disk: &dyn Disk, directory: &Path, writes: u64) -> Result<(), UpdateError> {
-        RECORD
-            .write(disk, directory, writes, self)
-            .map_err(|(path, source)| UpdateError::Io { path, source })
+        Self::load(disk, directory).map_err(|unreadable| {
+            let (path, problem) = match unreadable {
+                Unreadable::Damaged { path, problem } => (path, problem),
+                Unreadable::Device(CopyError { path, source }) => (path, source.to_string()),
+            };
+            UpdateError::RollbackFloor { path, problem }
+        })
     }
 
     /// Returns whether no version and no time of `self` is below that of `other`.

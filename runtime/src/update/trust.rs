@@ -5,7 +5,7 @@
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
-use crate::io::paired_record::Stored;
+use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::{
     CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX,
     TIMESTAMP_BYTES_MAX,
@@ -13,6 +13,7 @@ use crate::limits::{
 use crate::update::error::{UpdateError, from_tuf, io_error};
 use crate::update::link::Fetcher;
 use crate::update::rollback_floor::RollbackFloor;
+use crate::update::updater::lock_fetch;
 use sigstore_tuf::{Error as TufError, MetaFile, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -69,11 +70,17 @@ impl Trust {
     /// the root that provisioned it if that file is damaged.
     ///
     /// # Errors
-    /// [`UpdateError`] if the root is not signed by its own keys, or if the directory cannot be
-    /// written.
+    /// [`UpdateError`] if the root is not signed by its own keys, another process is syncing, or
+    /// the directory cannot be written.
     pub fn init(disk: &dyn Disk, directory: &Path, root: &[u8]) -> Result<(), UpdateError> {
-        disk.create_dir(directory).map_err(io_error(directory))?;
-        if read_root(disk, directory, FACTORY_ROOT).is_some() {
+        let is_provisioned = || read_root(disk, directory, FACTORY_ROOT).is_some();
+        // This first look needs no lock, which another process may hold during a fetch.
+        if is_provisioned() {
+            return Ok(());
+        }
+        // A fetch of another process may have raised the floor since: no lower one may follow.
+        let _fetching = lock_fetch(disk, directory)?;
+        if is_provisioned() {
             return Ok(());
         }
 
@@ -93,7 +100,7 @@ impl Trust {
         };
         if floor.is_none() {
             let floor = RollbackFloor { root: set.root().version, ..RollbackFloor::default() };
-            floor.write(disk, directory, 1)?;
+            floor.store(disk, directory, 0)?;
         }
         // This file is written last: a directory that has it and no floor has lost its floor.
         replace(FACTORY_ROOT)
@@ -398,8 +405,8 @@ impl Trust {
             }
         }
         if !self.is_floor_saved {
-            self.floor_writes += 1;
-            self.floor.write(self.disk.as_ref(), &self.directory, self.floor_writes)?;
+            let disk = self.disk.as_ref();
+            self.floor_writes = self.floor.store(disk, &self.directory, self.floor_writes)?;
             self.is_floor_saved = true;
         }
         self.writes.drain(..).try_for_each(|(name, bytes)| {

@@ -88,25 +88,13 @@ impl Updater {
 
     /// Takes the lock that each step of the serving process holds.
     pub(super) fn lock_install(&self) -> Result<Lock, UpdateError> {
-        self.lock(&self.flash, "updating", Duration::ZERO)
+        lock(self.disk.as_ref(), &self.flash, "updating", Duration::ZERO)
     }
 
     /// Takes the same lock, and waits for a step in progress. For the owner's consent and the
     /// process's end.
     pub(super) fn lock_consent(&self) -> Result<Lock, UpdateError> {
-        self.lock(&self.flash, "updating", CONSENT_WAIT)
-    }
-
-    /// Takes the lock that each fetch holds from its start to its end.
-    pub(super) fn lock_fetch(&self) -> Result<Lock, UpdateError> {
-        self.lock(&self.directory, "fetching", Duration::ZERO)
-    }
-
-    fn lock(&self, directory: &Path, name: &str, wait: Duration) -> Result<Lock, UpdateError> {
-        let path = directory.join(name);
-        self.disk.create_dir(directory).map_err(io_error(directory))?;
-        let lock = self.disk.lock(&path, wait).map_err(io_error(&path))?;
-        lock.ok_or(UpdateError::Busy { path })
+        lock(self.disk.as_ref(), &self.flash, "updating", CONSENT_WAIT)
     }
 
     /// Opens the live generation. Returns `None` if no generation is live, or if damage keeps it
@@ -167,4 +155,21 @@ impl Updater {
         let Retry::WithRoom(before) = install.retry else { return Ok(true) };
         Ok(self.free_bytes() <= before)
     }
+}
+
+/// Takes the lock of the sync directory `directory`, which each writer of its records holds: a
+/// fetch from its start to its end.
+pub(super) fn lock_fetch(disk: &dyn Disk, directory: &Path) -> Result<Lock, UpdateError> {
+    lock(disk, directory, "fetching", Duration::ZERO)
+}
+
+fn lock(
+    disk: &dyn Disk,
+    directory: &Path,
+    name: &str,
+    wait: Duration,
+) -> Result<Lock, UpdateError> {
+    let path = directory.join(name);
+    disk.create_dir(directory).map_err(io_error(directory))?;
+    disk.lock(&path, wait).map_err(io_error(&path))?.ok_or(UpdateError::Busy { path })
 }

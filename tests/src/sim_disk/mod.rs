@@ -8,7 +8,9 @@ mod files;
 
 use crate::random::Random;
 use crate::stall::Stall;
+use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
+use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -306,6 +308,15 @@ impl SimDisk {
             }
         }
         Ok(self.state())
+    }
+
+    /// The flash directory of [`Self::install`].
+    pub const FLASH: &str = "/flash";
+
+    /// Installs the bundle at `bundle`.
+    pub fn install(&self, bundle: &Path) -> Result<Flash, FlashError> {
+        let mut bundle = BundleReader::open(bundle)?;
+        Flash::install(&self.shared(), Path::new(Self::FLASH), &mut bundle, |_| ())
     }
 
     /// Returns the disk as the trait object of the runtime.

@@ -2,9 +2,10 @@
 //! device errors and power cuts. Failures name the seed.
 
 use hatchback::bundle::BundleReader;
-use hatchback::flash::{Flash, FlashError};
+use hatchback::flash::Flash;
 use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
@@ -16,7 +17,7 @@ use hatchback_tests::versions::Versions;
 use std::path::Path;
 use std::time::Duration;
 
-const DIR: &str = "/flash";
+const DIR: &str = SimDisk::FLASH;
 const HOUR: u64 = 60 * 60;
 const DAYS: u64 = 20_000;
 
@@ -36,15 +37,11 @@ fn rules(bytes_per_day_max: u64) -> MaintenanceRules {
     }
 }
 
-fn install(disk: &SimDisk, versions: &Versions, generation: usize) -> Result<Flash, FlashError> {
-    let mut bundle = BundleReader::open(&versions.deltas[generation - 1])?;
-    Flash::install(&disk.shared(), Path::new(DIR), &mut bundle, |_| ())
-}
-
 /// Returns a disk with the first `n` generations installed.
 fn installed(versions: &Versions, n: usize) -> (SimDisk, Flash) {
     let disk = SimDisk::default();
-    let flash = (1..=n).fold(None, |_, g| Some(install(&disk, versions, g).unwrap())).unwrap();
+    let flash =
+        (1..=n).fold(None, |_, g| Some(disk.install(&versions.deltas[g - 1]).unwrap())).unwrap();
     (disk, flash)
 }
 
@@ -187,7 +184,7 @@ fn a_merge_of_what_is_no_longer_live_is_dropped() {
     let (disk, mut flash) = installed(&versions, 3);
     let mut maintenance = Maintenance::new(rules(u64::MAX), None, CatalogEntries::default());
     assert!(matches!(maintenance.step(&mut flash, at(0), 1).unwrap(), StepOutcome::Merged { .. }));
-    flash = install(&disk, &versions, 4).unwrap();
+    flash = disk.install(&versions.deltas[3]).unwrap();
     step_to_end(&mut maintenance, &mut flash, at(0));
     assert_eq!(deltas(&flash), [0, 0]);
     assert_eq!(whole_generation(&flash, &versions, "after the install"), 4);
@@ -200,7 +197,7 @@ fn a_compaction_does_not_replace_a_state_installed_since_its_start() {
     let (disk, flash) = installed(&versions, 2);
     let mut merge = Compaction::begin(&flash, 0).unwrap().unwrap();
     while merge.step(&flash, 100, u64::MAX).unwrap() {}
-    let mut flash = install(&disk, &versions, 3).unwrap();
+    let mut flash = disk.install(&versions.deltas[2]).unwrap();
     let refused = merge.finish(&mut flash).unwrap_err().to_string();
     assert!(refused.contains("another state became live"), "{refused}");
     assert_eq!(
@@ -226,7 +223,7 @@ fn a_hot_list_outlives_deltas_compactions_and_rollbacks() {
 
     let mut held = first;
     for n in 2..=4 {
-        flash = install(&disk, &versions, n).unwrap();
+        flash = disk.install(&versions.deltas[n - 1]).unwrap();
         for (t, list) in held.iter_mut().enumerate() {
             if manifest(n).tables[t].hot.is_some() {
                 *list = flash.hot_keys(t).unwrap();
@@ -277,7 +274,7 @@ fn a_delta_too_many_is_refused_before_it_is_written() {
     let live = Path::new(DIR).join("live.a");
     disk.create(&live).unwrap().write_all(&record.encode(99)).unwrap();
     let written = disk.written();
-    let refused = install(&disk, &versions, 3).err().unwrap().to_string();
+    let refused = disk.install(&versions.deltas[2]).err().unwrap().to_string();
     assert!(refused.contains("table `t0` takes no further delta"), "{refused}");
     assert_eq!(disk.read(&live, u64::MAX).unwrap(), record.encode(99));
     assert_eq!(disk.written(), written, "refused only after it was written");
@@ -373,7 +370,7 @@ fn life(versions: &Versions, seed: u64) {
         }
 
         let up = if generation < versions.deltas.len() && random.one_in(5) {
-            install(&disk, versions, generation + 1).map(|next| flash = next).is_ok()
+            disk.install(&versions.deltas[generation]).map(|next| flash = next).is_ok()
         } else {
             let pages = 1 + random.below(20);
             maintenance.step(&mut flash, at(hour), pages).is_ok()

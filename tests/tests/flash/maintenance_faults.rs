@@ -1,7 +1,6 @@
 //! Maintenance on a damaged or slow disk: a page is rebuilt from the previous generation to the bit
 //! or not at all, and maintenance pauses for a slow device. Failures name the seed.
 
-use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
 use hatchback::flash::Flash;
 use hatchback::io::disk::Disk;
@@ -25,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-const DIR: &str = "/flash";
+const DIR: &str = SimDisk::FLASH;
 const NOW: Duration = Duration::from_secs(20_000 * 24 * 60 * 60);
 
 /// Rules that merge every delta and always allow the next scrub.
@@ -33,16 +32,11 @@ fn eager() -> MaintenanceRules {
     MaintenanceRules { deltas_max: 0, scrub_every: Duration::ZERO, ..MaintenanceRules::default() }
 }
 
-fn install(disk: &SimDisk, bundle: &Path) -> Flash {
-    let mut bundle = BundleReader::open(bundle).unwrap();
-    Flash::install(&disk.shared(), Path::new(DIR), &mut bundle, |_| ()).unwrap()
-}
-
 /// Installs three generations and merges the tables of the third. The second stays unmerged.
 fn merged(versions: &Versions) -> (SimDisk, Flash) {
     let disk = SimDisk::default();
-    versions.deltas[..2].iter().for_each(|bundle| drop(install(&disk, bundle)));
-    let mut flash = install(&disk, &versions.deltas[2]);
+    versions.deltas[..2].iter().for_each(|bundle| drop(disk.install(bundle).unwrap()));
+    let mut flash = disk.install(&versions.deltas[2]).unwrap();
     scrub(&mut flash);
     (disk, flash)
 }
@@ -125,8 +119,8 @@ fn lost_pages_of_an_unchanged_table_are_rebuilt() {
 fn a_page_that_both_generations_share_is_left_as_it_is() {
     let versions = Versions::new(2, 3000, 81);
     let disk = SimDisk::default();
-    drop(install(&disk, &versions.deltas[0]));
-    let mut flash = install(&disk, &versions.deltas[1]);
+    drop(disk.install(&versions.deltas[0]).unwrap());
+    let mut flash = disk.install(&versions.deltas[1]).unwrap();
     disk.flip(&base_of(&flash, 0), PAGE_BYTES * 8 + 800);
     let rules = MaintenanceRules { deltas_max: 9, changed_percent_max: 100, ..eager() };
     let mut maintenance = Maintenance::new(rules, None, CatalogEntries::default());
@@ -145,7 +139,7 @@ fn maintenance_pauses_for_a_slow_disk() {
     let versions = Versions::new(3, 3000, 81);
     for (call_us, stall_us) in [(20, 20), (3_000, 3_000), (1_000, 200_000)] {
         let disk = SimDisk::default();
-        versions.deltas.iter().for_each(|bundle| drop(install(&disk, bundle)));
+        versions.deltas.iter().for_each(|bundle| drop(disk.install(bundle).unwrap()));
         let mut flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
         let (clock, mut step_size) = (disk.clock(), StepSize::default());
         let mut maintenance = Maintenance::new(eager(), None, CatalogEntries::default());
@@ -202,7 +196,7 @@ fn a_deadline_holds_on_a_slow_disk() {
     };
 
     let (packed, disk) = (plan.pack(), SimDisk::default());
-    install(&disk, &packed.bundle);
+    disk.install(&packed.bundle).unwrap();
 
     // A started read of a simulated file always completes.
     let budget = Budget { reads_max: 2, ..Budget::default() };

@@ -4,10 +4,12 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
+use hatchback::flash::live::LiveRecord;
 use hatchback::flash::table::RowLocation;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
 use hatchback::schema::KeySpace;
@@ -22,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const DIR: &str = "/flash";
+const DIR: &str = SimDisk::FLASH;
 
 /// One change of the flash directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,8 +68,8 @@ fn open(disk: &SimDisk) -> Result<Flash, FlashError> {
 fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError> {
     match step {
         // After the rollback to 2, the delta to 4 does not fit, but the snapshot does.
-        Step::Install(4) => install(&versions.snapshots[3], disk),
-        Step::Install(generation) => install(&versions.deltas[generation - 1], disk),
+        Step::Install(4) => disk.install(&versions.snapshots[3]).map(drop),
+        Step::Install(generation) => disk.install(&versions.deltas[generation - 1]).map(drop),
         Step::Compact(table) => {
             let mut flash = open(disk)?;
             let Some(mut merge) = Compaction::begin(&flash, table)? else { return Ok(()) };
@@ -83,11 +85,6 @@ fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError
         }
         Step::Rollback => open(disk)?.rollback().map(drop),
     }
-}
-
-fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
-    Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ())
-        .map(drop)
 }
 
 /// Returns every row of a table from a scan. The page that `locate` returns for a key must have the
@@ -214,7 +211,7 @@ fn a_cut_in_the_install_of_many_files_leaves_all_of_them_or_nothing() {
     };
     let packed = plan.pack();
     let disk = SimDisk::default();
-    install(&packed.bundle, &disk).unwrap();
+    disk.install(&packed.bundle).unwrap();
     let calls = disk.calls();
 
     let mut lives = 0;
@@ -222,13 +219,13 @@ fn a_cut_in_the_install_of_many_files_leaves_all_of_them_or_nothing() {
     for cut in (0..calls).step_by(97).chain(calls - 25..calls) {
         let disk = SimDisk::default();
         disk.cut_after(cut);
-        assert!(install(&packed.bundle, &disk).is_err(), "cut {cut}: the power was cut");
+        assert!(disk.install(&packed.bundle).is_err(), "cut {cut}: the power was cut");
         disk.reboot(cut);
         if let Ok(flash) = open(&disk) {
             (0..300).for_each(|table| assert_eq!(rows_of(&flash, table).len(), 3, "cut {cut}"));
             lives += 1;
         }
-        install(&packed.bundle, &disk).unwrap();
+        disk.install(&packed.bundle).unwrap();
         disk.reboot(cut + 1);
         (0..300).for_each(|t| assert_eq!(rows_of(&open(&disk).unwrap(), t).len(), 3, "cut {cut}"));
     }
@@ -292,17 +289,101 @@ fn an_interrupted_install_takes_no_room() {
         let (counted, disk) = (start(), start());
         let before = counted.calls();
         let first = &versions.snapshots[usize::from(live)];
-        install(first, &counted).unwrap();
+        counted.install(first).unwrap();
         let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
         let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         // The error comes before the live record, after everything else was written.
         disk.fail_after(counted.calls() - before - 11);
         let used = disk.used();
-        assert!(install(first, &disk).is_err() && disk.used() > used + bytes / 2);
+        assert!(disk.install(first).is_err() && disk.used() > used + bytes / 2);
         disk.set_capacity(Some(used + bytes + (1 << 20)));
-        install(&versions.snapshots[next], &disk).unwrap();
+        disk.install(&versions.snapshots[next]).unwrap();
         check(&disk, &versions, &[next + 1], "in the room of the interrupted install");
     }
+}
+
+/// A rebuild writes beside the generation that it replaces, under the same number or an earlier
+/// one. A refusal or a power cut leaves what was served.
+#[test]
+fn a_generation_stays_until_its_rebuild_is_live() {
+    let versions = Versions::new(2, 200, 16);
+    let start = || {
+        let disk = SimDisk::default();
+        [1, 2].into_iter().for_each(|n| run(Step::Install(n), &disk, &versions).unwrap());
+        disk
+    };
+    for sequence in [1, 2] {
+        let rebuild = |disk: &SimDisk| {
+            let mut bundle = BundleReader::open(&versions.snapshots[sequence - 1]).unwrap();
+            Flash::prepare_rebuild(&disk.shared(), Path::new(DIR), &mut bundle, 2, |_| ())
+        };
+        let disk = start();
+        let before = disk.calls();
+        drop(rebuild(&disk).unwrap());
+        check(&disk, &versions, &[2], "a rebuild that is refused");
+        Flash::reclaim_in(&disk.shared(), Path::new(DIR)).unwrap();
+        check(&disk, &versions, &[2], "without the files of the rebuild");
+
+        for cut in 0..disk.calls() - before {
+            let disk = start();
+            disk.cut_after(cut);
+            let ended = rebuild(&disk).and_then(|prepared| prepared.commit());
+            disk.reboot(cut);
+            let live = if ended.is_ok() { vec![sequence] } else { vec![2, sequence] };
+            check(&disk, &versions, &live, &format!("rebuild of {sequence}, cut {cut}"));
+        }
+    }
+}
+
+/// A copy of the live record that the device refuses may be whole, so nothing is installed anew.
+#[test]
+fn a_copy_that_the_device_refuses_beside_a_damaged_one_is_not_lost() {
+    let versions = Versions::new(2, 200, 18);
+    for [refused, damaged] in [[0, 1], [1, 0]] {
+        let disk = SimDisk::default();
+        run(Step::Install(1), &disk, &versions).unwrap();
+        let path = |copy: usize| Path::new(DIR).join(LiveRecord::NAMES[copy]);
+        disk.flip(&path(damaged), 100);
+        disk.spoil(&path(refused));
+        let error = disk.install(&versions.snapshots[1]).err().unwrap();
+        assert!(matches!(error, FlashError::Io { .. }), "{error}");
+        disk.end_faults();
+        check(&disk, &versions, &[1], "once the device reads the copy");
+    }
+}
+
+/// Returns a disk with these snapshots, and room for the snapshot 3 once the first is gone.
+fn short_disk(versions: &Versions, snapshots: &[usize]) -> SimDisk {
+    let disk = SimDisk::default();
+    disk.install(&versions.snapshots[snapshots[0] - 1]).unwrap();
+    let first = disk.used();
+    for n in &snapshots[1..] {
+        disk.install(&versions.snapshots[n - 1]).unwrap();
+    }
+    let bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
+    let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    disk.set_capacity(Some(disk.used() - first + bytes + (1 << 20) + (8 << 10)));
+    disk
+}
+
+#[test]
+fn a_generation_that_can_be_served_never_makes_room() {
+    let versions = Versions::new(3, 900, 17);
+    let next = |disk: &SimDisk| disk.install(&versions.snapshots[2]).map(drop);
+
+    let disk = short_disk(&versions, &[1, 2]);
+    next(&disk).unwrap();
+    check(&disk, &versions, &[3], "in the room of the generation before");
+
+    let disk = short_disk(&versions, &[2]);
+    let refused = next(&disk).unwrap_err();
+    assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
+    check(&disk, &versions, &[2], "without room");
+
+    let network = Path::new(DIR).join("g000000000002/dense.onnx");
+    disk.lose(&network);
+    next(&disk).unwrap();
+    check(&disk, &versions, &[3], "in the room of a generation without its network");
 }
 
 #[test]

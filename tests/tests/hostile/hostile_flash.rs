@@ -5,6 +5,7 @@
 use hatchback::bundle::manifest::sha256;
 use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback_tests::rewrite::{pages_of, reseal};
@@ -13,7 +14,7 @@ use hatchback_tests::victim::Victim;
 use hatchback_tools::serve::install;
 
 fn write_copies(victim: &Victim, record: &[u8]) {
-    for name in LiveRecord::file_names() {
+    for name in LiveRecord::NAMES {
         std::fs::write(victim.flash.join(name), record).unwrap();
     }
 }
@@ -23,7 +24,7 @@ fn write_copies(victim: &Victim, record: &[u8]) {
 fn a_torn_live_record() {
     let victim = Victim::default();
     let system = hatchback::io::disk::system();
-    let [first, second] = LiveRecord::file_names().map(|name| victim.flash.join(name));
+    let [first, second] = LiveRecord::NAMES.map(|name| victim.flash.join(name));
     let torn = |record: &[u8]| {
         std::fs::write(&first, record).unwrap();
         Flash::open(&system, &victim.flash).unwrap();
@@ -55,7 +56,7 @@ fn only_a_snapshot_follows_a_lost_live_record() {
     let (versions, folder) = (Versions::new(2, 100, 3), tempfile::tempdir().unwrap());
     let flash = folder.path().join("flash");
     install(&versions.snapshots[0], &flash).unwrap();
-    for name in LiveRecord::file_names() {
+    for name in LiveRecord::NAMES {
         std::fs::write(flash.join(name), b"garbage").unwrap();
     }
     let error = format!("{:#}", install(&versions.deltas[1], &flash).err().unwrap());
@@ -71,8 +72,8 @@ fn damage_lets_no_older_release_in() {
     let (versions, folder) = (Versions::new(2, 100, 3), tempfile::tempdir().unwrap());
     let flash = folder.path().join("flash");
     install(&versions.snapshots[1], &flash).unwrap();
-    let segment = flash.join("g000000000002/t0000-0000.seg");
-    for bytes in [0, 5000] {
+    for (bytes, folder) in [(0, "g000000000002"), (5000, "g000000000002-1")] {
+        let segment = flash.join(folder).join("t0000-0000.seg");
         std::fs::File::options().write(true).open(&segment).unwrap().set_len(bytes).unwrap();
         let error = format!("{:#}", install(&versions.snapshots[0], &flash).err().unwrap());
         assert!(error.contains("needs a higher sequence"), "{error}");
@@ -99,7 +100,7 @@ fn a_live_record_that_references_missing_files() {
         &|r| r.live.manifest[0] ^= 1,
         "g000000000005/manifest: manifest: does not match its hash",
     );
-    for name in LiveRecord::file_names() {
+    for name in LiveRecord::NAMES {
         std::fs::remove_file(victim.flash.join(name)).unwrap();
     }
     let error =

@@ -3,7 +3,6 @@
 
 use crate::changing::{DIM, ROWS, pack, releases, spec, value};
 use hatchback::bundle::manifest::Manifest;
-use hatchback::flash::Flash;
 use hatchback::request::worker::Worker;
 use hatchback::update::error::UpdateError;
 use hatchback::update::status::UpdateState;
@@ -73,14 +72,14 @@ fn a_new_feature_reaches_200_cars_by_delta_and_no_request_is_refused() {
                 car.run(&mut fleet.link(), now + 1).unwrap();
             }
             ask(car, n as u64);
-            let live = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+            let live = car.flash();
             let reached = if n % 2 == 0 || release != 1 { release + 1 } else { 1 };
             assert_eq!(live.manifest().generation.sequence, reached as u64, "car {n}");
         }
     }
     // A rollback to the generation before brings its inputs back.
     let car = &cars[0];
-    Flash::open(&car.sync.disk, &car.sync.flash).unwrap().rollback().unwrap();
+    car.flash().rollback().unwrap();
     ask(car, 0);
 }
 
@@ -149,7 +148,7 @@ fn a_release_before_a_new_feature_is_restored_and_callers_of_both_are_served() {
         for (n, car) in cars.iter().enumerate() {
             let status = car.run(&mut fleet.link(), T0 + 13).unwrap();
             assert_eq!((status.state, status.error), (UpdateState::Committed, None), "car {n}");
-            let live = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+            let live = car.flash();
             let Manifest { generation, schema, .. } = live.manifest();
             assert_eq!((generation.sequence, schema.tables.len()), (3, 1), "car {n}");
             let retired = schema.features.iter().map(|f| (f.name.as_str(), f.retired));

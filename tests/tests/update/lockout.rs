@@ -6,18 +6,18 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::live::LiveRecord;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::update::apply::Host;
 use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::Offer;
-use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::program::Program;
 use hatchback::update::release::manifest_path;
-use hatchback::update::status::{UpdateState, UpdateStatus};
+use hatchback::update::status::UpdateState;
 use hatchback_tests::flash_check::rows_of;
-use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, Ticks, VERSIONS, first_release, release_of};
+use hatchback_tests::fleet::{Car, Fleet, ROOT_S, T0, VERSIONS, first_release, release_of};
 use hatchback_tests::rewrite::Parts;
 use hatchback_tests::whole_car::model::{BundlePlan, Flaw, Generations};
 use hatchback_tools::repository::keys::rotate;
@@ -36,19 +36,7 @@ fn publish_deltas(fleet: &Fleet) {
 
 /// Loses both copies of the live record.
 fn lose_live_record(car: &Car) {
-    LiveRecord::file_names().iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
-}
-
-/// Lets the sync process poll once.
-fn poll(car: &Car, fleet: &Fleet, now: u64) -> Result<UpdateStatus, UpdateError> {
-    let (mut link, clock) = (fleet.link(), Ticks::still());
-    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-    car.sync.fetch(&mut fetcher, now, |_, _| {})
-}
-
-/// Lets the serving process take steps until it waits.
-fn apply(car: &Car, now: u64) {
-    while car.sync.advance(&car.host(), now).unwrap() {}
+    LiveRecord::NAMES.iter().for_each(|name| car.disk.lose(&car.sync.flash.join(name)));
 }
 
 /// Runs both processes until `live` is live, at most `polls` times.
@@ -65,7 +53,7 @@ fn reaches(car: &Car, fleet: &Fleet, live: usize, polls: u64) {
 /// Damages every page of rows of the live generation, and returns their number.
 fn damage_rows(car: &Car) -> usize {
     let opens = || {
-        let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+        let flash = car.flash();
         (0..flash.manifest().tables.len()).all(|table| flash.table(table).is_ok())
     };
     let segments =
@@ -99,7 +87,7 @@ fn damage_under_every_probe_sample() {
     let car = Car::at_first_release(&fleet);
     fleet.publish(T0 + 10, &pack(Some(1), 2));
     car.run(&mut fleet.link(), T0 + 11).unwrap();
-    let live = || Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let live = || car.flash();
     assert_eq!(live().manifest().generation.sequence, 2);
 
     assert!(damage_rows(&car) >= 4, "pages of rows");
@@ -230,7 +218,7 @@ fn another_version_tries_what_this_one_cannot_read() {
     let mut car = Car::at_first_release(&fleet);
     publish_unreadable(&fleet);
     car.run(&mut fleet.link(), T0 + 11).unwrap_err();
-    let state = poll(&car, &fleet, T0 + 12).unwrap().state;
+    let state = car.poll(&mut fleet.link(), T0 + 12).unwrap().state;
     assert_ne!(state, UpdateState::Staged, "refused by this version");
 
     let this = Program::this();
@@ -238,9 +226,9 @@ fn another_version_tries_what_this_one_cannot_read() {
         let program = Program { version: version.to_owned(), ..Program::clone(&car.sync.program) };
         car.sync.program = Arc::new(program);
         car.sync.begin_process(2, T0 + 13).unwrap();
-        let fetch = |now| poll(&car, &fleet, now).unwrap().state;
+        let fetch = |now| car.poll(&mut fleet.link(), now).unwrap().state;
         assert_eq!(fetch(T0 + 14), UpdateState::Staged, "{version}");
-        apply(&car, T0 + 15);
+        car.apply(T0 + 15);
         let status = car.sync.status().unwrap();
         assert_eq!((status.state, status.refused.len()), (UpdateState::Failed, 1), "{version}");
         assert_ne!(fetch(T0 + 16), UpdateState::Staged, "{version} has refused it");
@@ -256,7 +244,7 @@ fn a_release_that_kills_every_install_gives_way() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     fleet.delta(T0 + 10, 2);
-    let fetch = |now| poll(&car, &fleet, now).unwrap().state;
+    let fetch = |now| car.poll(&mut fleet.link(), now).unwrap().state;
     assert_eq!(fetch(T0 + 11), UpdateState::Staged);
     let deaths = Cell::new(0);
     for start in 0..12 {
@@ -283,7 +271,7 @@ fn a_release_that_kills_every_install_gives_way() {
     // No fault of the release: after the pause it is tried again, and now it passes.
     assert_eq!(fetch(T0 + 30), UpdateState::Staged);
     assert!(car.sync.advance(&car.host(), T0 + 1_000).unwrap());
-    apply(&car, T0 + 1_000);
+    car.apply(T0 + 1_000);
     assert_eq!(car.live(), 2);
 }
 
@@ -293,7 +281,7 @@ fn short_drives_do_not_count_against_an_install() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     fleet.delta(T0 + 10, 2);
-    poll(&car, &fleet, T0 + 11).unwrap();
+    car.poll(&mut fleet.link(), T0 + 11).unwrap();
     for boot in 0..25 {
         let host = Host { boot, yield_now: &|| panic!("the power is cut"), ..car.host() };
         let died =
@@ -312,13 +300,13 @@ fn a_pause_ends_with_its_cause() {
         let fleet = Fleet::new();
         let car = Car::at_first_release(&fleet);
         fleet.delta(T0 + 10, 2);
-        let fetch = |now| poll(&car, &fleet, now).unwrap();
+        let fetch = |now| car.poll(&mut fleet.link(), now).unwrap();
         fetch(T0 + 11);
         car.disk.set_room(&car.sync.flash, Some(40_000));
         for now in [T0 + 12, T0 + 100, T0 + 300] {
             fetch(now);
             assert!(!car.sync.is_paused(now).unwrap());
-            apply(&car, now);
+            car.apply(now);
         }
         let status = car.sync.status().unwrap();
         assert!(status.error.as_ref().unwrap().contains("bytes are needed"), "{status:?}");
@@ -332,7 +320,7 @@ fn a_pause_ends_with_its_cause() {
         }
         assert!(!car.sync.is_paused(T0 + 311).unwrap(), "restarted: {has_restarted}");
         car.disk.set_room(&car.sync.flash, None);
-        apply(&car, T0 + 312);
+        car.apply(T0 + 312);
         assert_eq!(car.live(), 2);
     }
 }
@@ -377,8 +365,8 @@ fn a_lost_generation_is_rebuilt_from_what_is_listed() {
             car.sync.require_repair(repair).unwrap();
 
             for now in T0 + 40..T0 + 50 {
-                let _ = poll(&car, &fleet, now);
-                apply(&car, now);
+                let _ = car.poll(&mut fleet.link(), now);
+                car.apply(now);
                 let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) else { continue };
                 let sequence = flash.record().live.generation.sequence;
                 let served = Model::from_flash(&flash, Budget::default());
@@ -395,7 +383,7 @@ fn a_lost_generation_is_rebuilt_from_what_is_listed() {
             assert_eq!(car.live(), 4, "{what}, cut: {is_cut}: {status:#?}");
             assert!(status.refused.is_empty(), "{what}: {status:?}");
             // No step of the rebuild is a generation to go back to.
-            let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+            let flash = car.flash();
             let record = flash.record();
             assert!(record.previous.is_none(), "{what}");
             assert!(record.rebuilds > 0 || what == "the live record", "{what}");
@@ -463,8 +451,8 @@ fn a_generation_installed_by_hand_is_rebuilt_too() {
     }
     car.disk.lose(&car.sync.flash.join("g000000000003/manifest"));
     for now in T0 + 30..T0 + 36 {
-        let _ = poll(&car, &fleet, now);
-        apply(&car, now);
+        let _ = car.poll(&mut fleet.link(), now);
+        car.apply(now);
         if let Ok(flash) = Flash::open(&car.sync.disk, &car.sync.flash) {
             let sequence = flash.record().live.generation.sequence;
             assert!(sequence == 3 || Model::from_flash(&flash, Budget::default()).is_err());
@@ -496,9 +484,9 @@ fn a_rebuild_that_cannot_go_on_waits_for_another_way() {
     car.run(&mut fleet.link(), T0 + 31).unwrap();
     lose_live_record(&car);
     fleet.publish(T0 + 40, &VERSIONS.snapshots[1]);
-    poll(&car, &fleet, T0 + 41).unwrap();
-    apply(&car, T0 + 41);
-    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    car.poll(&mut fleet.link(), T0 + 41).unwrap();
+    car.apply(T0 + 41);
+    let flash = car.flash();
     assert!(!flash.record().may_serve());
     assert_eq!(car.sync.status().unwrap().live, None, "a step is not shown as live");
 
@@ -520,13 +508,13 @@ fn a_rebuild_begins_again_where_the_way_on_is_gone() {
     fleet.publish(T0 + 10, &plain(&generations, Some(1), 2));
     fleet.publish(T0 + 20, &plain(&generations, Some(2), 3));
     car.run(&mut fleet.link(), T0 + 21).unwrap();
-    let live = || Flash::open(&car.sync.disk, &car.sync.flash).unwrap().record().live.clone();
+    let live = || car.flash().record().live.clone();
     assert_eq!(live().generation.sequence, 3);
 
     lose_live_record(&car);
     for now in [T0 + 22, T0 + 23] {
-        poll(&car, &fleet, now).unwrap();
-        apply(&car, now);
+        car.poll(&mut fleet.link(), now).unwrap();
+        car.apply(now);
     }
     assert_eq!(live().generation.sequence, 2, "a step");
     fleet.revoke(T0 + 30, 3);
@@ -550,7 +538,7 @@ fn an_offer_of_any_length_leaves_the_record_whole() {
     let number = car.sync.install_status().unwrap().offer + 1;
     fetch.offer = Some(Offer { number, release });
     fetch.write(&car.disk, &car.sync.directory).unwrap();
-    apply(&car, T0 + 12);
+    car.apply(T0 + 12);
     let install = car.sync.install_status().unwrap();
     assert_eq!((install.refused.len(), install.offer), (1, number - 1));
     fleet.publish(T0 + 20, &VERSIONS.snapshots[2]);
@@ -577,9 +565,9 @@ fn a_release_that_the_targets_do_not_list_is_not_installed() {
     let path = car.sync.directory.join("staged").join(format!("{hex}.hatch"));
     car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());
 
-    apply(&car, T0 + 12);
+    car.apply(T0 + 12);
     car.sync.consent(T0 + 13).unwrap();
-    apply(&car, T0 + 14);
+    car.apply(T0 + 14);
     let status = car.sync.status().unwrap();
     assert!(status.error.as_ref().is_some_and(|e| e.contains("not listed")), "{status:?}");
     assert_eq!(car.live(), 1);
@@ -600,7 +588,7 @@ fn a_bundle_under_the_name_of_a_listed_one_is_not_installed() {
     car.disk.read(&path, u64::MAX).unwrap();
     car.disk.put(&path, std::fs::read(&VERSIONS.snapshots[2]).unwrap());
     car.sync.consent(T0 + 12).unwrap();
-    apply(&car, T0 + 13);
+    car.apply(T0 + 13);
     let error = car.sync.status().unwrap().error.unwrap_or_default();
     assert!(error.contains("its manifest is not the signed one"), "{error}");
     assert_eq!(car.live(), 1);
@@ -623,7 +611,7 @@ fn targets_older_than_those_accepted_install_nothing() {
     let mut fetch = car.sync.fetch_status();
     fetch.offer = Some(Offer { number: 99, release: first_release() });
     fetch.write(&car.disk, &car.sync.directory).unwrap();
-    apply(&car, T0 + 12);
+    car.apply(T0 + 12);
     let error = car.sync.status().unwrap().error.unwrap_or_default();
     assert!(error.contains("replay: targets"), "{error}");
     assert_eq!(car.live(), 2);

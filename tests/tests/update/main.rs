@@ -18,3 +18,4 @@ mod sync_link;
 mod sync_publisher;
 mod sync_tls;
 mod update;
+mod writers;

@@ -20,7 +20,7 @@ fn publish_to(fleet: &Fleet, now: u64, bundles: &[&Path]) -> Result<Published, S
 
 /// Returns the variant of the live release of `car`, among the bundles `of` in their order.
 fn live_of(car: &Car, of: &[&Path]) -> Option<usize> {
-    let live = Flash::open(&car.sync.disk, &car.sync.flash).unwrap().record().live.manifest;
+    let live = car.flash().record().live.manifest;
     of.iter().position(|bundle| release_of(bundle).manifest == live)
 }
 
@@ -58,7 +58,7 @@ fn the_daemon_compares_the_needs_itself() {
     assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::AwaitConsent);
     car.set_program("0.0.4", &["Abs"]);
     car.sync.consent(T0 + 12).unwrap();
-    while car.sync.advance(&car.host(), T0 + 13).unwrap() {}
+    car.apply(T0 + 13);
     let install = car.sync.install_status().unwrap();
     let error = install.error.unwrap();
     assert!(error.contains("version 0.0.4 lacks operator Abs"), "{error}");

@@ -11,15 +11,11 @@ use hatchback_tools::repository::publish::Change;
 use hatchback_tools::repository::store::{Objects, Store};
 use std::collections::BTreeSet;
 
-fn live(car: &Car) -> Flash {
-    Flash::open(&car.sync.disk, &car.sync.flash).unwrap()
-}
-
 /// Lets the car poll, and checks that it serves `sequence` with the rows of `generation`.
 fn reaches(fleet: &Fleet, car: &Car, now: u64, sequence: u64, generation: usize) {
     let status = car.run(&mut fleet.link(), now).unwrap();
     assert_eq!((status.state, status.error), (UpdateState::Committed, None));
-    let flash = live(car);
+    let flash = car.flash();
     assert_eq!(flash.manifest().generation.sequence, sequence);
     has_rows_of(&flash, &VERSIONS, generation, "the car");
 }
@@ -72,22 +68,22 @@ fn every_car_returns_to_a_restored_release_and_no_row_is_uploaded() {
         if was.generation.sequence == 2 {
             // The network and two pages; the segments on flash stay.
             assert_eq!(chunks_asked(&link.asked), 3, "{:?}", link.asked);
-            assert_eq!(live(car).record().live.tables, was.tables);
+            assert_eq!(car.flash().record().live.tables, was.tables);
         }
         if was.generation.sequence > 2 {
             // The network and two hot lists: the segments of 1 and 2 are on flash.
             assert_eq!(chunks_asked(&link.asked), 3, "{:?}", link.asked);
         }
         // What was served before is still there for a rollback; a car at release 1 came over 2.
-        let previous = live(car).record().previous.clone().unwrap().generation.sequence;
+        let previous = car.flash().record().previous.clone().unwrap().generation.sequence;
         assert_eq!(previous, was.generation.sequence.max(2));
     }
-    let restored = live(&cars[3]).manifest().clone().restored.unwrap();
+    let restored = cars[3].flash().manifest().clone().restored.unwrap();
     assert_eq!(restored.sequence, 2);
     assert_eq!(restored.tables[0].iter().map(|l| l.sequence).collect::<Vec<_>>(), [1, 2]);
 
     // A delta follows the restored release, whichever of its forms a car took.
-    fleet.publish(T0 + 60, &VERSIONS.over(&live(&cars[3]), 6, 4));
+    fleet.publish(T0 + 60, &VERSIONS.over(&cars[3].flash(), 6, 4));
     cars.iter().for_each(|car| reaches(&fleet, car, T0 + 61, 6, 4));
     // A restored release is restored again, with a delta after it.
     fleet.restore(T0 + 70, "versions/5");
@@ -102,7 +98,7 @@ fn a_car_rolls_back_from_a_restored_release() {
     let (fleet, cars) = at_four();
     fleet.restore(T0 + 50, "2");
     reaches(&fleet, &cars[3], T0 + 51, 5, 2);
-    let back = live(&cars[3]).rollback().unwrap();
+    let back = cars[3].flash().rollback().unwrap();
     assert_eq!(back.manifest().generation.sequence, 4);
     has_rows_of(&back, &VERSIONS, 4, "after the rollback");
 }
@@ -180,7 +176,7 @@ fn each_variant_is_restored_as_itself() {
     assert_eq!(done.added.len(), 4, "{done:?}");
     let networks = cars.each_ref().map(|car| {
         reaches(&fleet, car, T0 + 31, 4, 2);
-        live(car).dense().unwrap()
+        car.flash().dense().unwrap()
     });
     assert!(networks[0] != networks[1], "each car has the network of its variant");
 }

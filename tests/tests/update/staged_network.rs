@@ -75,7 +75,7 @@ fn crashes_while_a_staged_network_is_read_count_as_those_of_an_install() {
 
     // The attempt ends, and the release is not to blame.
     car.sync.consent(T0 + 12).unwrap();
-    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    car.apply(T0 + 12);
     let status = car.sync.status().unwrap();
     assert_eq!((status.state, car.live()), (UpdateState::Failed, 1));
     assert!(status.refused.is_empty(), "{status:?}");

@@ -5,6 +5,7 @@
 use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::{self, Disk};
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::update::Updater;
 use hatchback::update::error::UpdateError;
 use hatchback::update::history::UpdateEvent;
@@ -175,7 +176,7 @@ fn every_role_has_a_floor_of_its_own() {
     for (writes, (role, raised)) in (100..).zip(raised) {
         let files = ["timestamp", "snapshot", "targets"].map(|role| format!("{role}.json"));
         files.iter().for_each(|name| drop(car.disk.remove_file(&directory.join(name))));
-        raised.write(&car.disk, directory, writes).unwrap();
+        raised.store(&car.disk, directory, writes).unwrap();
         let error = car.run(&mut fleet.link(), T0 + 12).unwrap_err();
         assert!(matches!(error, UpdateError::Replay { role: r, .. } if r == role), "{error:?}");
         let replayed = directory.join(format!("{role}.json"));
@@ -421,11 +422,9 @@ fn one_process_at_a_time_changes_a_directory() {
     car.sync = Updater { disk, directory, flash: folder.path().join("new"), ..car.sync };
     let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
     Trust::init(car.sync.disk.as_ref(), &car.sync.directory, &root).unwrap();
-    let (mut link, clock) = (Contended(fleet.link(), &car), Ticks::still());
-    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-    let status = car.sync.fetch(&mut fetcher, T0 + 1, |_, _| ()).unwrap();
+    let status = car.poll(&mut Contended(fleet.link(), &car), T0 + 1).unwrap();
     assert_eq!(status.state, UpdateState::Staged);
-    while car.sync.advance(&car.host(), T0 + 1).unwrap() {}
+    car.apply(T0 + 1);
     assert_eq!(car.live(), 1);
 }
 
@@ -531,12 +530,10 @@ fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
     // The sync process finds damage from before its fetch, and the serving process finds later
     // damage.
     car.disk.flip(&path, 1000 * 8);
-    car.sync
-        .fetch(&mut Fetcher::new(&mut link, &clock, LinkLimits::default()), T0 + 1, |_, _| {})
-        .unwrap();
+    car.poll(&mut link, T0 + 1).unwrap();
     assert!(staging.is_sound(&release));
     car.disk.flip(&path, 1000 * 8);
-    while car.sync.advance(&car.host(), T0 + 1).unwrap() {}
+    car.apply(T0 + 1);
     let error = car.sync.status().unwrap().error.unwrap();
     assert!(error.contains("it will be fetched again"), "{error:?}");
     assert!(car.sync.status().unwrap().refused.is_empty());

@@ -4,16 +4,15 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::sha256;
-use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
 use hatchback::io::disk::Disk;
 use hatchback::io::page::PageBytes;
+use hatchback::io::paired_record::PairedRecord;
 use hatchback::limits::{CHUNK_BYTES, DELTAS_MAX};
 use hatchback::update::error::UpdateError;
-use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::release::manifest_path;
 use hatchback::update::status::UpdateState;
-use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
+use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, VERSIONS};
 use hatchback_tests::rewrite::{Parts, count, kind, renumber, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::wire::{Faults, Wire};
@@ -71,17 +70,15 @@ fn a_release_revoked_while_it_is_written_leaves_no_files() {
     for car in [Car::new(&fleet), Car::at_first_release(&fleet)] {
         let fleet = fleet.fork();
         fleet.publish(T0 + 10, &VERSIONS.snapshots[1]);
-        let (mut link, clock) = (fleet.link(), Ticks::still());
-        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-        car.sync.fetch(&mut fetcher, T0 + 11, |_, _| {}).unwrap();
+        car.poll(&mut fleet.link(), T0 + 11).unwrap();
         assert!(car.sync.advance(&car.host(), T0 + 12).unwrap());
         car.disk.fail_after(25);
         assert!(car.sync.advance(&car.host(), T0 + 12).unwrap());
         assert_eq!(car.sync.status().unwrap().state, UpdateState::Failed);
         assert!(car.sync.status().unwrap().refused.is_empty());
         fleet.revoke(T0 + 13, 2);
-        car.sync.fetch(&mut fetcher, T0 + 14, |_, _| {}).unwrap();
-        while car.sync.advance(&car.host(), T0 + 15).unwrap() {}
+        car.poll(&mut fleet.link(), T0 + 14).unwrap();
+        car.apply(T0 + 15);
         assert_eq!(car.live(), 1);
         nothing_left_of_2(&car);
     }
@@ -229,7 +226,7 @@ fn keys_beyond_an_index_table() {
 
 /// Gives every table of the car the greatest number of deltas. Returns the live record before.
 fn fill(car: &Car) -> Vec<u8> {
-    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let flash = car.flash();
     let mut record = flash.record().clone();
     record.live.tables.iter_mut().for_each(|t| t.deltas = vec![t.deltas[0]; DELTAS_MAX]);
     write_live(car, &record.encode(99));
@@ -237,7 +234,7 @@ fn fill(car: &Car) -> Vec<u8> {
 }
 
 fn write_live(car: &Car, record: &[u8]) {
-    for name in LiveRecord::file_names() {
+    for name in LiveRecord::NAMES {
         car.disk.create(&car.sync.flash.join(name)).unwrap().write_all(record).unwrap();
     }
 }
@@ -253,13 +250,11 @@ fn a_chain_of_deltas_that_is_full() {
         fleet.delta(T0 + 10, 2);
         car.run(&mut fleet.link(), T0 + 11).unwrap();
         fleet.delta(T0 + 12, 3);
-        let (mut link, clock) = (fleet.link(), Ticks::still());
-        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-        car.sync.fetch(&mut fetcher, T0 + 13, |_, _| {}).unwrap();
+        car.poll(&mut fleet.link(), T0 + 13).unwrap();
         assert_eq!(car.sync.status().unwrap().state, UpdateState::Staged);
 
         let (before, written) = (fill(&car), car.disk.written());
-        while car.sync.advance(&car.host(), T0 + 14).unwrap() {}
+        car.apply(T0 + 14);
         let status = car.sync.status().unwrap();
         assert!(status.error.as_ref().unwrap().contains("takes no further delta"), "{status:?}");
         assert_eq!((car.live(), status.state), (2, UpdateState::Failed));
@@ -308,7 +303,7 @@ fn a_delta_over_a_damaged_base() {
     let base = car.sync.flash.join("g000000000001").join("t0001-0000.seg");
     car.disk.flip(&base, 100 * 8);
     car.run(&mut fleet.link(), T0 + 11).unwrap();
-    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let flash = car.flash();
     assert_eq!(flash.manifest().generation.sequence, 2);
     let (mut damaged, mut rows) = (0, 0);
     let expected = &VERSIONS.rows[1][1];
@@ -334,7 +329,7 @@ fn a_car_far_behind_takes_one_merged_delta() {
     let status = car.run(&mut wire, T0 + 31).unwrap();
 
     assert_eq!(status.live.as_deref(), Some("versions@21"));
-    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let flash = car.flash();
     let mut changed = 0;
 
     for (number, rows) in versions.rows[20].iter().enumerate() {

@@ -191,7 +191,7 @@ fn a_rejected_release_that_is_offered_again_is_not_installed() {
     fetch.offer = Some(Offer { number: 99, release });
     fetch.write(&car.disk, &car.sync.directory).unwrap();
     car.watched = None;
-    while car.sync.advance(&car.host(), T0 + 12).unwrap() {}
+    car.apply(T0 + 12);
     let error = car.sync.status().unwrap().error.unwrap_or_default();
     assert!(error.contains("rejected before"), "{error}");
     assert_eq!(car.live(), 1);
