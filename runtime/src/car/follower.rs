@@ -4,7 +4,7 @@
 
 use crate::bundle::manifest::Generation;
 use crate::flash::live::LiveId;
-use crate::flash::{Flash, FlashError};
+use crate::flash::{Flash, FlashError, read_settled};
 use crate::io::disk::{Disk, Lock};
 use crate::limits::REFUSED_LOOKS;
 use crate::maintenance::share::Urgency;
@@ -48,9 +48,13 @@ impl Follower {
         serving: &Serving,
         budget: Budget,
     ) -> Result<Self, FollowError> {
-        let flash = Flash::open(disk, directory)?;
-        let name = name.unwrap_or(&flash.manifest().generation.lineage).to_owned();
-        serving.load(&name, &flash, budget)?;
+        // Without the lock, which a process may lack the right to take.
+        let load = |flash: &Flash| {
+            let name = name.unwrap_or(&flash.manifest().generation.lineage);
+            serving.load(name, flash, budget)?;
+            Ok::<_, FollowError>(name.to_owned())
+        };
+        let name = read_settled(|| Ok(Flash::open(disk, directory)?), load, |_| true)?;
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
         Ok(Self { disk, directory, name, budget, refused: None })
     }
@@ -91,15 +95,19 @@ impl Follower {
             Changed::Refused => return Ok(None),
             Changed::Open(flash, lock) => (flash, lock),
         };
-        // A process without the right to take the lock opens without it, and tries again after a
-        // failure: a merge may then have removed a segment that was being opened.
         let _lock = match lock {
             Err(FlashError::Busy { .. }) => return Ok(None),
             lock => lock.ok(),
         };
-        let swapped = serving.swap(&self.name, &flash, self.budget, yield_now);
+        // A process without the right to take the lock opens without it, beside a merge.
+        let swap = |flash: &Flash| {
+            let swapped = serving.swap(&self.name, flash, self.budget, yield_now)?;
+            Ok::<_, FollowError>((flash.manifest().generation.clone(), swapped))
+        };
+        let open = || Ok(Flash::open(&self.disk, &self.directory)?);
+        let swapped = read_settled(open, swap, |_| true);
         self.refused = swapped.is_err().then_some((flash.record().id(), 0));
-        Ok(Some((flash.manifest().generation.clone(), swapped?)))
+        swapped.map(Some)
     }
 }
 

@@ -1,9 +1,12 @@
 //! Several models in one process share one memory budget. No caller notices loads, swaps and
 //! unloads, of the same model or of another.
 
+use hatchback::bundle::BundleReader;
+use hatchback::car::follower::Follower;
 use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
+use hatchback::maintenance::compact::Compaction;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::{ExplainError, explain_served};
 use hatchback::request::open::NextNetwork;
@@ -13,7 +16,11 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
 use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::versions::Versions;
 use hatchback_tools::pack::spec::CodecChoice;
+use std::cell::RefCell;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -414,4 +421,51 @@ fn an_awaited_plan_refuses_no_swap() {
     serving.get("a").unwrap().offer_next(network);
     assert_eq!((total(&serving), serving.memory_kept()), (4 * each, each));
     serving.swap("a", &two.flash, budget(), &|_| {}).unwrap();
+}
+
+thread_local! {
+    /// Calls of the follower's disk before the merge, and the merge.
+    static MERGE: RefCell<(usize, Option<Box<dyn FnOnce()>>)> = RefCell::default();
+}
+
+/// Counts a call of the follower's disk, and merges if it is the chosen one.
+fn merge_at_call() {
+    let due = MERGE.with_borrow_mut(|(left, merge)| match left.checked_sub(1) {
+        None => merge.take(),
+        Some(fewer) => {
+            *left = fewer;
+            None
+        }
+    });
+    if let Some(merge) = due {
+        merge();
+    }
+}
+
+/// The follower has no lock, so the merge removes the delta that it has read of.
+#[test]
+fn a_follower_loads_beside_a_merge_whenever_it_comes() {
+    let (versions, directory) = (Versions::new(2, 200, 47), Path::new("/flash"));
+    for calls in 0.. {
+        let disk = SimDisk::default();
+        for bundle in &versions.deltas {
+            let mut bundle = BundleReader::open(bundle).unwrap();
+            Flash::install(&disk.shared(), directory, &mut bundle, |_| ()).unwrap();
+        }
+        let daemon = disk.clone();
+        let merge = move || {
+            let mut flash = Flash::open(&daemon.shared(), directory).unwrap();
+            let mut merge = Compaction::begin(&flash, 0).unwrap().unwrap();
+            while merge.step(&flash, 100, u64::MAX).unwrap() {}
+            merge.finish(&mut flash).unwrap();
+        };
+        MERGE.set((calls, Some(Box::new(merge))));
+        let (serving, process) = (serving(1 << 30).stepped(), disk.process(merge_at_call));
+        let loaded = Follower::load(&process.shared(), directory, None, &serving, budget());
+        assert!(loaded.is_ok(), "a merge after {calls} calls: {:?}", loaded.err());
+        if MERGE.take().1.is_some() {
+            assert!(calls > 10);
+            return;
+        }
+    }
 }
