@@ -420,11 +420,19 @@ pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
     Budget { cache_bytes_max: 256, batch_max, misses_max, ..Budget::default() }
 }
 
+/// Opens the live generation of the flash directory `flash`.
+///
+/// # Errors
+/// Those of `Flash::open` and `Model::from_flash`.
+pub fn open_model(flash: &Path, budget: Budget) -> Result<Model, OpenError> {
+    Model::from_flash(&Flash::open(&hatchback::io::disk::system(), flash)?, budget)
+}
+
 /// Opens the model with the smallest cache that has a set for each row width, found by doubling the
 /// cache of `budget`.
 pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
-        match Model::open(&hatchback::io::disk::system(), flash, budget) {
+        match open_model(flash, budget) {
             Ok(model) => return Arc::new(model),
             Err(OpenError::Budget { field: "cache_bytes_max", .. })
                 if budget.cache_bytes_max < 1 << 30 =>

@@ -63,10 +63,10 @@ impl Fixture {
         let (stall, directory) = (Arc::new(Stall::default()), Path::new("/flash"));
         let disk = SimDisk::default().stalling(&stall).shared();
         let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-        Flash::install(&disk, directory, &mut bundle, |_| ()).unwrap();
+        let flash = Flash::install(&disk, directory, &mut bundle, |_| ()).unwrap();
 
         let budget = Budget { cache_bytes_max, workers, slots: 8, ..Budget::default() };
-        let model = Arc::new(Model::open(&disk, directory, budget).unwrap());
+        let model = Arc::new(Model::from_flash(&flash, budget).unwrap());
         let clock = Arc::new(Still::default());
         Self {
             reference: Reference::new(&packed.schema, &packed.rows),
