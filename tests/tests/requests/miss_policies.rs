@@ -3,15 +3,15 @@
 //! default row and is counted as defaulted, absent or damaged.
 
 use hatchback::LookupStatus;
-use hatchback::bundle::BundleReader;
 use hatchback::clock::{Clock, SystemClock};
-use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::{ScoreError, Worker};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_model};
+use hatchback_tests::models::{
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, install_on, open_model,
+};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::sim_disk::SimDisk;
@@ -304,9 +304,7 @@ fn every_deadline_gives_an_exact_status_or_no_scores() {
     let samples = known_samples(&packed, 12, 4);
 
     // Reads of the simulated disk complete one after the other on every machine.
-    let (disk, dir) = (SimDisk::default().shared(), Path::new("/flash"));
-    let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-    let flash = Flash::install(&disk, dir, &mut bundle, |_| ()).unwrap();
+    let flash = install_on(&SimDisk::default().shared(), Path::new("/flash"), &packed.bundle);
 
     // Two features on each table.
     let (waiting, on_time, defaulting) = (2 * 2 * 12, 2 * 2 * 12, 2 * 12);

@@ -1,7 +1,6 @@
 //! Several models in one process share one memory budget. No caller notices loads, swaps and
 //! unloads, of the same model or of another.
 
-use hatchback::bundle::BundleReader;
 use hatchback::car::follower::Follower;
 use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
@@ -14,7 +13,9 @@ use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
+use hatchback_tests::models::{
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install, install_on,
+};
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::Versions;
@@ -289,8 +290,7 @@ fn an_update_may_change_the_tables_of_a_feature() {
 
     for next in 1..3 {
         let slots = serving.model("m").unwrap().cache_slots();
-        install(directory, &made[next].packed.bundle);
-        let flash = Flash::open(&disk::system(), directory).unwrap();
+        let flash = install(directory, &made[next].packed.bundle);
         let dropped = serving.swap("m", &flash, budget(), &|_| {}).unwrap().dropped;
         assert_eq!(dropped == slots, next == 2, "{dropped} of {slots}");
         assert_eq!(score(&serving, "m", &schema, &samples, &made), next as u64 + 1);
@@ -401,10 +401,9 @@ fn an_explanation_is_refused_until_an_update_is_swapped() {
     let directory = made.flash.directory();
     let explain = || explain_served(&serving, "a", directory, r#"{"dense": [1, 2]}"#);
     let before = explain().unwrap().generation;
-    install(directory, &next.bundle);
+    let flash = install(directory, &next.bundle);
     let refused = explain().map(drop).unwrap_err();
     assert!(matches!(refused, ExplainError::Swap), "{refused}");
-    let flash = Flash::open(&disk::system(), directory).unwrap();
     serving.swap("a", &flash, budget(), &|_| {}).unwrap();
     assert_ne!(explain().unwrap().generation, before);
 }
@@ -449,8 +448,7 @@ fn a_follower_loads_beside_a_merge_whenever_it_comes() {
     for calls in 0.. {
         let disk = SimDisk::default();
         for bundle in &versions.deltas {
-            let mut bundle = BundleReader::open(bundle).unwrap();
-            Flash::install(&disk.shared(), directory, &mut bundle, |_| ()).unwrap();
+            install_on(&disk.shared(), directory, bundle);
         }
         let daemon = disk.clone();
         let merge = move || {
