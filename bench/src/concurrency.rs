@@ -160,11 +160,8 @@ pub fn run(args: &ConcurrencyArgs) -> Result<()> {
 
     let flash = serve.flash()?;
     let budget = args.budget(&serve)?;
-    let model = Arc::new(
-        Model::from_flash(&flash, budget)?
-            .move_to_device(&serve.device()?)?
-            .move_dense_to_gpu(&flash, &Default::default())?,
-    );
+    let (device, dense) = (serve.device()?, Default::default());
+    let model = Arc::new(Model::on_device(&flash, budget, &device, &dense)?);
 
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
     let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });

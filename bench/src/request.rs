@@ -213,9 +213,8 @@ pub fn run(args: &RequestArgs) -> Result<()> {
         let workload = Workload::new(&flash, keys, args.bags, 0)?;
         for &cache_mib in &sweep.caches_mib {
             serve.cache_mib = Some(cache_mib);
-            let model = Model::from_flash(&flash, args.budget(&serve)?)?
-                .move_to_device(&device)?
-                .move_dense_to_gpu(&flash, &Default::default())?;
+            let budget = args.budget(&serve)?;
+            let model = Model::on_device(&flash, budget, &device, &Default::default())?;
             points.extend(sweep.measure(&Arc::new(model), &workload, &bar)?);
         }
     }

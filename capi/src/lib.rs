@@ -328,7 +328,7 @@ impl Request<'_> {
             let weights = values("weights", bags.weights, needed)?;
             Ok(Some(Columns { keys, offsets, weights }))
         };
-        batch.try_push_columns(schema, samples, dense, columns)
+        batch.push_columns(schema, samples, dense, columns)
     }
 }
 

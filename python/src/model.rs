@@ -334,7 +334,7 @@ impl Model {
             let [own, shared] =
                 [(dense, false), (shared, true)].map(|(d, shared)| shape.cut(d, shared, schema));
             let dense = DenseColumns { own: &own, shared: &shared, shared_rows };
-            batch.try_push_columns(schema, samples, dense, bags)
+            batch.push_columns(schema, samples, dense, bags)
         });
         let ticket = ticket.map_err(errors::of)?;
 

@@ -2,6 +2,7 @@
 //! can unload its models, but load none. A folder that cannot be opened has the model `closed`.
 
 use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::{ServerRules, Serving};
 use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
@@ -26,9 +27,12 @@ pub const RULES: ServerRules = ServerRules {
     tls: None,
 };
 
-/// Returns a server without models, with `budget` and the system's clock.
-pub fn serving(budget: Budget) -> Serving {
-    Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()))
+/// Returns a server of the model in `flash`, as `name`, with `budget` and the system's clock.
+pub fn serving(name: &str, flash: &Flash, budget: Budget) -> Serving {
+    let clock = Arc::new(SystemClock::default());
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    serving.load(name, flash, budget).unwrap();
+    serving
 }
 
 /// A front door; dropping it stops it.

@@ -5,6 +5,7 @@ use crate::onnx;
 use crate::random::Random;
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
+use hatchback::io::disk::{self, Disk};
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::request::worker::Worker;
@@ -403,14 +404,13 @@ impl Packed {
 }
 
 /// Installs the bundle at `bundle` into the directory `flash`.
-pub fn install(flash: &Path, bundle: &Path) {
-    Flash::install(
-        &hatchback::io::disk::system(),
-        flash,
-        &mut BundleReader::open(bundle).unwrap(),
-        |_| {},
-    )
-    .unwrap();
+pub fn install(flash: &Path, bundle: &Path) -> Flash {
+    install_on(&disk::system(), flash, bundle)
+}
+
+/// Installs the bundle at `bundle` into the directory `flash` of `disk`.
+pub fn install_on(disk: &Arc<dyn Disk>, flash: &Path, bundle: &Path) -> Flash {
+    Flash::install(disk, flash, &mut BundleReader::open(bundle).unwrap(), |_| {}).unwrap()
 }
 
 /// Returns the smallest budget for requests of `batch_max` samples: the shortest miss list that
@@ -420,11 +420,19 @@ pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
     Budget { cache_bytes_max: 256, batch_max, misses_max, ..Budget::default() }
 }
 
+/// Opens the live generation of the flash directory `flash`.
+///
+/// # Errors
+/// Those of `Flash::open` and `Model::from_flash`.
+pub fn open_model(flash: &Path, budget: Budget) -> Result<Model, OpenError> {
+    Model::from_flash(&Flash::open(&disk::system(), flash)?, budget)
+}
+
 /// Opens the model with the smallest cache that has a set for each row width, found by doubling the
 /// cache of `budget`.
 pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
-        match Model::open(&hatchback::io::disk::system(), flash, budget) {
+        match open_model(flash, budget) {
             Ok(model) => return Arc::new(model),
             Err(OpenError::Budget { field: "cache_bytes_max", .. })
                 if budget.cache_bytes_max < 1 << 30 =>

@@ -1,13 +1,12 @@
 //! A car under attack, for tests of hostile bundles and damaged flash. Contains no attack.
 
-use crate::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, install};
+use crate::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, install, open_model};
 use crate::rewrite::Parts;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
 use hatchback::clock::SystemClock;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::page::PageBytes;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
@@ -67,9 +66,7 @@ impl Default for Victim {
 
 impl Victim {
     fn score(&self) -> Vec<u32> {
-        let model = Arc::new(
-            Model::open(&hatchback::io::disk::system(), &self.flash, Budget::default()).unwrap(),
-        );
+        let model = Arc::new(open_model(&self.flash, Budget::default()).unwrap());
         let samples: Vec<Sample> = (0..60).map(|id| plan("victim", 5).sample(id)).collect();
         let batch = batch_of(&model, &samples);
         let mut worker = Worker::new(model, Arc::new(SystemClock::default()));

@@ -85,8 +85,7 @@ impl ServeArgs {
     /// The model is refused or does not fit the budget.
     pub fn open_from(&self, flash: &Flash) -> Result<Arc<Model>> {
         let dense = self.target()?.map(|target| target.gpu_dense()).unwrap_or_default();
-        let model = Model::from_flash(flash, self.budget()?)?.move_to_device(&self.device()?)?;
-        Ok(Arc::new(model.move_dense_to_gpu(flash, &dense)?))
+        Ok(Arc::new(Model::on_device(flash, self.budget()?, &self.device()?, &dense)?))
     }
 
     /// Opens the device that looks up embeddings.

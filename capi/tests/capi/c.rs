@@ -7,13 +7,11 @@ use crate::programs::{compile, here, library, library_sanitizer, pack_and_instal
 use clap::Parser;
 use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
-use hatchback::io::disk;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, open_model};
 use hatchback_tests::onnx;
 use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
 use hatchback_tools::cli::{Cli, run};
@@ -28,7 +26,7 @@ use std::sync::Arc;
 /// Returns the demo's probe set in the form that the C program reads, and the runtime's scores and
 /// statuses.
 fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
-    let model = Arc::new(Model::open(&disk::system(), flash, Budget::default()).unwrap());
+    let model = Arc::new(open_model(flash, Budget::default()).unwrap());
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut lines, mut scores, mut batch) = (String::new(), Vec::new(), model.batch());
     let probe = std::fs::read_to_string(here("../tools/demo/coupon/probe.jsonl")).unwrap();
@@ -120,7 +118,7 @@ fn a_c_program_makes_the_keys_of_a_cross_as_a_request_of_its_columns_does() {
     spec.features[2].key = Some(KeySpec::Cross { columns, buckets: 390, first: 10 });
     let packed = plan.pack_spec(&spec, onnx::concat);
     let flash = packed.install();
-    let model = Arc::new(Model::open(&disk::system(), &flash, Budget::default()).unwrap());
+    let model = Arc::new(open_model(&flash, Budget::default()).unwrap());
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
 
     let values = [("Rome", 3), ("K\u{f6}ln", 399), ("", 0), ("two words", 17)];
@@ -305,7 +303,7 @@ fn a_handle_keeps_its_shape_while_releases_change_the_schema() {
 fn outputs_have_names() {
     let folder = tempfile::tempdir().unwrap();
     let (flash, _) = pack_and_install("../tests/data/families/mmoe", folder.path());
-    let model = Arc::new(Model::open(&disk::system(), &flash, Budget::default()).unwrap());
+    let model = Arc::new(open_model(&flash, Budget::default()).unwrap());
     let mut batch = model.batch();
     let sample = Sample::from_json(r#"{"dense":[0,0,0]}"#, model.schema()).unwrap();
     batch.push(model.schema(), &sample).unwrap();

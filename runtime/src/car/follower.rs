@@ -4,7 +4,7 @@
 
 use crate::bundle::manifest::Generation;
 use crate::flash::live::LiveId;
-use crate::flash::{Flash, FlashError};
+use crate::flash::{Flash, FlashError, read_settled};
 use crate::io::disk::{Disk, Lock};
 use crate::limits::REFUSED_LOOKS;
 use crate::maintenance::share::Urgency;
@@ -37,9 +37,11 @@ impl Follower {
         budget: Budget,
     ) -> Result<Self, ServingError> {
         let place = || name.map_or_else(|| directory.display().to_string(), str::to_owned);
-        let flash = Flash::open(disk, directory).map_err(|e| unopened(place(), e))?;
-        let name = name.unwrap_or(&flash.manifest().generation.lineage).to_owned();
-        serving.load(&name, &flash, budget)?;
+        let load = |flash: &Flash| {
+            let name = name.unwrap_or(&flash.manifest().generation.lineage);
+            serving.load(name, flash, budget).map(|()| name.to_owned())
+        };
+        let name = beside_merges(disk, directory, load).map_err(|e| unopened(place(), e))??;
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
         Ok(Self { disk, directory, name, budget, refused: None })
     }
@@ -81,16 +83,30 @@ impl Follower {
             Changed::Refused => return Ok(None),
             Changed::Open(flash, lock) => (flash, lock),
         };
-        // A process without the right to take the lock opens without it, and tries again after a
-        // failure: a merge may then have removed a segment that was being opened.
         let _lock = match lock {
             Err(FlashError::Busy { .. }) => return Ok(None),
             lock => lock.ok(),
         };
-        let swapped = serving.swap(&self.name, &flash, self.budget, yield_now);
+        // A process without the right to take the lock opens without it, beside a merge.
+        let swap = |flash: &Flash| {
+            let swapped = serving.swap(&self.name, flash, self.budget, yield_now)?;
+            Ok((flash.manifest().generation.clone(), swapped))
+        };
+        let swapped = beside_merges(&self.disk, &self.directory, swap)
+            .unwrap_or_else(|e| Err(unopened(self.name.clone(), e)));
         self.refused = swapped.is_err().then_some((flash.record().id(), 0));
-        Ok(Some((flash.manifest().generation.clone(), swapped?)))
+        swapped.map(Some)
     }
+}
+
+/// Opens the directory without its lock, and gives it to `read`. Does so again if the directory
+/// changed while it was opened or read, because a merge removes files.
+fn beside_merges<T>(
+    disk: &Arc<dyn Disk>,
+    directory: &Path,
+    read: impl Fn(&Flash) -> Result<T, ServingError>,
+) -> Result<Result<T, ServingError>, FlashError> {
+    read_settled(|| Flash::open(disk, directory), |flash| Ok(read(flash)), Result::is_ok)
 }
 
 fn unopened(name: String, error: FlashError) -> ServingError {

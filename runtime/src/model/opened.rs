@@ -25,6 +25,7 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use hatchback::clock::SystemClock;
+/// use hatchback::flash::Flash;
 /// use hatchback::model::Model;
 /// use hatchback::model::budget::Budget;
 /// use hatchback::request::worker::Worker;
@@ -32,8 +33,8 @@ use std::sync::Arc;
 /// use std::sync::Arc;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let disk = hatchback::io::disk::system();
-/// let model = Arc::new(Model::open(&disk, Path::new("flash"), Budget::default())?);
+/// let flash = Flash::open(&hatchback::io::disk::system(), Path::new("flash"))?;
+/// let model = Arc::new(Model::from_flash(&flash, Budget::default())?);
 /// println!("{}", model.memory());
 ///
 /// let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));

@@ -14,6 +14,7 @@ use crate::request::queue::RequestQueue;
 use crate::request::worker::{TableCounters, lookup_limits};
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
+use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::dense::DenseEngine;
 use hatchback_kernels::gpu::DeviceEngine;
@@ -51,6 +52,16 @@ pub(crate) enum Backing<'a> {
     /// The tables are on the GPU, the network is in host memory.
     GpuTables(&'a Gpu),
     Gpu(&'a Gpu, &'a DeviceEngine),
+}
+
+impl<'a> Backing<'a> {
+    /// Returns the backing of tables on `device`, with the network in host memory.
+    pub fn of_tables(device: &'a Device) -> Self {
+        match device {
+            Device::Cpu => Self::Host,
+            Device::Cuda(gpu) => Self::GpuTables(gpu),
+        }
+    }
 }
 
 /// The sizes of a model, which may not have taken any of this memory yet.

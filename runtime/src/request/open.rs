@@ -3,7 +3,6 @@
 
 use crate::bundle::manifest::Hash;
 use crate::flash::Flash;
-use crate::io::disk::Disk;
 use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
@@ -22,7 +21,6 @@ use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::{
     DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
 };
-use std::path::Path;
 use std::sync::Arc;
 
 /// Most misses of a model that scores one sample at a time, unless a bag is longer.
@@ -36,6 +34,18 @@ pub struct NextNetwork {
     pub schema: Schema,
     /// Its ONNX file.
     pub onnx: Vec<u8>,
+}
+
+/// How a served model is opened.
+pub(crate) struct OpenOptions<'a> {
+    pub budget: Budget,
+    /// The reads of the model share it.
+    pub read_depth: Arc<DeviceDepth>,
+    /// The device of the tables.
+    pub device: &'a Device,
+    pub dense: &'a GpuDense,
+    /// Called between pieces of work if a background thread opens the model.
+    pub yield_now: Option<&'a dyn Fn()>,
 }
 
 /// The dense network of a generation, as a GPU loads it. It needs none of the generation's tables.
@@ -75,51 +85,54 @@ impl GpuNetwork {
 }
 
 impl Model {
-    /// Opens the live generation under `directory` within `budget`, with preloaded caches.
+    /// Opens the live generation of `flash` within `budget`, with preloaded caches, on the CPU.
     ///
     /// # Errors
     /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
     /// [`OpenError::Dense`] if the dense network cannot be used.
     /// [`OpenError::Budget`] if the budget is too small.
-    pub fn open(disk: &Arc<dyn Disk>, directory: &Path, budget: Budget) -> Result<Self, OpenError> {
-        Self::from_flash(&Flash::open(disk, directory)?, budget)
+    pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
+        Self::on_device(flash, budget, &Device::Cpu, &GpuDense::default())
     }
 
-    /// Opens the live generation of an open flash directory.
+    /// Opens the live generation of `flash` as [`Model::from_flash`] does, with its tables on
+    /// `device`. On a GPU the dense network runs there too, with the options `dense`.
     ///
     /// # Errors
-    /// The same as [`Model::open`].
-    pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
-        let read_depth = DeviceDepth::new(budget.reads_max as usize);
-        let model = Self::open_cold(flash, budget, read_depth, Backing::Host, &|| {})?;
-        preload::preload_hot_keys(&model, flash, None);
-        Ok(model)
-    }
-
-    /// Opens the live generation of `flash` with empty caches in host memory. Its reads share
-    /// `read_depth`. Calls `yield_now` between the tables.
-    pub(crate) fn open_cold(
+    /// The same as [`Model::from_flash`], and [`OpenError::Cuda`] if the GPU has too little memory.
+    pub fn on_device(
         flash: &Flash,
         budget: Budget,
-        read_depth: Arc<DeviceDepth>,
-        backing: Backing<'_>,
-        yield_now: &dyn Fn(),
+        device: &Device,
+        dense: &GpuDense,
     ) -> Result<Self, OpenError> {
+        let read_depth = DeviceDepth::new(budget.reads_max as usize);
+        let options = OpenOptions { budget, read_depth, device, dense, yield_now: None };
+        Self::open_served(flash, options)
+    }
+
+    /// Opens the live generation of `flash` as `options` say, with preloaded caches.
+    pub(crate) fn open_served(flash: &Flash, options: OpenOptions<'_>) -> Result<Self, OpenError> {
+        let OpenOptions { budget, read_depth, device, dense, yield_now } = options;
+        let rest = yield_now.unwrap_or(&|| {});
         flash.check_servable()?;
         let schema = &flash.manifest().schema;
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
         let placed = Placed { is_resident: &is_resident, before: &[] };
-        let opening = Opening::begin(flash, budget, placed, yield_now)?;
-        let memory = opening.plan(backing)?;
-        opening.build(memory, read_depth, yield_now)
+        let opening = Opening::begin(flash, budget, placed, rest)?;
+        let memory = opening.plan(Backing::of_tables(device))?;
+        let model = opening.build(memory, read_depth, rest)?;
+        // Before the move, because preloading fills caches in host memory only.
+        preload::preload_hot_keys(&model, flash, yield_now);
+        model.move_to_device(device)?.move_dense_to_gpu(flash, dense)
     }
 
     /// Opens the live generation of `flash` to score the samples of its probe set, one at a time.
     /// All rows stay on flash, behind a small cache. Calls `yield_now` between the tables.
     ///
     /// # Errors
-    /// The same as [`Model::open`].
+    /// The same as [`Model::from_flash`].
     pub fn open_to_probe(
         flash: &Flash,
         budget: Budget,
@@ -172,11 +185,10 @@ impl Model {
     /// [`OpenError::Cuda`] if the GPU has too little memory. [`OpenError::Budget`] if the budget
     /// has none for the workers beside the tables.
     pub fn move_to_device(self, device: &Device) -> Result<Self, OpenError> {
-        let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
-            return Ok(self);
-        };
+        let Device::Cuda(gpu) = device else { return Ok(self) };
+        let Some(tables) = self.backend().cpu_tables() else { return Ok(self) };
         // The host frees each cache after its copy, and all resident tables after the last copy.
-        let peak = peak_of_move(self.backend());
+        let peak = peak_of_move(tables);
         let memory =
             plan_memory(&ModelSizes::of(&self), Backing::GpuTables(gpu)).with_opening(peak);
         capacity::check_total(self.budget(), &memory)?;
@@ -267,10 +279,8 @@ impl Model {
 
     /// Replaces the dense network on the CPU with `engine`, if there is one.
     fn with_engine(self, engine: Option<DeviceEngine>) -> Result<Self, OpenError> {
-        let (ModelBackend::GpuTables { tables, dense }, Some(engine)) = (self.backend(), engine)
-        else {
-            return Ok(self);
-        };
+        let Some(engine) = engine else { return Ok(self) };
+        let ModelBackend::GpuTables { tables, dense } = self.backend() else { return Ok(self) };
         let backing = Backing::Gpu(tables.gpu(), &engine);
         let opening = self.memory().opening_bytes().max(dense.bytes() as u64);
         let memory = plan_memory(&ModelSizes::of(&self), backing).with_opening(opening);
@@ -293,8 +303,7 @@ fn device_storage(table: &ServedTable) -> TableStorage {
 
 /// Returns the bytes that the move of the tables has in host memory and on the GPU at the same
 /// time. These are all resident tables and the largest cache.
-fn peak_of_move(backend: &ModelBackend) -> u64 {
-    let Some(CpuTables { caches, residents }) = backend.cpu_tables() else { return 0 };
+fn peak_of_move(CpuTables { caches, residents }: &CpuTables) -> u64 {
     let residents = residents.iter().map(|rows| rows.bytes() as u64).sum::<u64>();
     residents + caches.iter().map(|cache| cache.bytes() as u64).max().unwrap_or(0)
 }

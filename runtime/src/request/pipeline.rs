@@ -33,6 +33,7 @@ const LEAVE_POLL: Duration = Duration::from_micros(200);
 ///
 /// ```no_run
 /// use hatchback::clock::SystemClock;
+/// use hatchback::flash::Flash;
 /// use hatchback::model::Model;
 /// use hatchback::model::budget::Budget;
 /// use hatchback::request::pipeline::Pipeline;
@@ -40,8 +41,8 @@ const LEAVE_POLL: Duration = Duration::from_micros(200);
 /// use std::sync::Arc;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let disk = hatchback::io::disk::system();
-/// let model = Arc::new(Model::open(&disk, Path::new("flash"), Budget::default())?);
+/// let flash = Flash::open(&hatchback::io::disk::system(), Path::new("flash"))?;
+/// let model = Arc::new(Model::from_flash(&flash, Budget::default())?);
 /// let batch = model.batch();
 /// let pipeline = Pipeline::new(model, Arc::new(SystemClock::default()))?;
 ///

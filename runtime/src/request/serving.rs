@@ -8,11 +8,10 @@ use crate::io::reader::DeviceDepth;
 use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
-use crate::model::preload::preload_hot_keys;
 use crate::model::{Model, OpenError};
-use crate::request::memory::Backing;
+use crate::request::open::OpenOptions;
 use crate::request::pipeline::{Pipeline, PipelineStarter};
-use crate::request::successor::{self, OpenOptions, can_follow};
+use crate::request::successor::{self, can_follow};
 use crate::request::transition;
 use crate::schema::change::{ChangeError, check_change};
 use hatchback_kernels::cuda::Device;
@@ -193,9 +192,8 @@ impl Serving {
         }
 
         let (budget, taken) = self.budget_beside(budget);
-        let options = OpenOptions { budget, dense: &self.dense, yield_now: yield_awaited };
-        let opened =
-            successor::open(&old, flash, &options).map_err(|e| self.refusal(name, e, taken))?;
+        let opened = successor::open(&old, flash, budget, &self.dense, yield_awaited)
+            .map_err(|e| self.refusal(name, e, taken))?;
         check_shape(&old, &opened.model).map_err(|e| e.of(name))?;
         if old.outputs() != opened.model.outputs() {
             // The slots of the old pipeline have no room for other scores.
@@ -277,8 +275,10 @@ impl Serving {
     ) -> Result<Pipeline, ServingError> {
         self.check_reads(name, budget.workers)?;
         let (budget, taken) = self.budget_beside(budget);
-        let model = self
-            .open_model(flash, budget, yield_now)
+        let read_depth = Arc::clone(&self.read_depth);
+        let (device, dense) = (&self.lookups, &self.dense);
+        let options = OpenOptions { budget, read_depth, device, dense, yield_now };
+        let model = Model::open_served(flash, options)
             .map_err(|source| self.refusal(name, source, taken))?;
         let (model, clock) = (Arc::new(model), Arc::clone(&self.clock));
         Ok(match &self.starter {
@@ -316,24 +316,6 @@ impl Serving {
             return Err(ServingError::Reads { name: name.to_owned(), max, workers });
         }
         Ok(())
-    }
-
-    fn open_model(
-        &self,
-        flash: &Flash,
-        budget: Budget,
-        yield_now: Option<&dyn Fn()>,
-    ) -> Result<Model, OpenError> {
-        let (depth, rest) = (Arc::clone(&self.read_depth), yield_now.unwrap_or(&|| {}));
-        let backing = match &self.lookups {
-            Device::Cpu => Backing::Host,
-            Device::Cuda(gpu) => Backing::GpuTables(gpu),
-        };
-        let model = Model::open_cold(flash, budget, depth, backing, rest)?;
-        // Before the move, because preloading fills caches in host memory only.
-        preload_hot_keys(&model, flash, yield_now);
-        let model = model.move_to_device(&self.lookups)?;
-        model.move_dense_to_gpu(flash, &self.dense)
     }
 
     /// Returns the time of the clock that deadlines are times of.

@@ -26,16 +26,6 @@ pub(crate) struct Opened {
     pub patches: Vec<ResidentPatch>,
 }
 
-/// How to open the next generation.
-pub(crate) struct OpenOptions<'a> {
-    /// The budget of the new generation. Its `memory_bytes_max` limits the memory that is not
-    /// shared.
-    pub budget: Budget,
-    pub dense: &'a GpuDense,
-    /// Called between pieces of work.
-    pub yield_now: &'a dyn Fn(),
-}
-
 /// A resident table whose rows differ.
 struct ChangedResident<'a> {
     /// Its number in the schema, and among the resident tables.
@@ -89,7 +79,8 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
         && capacity::fit_caches(before, after, old.backend())
 }
 
-/// Opens the live generation of `flash`, for which [`can_follow`] is true.
+/// Opens the live generation of `flash`, for which [`can_follow`] is true. The `memory_bytes_max` of
+/// `budget` limits the memory that is not shared. Calls `yield_now` between pieces of work.
 ///
 /// # Errors
 /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.
@@ -99,17 +90,18 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
 pub(crate) fn open(
     old: &Model,
     flash: &Flash,
-    options: &OpenOptions<'_>,
+    budget: Budget,
+    dense: &GpuDense,
+    yield_now: &dyn Fn(),
 ) -> Result<Opened, OpenError> {
-    let (budget, yield_now) = (options.budget, options.yield_now);
     let model = Model::open_on_flash(flash, budget, 0, Some(old), yield_now)?;
     let change = GenerationChange::between(old, &model)?;
     let changed = changed_residents(old, &model, &change)?;
     let residents = resident_bytes(old, &model, &changed);
     let lists = list_bytes(old, &change) + RowWriter::bytes(old);
     let taken = residents.tables + residents.loading.max(lists) + change.bytes();
-    let gpu = old.backend().device_tables().map(|tables| tables.gpu());
-    let backing = gpu.map_or(Backing::Host, |gpu| Backing::GpuTables(gpu));
+    let device = old.lookup_device();
+    let backing = Backing::of_tables(&device);
     let ModelSizes { caches, residents, .. } = ModelSizes::of(old);
     let sizes = ModelSizes { budget: old.budget(), caches, residents, ..ModelSizes::of(&model) };
     let memory = plan_memory(&sizes, backing);
@@ -126,7 +118,7 @@ pub(crate) fn open(
     let backend = share_tables(old.backend(), &model, replaced)?;
     let model = model.with_storage(&storage, backend, *old.budget());
     let memory = plan_memory(&ModelSizes::of(&model), backing);
-    let model = model.with_memory(memory).load_dense_to_gpu(flash, options.dense)?;
+    let model = model.with_memory(memory).load_dense_to_gpu(flash, dense)?;
 
     let own = own_bytes(&model, old) + taken;
     check_room(&budget, &model, own)?;

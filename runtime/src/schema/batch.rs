@@ -104,32 +104,9 @@ impl Batch {
     /// Adds a sample. Its shared bags are its own: it is a request of one sample.
     ///
     /// # Errors
-    /// [`BatchError`] if the batch is full or the sample does not fit the schema. The batch is then
-    /// unchanged.
+    /// Those of [`Batch::push_request`].
     pub fn push(&mut self, schema: &Schema, sample: &Sample) -> Result<(), BatchError> {
-        if self.size == self.capacity {
-            return Err(BatchError::Full(self.capacity));
-        }
-        sample.check(schema)?;
-        if !self.is_for(schema) {
-            return Err(self.other_schema());
-        }
-
-        let before = self.dense.len();
-        self.dense.extend_from_slice(&sample.dense);
-        self.settle_dense(schema, before, None)?;
-        for (f, (feature, bag)) in self.features.iter_mut().zip(&sample.sparse).enumerate() {
-            if schema.features[f].retired {
-                feature.offsets.push(0);
-                continue;
-            }
-            feature.keys.extend_from_slice(bag);
-            feature.weights.extend(sample.weights.get(f).into_iter().flatten());
-            feature.offsets.push(feature.keys.len() as u32);
-            feature.longest = feature.longest.max(bag.len());
-        }
-        self.add_samples(1);
-        Ok(())
+        self.push_request(schema, std::slice::from_ref(sample))
     }
 
     /// Adds the samples of one request, whose shared bags and values are equal.
@@ -140,87 +117,54 @@ impl Batch {
         if samples.len() > self.capacity - self.size {
             return Err(BatchError::Full(self.capacity));
         }
-        for (at, sample) in samples.iter().enumerate() {
-            sample.check(schema)?;
-            let differs = |f: usize, a: &Sample, b: &Sample| {
-                (&a.sparse[f], a.weights.get(f)) != (&b.sparse[f], b.weights.get(f))
-            };
-            let shared = schema.features.iter().enumerate().filter(|(_, feature)| feature.shared);
-            let mut differing = shared.filter(|(f, _)| differs(*f, sample, &samples[0]));
-            if let Some((_, feature)) = differing.next() {
-                return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
-            }
-            let value =
-                |d: usize, of: &Sample| schema.dense_features[d].filled(of.dense[d]).to_bits();
-            let dense =
-                schema.dense_features.iter().enumerate().filter(|(_, d)| d.shared && !d.retired);
-            let mut differing = dense.filter(|(d, _)| value(*d, sample) != value(*d, &samples[0]));
-            if let Some((_, feature)) = differing.next() {
-                return Err(BatchError::Shared { feature: feature.name.clone(), sample: at });
-            }
-        }
-        for (at, sample) in samples.iter().enumerate() {
-            let dense = sample.dense.iter().copied();
-            let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
-                keys.extend_from_slice(&sample.sparse[f]);
-                weights.extend(sample.weights.get(f).into_iter().flatten());
-                Ok::<(), BatchError>(())
-            };
-            match at {
-                0 => self.push_with(schema, dense, bag)?,
-                _ => self.continue_with(schema, dense, |_| false, bag)?,
-            }
-        }
-        Ok(())
+        samples.iter().try_for_each(|sample| sample.check(schema))?;
+        let dense = |sample: usize| samples[sample].dense.iter().copied();
+        let bag = |sample: usize, f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
+            keys.extend_from_slice(&samples[sample].sparse[f]);
+            weights.extend(samples[sample].weights.get(f).into_iter().flatten());
+            Ok(())
+        };
+        self.push_with(schema, samples.len(), dense, |_| true, bag)
     }
 
-    /// Counts `samples` samples, which were appended, as those of one request.
-    fn add_samples(&mut self, samples: usize) {
+    /// Ends a request of `samples` samples. Counts them, or removes them if one was not `appended`.
+    fn end_request<E>(&mut self, samples: usize, appended: Result<(), E>) -> Result<(), E> {
+        if appended.is_err() {
+            self.cut();
+            return appended;
+        }
+        for feature in &mut self.features {
+            let before = if feature.shared { self.ends.len() } else { self.size };
+            let added = feature.offsets[before..].windows(2).map(|o| o[1] - o[0]);
+            feature.longest = feature.longest.max(added.max().unwrap_or(0) as usize);
+        }
         self.size += samples;
         let is_shared = self.dense_widths[1] > 0 || self.features.iter().any(|f| f.shared);
         if samples > 0 && is_shared {
             self.ends.push(self.size);
         }
+        Ok(())
     }
 
     /// Adds the `samples` samples of a request from columns. `bags` returns the keys, offsets and
-    /// weights of a sparse feature, given by its number. The offsets of a feature are `[samples +
+    /// weights of a sparse feature, given by its number, and is called at most once for each. A
+    /// feature of which it returns `None` has empty bags. The offsets of a feature are `[samples +
     /// 1]`; the keys before the first offset are not read. A shared feature has one bag, or
     /// `samples` equal ones. `dense` may lack the last columns, as far as
     /// [`optional_columns`](crate::schema::optional_columns) says. A request without samples has no
     /// dense values.
     ///
     /// # Errors
-    /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
-    /// unchanged.
-    pub fn push_columns<'a>(
-        &mut self,
-        schema: &Schema,
-        samples: usize,
-        dense: impl Into<DenseColumns<'a>>,
-        bags: impl Fn(usize) -> Bags<'a>,
-    ) -> Result<(), BatchError> {
-        self.try_push_columns(schema, samples, dense, |f| Ok(Some(bags(f))))
-    }
-
-    /// Adds samples as [`Batch::push_columns`] does. `bags` is called at most once for each feature
-    /// and may return an error. A feature of which it returns `None` has empty bags.
-    ///
-    /// # Errors
-    /// Those of [`Batch::push_columns`], and the error of `bags`. The batch is then unchanged.
-    pub fn try_push_columns<'a, E: From<BatchError>>(
+    /// [`BatchError`] if there is no room or a column does not fit the schema, and the error of
+    /// `bags`. The batch is then unchanged.
+    pub fn push_columns<'a, E: From<BatchError>>(
         &mut self,
         schema: &Schema,
         samples: usize,
         dense: impl Into<DenseColumns<'a>>,
         mut bags: impl FnMut(usize) -> Result<Option<Bags<'a>>, E>,
     ) -> Result<(), E> {
-        if samples > self.capacity - self.size {
-            return Err(BatchError::Full(self.capacity).into());
-        }
-        if !self.is_for(schema) {
-            return Err(self.other_schema().into());
-        }
+        self.check_room(schema, samples)?;
         let DenseColumns { own, shared, shared_rows } = dense.into();
         check_dense_column(schema.dense_of(false), "dense", samples, own)?;
         check_dense_column(
@@ -254,28 +198,20 @@ impl Batch {
             own.append(column, kept);
             Ok(())
         });
-        if appended.is_err() {
-            self.cut();
-            return appended;
-        }
-        for feature in &mut self.features {
-            let before = if feature.shared { self.ends.len() } else { self.size };
-            let added = feature.offsets[before..].windows(2).map(|o| o[1] - o[0]);
-            feature.longest = feature.longest.max(added.max().unwrap_or(0) as usize);
-        }
-        self.add_samples(samples);
-        Ok(())
+        self.end_request(samples, appended)
     }
 
-    /// Returns whether the batch was made with a schema of the same shape.
-    fn is_for(&self, schema: &Schema) -> bool {
-        schema.features.len() == self.features.len()
-            && [false, true].map(|shared| schema.dense_width(shared)) == self.dense_widths
-    }
-
-    fn other_schema(&self) -> BatchError {
-        let dense = self.dense_widths.iter().sum();
-        BatchError::Schema { features: self.features.len(), dense }
+    /// Checks that `samples` more samples fit, and that the batch was made with a schema of the same
+    /// shape.
+    fn check_room(&self, schema: &Schema, samples: usize) -> Result<(), BatchError> {
+        if samples > self.capacity - self.size {
+            return Err(BatchError::Full(self.capacity));
+        }
+        let (features, widths) = (self.features.len(), self.dense_widths);
+        let is_same = schema.features.len() == features
+            && [false, true].map(|shared| schema.dense_width(shared)) == widths;
+        let dense = widths.iter().sum();
+        if is_same { Ok(()) } else { Err(BatchError::Schema { features, dense }) }
     }
 
     /// Removes the values that were appended after the last whole sample.
@@ -287,87 +223,53 @@ impl Batch {
         }
     }
 
-    /// Adds a sample from its parts, without a [`Sample`]. `dense` has its dense features. `bag`
-    /// appends the keys of a sparse feature, given by its number, and the weights of a weighted
-    /// feature.
+    /// Adds the `samples` samples of a request from their parts, without a [`Sample`]. `dense`
+    /// returns the dense features of a sample, given by its number. `bag` appends the keys of a
+    /// sample's sparse feature, given by its number, and the weights of a weighted feature. A shared
+    /// feature has the bag of the first sample. If it `repeats`, the bags of the others must be
+    /// equal, as must their shared dense features.
     ///
     /// # Errors
-    /// Those of [`Batch::push`], and the error of `bag`. The batch is then unchanged.
-    pub fn push_with<E: From<BatchError>>(
+    /// Those of [`Batch::push_request`], and the error of `bag`. The batch is then unchanged.
+    pub fn push_with<E: From<BatchError>, D: Iterator<Item = f32>>(
         &mut self,
         schema: &Schema,
-        dense: impl Iterator<Item = f32>,
-        mut bag: impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let filled = self.append_sample(schema, dense, None, |f, bags| {
-            bag(f, &mut bags.keys, &mut bags.weights).map(|()| true)
-        });
-        match filled {
-            Ok(()) => self.add_samples(1),
-            Err(_) => self.cut(),
-        }
-        filled
-    }
-
-    /// Adds a further sample of the last request, as [`Batch::push_with`] does. `bag` is called for
-    /// a shared feature if `repeats` says so: the bag must then equal that of the request. A shared
-    /// dense feature always has the request's value.
-    ///
-    /// # Errors
-    /// Those of [`Batch::push_with`], and [`BatchError::Shared`] if such a bag or value differs.
-    pub fn continue_with<E: From<BatchError>>(
-        &mut self,
-        schema: &Schema,
-        dense: impl Iterator<Item = f32>,
+        samples: usize,
+        dense: impl Fn(usize) -> D,
         repeats: impl Fn(usize) -> bool,
-        mut bag: impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
+        mut bag: impl FnMut(usize, usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
     ) -> Result<(), E> {
-        if self.is_empty() {
-            return self.push_with(schema, dense, bag);
-        }
-        let sample = self.size - self.ends.iter().rev().nth(1).copied().unwrap_or(0);
-        let filled = self.append_sample(schema, dense, Some(sample), |f, bags| {
-            if bags.shared && !repeats(f) {
-                return Ok(false);
-            }
-            bag(f, &mut bags.keys, &mut bags.weights)?;
-            if bags.shared && !bags.drop_repeated() {
-                let feature = schema.features[f].name.clone();
-                return Err(BatchError::Shared { feature, sample }.into());
-            }
-            Ok(!bags.shared)
+        self.check_room(schema, samples)?;
+        let appended = (0..samples).try_for_each(|sample| {
+            self.append_sample(schema, sample, dense(sample), |f, own| {
+                let is_repeated = own.shared && sample > 0;
+                if is_repeated && !repeats(f) {
+                    return Ok(false);
+                }
+                bag(sample, f, &mut own.keys, &mut own.weights)?;
+                if is_repeated && !own.drop_repeated() {
+                    let feature = schema.features[f].name.clone();
+                    return Err(BatchError::Shared { feature, sample }.into());
+                }
+                Ok(!is_repeated)
+            })
         });
-        if filled.is_err() {
-            self.cut();
-            return filled;
-        }
-        self.size += 1;
-        if let Some(end) = self.ends.last_mut() {
-            *end = self.size;
-        }
-        Ok(())
+        self.end_request(samples, appended)
     }
 
-    /// Appends a sample: the first of a request, or a further one with its number. `append` returns
-    /// whether it has appended a bag.
+    /// Appends a sample of a request, which has this number in it. `append` returns whether it has
+    /// appended a bag.
     fn append_sample<E: From<BatchError>>(
         &mut self,
         schema: &Schema,
+        sample: usize,
         dense: impl Iterator<Item = f32>,
-        further: Option<usize>,
         mut append: impl FnMut(usize, &mut Jagged) -> Result<bool, E>,
     ) -> Result<(), E> {
-        if self.size == self.capacity {
-            return Err(BatchError::Full(self.capacity).into());
-        }
         let before = self.dense.len();
-        if !self.is_for(schema) {
-            return Err(self.other_schema().into());
-        }
-
         self.dense.extend(dense.take(schema.dense_features.len() + 1));
         check_dense(schema, &self.dense[before..]).map_err(BatchError::from)?;
-        self.settle_dense(schema, before, further)?;
+        self.settle_dense(schema, before, sample)?;
         for (f, feature) in self.features.iter_mut().enumerate() {
             if schema.features[f].retired {
                 feature.offsets.push(0);
@@ -383,24 +285,19 @@ impl Batch {
             check_weights(schema, keys, weights).map_err(BatchError::from)?;
             feature.offsets.push(feature.keys.len() as u32);
         }
-
-        for feature in &mut self.features {
-            let [.., start, end] = feature.offsets.as_slice() else { continue };
-            feature.longest = feature.longest.max((end - start) as usize);
-        }
         Ok(())
     }
 
     /// Brings the dense features of one sample, `dense[before..]`, into place: fills missing
-    /// values, drops retired ones and moves shared ones to those of the request. A `further` sample
-    /// of a request must have the same.
+    /// values, drops retired ones and moves shared ones to those of the request. They must equal
+    /// those of the request's first sample.
     fn settle_dense(
         &mut self,
         schema: &Schema,
         before: usize,
-        further: Option<usize>,
+        sample: usize,
     ) -> Result<(), BatchError> {
-        let row = self.shared_dense.len() - further.map_or(0, |_| self.dense_widths[1]);
+        let row = self.shared_dense.len() - if sample > 0 { self.dense_widths[1] } else { 0 };
         let (mut kept, mut shared) = (before, row..);
         for (at, feature) in (before..).zip(&schema.dense_features) {
             let value = feature.filled(self.dense[at]);
@@ -412,12 +309,12 @@ impl Batch {
                 kept += 1;
                 continue;
             }
-            match (further, shared.next().and_then(|at| self.shared_dense.get(at))) {
-                (Some(sample), Some(first)) if first.to_bits() != value.to_bits() => {
+            match shared.next().and_then(|at| self.shared_dense.get(at)) {
+                None => self.shared_dense.push(value),
+                Some(first) if first.to_bits() != value.to_bits() => {
                     return Err(BatchError::Shared { feature: feature.name.clone(), sample });
                 }
-                (Some(_), _) => {}
-                (None, _) => self.shared_dense.push(value),
+                Some(_) => {}
             }
         }
         self.dense.truncate(kept);
@@ -521,6 +418,10 @@ mod tests {
     const Y: Bags<'_> =
         Bags { keys: &[1, 2, 3, 4], offsets: &[0, 3, 4], weights: &[0.5, 1.5, 2.5, 3.5] };
 
+    fn both(f: usize) -> Result<Option<Bags<'static>>, BatchError> {
+        Ok(Some([X, Y][f]))
+    }
+
     #[test]
     fn columns_are_the_same_as_samples() {
         let (schema, mut by_sample) = (schema(), Batch::new(&schema(), 5));
@@ -534,10 +435,10 @@ mod tests {
         for _ in 0..2 {
             by_sample.push(&schema, &sample(&DENSE[..2], &[7], &[1, 2, 3])).unwrap();
             by_sample.push(&schema, &sample(&DENSE[2..], &[], &[4])).unwrap();
-            by_column.push_columns(&schema, 2, &DENSE, |f| [X, Y][f]).unwrap();
+            by_column.push_columns(&schema, 2, &DENSE, both).unwrap();
         }
         assert_eq!(format!("{by_column:?}"), format!("{by_sample:?}"));
-        let full = by_column.push_columns(&schema, 2, &DENSE, |f| [X, Y][f]);
+        let full = by_column.push_columns(&schema, 2, &DENSE, both);
         assert_eq!(full, Err(BatchError::Full(5)));
     }
 
@@ -551,9 +452,17 @@ mod tests {
         };
         batch.push(&schema, &sample).unwrap();
         let none = Bags { keys: &[], offsets: &[0, 0], weights: &[] };
-        batch.push_columns(&schema, 1, &sample.dense, |_| none).unwrap();
+        batch.push_columns::<BatchError>(&schema, 1, &sample.dense, |_| Ok(Some(none))).unwrap();
         let dense = sample.dense.iter().copied();
-        batch.push_with::<BatchError>(&schema, dense, |_, _, _| Ok(())).unwrap();
+        batch
+            .push_with::<BatchError, _>(
+                &schema,
+                1,
+                |_| dense.clone(),
+                |_| true,
+                |_, _, _, _| Ok(()),
+            )
+            .unwrap();
         assert_eq!(batch.dense(), [-1.5, 2.0].repeat(3));
         let infinite = Sample { dense: vec![f32::INFINITY, 2.0], ..sample };
         let error = Batch::new(&schema, 1).push(&schema, &infinite).unwrap_err();
@@ -565,7 +474,8 @@ mod tests {
         let (schema, mut batch) = (schema(), Batch::new(&schema(), 5));
         let empty = format!("{batch:?}");
         let mut refused = |dense: &[f32], y: Bags<'static>| {
-            let error = batch.push_columns(&schema, 2, dense, |f| [X, y][f]).unwrap_err();
+            let bags = |f: usize| Ok::<_, BatchError>(Some([X, y][f]));
+            let error = batch.push_columns(&schema, 2, dense, bags).unwrap_err();
             assert_eq!(format!("{batch:?}"), empty);
             error.to_string()
         };

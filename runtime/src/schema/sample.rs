@@ -310,5 +310,8 @@ fn of_outputs(
             values
         }
     };
+    if let Some(value) = values.iter().flatten().find(|value| !value.is_finite()) {
+        return fault(field, format!("{value} is beyond the range of f32"));
+    }
     Ok(if values.iter().all(Option::is_none) { Vec::new() } else { values })
 }

@@ -156,8 +156,8 @@ impl<'a> Data<'a> {
         let is_open = |c: &char| *c == '[' || c.is_ascii_whitespace();
         let depth = json.chars().take_while(is_open).filter(|c| *c == '[').count();
         // The number of flat values is compared with the shape where they are read.
-        let sides = if depth < 2 { &[-1][..depth] } else { shape };
-        Self { json, sides, is_ragged: Cell::new(depth >= 2 && depth != shape.len()) }
+        let sides: &[i64] = if depth == 1 { &[-1] } else { shape };
+        Self { json, sides, is_ragged: Cell::new(depth != 1 && depth != shape.len()) }
     }
 
     /// Passes each value to `take`, unless the data is ragged.

@@ -450,25 +450,21 @@ impl Columns<'_> {
     }
 
     fn fill(&self, batch: &mut Batch, schema: &Schema, samples: usize) -> Result<(), Problem> {
-        for sample in 0..samples {
+        let dense = |sample: usize| {
             let mut columns = [0.., 0..];
-            let dense = schema.dense_features.iter().map(|feature| {
+            schema.dense_features.iter().map(move |feature| {
                 let kind = usize::from(feature.shared);
                 self.dense[kind].get(sample, columns[kind].next().unwrap_or(0))
-            });
-            let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
-                append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
-                match self.bags[f].keys {
-                    None => self.append_cross(schema, f, sample, keys),
-                    Some(_) => Ok(()),
-                }
-            };
-            match sample {
-                0 => batch.push_with(schema, dense, bag)?,
-                _ => batch.continue_with(schema, dense, |f| !self.bags[f].is_once, bag)?,
+            })
+        };
+        let bag = |sample: usize, f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
+            append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)?;
+            match self.bags[f].keys {
+                None => self.append_cross(schema, f, sample, keys),
+                Some(_) => Ok(()),
             }
-        }
-        Ok(())
+        };
+        batch.push_with(schema, samples, dense, |f| !self.bags[f].is_once, bag)
     }
 
     /// Appends the keys of feature `f` for `sample`, if it is a cross.

@@ -196,11 +196,11 @@ fn a_deadline_holds_on_a_slow_disk() {
     };
 
     let (packed, disk) = (plan.pack(), SimDisk::default());
-    disk.install(&packed.bundle).unwrap();
+    let flash = disk.install(&packed.bundle).unwrap();
 
     // A started read of a simulated file always completes.
     let budget = Budget { reads_max: 2, ..Budget::default() };
-    let model = Arc::new(Model::open(&disk.shared(), Path::new(DIR), budget).unwrap());
+    let model = Arc::new(Model::from_flash(&flash, budget).unwrap());
     let clock = disk.clock();
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(clock.clone()));
     let samples: Vec<Sample> = (0..64).map(|id| plan.sample(id)).collect();

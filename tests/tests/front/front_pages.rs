@@ -29,9 +29,7 @@ pub fn open() -> FrontDoor {
 pub fn open_with(budget: Budget) -> FrontDoor {
     let installed = install_spec("tools/demo/coupon/model.toml", None, None);
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
-    let serving = serving(budget);
-    serving.load("coupon", &flash, budget).unwrap();
-    FrontDoor::open(serving, None).unwrap()
+    FrontDoor::open(serving("coupon", &flash, budget), None).unwrap()
 }
 
 pub fn get(door: &FrontDoor, path: &str) -> String {
@@ -193,9 +191,7 @@ fn what_callers_send_adds_no_label() {
 fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothing() {
     let installed = install_spec("tools/demo/coupon/model.toml", None, None);
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
-    let budget = Budget { workers: 1, ..Budget::default() };
-    let serving = serving(budget);
-    serving.load("coupon", &flash, budget).unwrap();
+    let serving = serving("coupon", &flash, Budget { workers: 1, ..Budget::default() });
     let folder = ModelFolder { name: "coupon".to_owned(), directory: installed.flash.clone() };
     let door = FrontDoor::open_with_folders(serving, vec![folder]).unwrap();
 

@@ -2,8 +2,6 @@
 //! Requests with a deadline are answered before that. Connections with a request in work stay open
 //! while other callers take every place.
 
-use hatchback::bundle::BundleReader;
-use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Schema};
@@ -11,7 +9,7 @@ use hatchback_bench::daemon::caller::{Caller, Outcome, infer_request, on_event_l
 use hatchback_server::proto::ModelInferResponse;
 use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, RULES, serving};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_for};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_for, install_on};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::stall::Stall;
 use hatchback_tools::pack::spec::CodecChoice;
@@ -46,15 +44,11 @@ impl Stalling {
             features: vec![FeaturePlan::one_hot(0)],
         };
         let packed = plan.pack();
-        let (stall, directory) = (Arc::new(Stall::default()), Path::new("/flash"));
+        let stall = Arc::new(Stall::default());
         let disk = SimDisk::default().stalling(&stall).shared();
-        let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-        let flash = Flash::install(&disk, directory, &mut bundle, |_| ()).unwrap();
-
+        let flash = install_on(&disk, Path::new("/flash"), &packed.bundle);
         let budget = Budget { cache_bytes_max: 64 << 10, workers: 1, ..Budget::default() };
-        let serving = serving(budget);
-        serving.load("m", &flash, budget).unwrap();
-        let door = FrontDoor::open(serving, None).unwrap();
+        let door = FrontDoor::open(serving("m", &flash, budget), None).unwrap();
         Self { door, stall, schema: packed.schema }
     }
 

@@ -405,6 +405,10 @@ fn nested_data_must_have_its_shape_at_every_level() {
             assert_eq!(found, expected, "{datatype} {data}");
         }
     }
+    for (datatype, data) in [("INT64", "1"), ("FP32", "0.5"), ("BYTES", r#""[1]""#)] {
+        let found = ask(datatype, "[1]", data).unwrap_err();
+        assert!(found.contains("nested otherwise than its shape [1]"), "{found}");
+    }
     let found = ask("BYTES", "[2,2]", r#"[["a"],["b","c","d"]]"#).unwrap_err();
     assert!(found.contains("nested otherwise"), "{found}");
     assert!(ask("INT64", "[4]", "[[1],[2],[3],[4]]").unwrap_err().contains("otherwise than"));

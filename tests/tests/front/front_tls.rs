@@ -32,9 +32,7 @@ fn open(folder: &Path, cars: &Authority, callers: &Authority) -> Remote {
 
     let installed = install_spec("tools/demo/coupon/model.toml", None, None);
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
-    let budget = Budget { workers: 1, ..Budget::default() };
-    let serving = serving(budget);
-    serving.load("coupon", &flash, budget).unwrap();
+    let serving = serving("coupon", &flash, Budget { workers: 1, ..Budget::default() });
     let door = FrontDoor::open(serving, Some(Listener::Tls(listener, tls))).unwrap();
     Remote { address, _door: door }
 }

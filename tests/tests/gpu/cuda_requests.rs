@@ -14,7 +14,8 @@ use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{LookupStatus, Pooling};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{
-    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_model, open_with_least_cache,
+    tiny_budget,
 };
 use hatchback_tests::onnx;
 use hatchback_tests::random::Random;
@@ -90,7 +91,7 @@ fn plan(seed: u64) -> ModelPlan {
 /// Opens the model on the GPU with the smallest cache from `budget` up.
 fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
     loop {
-        match Model::open(&hatchback::io::disk::system(), flash, budget) {
+        match open_model(flash, budget) {
             Ok(model) => {
                 return Arc::new(model.move_to_device(&Device::Cuda(standin::gpu(seed))).unwrap());
             }
@@ -482,7 +483,7 @@ fn a_budget_that_does_not_hold_is_refused() {
             cache_bytes_max: 1 << 16,
             ..Budget::default()
         };
-        Model::open(&hatchback::io::disk::system(), &flash, budget)
+        open_model(&flash, budget)
     };
 
     let total = open(1 << 30).unwrap().memory().total();

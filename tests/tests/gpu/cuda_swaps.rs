@@ -2,18 +2,16 @@
 //! what changed only. Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the
 //! machine's GPU.
 
-use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
-use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
 use hatchback::schema::Placement;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback_kernels::cuda::Device;
+use hatchback_tests::models::install;
 use hatchback_tests::standin;
 use hatchback_tests::versions::{Kind, Versions};
-use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -29,11 +27,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     let _shared = COUNTING.read().unwrap_or_else(PoisonError::into_inner);
     let versions = Versions::changing(&[12], 400, 31);
     let folder = tempfile::tempdir().unwrap();
-    let install = |bundle: &Path| {
-        let mut bundle = BundleReader::open(bundle).unwrap();
-        Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
-    };
-    let flash = install(&versions.snapshots[0]);
+    let flash = install(folder.path(), &versions.snapshots[0]);
     let budget = Budget { cache_bytes_max: 1 << 20, batch_max: 64, ..Budget::default() };
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
     let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
@@ -69,7 +63,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     };
 
     everything(0);
-    let flash = install(&versions.deltas[1]);
+    let flash = install(folder.path(), &versions.deltas[1]);
     let rested = AtomicUsize::new(0);
     let rest = |_| {
         rested.fetch_add(1, Ordering::Relaxed);
@@ -104,18 +98,13 @@ fn a_swap_asks_the_gpu_for_what_changed() {
         let kind = Kind { placement, changes_keys: false };
         let versions = Versions::of(kind, &[0, 100, 5], 12_000, 5);
         let folder = tempfile::tempdir().unwrap();
-        let install = |bundle: &Path| {
-            let mut bundle = BundleReader::open(bundle).unwrap();
-            Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {})
-                .unwrap()
-        };
         let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
         let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
         let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
-        serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
+        serving.load("m", &install(folder.path(), &versions.snapshots[0]), budget).unwrap();
         let (mut none, mut of_residents) = (None, Vec::new());
         for delta in &versions.deltas[1..] {
-            let flash = install(delta);
+            let flash = install(folder.path(), delta);
             let before = stand_in.counts();
             let swapped = serving.swap("m", &flash, budget, &|_| ()).unwrap();
             let after = stand_in.counts();
@@ -161,14 +150,11 @@ fn no_request_waits_for_a_free() {
     let kind = Kind { placement: Placement::Resident, changes_keys: false };
     let versions = Versions::of(kind, &[0, 100], 2_000, 5);
     let folder = tempfile::tempdir().unwrap();
-    let install = |bundle: &Path| {
-        let mut bundle = BundleReader::open(bundle).unwrap();
-        Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
-    };
     let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
     let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
-    let served = serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
+    let served =
+        serving.load("m", &install(folder.path(), &versions.snapshots[0]), budget).unwrap();
     let schema = Arc::clone(served.model().unwrap().schema());
     let mut batch = Batch::new(&schema, 1);
     let first = *versions.rows[1][0].keys().next().unwrap();
@@ -180,7 +166,7 @@ fn no_request_waits_for_a_free() {
     };
     score();
 
-    let delta = install(&versions.deltas[1]);
+    let delta = install(folder.path(), &versions.deltas[1]);
     stand_in.hold_frees(true);
     let mut of_new = 0;
     std::thread::scope(|scope| {

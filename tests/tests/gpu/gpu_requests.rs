@@ -27,12 +27,7 @@ const CPU_FAMILIES: [&str; 5] = ["bst", "dien", "din", "hstu", "mmoe"];
 
 /// Creates a worker with room for every row, on the CPU or, with the dense network, on `device`.
 fn worker(flash: &Flash, budget: Budget, device: &Device) -> Worker {
-    let model = Model::from_flash(flash, budget)
-        .unwrap()
-        .move_to_device(device)
-        .unwrap()
-        .move_dense_to_gpu(flash, &Default::default())
-        .unwrap();
+    let model = Model::on_device(flash, budget, device, &Default::default()).unwrap();
     // A network that runs on the GPU has no copy on the CPU.
     let kept =
         |line: &str| model.memory().lines().iter().any(|(what, bytes)| *what == line && *bytes > 0);
@@ -119,8 +114,7 @@ fn families_beyond_the_kernels_are_served_with_lookups_on_the_gpu() {
             ..tiny_budget(&installed.schema, 32)
         };
         let mut workers = [Device::Cpu, Device::Cuda(standin::gpu(seed as u64))].map(|device| {
-            let model = Model::from_flash(&flash, budget).unwrap().move_to_device(&device).unwrap();
-            let model = model.move_dense_to_gpu(&flash, &Default::default()).unwrap();
+            let model = Model::on_device(&flash, budget, &device, &Default::default()).unwrap();
             assert!(model.dense_runs_on().starts_with("the CPU"), "{}", model.dense_runs_on());
             Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
         });

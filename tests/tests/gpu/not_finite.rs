@@ -4,7 +4,6 @@
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::error::NotFinite;
 use hatchback::request::pipeline::{RequestError, Ticket};
@@ -14,7 +13,7 @@ use hatchback::schema::KeySpace;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback_kernels::cuda::Device;
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, open_model};
 use hatchback_tests::{onnx, standin};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::Arc;
@@ -104,7 +103,7 @@ fn only_the_request_whose_score_is_not_a_number_fails() {
 fn a_worker_names_the_sample_and_the_output() {
     let _turn = standin::alone();
     let packed = model();
-    let model = Model::open(&disk::system(), &packed.install(), Budget::default()).unwrap();
+    let model = open_model(&packed.install(), Budget::default()).unwrap();
     let mut worker = Worker::new(Arc::new(model), Arc::new(SystemClock::default()));
     let error = worker.score(&request(&packed, &[1.0, 2.0, LARGE, 2.0]), None).err().unwrap();
     assert!(matches!(error, ScoreError::NotFinite(_)));

@@ -5,9 +5,8 @@ use hatchback::bundle::manifest::{Chunk, Deferral, Layer, Manifest, Restored};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback_tests::models::ModelPlan;
+use hatchback_tests::models::{ModelPlan, open_model};
 use hatchback_tests::random::Random;
 use hatchback_tests::rewrite::{Parts, TRAILER_BYTES};
 use hatchback_tests::victim::{HASHED, HOT, INDEXED, Victim, plan};
@@ -360,7 +359,7 @@ fn random_manifests_never_panic() {
         if Flash::install(&hatchback::io::disk::system(), scratch.path(), &mut bundle, |_| {})
             .is_ok()
         {
-            let _ = Model::open(&hatchback::io::disk::system(), scratch.path(), Budget::default());
+            let _ = open_model(scratch.path(), Budget::default());
         }
     }
 }

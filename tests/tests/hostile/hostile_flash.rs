@@ -6,8 +6,8 @@ use hatchback::bundle::manifest::sha256;
 use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
 use hatchback::io::paired_record::PairedRecord;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback_tests::models::open_model;
 use hatchback_tests::rewrite::{pages_of, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::victim::Victim;
@@ -31,7 +31,7 @@ fn a_torn_live_record() {
         std::fs::write(&second, record).unwrap();
         let texts = [
             Flash::open(&system, &victim.flash).err().unwrap().to_string(),
-            Model::open(&system, &victim.flash, Budget::default()).err().unwrap().to_string(),
+            open_model(&victim.flash, Budget::default()).err().unwrap().to_string(),
         ];
         let file = second.display().to_string();
         texts.iter().for_each(|text| assert!(text.starts_with(&file), "{text}"));
@@ -78,7 +78,7 @@ fn damage_lets_no_older_release_in() {
         let error = format!("{:#}", install(&versions.snapshots[0], &flash).err().unwrap());
         assert!(error.contains("needs a higher sequence"), "{error}");
         install(&versions.snapshots[1], &flash).unwrap();
-        Model::open(&hatchback::io::disk::system(), &flash, Budget::default()).unwrap();
+        open_model(&flash, Budget::default()).unwrap();
     }
 }
 
@@ -89,10 +89,7 @@ fn a_live_record_that_references_missing_files() {
         let (writes, mut record) = LiveRecord::decode(&victim.live).unwrap();
         change(&mut record);
         write_copies(&victim, &record.encode(writes));
-        let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
-            .err()
-            .unwrap()
-            .to_string();
+        let error = open_model(&victim.flash, Budget::default()).err().unwrap().to_string();
         assert!(error.contains(text), "{error}");
     };
     refused(&|r| r.live.generation.sequence = 9, "g000000000009/manifest: No such file");
@@ -114,12 +111,7 @@ fn a_manifest_missing_or_damaged_on_flash() {
     let victim = Victim::default();
     let path = victim.flash.join("g000000000005").join("manifest");
     let whole = std::fs::read(&path).unwrap();
-    let error = || {
-        Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
-            .err()
-            .unwrap()
-            .to_string()
-    };
+    let error = || open_model(&victim.flash, Budget::default()).err().unwrap().to_string();
 
     for bit in [0, 9, 8 * 100, 8 * whole.len() - 1] {
         let mut damaged = whole.clone();
@@ -151,10 +143,7 @@ fn files_missing_on_flash() {
         let path = victim.flash.join("g000000000005").join(name);
         let whole = std::fs::read(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
-            .err()
-            .unwrap()
-            .to_string();
+        let error = open_model(&victim.flash, Budget::default()).err().unwrap().to_string();
         assert!(error.contains(&format!("g000000000005/{name}: No such file")), "{error}");
         std::fs::write(&path, &whole).unwrap();
     }
@@ -173,7 +162,7 @@ fn a_trailer_with_other_bytes() {
         trailer[byte] ^= 1;
         reseal(trailer);
         std::fs::write(&path, pages.concat()).unwrap();
-        let opened = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
+        let opened = open_model(&victim.flash, Budget::default());
         let error = opened.err().unwrap().to_string();
         assert!(error.contains("t0000-0000.seg: trailer"), "byte {byte}: {error}");
     }
@@ -185,7 +174,7 @@ fn a_trailer_with_other_bytes() {
 fn a_flipped_bit_beside_the_segments() {
     let victim = Victim::default();
     let folder = victim.flash.join("g000000000005");
-    let open = || Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
+    let open = || open_model(&victim.flash, Budget::default());
     let path = folder.join("dense.onnx");
     let whole = std::fs::read(&path).unwrap();
     for bit in [0, 4 * whole.len(), 8 * whole.len() - 1] {

@@ -1,14 +1,12 @@
 //! The front door that hostile callers attack, and what each of them sends.
 
-use hatchback::bundle::BundleReader;
-use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::schema::KeySpace;
 use hatchback_server::Listener;
 use hatchback_server::proto::{InferInputTensor, ModelInferRequest};
 use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, TOKEN, serving};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, install_on};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tools::pack::spec::CodecChoice;
 use prost::Message;
@@ -41,12 +39,9 @@ impl Open {
             tables: vec![TablePlan::cached(KeySpace::Index, 5000, 16, CodecChoice::F32)],
             features: vec![FeaturePlan::one_hot(0)],
         };
-        let (packed, disk) = (plan.pack(), SimDisk::default().shared());
-        let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-        let flash = Flash::install(&disk, Path::new("/flash"), &mut bundle, |_| ()).unwrap();
-        let budget = Budget { workers: 1, ..Budget::default() };
-        let serving = serving(budget);
-        serving.load("m", &flash, budget).unwrap();
+        let disk = SimDisk::default().shared();
+        let flash = install_on(&disk, Path::new("/flash"), &plan.pack().bundle);
+        let serving = serving("m", &flash, Budget { workers: 1, ..Budget::default() });
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let listener = Some(Listener::Tcp(listener));

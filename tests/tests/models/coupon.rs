@@ -2,12 +2,11 @@
 //! those of PyTorch, and measures what 8-bit rows cost in AUC.
 
 use hatchback::clock::SystemClock;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
-use hatchback_tests::models::{install_spec, repository, score_all};
+use hatchback_tests::models::{install_spec, open_model, repository, score_all};
 use hatchback_tests::reference;
 use hatchback_tools::pack::read_samples;
 use hatchback_tools::pack::spec::CodecChoice;
@@ -21,8 +20,7 @@ fn scores(codec: CodecChoice, placement: Option<Placement>) -> (Vec<f32>, Vec<Sa
         read_samples(&repository("tools/demo/coupon/heldout.jsonl"), &installed.schema).unwrap();
     // The cache has room for a tenth of the rows, so that most lookups miss.
     let budget = Budget { cache_bytes_max: 32 << 10, misses_max: 256, ..Budget::default() };
-    let model =
-        Arc::new(Model::open(&hatchback::io::disk::system(), &installed.flash, budget).unwrap());
+    let model = Arc::new(open_model(&installed.flash, budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let (scores, status) = score_all(&mut worker, &samples, 64);
     assert_eq!((status.defaulted, status.damaged), (0, 0));

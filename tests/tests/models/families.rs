@@ -152,9 +152,10 @@ struct Served {
 
 fn serve(family: &str, installed: &Installed) -> Served {
     let system = hatchback::io::disk::system();
-    let onnx = hatchback::flash::Flash::open(&system, &installed.flash).unwrap().dense().unwrap();
+    let flash = hatchback::flash::Flash::open(&system, &installed.flash).unwrap();
+    let onnx = flash.dense().unwrap();
     let budget = Budget { cache_bytes_max: 1 << 20, ..tiny_budget(&installed.schema, 32) };
-    let model = Model::open(&system, &installed.flash, budget).unwrap();
+    let model = Model::from_flash(&flash, budget).unwrap();
     let weights = |line: &&(&str, u64)| line.0 == "dense network weights";
     let bytes = model.memory().lines().iter().find(weights).unwrap().1;
     let mut worker = Worker::new(Arc::new(model), Arc::new(SystemClock::default()));

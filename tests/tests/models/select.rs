@@ -4,9 +4,8 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
-use hatchback::io::disk;
 use hatchback::schema::KeySpace;
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, install};
 use hatchback_tests::random::Random;
 use hatchback_tools::pack::spec::CodecChoice;
 use hatchback_tools::report::Json;
@@ -55,9 +54,7 @@ fn plan(seed: u64) -> ModelPlan {
 impl Loop {
     fn new(seed: u64) -> Self {
         let (folder, packed) = (tempfile::tempdir().unwrap(), plan(seed).pack());
-        let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-        let car = folder.path().join("car");
-        let car = Flash::install(&disk::system(), &car, &mut bundle, |_| ()).unwrap();
+        let car = install(&folder.path().join("car"), &packed.bundle);
         let rows: Vec<BTreeMap<u64, Vec<f32>>> = packed
             .rows
             .iter()
@@ -213,9 +210,7 @@ impl Loop {
     fn publish(&mut self) {
         let bundle = self.path(&format!("{}.hatch", self.published.len()));
         std::fs::rename(self.path("next.hatch"), &bundle).unwrap();
-        let mut delta = BundleReader::open(&bundle).unwrap();
-        let directory = self.path("car");
-        self.car = Flash::install(&disk::system(), &directory, &mut delta, |_| ()).unwrap();
+        self.car = install(&self.path("car"), &bundle);
         self.published.push(bundle);
     }
 
@@ -405,9 +400,7 @@ fn a_refresh_brings_the_rows_that_windows_look_up_most() {
     let done = select(&refresh(1, None)).unwrap();
     assert_eq!(done.hot_lists, 1, "the list of one table changed: {done:?}");
 
-    let mut bundle = BundleReader::open(&trainer.path("next.hatch")).unwrap();
-    let car =
-        Flash::install(&disk::system(), trainer.car.directory(), &mut bundle, |_| ()).unwrap();
+    let car = install(trainer.car.directory(), &trainer.path("next.hatch"));
     let new = car.hot_keys(0).unwrap();
     assert_eq!((new.len(), &new[..busy.len()]), (old.len(), &busy[..]));
     assert_eq!(car.hot_keys(1).unwrap(), trainer.car.hot_keys(1).unwrap());

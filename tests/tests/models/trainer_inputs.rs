@@ -144,6 +144,7 @@ fn labels_and_scores_are_read_by_the_name_of_their_output() {
         ("[1]", "label: 1 values, the model has 2 outputs"),
         (r#"{"ctcvr":1}"#, "label: there is no output `ctcvr`"),
         (r#"{"ctr":1,"ctr":0}"#, "a label or score is a number, a list"),
+        ("[1e39,0]", "label: inf is beyond the range of f32"),
         ("\"x\"", "a label or score is a number, a list"),
     ] {
         let error = read(&format!("\"label\":{rest}")).unwrap_err().to_string();

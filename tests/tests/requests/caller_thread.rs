@@ -1,16 +1,14 @@
 //! Requests that are scored on a caller's own thread have the same bits as on a worker's thread.
 //! They share a batch with waiting requests and never read flash.
 
-use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
-use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::{Pipeline, Queued, RequestError};
 use hatchback::schema::KeySpace;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, install_on};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::sim_disk::SimDisk;
@@ -62,11 +60,9 @@ impl Fixture {
         let packed = plan.pack();
         let (stall, directory) = (Arc::new(Stall::default()), Path::new("/flash"));
         let disk = SimDisk::default().stalling(&stall).shared();
-        let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-        Flash::install(&disk, directory, &mut bundle, |_| ()).unwrap();
-
+        let flash = install_on(&disk, directory, &packed.bundle);
         let budget = Budget { cache_bytes_max, workers, slots: 8, ..Budget::default() };
-        let model = Arc::new(Model::open(&disk, directory, budget).unwrap());
+        let model = Arc::new(Model::from_flash(&flash, budget).unwrap());
         let clock = Arc::new(Still::default());
         Self {
             reference: Reference::new(&packed.schema, &packed.rows),

@@ -5,12 +5,11 @@ use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
 use hatchback::io::page::PageBytes;
 use hatchback::limits::PAGE_BYTES;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_model};
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::rewrite::{keys_on, kind, pages_of};
 use hatchback_tools::pack::spec::CodecChoice;
@@ -75,8 +74,7 @@ impl Fixture {
     }
 
     fn open(&self) -> Worker {
-        let model =
-            Model::open(&hatchback::io::disk::system(), &self.flash, Budget::default()).unwrap();
+        let model = open_model(&self.flash, Budget::default()).unwrap();
         Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
     }
 
@@ -105,10 +103,7 @@ impl Fixture {
     }
 
     fn open_error(&self) -> String {
-        Model::open(&hatchback::io::disk::system(), &self.flash, Budget::default())
-            .err()
-            .expect("the model opened")
-            .to_string()
+        open_model(&self.flash, Budget::default()).err().expect("the model opened").to_string()
     }
 }
 

@@ -3,16 +3,15 @@
 //! default row and is counted as defaulted, absent or damaged.
 
 use hatchback::LookupStatus;
-use hatchback::bundle::BundleReader;
 use hatchback::clock::{Clock, SystemClock};
-use hatchback::flash::Flash;
-use hatchback::io::disk::Disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::{ScoreError, Worker};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
+use hatchback_tests::models::{
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, install_on, open_model,
+};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::sim_disk::SimDisk;
@@ -34,12 +33,11 @@ impl Clock for SteppingClock {
 }
 
 fn worker_on(flash: &Path) -> Worker {
-    worker_of(&hatchback::io::disk::system(), flash)
+    worker_of(open_model(flash, Budget::default()).unwrap())
 }
 
-fn worker_of(disk: &Arc<dyn Disk>, flash: &Path) -> Worker {
-    let model = Arc::new(Model::open(disk, flash, Budget::default()).unwrap());
-    Worker::new(model, Arc::new(SteppingClock::default()))
+fn worker_of(model: Model) -> Worker {
+    Worker::new(Arc::new(model), Arc::new(SteppingClock::default()))
 }
 
 /// Plans a table for each policy, with two one-hot features on each.
@@ -286,8 +284,7 @@ fn a_short_miss_list_defers_rows_in_several_rounds() {
     let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse)], 3).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { misses_max: 16, ..Budget::default() };
-    let model =
-        Arc::new(Model::open(&hatchback::io::disk::system(), &packed.install(), budget).unwrap());
+    let model = Arc::new(open_model(&packed.install(), budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples = known_samples(&packed, 40, 3);
     let mut fresh = vec![score(&mut worker, &reference, &samples, None).fresh];
@@ -307,14 +304,13 @@ fn every_deadline_gives_an_exact_status_or_no_scores() {
     let samples = known_samples(&packed, 12, 4);
 
     // Reads of the simulated disk complete one after the other on every machine.
-    let (disk, dir) = (SimDisk::default().shared(), Path::new("/flash"));
-    let mut bundle = BundleReader::open(&packed.bundle).unwrap();
-    drop(Flash::install(&disk, dir, &mut bundle, |_| ()).unwrap());
+    let flash = install_on(&SimDisk::default().shared(), Path::new("/flash"), &packed.bundle);
 
     // Two features on each table.
     let (waiting, on_time, defaulting) = (2 * 2 * 12, 2 * 2 * 12, 2 * 12);
     let at = |deadline: Option<u64>| {
-        try_score(&mut worker_of(&disk, dir), &reference, &samples, deadline)
+        let model = Model::from_flash(&flash, Budget::default()).unwrap();
+        try_score(&mut worker_of(model), &reference, &samples, deadline)
     };
 
     assert_eq!(at(Some(0)), None, "no row can be read in time");
@@ -372,7 +368,7 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
 
     let mut given_up = 0;
     for _ in 0..40 {
-        let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
+        let model = Arc::new(open_model(&flash, budget).unwrap());
         let mut worker = Worker::new(model, Arc::new(SteppingClock::default()));
         // The read starts one tick before the deadline, so the request waits almost no time for it.
         // A device may still be faster.

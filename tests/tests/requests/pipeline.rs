@@ -4,7 +4,6 @@
 
 use hatchback::clock::{Clock, SystemClock};
 use hatchback::limits::PREFETCH_MAX;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::{Pipeline, RequestError, Ticket};
 use hatchback::request::worker::ScoreError;
@@ -13,7 +12,8 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{LookupStatus, Pooling};
 use hatchback_tests::models::{
-    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_model, open_with_least_cache,
+    tiny_budget,
 };
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
@@ -84,8 +84,7 @@ impl Fixture {
     }
 
     fn open(&self, budget: Budget, clock: Arc<dyn Clock>) -> Pipeline {
-        let model =
-            Model::open(&hatchback::io::disk::system(), &self.packed.install(), budget).unwrap();
+        let model = open_model(&self.packed.install(), budget).unwrap();
         Pipeline::new(Arc::new(model), clock).unwrap()
     }
 
@@ -553,7 +552,7 @@ fn prefetch_caches_sound_rows_only() {
     let keys_lost = keys_on(&pages, 1);
     pages[1][2000] ^= 1;
     std::fs::write(&segment, pages.concat()).unwrap();
-    let model = Model::open(&hatchback::io::disk::system(), &flash, Budget::default()).unwrap();
+    let model = open_model(&flash, Budget::default()).unwrap();
     let pipeline = Pipeline::new(Arc::new(model), Arc::new(SystemClock::default())).unwrap();
     let unknown = [17, 1 << 41, 5];
     prefetched(&pipeline, &[&keys_lost[..2], &unknown[..]].concat());

@@ -2,14 +2,15 @@
 //! counts every lookup correctly, whichever rows are cached, evicted or missing.
 
 use hatchback::clock::SystemClock;
+use hatchback::model::OpenError;
 use hatchback::model::budget::Budget;
-use hatchback::model::{Model, OpenError};
 use hatchback::request::worker::{ScoreError, Worker};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{LookupStatus, Pooling};
 use hatchback_tests::models::{
-    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_model, open_with_least_cache,
+    tiny_budget,
 };
 use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
@@ -308,9 +309,7 @@ fn rows_that_fit_the_cache_are_read_once() {
     let plan = busy_plan(6);
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
-    let model = Arc::new(
-        Model::open(&hatchback::io::disk::system(), &packed.install(), Budget::default()).unwrap(),
-    );
+    let model = Arc::new(open_model(&packed.install(), Budget::default()).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
 
     // A key that its table does not have never enters the cache, so the samples have no such key.
@@ -349,8 +348,7 @@ fn a_cache_with_room_for_every_row_has_a_slot_for_each() {
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { resident_bytes_max: 0, ..Budget::default() };
-    let model =
-        Arc::new(Model::open(&hatchback::io::disk::system(), &packed.install(), budget).unwrap());
+    let model = Arc::new(open_model(&packed.install(), budget).unwrap());
     let growth = 1500 / 8 + 4096;
     assert_eq!(model.cache_slots(), (2 * (1500 + growth) as usize).next_multiple_of(14));
 
@@ -380,9 +378,8 @@ fn the_memory_plan_has_every_row() {
             tables: vec![TablePlan { placement, ..cached }],
             features: vec![FeaturePlan::one_hot(0)],
         };
-        let (packed, disk) = (plan.pack(), hatchback::io::disk::system());
         let budget = Budget::default();
-        let model = Model::open(&disk, &packed.install(), budget).unwrap();
+        let model = open_model(&plan.pack().install(), budget).unwrap();
         let lines = model.memory().lines();
         let bytes = |line: &str| lines.iter().find(|(name, _)| *name == line).unwrap().1;
         assert!(bytes(line) >= 1500 * 32, "{line}: {lines:?}");
@@ -410,7 +407,7 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let reference = Reference::new(&packed.schema, &packed.rows);
     let (flash, batch_max) = (packed.install(), 8);
     let budget = Budget { cache_bytes_max: 64 << 10, ..tiny_budget(&packed.schema, batch_max) };
-    let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
+    let model = Arc::new(open_model(&flash, budget).unwrap());
 
     assert!(model.memory().lines()[0].1 <= budget.cache_bytes_max);
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
@@ -420,10 +417,7 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     // Less than one set for each width is refused. The tags of sparse keys need four sets.
     let bytes = |(sets, row_bytes, head): (u64, u64, u64)| sets * (head + 24 + 14 * row_bytes) + 64;
     let least = [(1, 16, 64), (4, 256, 128), (1, 4, 64)].map(bytes).iter().sum::<u64>();
-    let open = |cache_bytes_max| {
-        Model::open(&hatchback::io::disk::system(), &flash, Budget { cache_bytes_max, ..budget })
-            .err()
-    };
+    let open = |cache_bytes_max| open_model(&flash, Budget { cache_bytes_max, ..budget }).err();
 
     assert_eq!(open(least).map(|e| e.to_string()), None);
     let error = open(least - 1).unwrap().to_string();
@@ -553,7 +547,7 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     let refused = |change: &dyn Fn(&mut Budget)| {
         let mut budget = Budget::default();
         change(&mut budget);
-        match Model::open(&hatchback::io::disk::system(), &flash, budget) {
+        match open_model(&flash, budget) {
             Err(OpenError::Budget { field, .. }) => field,
             Err(e) => panic!("{e}"),
             Ok(_) => panic!("opened"),
@@ -571,12 +565,12 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     bytes[40] ^= 1;
     std::fs::write(&segment, bytes).unwrap();
     assert_eq!(refused(&|b| b.memory_bytes_max = 1 << 12), "memory_bytes_max");
-    let opened = Model::open(&hatchback::io::disk::system(), &flash, Budget::default());
+    let opened = open_model(&flash, Budget::default());
     assert!(matches!(opened, Err(OpenError::Segment(_))), "a damaged resident table is served");
 
     let packed = small_plan(1, &[5]).pack();
     let budget = Budget { cache_bytes_max: 100, resident_bytes_max: 0, ..Budget::default() };
-    let refused = Model::open(&hatchback::io::disk::system(), &packed.install(), budget);
+    let refused = open_model(&packed.install(), budget);
     let refused = refused.err().unwrap();
     assert!(matches!(refused, OpenError::Budget { field: "cache_bytes_max", .. }), "{refused}");
 }

@@ -1,9 +1,11 @@
 //! Several models in one process share one memory budget. No caller notices loads, swaps and
 //! unloads, of the same model or of another.
 
+use hatchback::car::follower::Follower;
 use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
+use hatchback::maintenance::compact::Compaction;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::{ExplainError, explain_served};
 use hatchback::request::open::NextNetwork;
@@ -11,9 +13,15 @@ use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
+use hatchback_tests::models::{
+    FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install, install_on,
+};
 use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::versions::Versions;
 use hatchback_tools::pack::spec::CodecChoice;
+use std::cell::RefCell;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -282,8 +290,7 @@ fn an_update_may_change_the_tables_of_a_feature() {
 
     for next in 1..3 {
         let slots = serving.model("m").unwrap().cache_slots();
-        install(directory, &made[next].packed.bundle);
-        let flash = Flash::open(&disk::system(), directory).unwrap();
+        let flash = install(directory, &made[next].packed.bundle);
         let dropped = serving.swap("m", &flash, budget(), &|_| {}).unwrap().dropped;
         assert_eq!(dropped == slots, next == 2, "{dropped} of {slots}");
         assert_eq!(score(&serving, "m", &schema, &samples, &made), next as u64 + 1);
@@ -394,10 +401,9 @@ fn an_explanation_is_refused_until_an_update_is_swapped() {
     let directory = made.flash.directory();
     let explain = || explain_served(&serving, "a", directory, r#"{"dense": [1, 2]}"#);
     let before = explain().unwrap().generation;
-    install(directory, &next.bundle);
+    let flash = install(directory, &next.bundle);
     let refused = explain().map(drop).unwrap_err();
     assert!(matches!(refused, ExplainError::Swap), "{refused}");
-    let flash = Flash::open(&disk::system(), directory).unwrap();
     serving.swap("a", &flash, budget(), &|_| {}).unwrap();
     assert_ne!(explain().unwrap().generation, before);
 }
@@ -414,4 +420,50 @@ fn an_awaited_plan_refuses_no_swap() {
     serving.get("a").unwrap().offer_next(network);
     assert_eq!((total(&serving), serving.memory_kept()), (4 * each, each));
     serving.swap("a", &two.flash, budget(), &|_| {}).unwrap();
+}
+
+thread_local! {
+    /// Calls of the follower's disk before the merge, and the merge.
+    static MERGE: RefCell<(usize, Option<Box<dyn FnOnce()>>)> = RefCell::default();
+}
+
+/// Counts a call of the follower's disk, and merges if it is the chosen one.
+fn merge_at_call() {
+    let due = MERGE.with_borrow_mut(|(left, merge)| match left.checked_sub(1) {
+        None => merge.take(),
+        Some(fewer) => {
+            *left = fewer;
+            None
+        }
+    });
+    if let Some(merge) = due {
+        merge();
+    }
+}
+
+/// The follower has no lock, so the merge removes the delta that it has read of.
+#[test]
+fn a_follower_loads_beside_a_merge_whenever_it_comes() {
+    let (versions, directory) = (Versions::new(2, 200, 47), Path::new("/flash"));
+    for calls in 0.. {
+        let disk = SimDisk::default();
+        for bundle in &versions.deltas {
+            install_on(&disk.shared(), directory, bundle);
+        }
+        let daemon = disk.clone();
+        let merge = move || {
+            let mut flash = Flash::open(&daemon.shared(), directory).unwrap();
+            let mut merge = Compaction::begin(&flash, 0).unwrap().unwrap();
+            while merge.step(&flash, 100, u64::MAX).unwrap() {}
+            merge.finish(&mut flash).unwrap();
+        };
+        MERGE.set((calls, Some(Box::new(merge))));
+        let (serving, process) = (serving(1 << 30).stepped(), disk.process(merge_at_call));
+        let loaded = Follower::load(&process.shared(), directory, None, &serving, budget());
+        assert!(loaded.is_ok(), "a merge after {calls} calls: {:?}", loaded.err());
+        if MERGE.take().1.is_some() {
+            assert!(calls > 10);
+            return;
+        }
+    }
 }

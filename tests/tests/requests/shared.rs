@@ -68,28 +68,21 @@ fn push(form: Form, schema: &Schema, batch: &mut Batch, samples: &[Sample]) {
             .push(Column::new(f, if is_once { &samples[..samples.len().min(1)] } else { samples }));
     }
     if let Form::Once | Form::Repeated = form {
-        let bags = |f: usize| columns[f].bags();
+        let bags = |f: usize| Ok::<_, BatchError>(Some(columns[f].bags()));
         let shared_rows = if matches!(form, Form::Once) { 1 } else { samples.len() };
         let own = dense(false, samples);
         let shared = dense(true, &samples[..shared_rows.min(samples.len())]);
         let dense = DenseColumns { own: &own, shared: &shared, shared_rows };
         return batch.push_columns(schema, samples.len(), dense, bags).unwrap();
     }
-    for (at, sample) in samples.iter().enumerate() {
-        let dense = sample.dense.iter().copied();
-        let bag = |f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
-            keys.extend(&sample.sparse[f]);
-            weights.extend(sample.weights.get(f).into_iter().flatten());
-            Ok::<(), BatchError>(())
-        };
-        match at {
-            0 => batch.push_with(schema, dense, bag).unwrap(),
-            _ => {
-                let repeats = |_| matches!(form, Form::EachSample);
-                batch.continue_with(schema, dense, repeats, bag).unwrap();
-            }
-        }
-    }
+    let dense = |at: usize| samples[at].dense.iter().copied();
+    let bag = |at: usize, f: usize, keys: &mut Vec<u64>, weights: &mut Vec<f32>| {
+        keys.extend(&samples[at].sparse[f]);
+        weights.extend(samples[at].weights.get(f).into_iter().flatten());
+        Ok::<(), BatchError>(())
+    };
+    let repeats = |_| matches!(form, Form::EachSample);
+    batch.push_with(schema, samples.len(), dense, repeats, bag).unwrap();
 }
 
 /// Returns `sample` without its bags of shared features, or with these only.
@@ -308,22 +301,20 @@ fn a_shared_bag_that_differs_in_a_request_is_refused_by_its_feature_and_changes_
     let items = Bags::new(&[1, 2], &[0, 1, 2]);
     let users = Bags::new(&[7, 8], &[0, 1, 2]);
     let before = format!("{batch:?}");
-    let error = batch.push_columns(&schema, 2, &[0.0; 0], |f| [users, items][f]).unwrap_err();
+    let bags = |f: usize| Ok::<_, BatchError>(Some([users, items][f]));
+    let error = batch.push_columns(&schema, 2, &[0.0; 0], bags).unwrap_err();
     let said = "feature `user` is shared: sample 1 differs from the request's first";
     assert_eq!(error.to_string(), said);
     assert_eq!(format!("{batch:?}"), before);
 
-    let keys = |user: u64| {
-        move |f: usize, keys: &mut Vec<u64>, _: &mut Vec<f32>| -> Result<(), BatchError> {
-            keys.push([user, 1][f]);
-            Ok(())
-        }
+    let mut push = |users: [u64; 2]| {
+        let bag = |at: usize, f: usize, keys: &mut Vec<u64>, _: &mut Vec<f32>| {
+            keys.push([users[at], 1][f]);
+            Ok::<(), BatchError>(())
+        };
+        batch.push_with(&schema, 2, |_| [].into_iter(), |_| true, bag)
     };
-    batch.push_with(&schema, [].into_iter(), keys(7)).unwrap();
-    let before = format!("{batch:?}");
-    let error = batch.continue_with(&schema, [].into_iter(), |_| true, keys(8)).unwrap_err();
-    assert_eq!(error.to_string(), said);
-    assert_eq!(format!("{batch:?}"), before);
-    batch.continue_with(&schema, [].into_iter(), |_| true, keys(7)).unwrap();
+    assert_eq!(push([7, 8]).unwrap_err().to_string(), said);
+    push([7, 7]).unwrap();
     assert_eq!((batch.ends(), batch.bags(0).keys), ([2].as_slice(), [7].as_slice()));
 }

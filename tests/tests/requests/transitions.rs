@@ -2,7 +2,6 @@
 //! rows of one generation, bit for bit, and rows that did not change are not read again. Callers
 //! submit requests throughout.
 
-use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
@@ -14,6 +13,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{Placement, Schema};
 use hatchback::unmix;
+use hatchback_tests::models::install;
 use hatchback_tests::versions::{Kind, Rows, Versions};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -54,11 +54,6 @@ fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64
         assert_eq!(found, expected, "generation {sequence}: keys {index} and {hashed:x}");
     }
     sequence
-}
-
-fn install(directory: &Path, bundle: &Path) -> Flash {
-    Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle).unwrap(), |_| {})
-        .unwrap()
 }
 
 /// A served model of several generations, and every key that any of them has.

@@ -37,7 +37,8 @@ fn ask(car: &Car, n: u64) {
 /// Returns whether a car has a release after the first, and the scores of a caller of release 1
 /// and of one of release 2 with these keys.
 fn scores(car: &Car, [a, b, c]: [u64; 3]) -> (bool, [Vec<f32>; 2]) {
-    let model = Model::open(&car.sync.disk, &car.sync.flash, Budget::default()).unwrap();
+    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let model = Model::from_flash(&flash, Budget::default()).unwrap();
     let is_new = model.generation().sequence > 1;
     let mut worker = Worker::new(Arc::new(model), Arc::new(SystemClock::default()));
     let old = vec![input("a", "INT64", json!(a), false), input("b", "INT64", json!(b), false)];

@@ -359,7 +359,8 @@ fn a_lost_generation_is_rebuilt_from_what_is_listed() {
                 }
             }
             // The serving process reports what it finds when it opens the generation.
-            let opened = Model::open(&car.sync.disk, &car.sync.flash, Budget::default());
+            let opened = Flash::open(&car.sync.disk, &car.sync.flash).map_err(OpenError::from);
+            let opened = opened.and_then(|flash| Model::from_flash(&flash, Budget::default()));
             assert!(opened.is_err(), "{what}");
             let repair = hatchback::update::install_status::Repair::AnySnapshot;
             car.sync.require_repair(repair).unwrap();

@@ -272,7 +272,8 @@ impl Workload {
             Distribution::Histogram(file) => observed_keys(&schema, &read_samples(file, &schema)?),
             _ => table_keys(flash, &schema)?,
         };
-        let sample = Sample { sparse: vec![Vec::new(); features.len()], ..Sample::default() };
+        let (sparse, weights) = (vec![Vec::new(); features.len()], vec![vec![]; features.len()]);
+        let sample = Sample { sparse, weights, ..Sample::default() };
         let (distribution, rng) = (distribution.clone(), StdRng::seed_from_u64(seed));
         Ok(Self { schema, distribution, sizes, features, rng, sample })
     }
@@ -294,7 +295,8 @@ impl Workload {
         &self.distribution
     }
 
-    /// Draws the next sample: dense values from N(0, 1), keys from the distribution.
+    /// Draws the next sample: dense values from N(0, 1), keys from the distribution. Each weight is
+    /// 1.
     pub fn sample(&mut self) -> &Sample {
         let rng = &mut self.rng;
         let dense = self
@@ -305,10 +307,12 @@ impl Workload {
             .collect();
         self.sample.dense = dense;
         for (f, bag) in self.sample.sparse.iter_mut().enumerate() {
-            let most = self.schema.features[f].hotness_max;
+            let feature = &self.schema.features[f];
+            let most = feature.hotness_max;
             let size = if self.sizes == BagSizes::Full { most } else { rng.random_range(1..=most) };
             bag.clear();
             bag.extend((0..size).filter_map(|_| self.features[f].draw(&self.distribution, rng)));
+            self.sample.weights[f].resize(if feature.weighted { bag.len() } else { 0 }, 1.0);
         }
         &self.sample
     }
@@ -321,6 +325,7 @@ impl Workload {
         for sample in others {
             for f in (0..schema.features.len()).filter(|f| schema.features[*f].shared) {
                 sample.sparse[f].clone_from(&first.sparse[f]);
+                sample.weights[f].clone_from(&first.weights[f]);
             }
             for d in (0..sample.dense.len()).filter(|d| schema.dense_features[*d].shared) {
                 sample.dense[d] = first.dense[d];
@@ -346,10 +351,14 @@ fn observed_keys(schema: &Schema, samples: &[Sample]) -> Vec<KeySource> {
         .collect()
 }
 
-/// Returns the keys of each feature's smallest table. Features of one table share its keys.
+/// Returns the keys of each feature's smallest table. Features of one table share its keys. A
+/// retired feature has none.
 fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<KeySource>> {
     let mut tables = BTreeMap::new();
     let mut keys = |f: usize| {
+        if schema.features[f].retired {
+            return Ok(KeySource::Observed(Arc::default()));
+        }
         let numbers = schema.lookups_of(f).map(|lookup| usize::from(lookup.table));
         let smallest = numbers.min_by_key(|&number| schema.tables[number].rows);
         let number = smallest.context("a feature without a table")?;

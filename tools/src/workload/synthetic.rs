@@ -407,4 +407,24 @@ mod tests {
         let (skewed, even) = (hit_rate("powerlaw:1.05"), hit_rate("uniform"));
         assert!(skewed > even + 0.2, "{skewed} {even}");
     }
+
+    #[test]
+    fn a_load_fits_a_model_with_retired_shared_and_weighted_features() {
+        let directory = tempfile::tempdir().unwrap();
+        let (mut spec, sources) = criteo(100);
+        let retired = FeatureSpec { tables: Vec::new(), ..FeatureSpec::sum("old", "", 2) };
+        spec.features.push(FeatureSpec { retired: true, ..retired });
+        (spec.features[0].weights, spec.features[0].shared) = (true, true);
+        let bundle = directory.path().join("a.hbm");
+        pack(spec, &sources, None, &bundle, &mut |_, _| ()).unwrap();
+        let flash = install(&bundle, &directory.path().join("flash")).unwrap();
+        let model = Arc::new(Model::from_flash(&flash, Budget::default()).unwrap());
+        for sizes in [BagSizes::Full, BagSizes::Random] {
+            let mut workload = Workload::new(&flash, &Distribution::Uniform, sizes, 1).unwrap();
+            let mut batch = model.batch();
+            workload.fill(&mut batch, 8).unwrap();
+            assert!(batch.bags(26).keys.is_empty());
+            worker(&model).score(&batch, None).unwrap();
+        }
+    }
 }

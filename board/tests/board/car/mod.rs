@@ -6,11 +6,11 @@
 
 use hatchback::clock::SystemClock;
 use hatchback::io::disk;
-use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::Pipeline;
 use hatchback::{Program, Sample, UpdateState, UpdateStatus, Updater};
 use hatchback_tests::client::Client;
+use hatchback_tests::models::open_model;
 use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
@@ -164,7 +164,7 @@ fn change_rows(path: &Path, generation: usize) {
 fn scores(bundle: &Path, lines: &[String]) -> Vec<f64> {
     let flash = bundle.with_extension("flash");
     install(bundle, &flash).unwrap();
-    let model = Arc::new(Model::open(&disk::system(), &flash, Budget::default()).unwrap());
+    let model = Arc::new(open_model(&flash, Budget::default()).unwrap());
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default())).unwrap();
     let score = |line: &String| {
         let mut batch = model.batch();
