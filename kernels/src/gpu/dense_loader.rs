@@ -124,7 +124,7 @@ struct Loader<'a> {
 
 /// The inputs of a plan of TensorRT, and where it is kept.
 struct Inputs<'a> {
-    tensorrt: &'a TensorRt,
+    tensorrt: &'a Arc<TensorRt>,
     plans: Plans,
     path: PathBuf,
     build: Build<'a>,
