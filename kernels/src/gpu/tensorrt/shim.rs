@@ -1,6 +1,6 @@
-//! The C interface of `tensorrt/shim.cpp`: loads the shim and TensorRT, builds plans, loads them, and
-//! owns the objects that the shim returns. All unsafe code for TensorRT is here. Never chooses between
-//! backends.
+//! The C interface of `tensorrt/shim.cpp`: loads the shim and TensorRT, builds plans, loads them,
+//! and owns the objects that the shim returns. All unsafe code for TensorRT is here. Never chooses
+//! between backends.
 
 #![allow(unsafe_code)]
 
@@ -350,8 +350,8 @@ impl TensorRt {
         self.version
     }
 
-    /// Creates the runtime, which a load needs. The GPU must be open: without a driver some releases
-    /// crash instead of failing.
+    /// Creates the runtime, which a load needs. The GPU must be open: without a driver some
+    /// releases crash instead of failing.
     ///
     /// # Errors
     /// [`TensorRtError::Refused`].
