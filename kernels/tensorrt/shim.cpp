@@ -41,7 +41,7 @@ using namespace nvinfer1;
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 7;
+constexpr int32_t INTERFACE = 8;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -357,12 +357,18 @@ API size_t hatchback_trt_plan_bytes(IHostMemory const* plan) { return plan->size
 
 API void hatchback_trt_drop_plan(IHostMemory* plan) { delete plan; }
 
-// Loads a plan. CUDA must be initialized: without a driver some releases crash in the next call.
-API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes, Engine** out, char* text, size_t size) {
+// Creates the runtime, unless the library has one. CUDA must be initialized: without a driver some releases crash here.
+API int32_t hatchback_trt_start(Library* library, char* text, size_t size) {
     Problem const problem{text, size};
     Log& log = begin_call();
     if (!library->runtime) library->runtime.reset(static_cast<IRuntime*>(library->make_runtime(&log, NV_TENSORRT_VERSION)));
-    if (!library->runtime) return log.refused("no runtime", problem);
+    return library->runtime ? int32_t{DONE} : log.refused("no runtime", problem);
+}
+
+// Loads a plan into the runtime.
+API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes, Engine** out, char* text, size_t size) {
+    Problem const problem{text, size};
+    Log& log = begin_call();
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR > 8 || NV_TENSORRT_MINOR >= 6
     library->runtime->setEngineHostCodeAllowed(false); // the default, made explicit; 8.5 has no such plans
 #endif

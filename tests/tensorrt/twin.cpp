@@ -4,7 +4,7 @@
 // TWIN_AWAITS, the name of a FIFO, a build lasts until the FIFO has a letter: `g` for a good plan, `u` for
 // a GPU that it does not know, `d` for a plan that the library refuses, `w` for wrong scores of samples
 // with a value above 1.5, `s` for a wait for the whole GPU on a thread of its own: if the driver refuses
-// that, the build fails at the next letter. Plans are text. It accepts and refuses the same calls as
+// that, the build fails at the next letter. `l` is for a plan whose loads await a letter too. Plans are text. It accepts and refuses the same calls as
 // TensorRT, as far as the shim can observe. It never computes a network.
 #include "NvInfer.h"
 #include "NvOnnxParser.h"
@@ -21,6 +21,10 @@
 #include <vector>
 using namespace nvinfer1;
 
+// Bytes that a runtime takes.
+#ifndef TWIN_RUNTIME_BYTES
+#define TWIN_RUNTIME_BYTES 0
+#endif
 // Bytes in which a context runs.
 constexpr int64_t RUN_BYTES = 4096;
 
@@ -157,7 +161,7 @@ struct Builder : IBuilder {
         if (letter == 'u') { say("Target GPU SM 87 is not supported by this TensorRT release."); return nullptr; }
         if (letter == 'd') plan << "damaged ";
 #endif
-        plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << (letter == 'w') << ' ' << config.shares << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
+        plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << (letter == 'w') << ' ' << (letter == 'l') << ' ' << config.shares << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
         for (auto& [name, dims] : config.profiles[0]->most) {
             int64_t width = 1;
             for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
@@ -231,7 +235,7 @@ struct Input {
     }
 };
 struct Plan {
-    bool fp16, is_wrong, shares;
+    bool fp16, is_wrong, awaits, shares;
     std::string output;
     std::vector<Input> inputs;
     std::vector<std::pair<int64_t, int64_t>> profiles;
@@ -348,6 +352,8 @@ struct Engine : ICudaEngine {
     }
 };
 struct Runtime : IRuntime {
+    // Written, so that the process has it.
+    std::vector<char> own = std::vector<char>(TWIN_RUNTIME_BYTES, 1);
     bool host_code = true;
     void setEngineHostCodeAllowed(bool allowed) noexcept override { host_code = allowed; }
     ICudaEngine* deserializeCudaEngine(void const* data, size_t bytes) noexcept override {
@@ -356,7 +362,7 @@ struct Runtime : IRuntime {
         int version = 0;
         size_t inputs = 0;
         auto engine = std::make_unique<Engine>();
-        text >> magic >> version >> engine->plan.fp16 >> engine->plan.is_wrong >> engine->plan.shares >> engine->plan.output >> inputs;
+        text >> magic >> version >> engine->plan.fp16 >> engine->plan.is_wrong >> engine->plan.awaits >> engine->plan.shares >> engine->plan.output >> inputs;
         if (magic != "twin" || version != NV_TENSORRT_VERSION) { say("the plan is of another release"); return nullptr; }
         for (size_t i = 0; i < inputs; i++) {
             Input input{};
@@ -367,6 +373,9 @@ struct Runtime : IRuntime {
         text >> profiles;
         engine->plan.profiles.resize(profiles);
         for (auto& [least, most] : engine->plan.profiles) text >> least >> most;
+#ifdef TWIN_AWAITS
+        if (engine->plan.awaits && next_letter() == 's' && !waits_for_gpu()) { next_letter(); return nullptr; }
+#endif
 #if TWIN_MAJOR > 8 || TWIN_MINOR >= 6
         if (host_code) { say("host code is allowed"); return nullptr; }
 #endif

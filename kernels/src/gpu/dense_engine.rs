@@ -65,7 +65,7 @@ impl TensorRtOptions {
     ///
     /// # Errors
     /// As [`TensorRt::open`], or [`TensorRtError::UnknownGpu`] if the release is older than `gpu`.
-    pub fn open(&self, gpu: &Gpu) -> Result<TensorRt, TensorRtError> {
+    pub fn open(&self, gpu: &Gpu) -> Result<Arc<TensorRt>, TensorRtError> {
         let libraries = self.libraries.as_ref();
         let libraries = libraries.map(|(core, parser)| (core.as_path(), parser.as_path()));
         let tensorrt = TensorRt::open(&self.shim, libraries)?;
@@ -107,19 +107,25 @@ impl GpuDense {
     /// ended with the process.
     pub fn begin_build(&self, gpu: &Gpu, onnx: &[u8]) -> Result<Option<OpenBuild>, GpuDenseError> {
         let Some((options, _)) = self.tensorrt() else { return Ok(None) };
-        Ok(Some(Plans::new(&options.plans).begin_build(&options.open(gpu)?, onnx)?))
+        let tensorrt = options.open(gpu)?;
+        Ok(Some(Plans::new(&options.plans).begin_build(&tensorrt, onnx)?))
     }
 
     /// Returns the bytes that the driver takes on `device`, with our kernels and the libraries that
     /// the target allows. Loads what is not loaded yet; what cannot be loaded takes nothing. Of
-    /// TensorRT it has the library alone: the runtime and the parser, which a model's first plan
-    /// starts, are in no line of the memory plan.
+    /// TensorRT it has the library and a runtime. The parser, which a build loads, is in no line of
+    /// the memory plan.
     pub fn driver_bytes(&self, device: &Device) -> u64 {
         let Device::Cuda(gpu) = device else { return 0 };
+        let start = |options: &TensorRtOptions| {
+            let tensorrt = options.open(gpu)?;
+            tensorrt.start(gpu).map(|()| tensorrt)
+        };
         let load = || {
             let modules = [CHANGES, LOOKUP, IMAGES].map(|images| gpu.module(&images));
             let factors = self.precision.factors();
-            (modules, self.release_on(device), factors.map(|factors| Cublas::open(gpu, factors)))
+            let tensorrt = self.tensorrt().map(|(options, _)| start(options));
+            (modules, tensorrt, factors.map(|factors| Cublas::open(gpu, factors)))
         };
         gpu.opened_bytes + gpu.footprint_of(load).1
     }

@@ -24,9 +24,9 @@ use crate::simd::isa::Isa;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Attempts to build a plan of which all but the last failed while a graph was recorded. Starts and
-/// swaps record, for milliseconds, so a third failure has another reason.
-const BUILD_ATTEMPTS: usize = 3;
+/// Attempts to build or load a plan of which all but the last failed while a graph was recorded.
+/// Starts and swaps record, for milliseconds, so a third failure has another reason.
+const ATTEMPTS: usize = 3;
 
 /// A plan that was built here and gave the CPU's scores on generated samples. No engine uses it
 /// before it is kept.
@@ -80,7 +80,7 @@ impl DeviceEngine {
     ) -> Result<Option<BuiltPlan>, GpuDenseError> {
         let Some((tensorrt, precision)) = options.dense.tensorrt() else { return Ok(None) };
         Loader::of(gpu, network, options, |loader| {
-            let build = |inputs: &Inputs<'_>| loader.build_plan(inputs);
+            let build = |inputs: &Inputs<'_>| loader.repeated(|| loader.build_plan(inputs));
             loader.on_tensorrt(tensorrt, precision, &mut Vec::new(), build)
         })
     }
@@ -124,7 +124,7 @@ struct Loader<'a> {
 
 /// The inputs of a plan of TensorRT, and where it is kept.
 struct Inputs<'a> {
-    tensorrt: &'a TensorRt,
+    tensorrt: &'a Arc<TensorRt>,
     plans: Plans,
     path: PathBuf,
     build: Build<'a>,
@@ -282,27 +282,27 @@ impl Loader<'_> {
         self.load_plan(inputs, &plan, "kept from before")
     }
 
-    /// Builds the plan as [`Loader::build_once`] does, and again if a recording may have been what
-    /// failed it: TensorRT's threads wait for the whole GPU, which a driver refuses meanwhile.
-    fn build_plan(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
-        let mut again = 1..BUILD_ATTEMPTS;
+    /// Calls `work`, and again if a recording may have been what failed it: TensorRT's threads wait
+    /// for the whole GPU, which a driver refuses meanwhile.
+    fn repeated<T>(&self, work: impl Fn() -> Result<T, GpuDenseError>) -> Result<T, GpuDenseError> {
+        let mut again = 1..ATTEMPTS;
         loop {
             let before = self.gpu.recordings();
-            match self.build_once(inputs) {
+            match work() {
                 Err(GpuDenseError::TensorRt(e))
                     if matches!(*e, TensorRtError::Refused(_))
                         && self.gpu.recordings() != before
                         && again.next().is_some() =>
                 {
-                    log::warn!("a build failed beside a recording, and is repeated: {e}");
+                    log::warn!("a plan failed beside a recording, and is tried again: {e}");
                 }
-                built => return built,
+                done => return done,
             }
         }
     }
 
     /// Builds the plan, unless the kept one is good.
-    fn build_once(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
+    fn build_plan(&self, inputs: &Inputs<'_>) -> Result<Option<BuiltPlan>, GpuDenseError> {
         match self.load_kept(inputs) {
             Ok(_) => return Ok(None),
             Err(e) if e.is_final() => return Err(e),
@@ -363,11 +363,14 @@ impl Loader<'_> {
     ) -> Result<DeviceEngine, GpuDenseError> {
         let Inputs { tensorrt, build, precision, .. } = inputs;
         let of_part = |part: &InputPart| build.inputs[part.input].of;
-        let types = self.parts.iter().map(of_part).collect();
+        let types: Vec<InputType> = self.parts.iter().map(of_part).collect();
         let name = format!("TensorRT {}, {}, plan {origin}", tensorrt.version(), precision.name());
-        let engine = tensorrt.load(self.gpu, plan, build)?;
-        let engine = self.engine(Backend::TensorRt { engine, name });
-        DeviceEngine { types, ..engine }.check(self.reference, precision.difference_bound())
+        self.repeated(|| {
+            let (name, types) = (name.clone(), types.clone());
+            let engine = tensorrt.load(self.gpu, plan, build)?;
+            let engine = self.engine(Backend::TensorRt { engine, name });
+            DeviceEngine { types, ..engine }.check(self.reference, precision.difference_bound())
+        })
     }
 }
 

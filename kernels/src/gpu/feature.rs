@@ -6,7 +6,7 @@ use crate::cache::address::TableHasher;
 use crate::cache::codec::{Codec, RowFormat};
 use crate::gpu::input_type::InputType;
 use crate::gpu::launch::{DeviceCacheView, DeviceFeature};
-use crate::gpu::numbers::{Alignment, CodecNumber, PoolingNumber, StorageNumber};
+use crate::gpu::numbers::{Alignment, StorageNumber, codec_number, pooling_number};
 use crate::gpu::tables::{DeviceIndex, DeviceTables, TableStorage};
 use crate::lookup::Pooling;
 
@@ -68,8 +68,8 @@ pub(crate) fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> D
         dim: format.dim() as u32,
         width: feature.width as u32,
         unit: format.unit(),
-        codec: CodecNumber::from(format.codec()) as u32,
-        pooling: PoolingNumber::from(pooling) as u32,
+        codec: codec_number(format.codec()),
+        pooling: pooling_number(pooling),
         weighted: feature.weighted.into(),
         ..DeviceFeature::default()
     };

@@ -1,51 +1,28 @@
-//! The numbers that the kernels and the host share: enums of `kernels/cuda/{lookup.cuh,dense.cu}`.
+//! The numbers that kernels and host share: of enums in `kernels/cuda/{lookup.cuh,dense.cu}`.
 //! A test below reads the sources and compares every name and number. Never launches anything.
 
 use crate::cache::codec::Codec;
 use crate::dense::graph::functions::{Map, Zip};
 use crate::lookup::Pooling;
 
-/// `Codec` of `lookup.cuh`.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CodecNumber {
-    F32,
-    F16,
-    U8,
-    U4,
-}
-
-impl From<Codec> for CodecNumber {
-    fn from(codec: Codec) -> Self {
-        match codec {
-            Codec::F32 => Self::F32,
-            Codec::F16 => Self::F16,
-            Codec::U8 => Self::U8,
-            Codec::U4 => Self::U4,
-        }
+/// Returns the number of `codec` in `Codec` of `lookup.cuh`.
+pub(crate) fn codec_number(codec: Codec) -> u32 {
+    match codec {
+        Codec::F32 => 0,
+        Codec::F16 => 1,
+        Codec::U8 => 2,
+        Codec::U4 => 3,
     }
 }
 
-/// `Pooling` of `lookup.cuh`.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PoolingNumber {
-    Sum,
-    Mean,
-    None,
-    Sqrtn,
-    Max,
-}
-
-impl From<Pooling> for PoolingNumber {
-    fn from(pooling: Pooling) -> Self {
-        match pooling {
-            Pooling::Sum => Self::Sum,
-            Pooling::Mean => Self::Mean,
-            Pooling::None => Self::None,
-            Pooling::Sqrtn => Self::Sqrtn,
-            Pooling::Max => Self::Max,
-        }
+/// Returns the number of `pooling` in `Pooling` of `lookup.cuh`.
+pub(crate) fn pooling_number(pooling: Pooling) -> u32 {
+    match pooling {
+        Pooling::Sum => 0,
+        Pooling::Mean => 1,
+        Pooling::None => 2,
+        Pooling::Sqrtn => 3,
+        Pooling::Max => 4,
     }
 }
 
@@ -155,10 +132,10 @@ mod tests {
     fn the_kernels_have_the_same_numbers() {
         let lookup = include_str!("../../cuda/lookup.cuh");
         let dense = include_str!("../../cuda/dense.cu");
-        use {CodecNumber as C, PoolingNumber as P, StepNumber as N, StorageNumber as S};
-        assert_same(lookup, "Codec", &[C::F32, C::F16, C::U8, C::U4].map(|c| (c, c as u32)));
+        use {Codec as C, Pooling as P, StepNumber as N, StorageNumber as S};
+        assert_same(lookup, "Codec", &[C::F32, C::F16, C::U8, C::U4].map(|c| (c, codec_number(c))));
         let poolings = [P::Sum, P::Mean, P::None, P::Sqrtn, P::Max];
-        assert_same(lookup, "Pooling", &poolings.map(|p| (p, p as u32)));
+        assert_same(lookup, "Pooling", &poolings.map(|p| (p, pooling_number(p))));
         let storages = [S::Cached, S::Resident, S::ResidentHashed];
         assert_same(lookup, "Storage", &storages.map(|s| (s, s as u32)));
         use Alignment::{AlignedF16, AlignedF32, AlignedRows, Unaligned};

@@ -381,6 +381,8 @@ impl Step {
                 .record(Self::stream_of, request)
                 .and_then(|_| graphs.record(Self::stream_of, complete));
             if let Err(e) = recorded {
+                // Not tried again before the next swap or load, which makes a new step. An idle
+                // worker would delay the request that ends its pause by the whole recording.
                 log::warn!("requests run without graphs, which the GPU refuses: {e}");
                 *refused = Some(e);
                 return Ok(());

@@ -599,6 +599,9 @@ impl RowChanges {
     /// `CudaError::Driver` if the GPU cannot be waited for.
     pub fn recover(&mut self) -> Result<()> {
         self.collected.clear();
-        self.tables.changes().wait()
+        // The stream's order makes the event the last of the launches that failed. The lock is
+        // released before the host waits, because requests with missing rows take it.
+        self.tables.changes().record(&self.made.event)?;
+        self.made.event.wait()
     }
 }

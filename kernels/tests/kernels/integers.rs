@@ -1,7 +1,8 @@
 //! Values that only a run can judge: indices, lengths and integers out of their range, and infinite
 //! logits. Each leaves its own sample without a score, and no other sample.
 
-use crate::limits::{floats, ints, network, node, scores, tensor};
+use crate::limits::{network, scores};
+use crate::onnx_files::{floats, ints, node, quarters, tensor};
 use hatchback_kernels::dense::graph::onnx::*;
 use hatchback_kernels::dense::{Activation, DenseEngine, JOINED_OUTPUT, join_outputs};
 use prost::Message;
@@ -9,8 +10,8 @@ use prost::Message;
 /// The nodes that make the integer `i`, `[batch, 1]`, of the first input.
 fn first_integer() -> Vec<NodeProto> {
     vec![
-        node("Gather", &["x", "zero"], &["first"], &[("axis", 1)]),
-        node("Cast", &["first"], &["i"], &[("to", 7)]),
+        node("Gather", &["x", "zero"], &["first"], &[("axis", &[1])]),
+        node("Cast", &["first"], &["i"], &[("to", &[7])]),
     ]
 }
 
@@ -25,12 +26,12 @@ fn of_integers(nodes: &[NodeProto], tensors: &[TensorProto], firsts: [f32; 2]) -
 
 /// The node that makes the output of `from`.
 fn output(from: &str) -> NodeProto {
-    node("Cast", &[from], &["out"], &[("to", 1)])
+    node("Cast", &[from], &["out"], &[("to", &[1])])
 }
 
 #[test]
 fn an_index_out_of_range_leaves_only_its_sample_without_a_score() {
-    let table = TensorProto { float_data: vec![10.0, 20.0, 30.0], ..floats("table", &[3]) };
+    let table = floats("table", &[3], &[10.0, 20.0, 30.0]);
     let gather = |firsts| {
         of_integers(
             &[node("Gather", &["table", "i"], &["out"], &[])],
@@ -44,7 +45,11 @@ fn an_index_out_of_range_leaves_only_its_sample_without_a_score() {
     assert_eq!(gather([f32::MAX, 0.0]), [None, Some(10.0)]);
 
     let at = |firsts| {
-        of_integers(&[node("GatherElements", &["x", "i"], &["out"], &[("axis", 1)])], &[], firsts)
+        of_integers(
+            &[node("GatherElements", &["x", "i"], &["out"], &[("axis", &[1])])],
+            &[],
+            firsts,
+        )
     };
     assert_eq!(at([1.0, 3.0]), [Some(0.5), Some(4.0)]);
     assert_eq!(at([4.0, -2.0]), [None, Some(3.0)]);
@@ -77,7 +82,7 @@ fn integers_are_exact_or_their_sample_has_no_score() {
 
     // f32 would round a sum on the way.
     let sum = [
-        node("Concat", &["i", "i", "n"], &["all"], &[("axis", 1)]),
+        node("Concat", &["i", "i", "n"], &["all"], &[("axis", &[1])]),
         node("ReduceSum", &["all", "last"], &["r"], &[]),
         output("r"),
     ];
@@ -90,11 +95,11 @@ fn integers_are_exact_or_their_sample_has_no_score() {
 fn a_length_out_of_range_leaves_only_its_sample_without_a_score() {
     let nodes = [
         node("Reshape", &["i", "line"], &["flat"], &[]),
-        node("Cast", &["flat"], &["length"], &[("to", 6)]),
+        node("Cast", &["flat"], &["length"], &[("to", &[6])]),
         node("Reshape", &["x", "steps"], &["wide"], &[]),
         node("Transpose", &["wide"], &["turned"], &[]),
         node("Reshape", &["turned", "sequence"], &["s"], &[]),
-        node("RNN", &["s", "w", "r", "", "length"], &["", "last"], &[("hidden_size", 1)]),
+        node("RNN", &["s", "w", "r", "", "length"], &["", "last"], &[("hidden_size", &[1])]),
         node("Reshape", &["last", "column"], &["out"], &[]),
     ];
     let tensors = [
@@ -102,8 +107,8 @@ fn a_length_out_of_range_leaves_only_its_sample_without_a_score() {
         ints("steps", &[-1, 4]),
         ints("sequence", &[4, -1, 1]),
         ints("column", &[-1, 1]),
-        floats("w", &[1, 1, 1]),
-        floats("r", &[1, 1, 1]),
+        quarters("w", &[1, 1, 1]),
+        quarters("r", &[1, 1, 1]),
     ];
     let last = |firsts| of_integers(&nodes, &tensors, firsts);
     let one = |x: f32| (x * 0.25).tanh();
@@ -121,7 +126,7 @@ fn a_gru_with_lengths_ends_where_a_shorter_one_does() {
             "GRU",
             &["s", "w", "r", "", length],
             &["", "last"],
-            &[("hidden_size", 1), ("linear_before_reset", before)],
+            &[("hidden_size", &[1]), ("linear_before_reset", &[before])],
         );
         gru.attribute.push(AttributeProto {
             name: Some("direction".to_owned()),
@@ -131,20 +136,20 @@ fn a_gru_with_lengths_ends_where_a_shorter_one_does() {
         });
         let nodes = [
             node("Reshape", &["i", "line"], &["flat"], &[]),
-            node("Cast", &["flat"], &["length"], &[("to", 6)]),
+            node("Cast", &["flat"], &["length"], &[("to", &[6])]),
             node("Transpose", &["x"], &["turned"], &[]),
             node("Unsqueeze", &["turned", "end"], &["all"], &[]),
             node("Slice", &["all", "zero", "steps"], &["s"], &[]),
             gru,
             node("Reshape", &["last", "column"], &["out"], &[]),
         ];
-        let r = TensorProto { float_data: vec![0.5, -0.75, 1.25], ..floats("r", &[1, 3, 1]) };
+        let r = floats("r", &[1, 3, 1], &[0.5, -0.75, 1.25]);
         let tensors = [
             ints("line", &[-1]),
             ints("end", &[2]),
             ints("steps", &[steps]),
             ints("column", &[-1, 1]),
-            floats("w", &[1, 3, 1]),
+            quarters("w", &[1, 3, 1]),
             r,
         ];
         of_integers(&nodes, &tensors, [2.0, 4.0])
@@ -164,7 +169,7 @@ fn a_product_by_a_vector_drops_its_axis() {
         node("MatMul", &["m", "v"], &["q"], &[]),
         node("Mul", &["q", "q"], &["out"], &[]),
     ];
-    let tensors = vec![ints("square", &[-1, 2, 2]), floats("v", &[2])];
+    let tensors = vec![ints("square", &[-1, 2, 2]), quarters("v", &[2])];
     let x = [1.0, 3.0, 2.0, 6.0, 0.0, 4.0, -4.0, 0.0];
     assert_eq!(scores(nodes, tensors, x), [1.0, 4.0, 1.0, 1.0]);
 }
@@ -172,7 +177,7 @@ fn a_product_by_a_vector_drops_its_axis() {
 #[test]
 fn the_sigmoid_of_an_infinite_logit_is_no_score() {
     let nodes = vec![
-        node("Gather", &["x", "zero"], &["first"], &[("axis", 1)]),
+        node("Gather", &["x", "zero"], &["first"], &[("axis", &[1])]),
         node("Mul", &["first", "first"], &["out"], &[]),
     ];
     let model = network(nodes, vec![tensor("zero", &[1], &[0])]).encode_to_vec();
@@ -189,7 +194,7 @@ fn the_sigmoid_of_an_infinite_logit_is_no_score() {
 
 /// Returns the scores of `nodes` behind `logit`, for a logit of 2 and for `other`.
 fn behind(nodes: Vec<NodeProto>, other: f32) -> Vec<f32> {
-    let bound = |name: &str, value| TensorProto { float_data: vec![value], ..floats(name, &[]) };
+    let bound = |name: &str, value| floats(name, &[], &[value]);
     let tensors = vec![
         tensor("zero", &[1], &[0]),
         ints("flat", &[-1, 1]),
@@ -197,7 +202,7 @@ fn behind(nodes: Vec<NodeProto>, other: f32) -> Vec<f32> {
         bound("high", 1.0),
         bound("mask", f32::NEG_INFINITY),
     ];
-    let first = node("Gather", &["x", "zero"], &["logit"], &[("axis", 1)]);
+    let first = node("Gather", &["x", "zero"], &["logit"], &[("axis", &[1])]);
     let all = std::iter::once(first).chain(nodes).collect();
     scores(all, tensors, [2.0, 0.0, 0.0, 0.0, other, 0.0, 0.0, 0.0])
 }

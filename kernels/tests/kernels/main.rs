@@ -8,5 +8,6 @@ mod integers;
 mod limits;
 mod lookups;
 mod onnx_cases;
+mod onnx_files;
 mod shared;
 mod small_graphs;

@@ -1,12 +1,14 @@
 //! Small graphs of every operator: the plan is compared with rten on the same file, and invalid
 //! files are refused.
 
+use crate::onnx_files::{floats, ints, model, node};
 use hatchback_kernels::dense::graph::onnx::*;
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
 use prost::Message;
 use rten::{ModelOptions, ValueOrView, ValueView};
 
-fn info(name: &str, shape: &[i64]) -> ValueInfoProto {
+/// Returns an input of floats, `[batch, shape]`.
+fn input(name: &str, shape: &[i64]) -> ValueInfoProto {
     let open = Dimension { dim_value: None, dim_param: Some("batch".to_owned()) };
     let fixed = |&n: &i64| Dimension { dim_value: Some(n), dim_param: None };
     let shape =
@@ -15,59 +17,9 @@ fn info(name: &str, shape: &[i64]) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type }) }
 }
 
-fn floats(name: &str, dims: &[i64], values: &[f32]) -> TensorProto {
-    let (name, dims, float_data) = (Some(name.to_owned()), dims.to_vec(), values.to_vec());
-    TensorProto { name, dims, data_type: Some(FLOAT), float_data, ..TensorProto::default() }
-}
-
-fn ints(name: &str, values: &[i64]) -> TensorProto {
-    let raw = values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-    TensorProto {
-        name: Some(name.to_owned()),
-        dims: vec![values.len() as i64],
-        data_type: Some(7),
-        raw_data: Some(raw.into()),
-        ..TensorProto::default()
-    }
-}
-
-fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, &[i64])]) -> NodeProto {
-    let owned = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect();
-    let attribute = |(name, values): &(&str, &[i64])| {
-        let name = Some((*name).to_owned());
-        match values {
-            [one]
-                if !["perm", "axes", "split", "strides", "dilations"]
-                    .contains(&name.as_deref().unwrap()) =>
-            {
-                AttributeProto { name, i: Some(*one), r#type: Some(2), ..AttributeProto::default() }
-            }
-            _ => AttributeProto {
-                name,
-                ints: values.to_vec(),
-                r#type: Some(7),
-                ..AttributeProto::default()
-            },
-        }
-    };
-
-    NodeProto {
-        input: owned(inputs),
-        output: owned(outputs),
-        name: Some(outputs.concat()),
-        op_type: Some(op.to_owned()),
-        attribute: attributes.iter().map(attribute).collect(),
-        ..NodeProto::default()
-    }
-}
-
 /// Returns a network with the inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`.
-fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
-    let (input, output) = (vec![info("x", &[4]), info("y", &[3, 4])], vec![info("out", &[1])]);
-    let graph = GraphProto { node, initializer, input, output, ..GraphProto::default() };
-    let opset = OperatorSetIdProto { domain: Some(String::new()), version: Some(13) };
-    let (graph, opset_import) = (Some(graph), vec![opset]);
-    ModelProto { ir_version: Some(7), graph, opset_import, ..ModelProto::default() }
+fn network(nodes: Vec<NodeProto>, tensors: Vec<TensorProto>) -> ModelProto {
+    model(13, vec![input("x", &[4]), input("y", &[3, 4])], nodes, tensors)
 }
 
 fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {

@@ -39,7 +39,7 @@ impl Follower {
         let place = || name.map_or_else(|| directory.display().to_string(), str::to_owned);
         let load = |flash: &Flash| {
             let name = name.unwrap_or(&flash.manifest().generation.lineage);
-            serving.load(name, flash, budget).map(|()| name.to_owned())
+            serving.load(name, flash, budget).map(|_| name.to_owned())
         };
         let name = beside_merges(disk, directory, load).map_err(|e| unopened(place(), e))??;
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());

@@ -158,6 +158,23 @@ fn changes_leave_the_same_bytes() {
     }
 }
 
+/// A wait for the stream of changes would hold its lock, which requests with missing rows take.
+#[test]
+fn a_recovery_waits_for_its_own_changes_only() {
+    let _turn = standin::alone();
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
+    };
+    let mut twin = Twin::new(&standin::gpu(7), 0, 64, &mut Random::new(7));
+    twin.changes.add(RowKey { table: 0, key: 1 }, 0, Epoch::default());
+    stand_in.fault(c"update_rows", 0, 1);
+    assert!(twin.changes.update(&twin.staged, twin.stride).is_err());
+    stand_in.fault(c"wait", 0, 1);
+    twin.changes.recover().unwrap();
+    stand_in.fault(c"wait", 0, 0);
+    twin.check(&mut Random::new(8));
+}
+
 /// Sizes of the requests whose rows change during the query.
 struct LitmusSizes {
     batch: usize,

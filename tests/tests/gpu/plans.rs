@@ -21,7 +21,10 @@ use hatchback::schema::sample::Sample;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
-use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
+use hatchback_kernels::dense::Activation;
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, Precision, TensorRtOptions,
+};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install};
 use hatchback_tests::standin;
 use hatchback_tools::pack::spec::{CodecChoice, ProbeSpec};
@@ -34,6 +37,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 use tempfile::TempDir;
 
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
@@ -70,6 +74,16 @@ impl SlowTwin {
             std::thread::yield_now();
         }
         while rustix::io::ioctl_fionread(&build).unwrap() > 0 {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Ends everything that begins before `thread` ends, with a good plan.
+    fn end_all<T>(&self, thread: &ScopedJoinHandle<'_, T>) {
+        let nonblocking = OFlags::NONBLOCK.bits() as i32;
+        while !thread.is_finished() {
+            let next = OpenOptions::new().write(true).custom_flags(nonblocking).open(&self.fifo);
+            let _ = next.and_then(|mut next| next.write_all(b"g"));
             std::thread::yield_now();
         }
     }
@@ -370,14 +384,48 @@ fn a_build_and_a_recording_that_disturb_each_other_are_both_repeated() {
         assert_eq!(attempts, 2);
 
         // Whatever is built after this is good.
-        let nonblocking = OFlags::NONBLOCK.bits() as i32;
-        while !steps.is_finished() {
-            let next = OpenOptions::new().write(true).custom_flags(nonblocking).open(&slow.fifo);
-            let _ = next.and_then(|mut next| next.write_all(b"g"));
-            std::thread::yield_now();
-        }
+        slow.end_all(&steps);
     });
     assert!(car.runs_on().starts_with("TensorRT"), "{}", car.runs_on());
+}
+
+/// The load of a kept plan, which took minutes to build, has the attempts of a build.
+#[test]
+fn a_load_that_a_recording_disturbed_is_repeated() {
+    let _turn = standin::alone();
+    if standin::load().is_none() {
+        return println!("SKIPPED: a recording at the moment of a wait: only the twin waits then");
+    }
+    let (slow, plans, gpu) = (SlowTwin::new(), tempfile::tempdir().unwrap(), standin::gpu(31));
+    let onnx = sum_network(&[("x".to_owned(), 5)], true);
+    let (inputs, activation) = ([("x", 5)], Activation::None);
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, parts: &[], output: "out", activation };
+    let dense = slow.dense(plans.path());
+    let options = DeviceOptions { dense, batch_max: 8, f16_inputs: Vec::new(), fed: Vec::new() };
+    let mut graphs = Graphs::new(gpu.stream().unwrap());
+    std::thread::scope(|scope| {
+        let build =
+            scope.spawn(|| DeviceEngine::build_plan(&gpu, &network, &options).unwrap().unwrap());
+        // Each load of this plan awaits a letter.
+        slow.end(slow.begun(), b"l");
+        slow.end_all(&build);
+        build.join().unwrap().keep();
+
+        let load = scope.spawn(|| DeviceEngine::load(&gpu, &network, &options).unwrap());
+        let mut begun = Some(slow.begun());
+        let record = |_: &mut Stream| {
+            if let Some(begun) = begun.take() {
+                slow.end(begun, b"s");
+                slow.end(slow.begun(), b"u");
+            }
+            Ok::<_, CudaError>(())
+        };
+        graphs.record(|stream| stream, record).unwrap();
+        slow.end_all(&load);
+        let runs_on = load.join().unwrap().runs_on();
+        assert!(runs_on.starts_with("TensorRT"), "{runs_on}");
+    });
 }
 
 /// A plan is optional, so its network waits while something else has the memory.

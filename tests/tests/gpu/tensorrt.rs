@@ -13,7 +13,7 @@ use hatchback_tools::workload::onnx::{Graph, Type};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A shim and the twin of a TensorRT release.
 #[derive(Clone)]
@@ -64,7 +64,7 @@ pub fn twin() -> Twin {
     compile(8, 6, &[])
 }
 
-pub fn open(shim: &Path, library: &Path) -> Result<TensorRt, TensorRtError> {
+pub fn open(shim: &Path, library: &Path) -> Result<Arc<TensorRt>, TensorRtError> {
     TensorRt::open(shim, Some((library, library)))
 }
 

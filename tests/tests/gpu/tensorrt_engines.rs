@@ -6,6 +6,7 @@ use crate::one_key::OneKey;
 use crate::tensorrt::{Twin, compile, open, sum_network, sum_network_of, twin};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
+use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
 use hatchback_kernels::cuda::memory::View;
 use hatchback_kernels::dense::{Activation, DenseEngine, InputPart};
@@ -394,6 +395,19 @@ fn score_requests(step: &mut Step, misses: &mut MissList, is_f16: bool) -> usize
         assert_eq!(step.scores(batch), sums, "{batch} from {first}");
     }
     missed
+}
+
+/// What the library's runtime takes is in the driver's line of the memory plan.
+#[test]
+fn the_memory_of_a_runtime_counts() {
+    let _turn = standin::alone();
+    let gpu = Device::Cuda(standin::gpu(3));
+    let (shim, folder) = (twin().shim, tempfile::tempdir().unwrap());
+    let library = compile(8, 6, &["-DTWIN_RUNTIME_BYTES=67108864"]).library;
+    let options = options_of(Twin { shim, library }, false, folder.path());
+    let bytes = options.dense.driver_bytes(&gpu);
+    // Another thread of the process may free some.
+    assert!(bytes >= 60 << 20, "{bytes}");
 }
 
 /// A network that crashes TensorRT must not crash each process that serves another one.

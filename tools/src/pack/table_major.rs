@@ -79,7 +79,8 @@ fn drops_sorting(graph: &mut GraphProto, input: &FlatInput<'_>) -> bool {
     }
 
     let sorted = [input.parts, -1, input.width];
-    let [next] = readers(graph, &reshape.output[0])[..] else { return false };
+    let Some(list) = reshape.output.first() else { return false };
+    let [next] = readers(graph, list)[..] else { return false };
     let transpose = &graph.node[next];
     let is_sorting = transpose.op_type() == "Transpose"
         && transpose.attribute.iter().any(|a| a.name() == "perm" && a.ints == [1, 0, 2]);
@@ -281,5 +282,10 @@ mod tests {
         let missing = refused(&graph.file(), &schema([3, 3]));
         assert!(missing.contains("no input `args_0`"), "{missing}");
         assert!(refused(&[1, 2, 3], &schema([3, 3])).contains("is not an ONNX file"));
+
+        // A `Reshape` without a result sorts nothing.
+        let mut model = ModelProto::decode(&*network(None)).unwrap();
+        model.graph.as_mut().unwrap().node[1].output.clear();
+        assert!(to_batch_major(&model.encode_to_vec(), &schema([3, 3])).is_ok());
     }
 }

@@ -106,6 +106,9 @@ fn is_passing(op: &Op) -> bool {
         Op::Map(map) => is_sigmoid(*map),
         Op::Zip { zip, .. } => matches!(zip, Zip::Add | Zip::Sub | Zip::Mul),
         Op::Concat { .. } | Op::Pick(_) | Op::Check { .. } => true,
-        _ => false,
+        // A score is no logit behind products by weights, or functions of several values.
+        Op::Matrix { .. } | Op::Joined(_) | Op::Crossed { .. } | Op::Products { .. } => false,
+        Op::Pairs { .. } | Op::Select(_) | Op::Sum { .. } | Op::Fold { .. } => false,
+        Op::Softmax { .. } | Op::Recurrent(_) | Op::Lookup { .. } | Op::Order { .. } => false,
     }
 }

@@ -4,7 +4,7 @@
 
 use crate::dense::error::DenseError;
 use crate::dense::graph::onnx_scan;
-use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Values};
+use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Values, product};
 use half::f16;
 use prost::Message;
 use prost::bytes::Bytes;
@@ -168,8 +168,6 @@ pub const BFLOAT16: i32 = 16;
 
 /// Nodes of a graph, at most. Recommendation models have tens.
 const NODES_MAX: usize = 1 << 14;
-/// Product of the other axes of an empty tensor, at most. No data of the file stands for them.
-const LANES_MAX: usize = 1 << 24;
 
 /// Parses a file and checks all its tensors.
 ///
@@ -216,15 +214,11 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
         return refuse("its data is stored in another file, which `pack` reads".to_owned());
     }
 
-    let mut sizes = tensor.dims.iter().map(|&d| usize::try_from(d).ok());
-    let values = sizes.try_fold(1usize, |product, d| product.checked_mul(d?));
-    let Some(values) = values else { return refuse(format!("shape {:?}", tensor.dims)) };
-    let others = tensor.dims.iter().filter(|&&d| d != 0);
-    let lanes = others.map(|&d| d as usize).try_fold(1usize, usize::checked_mul);
-    let is_wide = values == 0 && lanes.is_none_or(|lanes| lanes > LANES_MAX);
-    if is_wide || tensor.dims.len() > RANK_MAX {
-        return Err(DenseError::Unsupported(at(format!("shape {:?}", tensor.dims))));
-    }
+    let shape = format!("shape {:?}", tensor.dims);
+    let sizes = tensor.dims.iter().map(|&d| usize::try_from(d).ok()).collect::<Option<Vec<_>>>();
+    let Some(sizes) = sizes else { return refuse(shape) };
+    let values = product(&sizes).filter(|_| sizes.len() <= RANK_MAX);
+    let Some(values) = values else { return Err(DenseError::Unsupported(at(shape))) };
 
     let (bytes, typed) = match tensor.data_type() {
         FLOAT => (4, tensor.float_data.len()),
@@ -242,7 +236,7 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
         Some(raw) => values.checked_mul(bytes) == Some(raw.len()),
         None => values == typed,
     };
-    if whole { Ok(()) } else { refuse(format!("its data is not of shape {:?}", tensor.dims)) }
+    if whole { Ok(()) } else { refuse(format!("its data is not of {shape}")) }
 }
 
 impl TensorProto {

@@ -156,9 +156,11 @@ impl Builder<'_> {
         if !fits {
             return Err(unsupported(node, &format!("of type {:?}", x.kind)));
         }
-        let result = self.map(x, map)?;
-        let kind = if matches!(map, Map::IsZero | Map::IsNan) { Kind::Bool } else { x.kind };
-        Ok(Tensor { kind, ..result })
+        match map {
+            // Known truth values are integers.
+            Map::IsNan => Ok(Tensor { kind: Kind::Bool, ..self.map_to_int(x, map)? }),
+            _ => self.map(x, map),
+        }
     }
 
     /// Adds a function of each value. The result has the type of `x`.

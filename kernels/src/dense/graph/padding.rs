@@ -3,7 +3,7 @@
 
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
-use crate::dense::graph::shape_operators::{LIST_MAX, axis_of};
+use crate::dense::graph::shape_operators::{LIST_MAX, axis_of, distinct_axes};
 use crate::dense::graph::tensor::{Kind, Size, Tensor, Values, product};
 
 /// The values that an axis gets before and after its own; negative numbers take values away.
@@ -46,8 +46,8 @@ impl Builder<'_> {
             Some(axes) => axes,
             None => (0..rank as i64).collect(),
         };
-        let mut axes =
-            axes.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
+        distinct_axes(node, &axes, rank)?;
+        let axes = axes.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
         if pads.len() != 2 * axes.len() {
             let (ends, axes) = (pads.len(), axes.len());
             return Err(malformed(&format!("Pad of {axes} axes by {ends} numbers")));
@@ -55,13 +55,7 @@ impl Builder<'_> {
         let ends = pads.iter().zip(&pads[axes.len()..]);
         let each =
             axes.iter().zip(ends).map(|(&axis, (&before, &after))| Pads { axis, before, after });
-        let all: Vec<Pads> = each.filter(|p| (p.before, p.after) != (0, 0)).collect();
-
-        axes.sort_unstable();
-        if axes.windows(2).any(|w| w[0] == w[1]) {
-            return Err(malformed("Pad of one axis twice"));
-        }
-        Ok(all)
+        Ok(each.filter(|p| (p.before, p.after) != (0, 0)).collect())
     }
 
     /// Returns the one value of type `kind` that constant pads have.

@@ -335,8 +335,9 @@ impl Builder<'_> {
         let products = self.matmul(&q, &keys).map_err(named)?;
         let mut scores = self.zip(Zip::Mul, [&products, &scalar(scale)])?;
         if let Some(mask) = self.maybe(node, 3)? {
-            // From opset 24 on a shorter mask hides the last keys.
-            if self.opset >= 24 && mask.shape.last() != k.shape.get(2) {
+            // From opset 24 on a shorter mask hides the last keys. More axes would move the batch.
+            let is_short = self.opset >= 24 && mask.shape.last() != k.shape.get(2);
+            if is_short || mask.shape.len() > 4 {
                 return Err(unsupported(node, "with a mask of other keys"));
             }
             scores = match mask.kind {

@@ -125,15 +125,8 @@ impl Builder<'_> {
         if rank > RANK_MAX {
             return Err(unsupported(node, &format!("to {rank} axes")));
         }
-        let mut axes =
-            axes.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
-        axes.sort_unstable();
-        if axes.windows(2).any(|w| w[0] == w[1]) {
-            return Err(malformed("Unsqueeze of one axis twice"));
-        }
-
         let mut tensor = x;
-        for axis in axes {
+        for axis in distinct_axes(node, &axes, rank)? {
             tensor.shape.insert(axis.min(tensor.shape.len()), 1);
             tensor.batch =
                 tensor.batch.map(|b| Batch { axis: b.axis + usize::from(axis <= b.axis), ..b });
@@ -145,9 +138,7 @@ impl Builder<'_> {
         let x = self.input(node, 0)?;
         let rank = x.shape.len();
         let axes = match self.integers(node, 1, "axes")? {
-            Some(axes) => {
-                axes.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?
-            }
+            Some(axes) => distinct_axes(node, &axes, rank)?,
             None => (0..rank).filter(|&a| x.shape[a] == 1 && !x.is_batch(a)).collect(),
         };
         match axes.iter().find(|&&a| x.shape[a] != 1 || x.is_batch(a)) {
@@ -298,7 +289,10 @@ impl Builder<'_> {
             several => several,
         };
         let Tensor { kind, batch, mut shape, .. } = all[0].clone();
-        shape[axis] = all.iter().map(|t| t.shape[axis]).sum();
+        shape[axis] = all.iter().fold(0, |sum, t| sum.saturating_add(t.shape[axis]));
+        if product(&shape).is_none() {
+            return Err(limit(format!("a result of shape {shape:?}")));
+        }
         let outer = shape[..axis].iter().product();
         let parts: Vec<usize> =
             all.iter().map(|t| t.shape[axis..].iter().product::<usize>()).collect();
@@ -420,6 +414,21 @@ pub(crate) fn squeezed(x: Tensor, axes: &[usize]) -> Tensor {
     let before = |axis: usize| axes.iter().filter(|&&a| a < axis).count();
     let batch = x.batch.map(|b| Batch { axis: b.axis - before(b.axis), ..b });
     Tensor { shape, batch, ..x }
+}
+
+/// Returns the axes that ONNX axes refer to, ascending. None of them may be there twice.
+pub(crate) fn distinct_axes(
+    node: &NodeProto,
+    axes: &[i64],
+    rank: usize,
+) -> Result<Vec<usize>, Stop> {
+    let axes = axes.iter().map(|&axis| axis_of(node, axis, rank));
+    let mut axes = axes.collect::<Result<Vec<_>, _>>()?;
+    axes.sort_unstable();
+    match axes.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(malformed(&format!("{} of axis {} twice", node.op_type(), pair[0]))),
+        None => Ok(axes),
+    }
 }
 
 /// Returns the axis that an ONNX axis refers to, for a tensor with `rank` of them.

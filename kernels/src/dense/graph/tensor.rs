@@ -9,6 +9,8 @@ use std::rc::Rc;
 
 /// Axes of a tensor, at most.
 pub(crate) const RANK_MAX: usize = 32;
+/// Product of the other axes of an empty tensor, at most.
+const LANES_MAX: usize = 1 << 24;
 
 /// The number of a value that is computed for each sample, in `Graph::widths`.
 pub(crate) type Id = usize;
@@ -299,9 +301,15 @@ impl Layout {
     }
 }
 
-/// Returns the product of `sizes`; `None` if it is out of range.
+/// Returns the product of `sizes`; `None` if it is out of range. The other axes of an empty tensor
+/// count too: its strides are their products, and no data of the file stands for them.
 pub(crate) fn product(sizes: &[usize]) -> Option<usize> {
-    sizes.iter().try_fold(1usize, |product, s| product.checked_mul(*s))
+    let mut others = sizes.iter().filter(|&&size| size != 0);
+    let lanes = others.try_fold(1usize, |product, size| product.checked_mul(*size))?;
+    match sizes.contains(&0) {
+        true => (lanes <= LANES_MAX).then_some(0),
+        false => Some(lanes),
+    }
 }
 
 /// Returns the distance between neighbours along each axis.
@@ -339,6 +347,7 @@ pub(crate) fn broadcast(tensors: &[&Tensor]) -> Option<(Vec<usize>, Option<Batch
             }
         }
     }
+    product(&shape)?;
     Some((shape, batch))
 }
 

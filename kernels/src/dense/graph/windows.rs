@@ -154,7 +154,7 @@ impl Builder<'_> {
         if w.shape.len() != x.shape.len() || x.is_batch(1) {
             return Err(unsupported(node, "of such operands"));
         }
-        let axes = self.axes(node, &x, &w.shape[2..])?;
+        let axes = self.axes(node, &x, w.shape.get(2..).unwrap_or_default())?;
         let (outputs, inputs) = (w.shape[0], w.shape[1]);
         if groups == 0 || inputs.checked_mul(groups) != Some(x.shape[1]) || outputs % groups != 0 {
             return Err(malformed(&format!("Conv of {:?} by weights {:?}", x.shape, w.shape)));

@@ -5,12 +5,10 @@
 
 mod build;
 mod error;
-mod library;
 mod plans;
 mod shim;
 
 pub use build::{BatchClass, Build, BuildInput, Types};
 pub use error::{TensorRtError, Version};
-pub use library::TensorRt;
 pub use plans::{OpenBuild, Plans};
-pub use shim::{Context, Engine};
+pub use shim::{Context, Engine, TensorRt};

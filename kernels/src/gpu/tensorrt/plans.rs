@@ -7,7 +7,7 @@
 
 use crate::gpu::tensorrt::build::Build;
 use crate::gpu::tensorrt::error::TensorRtError;
-use crate::gpu::tensorrt::library::TensorRt;
+use crate::gpu::tensorrt::shim::TensorRt;
 use sha2::{Digest, Sha256};
 use std::fs;
 use std::io::{self, ErrorKind};

@@ -1,9 +1,10 @@
-//! The C interface of `tensorrt/shim.cpp`: loads the shim, calls it, and owns the objects that it
-//! returns. All unsafe code for TensorRT is here.
+//! The C interface of `tensorrt/shim.cpp`: loads the shim and TensorRT, builds plans, loads them,
+//! and owns the objects that the shim returns. All unsafe code for TensorRT is here. Never chooses
+//! between backends.
 
 #![allow(unsafe_code)]
 
-use crate::cuda::driver::Stream;
+use crate::cuda::driver::{Gpu, Stream};
 use crate::cuda::error::load_problem;
 use crate::cuda::memory::{Buffer, View};
 use crate::gpu::input_type::InputType;
@@ -16,7 +17,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 7;
+const INTERFACE: i32 = 8;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -93,6 +94,7 @@ struct Calls {
     plan_data: unsafe extern "C" fn(Opaque) -> *const u8,
     plan_bytes: unsafe extern "C" fn(Opaque) -> usize,
     drop_plan: Drop1,
+    start: unsafe extern "C" fn(Opaque, *mut c_char, usize) -> i32,
     load:
         unsafe extern "C" fn(Opaque, *const c_void, usize, *mut Opaque, *mut c_char, usize) -> i32,
     drop_engine: Drop1,
@@ -151,12 +153,12 @@ impl Drop for Owned {
 // using one at the same time.
 unsafe impl Send for Owned {}
 
-/// The loaded shim and library, which are of the same release of TensorRT.
-pub(super) struct Shim {
+/// A loaded TensorRT. Holding one proves that its release is that of the shim's headers.
+pub struct TensorRt {
     calls: Calls,
     /// Locked because its runtime admits one thread at a time.
     library: Mutex<Owned>,
-    pub version: Version,
+    version: Version,
 }
 
 /// A network that is ready to run on this GPU. Holding one proves that it has the inputs and the
@@ -166,7 +168,7 @@ pub struct Engine {
     inputs: Vec<Input>,
     output: CString,
     batches: Vec<BatchClass>,
-    shim: Arc<Shim>,
+    tensorrt: Arc<TensorRt>,
 }
 
 // SAFETY: TensorRT documents an engine as usable from several threads. Of a shared engine this file
@@ -275,6 +277,7 @@ impl Calls {
                 plan_data: call(library, "hatchback_trt_plan_data")?,
                 plan_bytes: call(library, "hatchback_trt_plan_bytes")?,
                 drop_plan: call(library, "hatchback_trt_drop_plan")?,
+                start: call(library, "hatchback_trt_start")?,
                 load: call(library, "hatchback_trt_load")?,
                 drop_engine: call(library, "hatchback_trt_drop_engine")?,
                 check: call(library, "hatchback_trt_check")?,
@@ -291,15 +294,22 @@ impl Calls {
     }
 }
 
-impl Shim {
+impl TensorRt {
     fn versions(&self) -> Versions {
         // Both are the same: a shim for another release is not loaded.
         Versions { headers: self.version, library: self.version }
     }
 
-    /// Loads the shim from `shim`, and through it TensorRT: from `libraries` (`libnvinfer` and its
-    /// ONNX parser), or by name. A build loads the parser.
-    pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
+    /// Loads the shim from `shim`, and TensorRT from the first of `libraries`, or by its usual
+    /// name. A build loads the ONNX parser, the second of them: a start with kept plans needs none.
+    ///
+    /// # Errors
+    /// [`TensorRtError::NotBuilt`], [`TensorRtError::OtherShim`], [`TensorRtError::NoLibrary`],
+    /// [`TensorRtError::NoEntry`] or [`TensorRtError::Version`].
+    pub fn open(
+        shim: &Path,
+        libraries: Option<(&Path, &Path)>,
+    ) -> Result<Arc<Self>, TensorRtError> {
         // SAFETY: the shim's initializers are harmless; the operator who configures the path
         // vouches for the file.
         let library = unsafe { Library::new(shim) };
@@ -331,14 +341,35 @@ impl Shim {
         };
         let versions = Versions { headers: Version(headers), library: Version(version) };
         problem.check(code, versions)?;
-        Ok(Self {
-            calls,
-            library: Mutex::new(Owned::new(out, calls.close)?),
-            version: Version(version),
-        })
+        let library = Mutex::new(Owned::new(out, calls.close)?);
+        Ok(Arc::new(Self { calls, library, version: Version(version) }))
     }
 
-    /// Builds a plan with the timings of earlier builds. Adds its own to `timings`.
+    /// Returns the library's release.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Creates the runtime, which a load needs. The GPU must be open: without a driver some
+    /// releases crash instead of failing.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`].
+    pub fn start(&self, _gpu: &Arc<Gpu>) -> Result<(), TensorRtError> {
+        let mut problem = Problem::new();
+        let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the text outlives the call; the lock admits one thread to the library.
+        let code =
+            unsafe { (self.calls.start)(library.get(), problem.0.as_mut_ptr(), PROBLEM_BYTES) };
+        problem.check(code, self.versions())
+    }
+
+    /// Builds a plan, which takes seconds to minutes. The plan only runs with this release on this
+    /// GPU. `timings` are those of earlier builds here, or empty. The build adds its own.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`], [`TensorRtError::Interface`] or [`TensorRtError::NoFp16`], or of
+    /// the parser [`TensorRtError::NoLibrary`] or [`TensorRtError::NoEntry`].
     pub fn build(&self, build: &Build, timings: &mut Vec<u8>) -> Result<Vec<u8>, TensorRtError> {
         let inputs = c_inputs(build)?;
         let shapes: Vec<_> = inputs.iter().map(Input::shape).collect();
@@ -391,8 +422,19 @@ impl Shim {
         copied(plan)
     }
 
-    /// Loads `plan`, which this machine built from `build`. CUDA must be initialized.
-    pub fn load(self: &Arc<Self>, plan: &[u8], build: &Build) -> Result<Engine, TensorRtError> {
+    /// Loads `plan`, which this machine built from `build`, into the runtime, as
+    /// [`TensorRt::start`] creates it.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`] if the plan is of another release or GPU,
+    /// [`TensorRtError::Interface`] if its tensors are not those of `build`.
+    pub fn load(
+        self: &Arc<Self>,
+        gpu: &Arc<Gpu>,
+        plan: &[u8],
+        build: &Build,
+    ) -> Result<Arc<Engine>, TensorRtError> {
+        self.start(gpu)?;
         let (inputs, output) = (c_inputs(build)?, c_string(build.output)?);
         let (mut engine, mut problem) = (null_mut(), Problem::new());
         let shapes: Vec<_> = inputs.iter().map(Input::shape).collect();
@@ -422,7 +464,7 @@ impl Shim {
         problem.check(code, self.versions())?;
         drop(library);
         let batches = build.batches.clone();
-        Ok(Engine { engine, inputs, output, batches, shim: Arc::clone(self) })
+        Ok(Arc::new(Engine { engine, inputs, output, batches, tensorrt: Arc::clone(self) }))
     }
 }
 
@@ -432,20 +474,20 @@ impl Engine {
     /// for each context, so there the plan itself counts too.
     pub fn bytes(&self) -> u64 {
         // SAFETY: the call reads numbers that never change.
-        unsafe { (self.shim.calls.engine_bytes)(self.engine.get()) }
+        unsafe { (self.tensorrt.calls.engine_bytes)(self.engine.get()) }
     }
 
     /// Returns the bytes of device memory in which contexts run, one at a time.
     pub fn run_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
-        unsafe { (self.shim.calls.run_bytes)(self.engine.get()) }
+        unsafe { (self.tensorrt.calls.run_bytes)(self.engine.get()) }
     }
 
     /// Returns the bytes that one context takes beside [`Engine::run_bytes`]: with TensorRT 8.5 a
     /// copy of the weights, counted as the bytes of the plan.
     pub fn context_bytes(&self) -> u64 {
         // SAFETY: the call reads a number that never changes.
-        unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
+        unsafe { (self.tensorrt.calls.context_bytes)(self.engine.get()) }
     }
 
     /// Creates a context whose runs use `memory`, which has [`Engine::run_bytes`] bytes at least.
@@ -458,16 +500,16 @@ impl Engine {
         let bytes = 4 * memory.len() as u64;
         assert!(bytes >= self.run_bytes(), "the contexts' memory is too small");
         let own = RunMemory { address: memory.address() as *mut c_void, bytes };
-        let library = self.shim.library.lock().unwrap_or_else(PoisonError::into_inner);
+        let library = self.tensorrt.library.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the engine belongs to this library; the lock admits one thread to its runtime.
         // The memory is as large as the engine's runs demand, and the context keeps it.
         let code = unsafe {
             let (engine, text) = (self.engine.get(), problem.0.as_mut_ptr());
             let out = &mut context;
-            (self.shim.calls.context)(library.get(), engine, &own, out, text, PROBLEM_BYTES)
+            (self.tensorrt.calls.context)(library.get(), engine, &own, out, text, PROBLEM_BYTES)
         };
-        problem.check(code, self.shim.versions())?;
-        let context = Owned::new(context, self.shim.calls.drop_context)?;
+        problem.check(code, self.tensorrt.versions())?;
+        let context = Owned::new(context, self.tensorrt.calls.drop_context)?;
         Ok(Context { context, engine: Arc::clone(self), _memory: Arc::clone(memory), batch: None })
     }
 }
@@ -487,7 +529,7 @@ impl Context {
         inputs: &[View<f32>],
         output: View<f32>,
     ) -> Result<(), TensorRtError> {
-        let calls = &self.engine.shim.calls;
+        let calls = &self.engine.tensorrt.calls;
         let short = |(words, input): (&View<f32>, &Input)| words.len() < batch * input.words();
         if inputs.len() != self.engine.inputs.len()
             || inputs.iter().zip(&self.engine.inputs).any(short)
