@@ -3,8 +3,8 @@
 //! `publish`, `sync` of a car, and the first score on the new generation. One process plays all
 //! parts, one after the other. Never trains a model.
 
-use super::bars::Bar;
-use super::results::{BenchReport, HostMachine};
+use super::bars::{Bar, largest};
+use super::results::{BenchReport, HostMachine, resident_memory, restart_peak};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 use clap::{Args, Parser};
@@ -204,25 +204,15 @@ fn select_once(
     let core = (0..CpuSet::MAX_CPU).find(|cpu| all_cores.is_set(*cpu)).unwrap_or(0);
     one_core.set(core);
     sched_setaffinity(None, &one_core)?;
-    // Writing 5 resets the peak to the memory in use.
-    std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")?;
+    restart_peak()?;
     let start = Instant::now();
     let done = desk.select(budget_mib, Vec::new());
     let select_s = start.elapsed().as_secs_f64();
     sched_setaffinity(None, &all_cores)?;
 
-    let (done, memory_mib) = (done?, peak_mib()?);
+    let (done, memory_mib) = (done?, resident_memory()?.peak as f64 / f64::from(1 << 20));
     let (candidates, bytes) = (done.candidates, done.bytes);
     Ok(WindowFigures { candidates, bytes, select_s, memory_mib, ..WindowFigures::default() })
-}
-
-/// Returns the largest resident memory of this process since the last reset.
-fn peak_mib() -> Result<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").context("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
-    let kib: f64 = kib.context("VmHWM in /proc/self/status")?.trim().parse()?;
-    Ok(kib / 1024.0)
 }
 
 /// A trainer, a repository, a car and its server.
@@ -328,7 +318,7 @@ fn sync_car(desk: &Desk) -> Result<()> {
 }
 
 fn bars(points: &[WindowFigures]) -> Vec<Bar> {
-    let worst = |of: fn(&WindowFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
+    let worst = |of: fn(&WindowFigures) -> f64| largest(points.iter().map(of));
     let mut scores: Vec<f64> =
         points.iter().filter(|p| p.score_s > 0.0).map(|p| p.score_s).collect();
     scores.sort_unstable_by(f64::total_cmp);
@@ -336,7 +326,7 @@ fn bars(points: &[WindowFigures]) -> Vec<Bar> {
     vec![
         Bar::at_most("select and encode on one core, s", worst(|p| p.select_s), SELECT_S_BAR),
         Bar::at_most("memory of that, MiB", worst(|p| p.memory_mib), SELECT_MIB_BAR),
-        Bar::at_most("step to first score, p95, s", p95.unwrap_or(f64::INFINITY), SCORE_S_BAR),
+        Bar::at_most("step to first score, p95, s", p95, SCORE_S_BAR),
     ]
 }
 

@@ -282,7 +282,8 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
         Some(of(at(points, peer, batch)?) / of(at(points, engine, batch)?))
     };
     let mut bars = Vec::new();
-    let mut least = |name: String, value, bar| bars.push(Bar::at_least_if(name, value, bar));
+    let mut least =
+        |name: String, value: Option<f64>, bar| bars.push(Bar::at_least(name, value, bar));
 
     for batch in BATCHES {
         let p50 = ratio(ORT, f32_weights, batch, |m| m.p50_us);

@@ -94,9 +94,9 @@ impl Turns {
         self.open_files = self.open_files.min(later.open_files);
     }
 
-    /// Returns the p50 of the front door that is measured, as a multiple of the control's.
+    /// Returns the p50 of the front door that is measured, as a multiple of the control's. It is NaN
+    /// without an answer of both.
     pub fn p50_share(&self) -> f64 {
-        let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
-        p50_us(&self.measured) / p50_us(&self.control).max(f64::EPSILON)
+        self.measured.p50_us() / self.control.p50_us()
     }
 }

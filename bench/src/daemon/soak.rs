@@ -147,7 +147,10 @@ fn bars(points: &[SoakPart]) -> Vec<Bar> {
         let sum = |half: fn(&SoakPart) -> &DaemonStep| -> f64 {
             points[1..].iter().map(|part| of(half(part))).sum()
         };
-        sum(|part| &part.attacked) / sum(|part| &part.calm).max(f64::EPSILON)
+        let is_answered =
+            |p: &SoakPart| p.calm.latency.requests > 0 && p.attacked.latency.requests > 0;
+        let is_measured = points[1..].iter().all(is_answered);
+        is_measured.then(|| sum(|part| &part.attacked) / sum(|part| &part.calm))
     };
     let attacked = [
         ("p50 under attack, as a multiple", share(|step| step.latency.p50_us)),

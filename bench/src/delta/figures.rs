@@ -4,7 +4,7 @@
 
 use super::args::DeltaArgs;
 use super::callers::Sent;
-use crate::bars::Bar;
+use crate::bars::{Bar, largest};
 use crate::results::{BenchReport, prints_tables, table};
 use anyhow::Result;
 use hatchback::request::serving::Swapped;
@@ -135,8 +135,9 @@ impl AtLoad {
 
     /// Returns the p99 beside all updates over the p99 of all windows around them.
     fn bar(&self) -> Bar {
-        let applying = self.applying.latencies.percentiles();
-        let ratio = applying.p99_us / self.idle().p99_us.max(1e-9);
+        let (applying, idle) = (self.applying.latencies.percentiles(), self.idle());
+        let is_measured = applying.requests > 0 && idle.requests > 0;
+        let ratio = is_measured.then_some(applying.p99_us / idle.p99_us);
         let name = format!("p99 while applying at {} % load, times idle", self.percent);
         Bar::at_most(name, ratio, P99_RATIO_BAR)
     }
@@ -199,7 +200,7 @@ fn us(us: f64) -> String {
 
 /// Returns the bars of all updates.
 pub fn bars(points: &[UpdateFigures], loads: &[AtLoad]) -> Vec<Bar> {
-    let worst = |of: fn(&UpdateFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
+    let worst = |of: fn(&UpdateFigures) -> f64| largest(points.iter().map(of));
     let mut bars = vec![
         Bar::at_most(
             "longest time from the staged delta to its first answer, seconds",

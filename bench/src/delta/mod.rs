@@ -267,7 +267,7 @@ fn swap_often(args: &DeltaArgs, updates: &Updates<'_>, last: &[Flash]) -> Result
     let last = swap(some)?;
     progress.finish_and_clear();
 
-    let ratio = |of: fn(&SwapWindow) -> f64| of(&last) / of(&first).max(1e-9);
+    let ratio = |of: fn(&SwapWindow) -> f64| of(&last) / of(&first);
     let bar = |what: &str, value| {
         let name = format!("{what} after {} swaps, times that at the start", args.swaps);
         Bar::at_most(name, value, FLAT_BAR)

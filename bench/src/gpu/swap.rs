@@ -5,7 +5,7 @@
 use super::generations::{ChangedRows, Generations, TABLES_EACH};
 use super::model::MeasuredNetwork;
 use super::opening::OpeningTimes;
-use crate::bars::{Bar, bars_table};
+use crate::bars::{Bar, bars_table, largest};
 use crate::delta::callers::{PacedCaller, send_during};
 use crate::filled_cache::TABLES;
 use crate::results::{BenchReport, HostMachine, prints_tables, table};
@@ -255,7 +255,7 @@ impl SwappedPair<'_> {
 /// Returns the demanded figures.
 fn bars(points: &[SwapFigures]) -> Vec<Bar> {
     let batches = points.iter().map(|p| p.pause_us / p.idle.p50_us);
-    vec![Bar::at_most("longest pause of a swap, batches", batches.fold(0.0, f64::max), 1.0)]
+    vec![Bar::at_most("longest pause of a swap, batches", largest(batches), 1.0)]
 }
 
 fn print_table(points: &[SwapFigures]) -> Result<()> {

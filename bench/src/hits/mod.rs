@@ -221,9 +221,9 @@ fn bars(points: &[HitsEntry]) -> Vec<Bar> {
     });
 
     vec![
-        Bar::at_least_if("least lead over LRU, points", lead("LRU"), -RATE_TOLERANCE),
-        Bar::at_least_if("least lead over 64-way LRU, points", lead("64-way LRU"), -RATE_TOLERANCE),
-        Bar::at_least_if("rows a MiB, u8 of 16 / f32 with 16 bytes beside", density, 3.0),
+        Bar::at_least("least lead over LRU, points", lead("LRU"), -RATE_TOLERANCE),
+        Bar::at_least("least lead over 64-way LRU, points", lead("64-way LRU"), -RATE_TOLERANCE),
+        Bar::at_least("rows a MiB, u8 of 16 / f32 with 16 bytes beside", density, 3.0),
     ]
 }
 
