@@ -5,6 +5,7 @@ use anyhow::{Context, Result, anyhow};
 use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::{Flash, Schema, Served, ServerRules, Serving};
 use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
 use hatchback_tools::report;
@@ -73,6 +74,12 @@ impl WayTotals {
         self.latencies.add(&other.latencies);
         self.busy += other.busy;
         self.errors += other.errors;
+    }
+
+    /// Returns the median latency, µs; NaN without an answer.
+    pub fn p50_us(&self) -> f64 {
+        let Percentiles { requests, p50_us, .. } = self.latencies.percentiles();
+        if requests > 0 { p50_us } else { f64::NAN }
     }
 
     /// Returns the figures of `clients` callers.
@@ -149,6 +156,9 @@ impl Daemon {
 
 /// The requests of a measurement, for both ways.
 pub struct Requests {
+    pub schema: Arc<Schema>,
+    /// The samples of each request.
+    pub samples: Vec<Vec<Sample>>,
     pub batches: Vec<Batch>,
     pub messages: Vec<Bytes>,
 }
@@ -161,14 +171,16 @@ impl Requests {
     pub fn draw(daemon: &Daemon, flash: &Flash, samples: usize) -> Result<Self> {
         let keys = Distribution::PowerLaw { alpha: ALPHA };
         let mut workload = Workload::new(flash, &keys, BagSizes::Full, 1)?;
-        let one = |_| {
-            let mut batch = Batch::new(&daemon.schema, samples);
-            workload.fill(&mut batch, samples).map(|()| batch)
+        let schema = Arc::clone(&daemon.schema);
+        let samples: Vec<_> = (0..REQUESTS).map(|_| workload.request(samples)).collect();
+        let batch = |samples: &Vec<Sample>| {
+            let mut batch = Batch::new(&schema, samples.len());
+            batch.push_request(&schema, samples).map(|()| batch)
         };
-        let batches = (0..REQUESTS).map(one).collect::<Result<Vec<_>>>()?;
-        let message = |batch| infer_request(MODEL, &daemon.schema, batch);
-        let messages = batches.iter().map(message).collect::<Result<_>>()?;
-        Ok(Self { batches, messages })
+        let batches = samples.iter().map(batch).collect::<Result<_, _>>()?;
+        let message = |samples: &Vec<Sample>| infer_request(MODEL, &schema, samples);
+        let messages = samples.iter().map(message).collect::<Result<_>>()?;
+        Ok(Self { schema, samples, batches, messages })
     }
 }
 

@@ -93,7 +93,7 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
         &LanguagePlan {
             flash: &flash,
             target: args.target.as_deref(),
-            batches: &requests.batches,
+            requests: &requests,
             time: args.time(4.0, 1.0),
         },
     )?;
@@ -123,8 +123,7 @@ fn measure(
             library.then(&ours);
             grpc.then(&theirs);
             echo.then(&bare);
-            let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
-            added.add(p50_us(&theirs) - p50_us(&ours));
+            added.add(theirs.p50_us() - ours.p50_us());
         }
     }
 

@@ -272,7 +272,10 @@ impl Workload {
             Distribution::Histogram(file) => observed_keys(&schema, &read_samples(file, &schema)?),
             _ => table_keys(flash, &schema)?,
         };
-        let sample = Sample { sparse: vec![Vec::new(); features.len()], ..Sample::default() };
+        let is_weighted = schema.features.iter().any(|feature| feature.weighted);
+        let lists = if is_weighted { features.len() } else { 0 };
+        let sparse = vec![Vec::new(); features.len()];
+        let sample = Sample { sparse, weights: vec![Vec::new(); lists], ..Sample::default() };
         let (distribution, rng) = (distribution.clone(), StdRng::seed_from_u64(seed));
         Ok(Self { schema, distribution, sizes, features, rng, sample })
     }
@@ -294,7 +297,8 @@ impl Workload {
         &self.distribution
     }
 
-    /// Draws the next sample: dense values from N(0, 1), keys from the distribution.
+    /// Draws the next sample: dense values from N(0, 1), keys from the distribution, each with the
+    /// weight 1. Retired features have empty bags.
     pub fn sample(&mut self) -> &Sample {
         let rng = &mut self.rng;
         let dense = self
@@ -310,6 +314,12 @@ impl Workload {
             bag.clear();
             bag.extend((0..size).filter_map(|_| self.features[f].draw(&self.distribution, rng)));
         }
+        for (f, weights) in self.sample.weights.iter_mut().enumerate() {
+            let keys =
+                if self.schema.features[f].weighted { self.sample.sparse[f].len() } else { 0 };
+            weights.clear();
+            weights.resize(keys, 1.0);
+        }
         &self.sample
     }
 
@@ -321,6 +331,8 @@ impl Workload {
         for sample in others {
             for f in (0..schema.features.len()).filter(|f| schema.features[*f].shared) {
                 sample.sparse[f].clone_from(&first.sparse[f]);
+                let weights = sample.weights.iter_mut().zip(&first.weights).nth(f);
+                weights.into_iter().for_each(|(own, first)| own.clone_from(first));
             }
             for d in (0..sample.dense.len()).filter(|d| schema.dense_features[*d].shared) {
                 sample.dense[d] = first.dense[d];
@@ -350,6 +362,9 @@ fn observed_keys(schema: &Schema, samples: &[Sample]) -> Vec<KeySource> {
 fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<KeySource>> {
     let mut tables = BTreeMap::new();
     let mut keys = |f: usize| {
+        if schema.features[f].retired {
+            return Ok(KeySource::Observed(Arc::default()));
+        }
         let numbers = schema.lookups_of(f).map(|lookup| usize::from(lookup.table));
         let smallest = numbers.min_by_key(|&number| schema.tables[number].rows);
         let number = smallest.context("a feature without a table")?;

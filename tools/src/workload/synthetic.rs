@@ -385,6 +385,30 @@ mod tests {
         assert!(Synthetic::new(1, 5000, SyntheticGeneration::FIRST).counts().unwrap().is_none());
     }
 
+    #[test]
+    fn a_load_leaves_retired_features_empty_and_weighs_each_key() {
+        let directory = tempfile::tempdir().unwrap();
+        let bundle = directory.path().join("a.hbm");
+        let (mut spec, sources) = criteo(1000);
+        let name = "gone_dense".to_owned();
+        let gone = DenseSpec::Table { name, missing: None, shared: false, retired: true };
+        spec.dense_features.push(gone);
+        spec.features.push(FeatureSpec { retired: true, ..FeatureSpec::sum("gone", "cat_0", 2) });
+        spec.features[3].weights = true;
+        pack(spec, &sources, None, &bundle, &mut |_, _| ()).unwrap();
+
+        let flash = install(&bundle, &directory.path().join("flash")).unwrap();
+        let model = Arc::new(Model::from_flash(&flash, Budget::default()).unwrap());
+        let mut workload =
+            Workload::new(&flash, &Distribution::Uniform, BagSizes::Random, 1).unwrap();
+        let sample = workload.sample();
+        assert!(sample.sparse[CARDINALITIES.len()].is_empty());
+        assert_eq!(sample.weights[3], vec![1.0; sample.sparse[3].len()]);
+        let (mut batch, mut worker) = (model.batch(), worker(&model));
+        workload.fill(&mut batch, 4).unwrap();
+        assert_eq!(worker.score(&batch, None).unwrap().values.len(), 4);
+    }
+
     /// The hot keys of the bundle are the hot keys of the load: a preloaded cache has a far higher
     /// hit rate with a power law than with uniform keys. Every drawn key is in the model.
     #[test]
