@@ -18,6 +18,7 @@ use hatchback::schema::KeySpace;
 use hatchback::schema::batch::Batch;
 use hatchback::unmix;
 use hatchback_tools::report;
+use hatchback_tools::report::Json;
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::now;
 use hatchback_tools::repository::publish::{Change, publish};
@@ -61,10 +62,8 @@ pub struct PublishBenchArgs {
     /// A smaller model, fewer windows
     #[arg(long)]
     quick: bool,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The figures of one window.
@@ -345,28 +344,18 @@ fn print(args: &PublishBenchArgs, report: &BenchReport<WindowFigures>) -> Result
         ]
     };
     let heads = "changed, delta, select, memory, publish, sync, step to score";
-    report.publish(&report.model, heads, cells, args.json.as_ref())
+    report.publish(&report.model, heads, cells, &args.json)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::tests::report_of;
 
     #[test]
     fn changed_rows_reach_a_score() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("publish.json");
-        let args = PublishBenchArgs {
-            rows_max: Some(2_000),
-            candidates: Some(5_000),
-            windows: Some(2),
-            changed: 300,
-            quick: true,
-            json: Some(json.clone()),
-        };
-        run(&args).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of(
+            "publish --quick --rows-max 2000 --candidates 5000 --windows 2 --changed 300",
+        );
         assert_eq!(report["bars"].as_array().unwrap().len(), 3);
         let points = report["points"].as_array().unwrap();
         assert_eq!(points.len(), 4);

@@ -103,7 +103,7 @@ struct Stage<'a> {
 pub fn run(args: &DaemonArgs, time: Duration) -> Result<()> {
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let misses = [MissPolicy::Deadline, MissPolicy::Wait];
-    let bundles = pack_generations(args.rows_max(), 0, misses, folder.path())?;
+    let bundles = pack_generations(args.model.rows_max(), 0, misses, folder.path())?;
     let stalling = StallingDisk::default();
     let (_, flash, budget) = stalling.install(&bundles[0], &folder.path().join("flash"))?;
     let workers = HostMachine::this().cores as u32;
@@ -275,5 +275,5 @@ fn publish(args: &DaemonArgs, report: &BenchReport<PunctualityStep>) -> Result<(
     let about = Lateness::about(&format!("{}: {CALLERS} callers,", report.model));
     let heads = "way, requests, no scores, busy, answers over, sleepers over, latest answer, \
                  latest sleeper, overruns, of controls";
-    report.publish(&about, heads, PunctualityStep::cells, args.json.as_ref())
+    report.publish(&about, heads, PunctualityStep::cells, &args.json)
 }

@@ -20,11 +20,9 @@ mod swaps;
 
 use super::bars::Bar;
 use super::results::{BenchReport, HostMachine};
-use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 pub use args::DaemonArgs;
 use front_door::{Daemon, DaemonStep, RULES, Requests, WayTotals, call_grpc};
-use hatchback_tools::serve::ServeArgs;
 use hyper::body::Bytes;
 use languages::LanguagePlan;
 use paired::Pairs;
@@ -61,23 +59,11 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
         return deadline::run(args, args.time(60.0, 8.0));
     }
 
-    let is_made = args.model.is_none();
-    let made = is_made.then(|| SyntheticModel::pack(args.rows_max())).transpose()?;
-    let serve = ServeArgs {
-        model: args
-            .model
-            .clone()
-            .or(made.as_ref().map(SyntheticModel::bundle))
-            .context("no model")?,
-        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
-        target: args.target.clone(),
-        cache_mib: args.cache_mib,
-        resident_mib: None,
-        batch_max: None,
-        device: None,
-    };
+    let mut prepared = args.model.prepare()?;
+    let serve = &mut prepared.serve;
+    serve.cache_mib = args.cache_mib;
     let (flash, mut budget) = (serve.flash()?, serve.budget()?);
-    if args.target.is_none() {
+    if args.model.target.is_none() {
         // A slot for each caller: a refusal over gRPC costs as much as a small answer.
         let callers = args.clients.iter().copied().max().unwrap_or(1);
         (budget.workers, budget.slots) = (HostMachine::this().cores as u32, callers.max(64));
@@ -92,7 +78,7 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
         &args.languages,
         &LanguagePlan {
             flash: &flash,
-            target: args.target.as_deref(),
+            target: args.model.target.as_deref(),
             requests: &requests,
             time: args.time(4.0, 1.0),
         },
@@ -207,34 +193,18 @@ fn call_echo(messages: &[Bytes], time: Duration) -> Result<WayTotals> {
 fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
     let about = format!("{}: {} samples a request\n{}", report.model, args.batch, report.machine);
     let heads = "way, callers, requests/s, p50, p99, p99.9, busy";
-    report.publish(&about, heads, DaemonStep::cells, args.json.as_ref())
+    report.publish(&about, heads, DaemonStep::cells, &args.json)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bars::BarResult;
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: DaemonArgs,
-    }
-
-    fn run_line(line: &str) -> Result<()> {
-        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
-        run(&Line::from_arg_matches(&matches).unwrap().args)
-    }
+    use crate::tests::report_of;
 
     #[test]
     fn a_short_run_answers_over_both_ways() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("a.json");
-        run_line(&format!("daemon --quick --clients 1,3 --seconds 0.2 --json {}", json.display()))
-            .unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("daemon --quick --clients 1,3 --seconds 0.2");
         assert_eq!(report["points"].as_array().unwrap().len(), 4);
         assert_eq!(report["bars"][0]["bar"], ADDED_US_MAX);
         assert!(report["points"][3]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
@@ -267,28 +237,19 @@ mod tests {
 
     #[test]
     fn a_short_soak_has_no_error() {
-        run_line("daemon --quick --soak 0.05").unwrap();
+        report_of("daemon --quick --soak 0.05");
     }
 
     #[test]
     fn swaps_over_grpc_cost_no_request() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("a.json");
-        run_line(&format!("daemon --quick --swaps 24 --json {}", json.display())).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("daemon --quick --swaps 24");
         assert_eq!(report["bars"][0]["value"], 0.0, "{report}");
         assert_eq!(report["points"][23]["swaps"], 24, "{report}");
     }
 
     #[test]
     fn a_short_run_with_stalls_answers_over_both_ways() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("a.json");
-        let line = "daemon --quick --deadline --seconds 0.4 --json";
-        run_line(&format!("{line} {}", json.display())).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("daemon --quick --deadline --seconds 0.4");
         for step in report["points"].as_array().unwrap() {
             assert!(step["requests"].as_u64().unwrap() >= 32, "{step}");
         }

@@ -164,7 +164,7 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SoakPart>) -> Result<()> {
     let about = format!("{}: {CALLERS} good callers\n{}", report.model, report.machine);
     let heads = "requests/s, p50, p99, control, attacked p50, p99, refused, memory, files, loads, \
                  swaps, attacks";
-    report.publish(&about, heads, SoakPart::cells, args.json.as_ref())
+    report.publish(&about, heads, SoakPart::cells, &args.json)
 }
 
 impl SoakPart {

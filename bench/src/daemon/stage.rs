@@ -54,7 +54,8 @@ impl Stage {
     /// A file cannot be written, or the runtime refuses the model.
     pub fn new(args: &DaemonArgs) -> Result<Self> {
         let folder = tempfile::tempdir().context("a temporary folder")?;
-        let bundles = pack_generations(args.rows_max(), 1, [MissPolicy::Wait; 2], folder.path())?;
+        let bundles =
+            pack_generations(args.model.rows_max(), 1, [MissPolicy::Wait; 2], folder.path())?;
         let stalling = StallingDisk::default();
         let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
         let [snapshot, delta] = &bundles[..] else { return Err(anyhow!("a snapshot and a delta")) };

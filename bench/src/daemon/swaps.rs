@@ -144,7 +144,7 @@ fn bars(points: &[SwapPart]) -> Vec<Bar> {
 fn publish(args: &DaemonArgs, report: &BenchReport<SwapPart>) -> Result<()> {
     let about = format!("{}: {CALLERS} good callers\n{}", report.model, report.machine);
     let heads = "requests/s, p50, p99, control, swap p50, p99, refused, memory, files, swaps";
-    report.publish(&about, heads, SwapPart::cells, args.json.as_ref())
+    report.publish(&about, heads, SwapPart::cells, &args.json)
 }
 
 impl SwapPart {

@@ -5,7 +5,7 @@
 use super::args::DeltaArgs;
 use super::callers::Sent;
 use crate::bars::{Bar, largest};
-use crate::results::{BenchReport, prints_tables, table};
+use crate::results::{BenchReport, table};
 use anyhow::Result;
 use hatchback::request::serving::Swapped;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
@@ -241,7 +241,7 @@ pub fn publish(
     report: &BenchReport<UpdateFigures>,
     loads: &[AtLoad],
 ) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
+    args.json.write(report, || {
         say!(
             "{}: deltas of one row in {CHANGED_ONE_IN}, {} samples a request",
             report.model,
@@ -254,10 +254,8 @@ pub fn publish(
         let rows = loads.iter().filter(|load| load.updates > 0).flat_map(AtLoad::rows);
         say!("{}", table("load, requests of, number, p50, p90, p99, p99.9, most", rows))?;
         loads.iter().filter(|load| load.updates > 0).try_for_each(|load| say!("{load}"))?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-
-    report.write_to(args.json.as_ref())
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))
+    })
 }
 
 impl UpdateFigures {
