@@ -5,7 +5,7 @@
 //! it measures.
 
 use super::bars::Bar;
-use super::load::all_at_once;
+use super::load::{CallTotals, all_at_once, call_for};
 use super::results::{BenchReport, HostMachine};
 use super::synthetic_model::ModelArgs;
 use anyhow::Result;
@@ -13,19 +13,18 @@ use clap::Args;
 use hatchback::clock::SystemClock;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::pipeline::{Pipeline, RequestError, Stats};
+use hatchback::request::pipeline::{Pipeline, Stats};
 use hatchback::schema::batch::Batch;
 use hatchback_tools::report;
 use hatchback_tools::report::Json;
-use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::report::metrics::Percentiles;
 use hatchback_tools::report::plot::{self, Axis, Panel, Series};
 use hatchback_tools::serve::{self, ServeArgs};
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Turns of every number of callers.
 const TURNS: u32 = 4;
@@ -35,8 +34,6 @@ const SLOTS: u32 = 64;
 const REQUESTS: usize = 512;
 /// Least throughput with the most callers, as a share of the best step's.
 const SHARE_MIN: f64 = 0.95;
-/// How long a caller waits after `Busy`.
-const BUSY_PAUSE: Duration = Duration::from_micros(200);
 
 /// Measures one pipeline under a rising number of callers
 #[derive(Args, Debug)]
@@ -98,9 +95,7 @@ pub struct ConcurrencyStep {
 /// The sums over the turns of a step.
 #[derive(Default)]
 struct TurnTotals {
-    time: Duration,
-    latencies: Latencies,
-    busy: u64,
+    calls: CallTotals,
     /// Sum of the pipeline's counters.
     stats: Stats,
 }
@@ -200,11 +195,11 @@ fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Res
     let (before, start) = (pipeline.stats(), Barrier::new(requests.len()));
     let callers = all_at_once(requests, |own| {
         start.wait();
-        call(pipeline, own, time)
+        call_for(own, time, |batch| Ok(pipeline.submit(batch, None)?.wait().map(drop)?))
     })?;
 
     let mut sum = TurnTotals::default();
-    callers.iter().for_each(|one| sum.add_concurrent(one));
+    callers.iter().for_each(|one| sum.calls.add_concurrent(one));
     let after = pipeline.stats();
     sum.stats = Stats {
         requests: after.requests - before.requests,
@@ -215,43 +210,10 @@ fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Res
     Ok(sum)
 }
 
-/// Sends requests as one caller until `time` has passed.
-fn call(pipeline: &Pipeline, requests: &[Batch], time: Duration) -> Result<TurnTotals> {
-    let (mut totals, start) = (TurnTotals::default(), Instant::now());
-    for batch in requests.iter().cycle() {
-        let sent = Instant::now();
-        match pipeline.submit(batch, None) {
-            Ok(ticket) => {
-                ticket.wait()?;
-                totals.latencies.record(sent.elapsed());
-            }
-            Err(RequestError::Busy(_)) => {
-                totals.busy += 1;
-                thread::sleep(BUSY_PAUSE);
-            }
-            Err(e) => return Err(e.into()),
-        }
-        totals.time = start.elapsed();
-        if totals.time >= time {
-            break;
-        }
-    }
-    Ok(totals)
-}
-
 impl TurnTotals {
-    /// Adds a caller that ran at the same time.
-    fn add_concurrent(&mut self, other: &Self) {
-        self.time = self.time.max(other.time);
-        self.latencies.add(&other.latencies);
-        self.busy += other.busy;
-    }
-
     /// Adds a turn that ran later.
     fn add_later(&mut self, later: &Self) {
-        let time = self.time + later.time;
-        self.add_concurrent(later);
-        self.time = time;
+        self.calls.add_later(&later.calls);
         self.stats.requests += later.stats.requests;
         self.stats.batches += later.stats.batches;
         self.stats.counters.add(&later.stats.counters);
@@ -259,13 +221,14 @@ impl TurnTotals {
 
     /// Returns the figures of the step with `clients` callers.
     fn step(&self, clients: u32) -> ConcurrencyStep {
-        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
+        let CallTotals { time, latencies, busy, .. } = &self.calls;
+        let (latency, seconds) = (latencies.percentiles(), time.as_secs_f64());
         ConcurrencyStep {
             clients,
             seconds,
             requests_per_s: latency.requests as f64 / seconds,
             latency,
-            busy: self.busy,
+            busy: *busy,
             requests_per_batch: self.stats.requests as f64 / self.stats.batches.max(1) as f64,
             hit_rate: self.stats.counters.hit_rate(),
         }

@@ -1,6 +1,7 @@
 //! A front door with one model in this process, the requests for it, and what callers measure.
 
 use super::caller::{Caller, Outcome, Refusal, infer_request, on_event_loop};
+use crate::load::CallTotals;
 use anyhow::{Context, Result, anyhow};
 use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
@@ -9,7 +10,7 @@ use hatchback::schema::sample::Sample;
 use hatchback::{Flash, Schema, Served, ServerRules, Serving};
 use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
 use hatchback_tools::report;
-use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::report::metrics::Percentiles;
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hyper::body::Bytes;
 use serde::Serialize;
@@ -51,44 +52,6 @@ pub struct DaemonStep {
     pub busy: u64,
     /// Requests refused or failed for another reason.
     pub errors: u64,
-}
-
-/// The sums over the turns of a step.
-#[derive(Default)]
-pub struct WayTotals {
-    pub time: Duration,
-    pub latencies: Latencies,
-    pub busy: u64,
-    pub errors: u64,
-}
-
-impl WayTotals {
-    /// Adds a later turn.
-    pub fn then(&mut self, later: &Self) {
-        self.time += later.time;
-        self.add(later);
-    }
-
-    /// Adds a caller of the same time.
-    pub fn add(&mut self, other: &Self) {
-        self.latencies.add(&other.latencies);
-        self.busy += other.busy;
-        self.errors += other.errors;
-    }
-
-    /// Returns the median latency, µs; NaN without an answer.
-    pub fn p50_us(&self) -> f64 {
-        let Percentiles { requests, p50_us, .. } = self.latencies.percentiles();
-        if requests > 0 { p50_us } else { f64::NAN }
-    }
-
-    /// Returns the figures of `clients` callers.
-    pub fn step(&self, way: &'static str, clients: u32) -> DaemonStep {
-        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
-        let requests_per_s = latency.requests as f64 / seconds.max(f64::EPSILON);
-        let Self { busy, errors, .. } = *self;
-        DaemonStep { way, clients, seconds, requests_per_s, latency, busy, errors }
-    }
 }
 
 /// A front door on a socket in a temporary folder, with one model.
@@ -194,7 +157,7 @@ pub fn call_grpc(
     messages: &[Bytes],
     clients: u32,
     time: Duration,
-) -> Result<WayTotals> {
+) -> Result<CallTotals> {
     on_event_loop(async {
         let mut connected = Vec::new();
         for _ in 0..clients {
@@ -208,9 +171,9 @@ pub fn call_grpc(
             tokio::spawn(call_until(caller, socket, messages, first, start + time))
         };
         let callers: Vec<_> = connected.into_iter().enumerate().map(call).collect();
-        let mut sum = WayTotals::default();
+        let mut sum = CallTotals::default();
         for caller in callers {
-            sum.add(&caller.await??);
+            sum.add_concurrent(&caller.await??);
         }
         sum.time = start.elapsed();
         Ok(sum)
@@ -225,8 +188,8 @@ async fn call_until(
     messages: Vec<Bytes>,
     first: usize,
     until: Instant,
-) -> Result<WayTotals> {
-    let mut totals = WayTotals::default();
+) -> Result<CallTotals> {
+    let mut totals = CallTotals::default();
     for message in messages.iter().cycle().skip(first) {
         let sent = Instant::now();
         match caller.infer(message.clone(), None).await {
@@ -251,6 +214,14 @@ async fn call_until(
 }
 
 impl DaemonStep {
+    /// Returns the figures of `clients` callers.
+    pub fn of(totals: &CallTotals, way: &'static str, clients: u32) -> Self {
+        let (latency, seconds) = (totals.latencies.percentiles(), totals.time.as_secs_f64());
+        let requests_per_s = latency.requests as f64 / seconds.max(f64::EPSILON);
+        let CallTotals { busy, errors, .. } = *totals;
+        Self { way, clients, seconds, requests_per_s, latency, busy, errors }
+    }
+
     /// Returns the row of a table.
     pub fn cells(&self) -> [String; 7] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));

@@ -4,9 +4,10 @@
 //! workers share one core: where a system wakes a worker would otherwise cost more than a language.
 //! Never builds the library or the package.
 
-use super::front_door::{DaemonStep, MODEL, Requests, WayTotals};
+use super::front_door::{DaemonStep, MODEL, Requests};
 use super::paired::Pairs;
 use crate::bars::Bar;
+use crate::load::CallTotals;
 use crate::peer::{LineProgram, percentile, stay_on_one_core};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
@@ -74,7 +75,7 @@ pub struct LanguageFigures {
 struct Way {
     name: &'static str,
     caller: Caller,
-    totals: WayTotals,
+    totals: CallTotals,
     /// The median of the last turn, µs.
     median_us: f64,
     /// What calls took more than the library's in the turns beside.
@@ -83,7 +84,7 @@ struct Way {
 
 impl Way {
     fn new(name: &'static str, caller: Caller) -> Self {
-        let (totals, pairs) = (WayTotals::default(), Pairs::default());
+        let (totals, pairs) = (CallTotals::default(), Pairs::default());
         Self { name, caller, totals, median_us: f64::NAN, pairs }
     }
 }
@@ -135,7 +136,8 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
     let turn = each.as_secs_f64().max(1e-9) * CALLS as f64;
     let turns = ((plan.time.as_secs_f64() / turn) as u32).max(TURNS_MIN);
     take_turns(&mut ways, plan, turns)?;
-    let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
+    let steps: Vec<DaemonStep> =
+        ways.iter().map(|way| DaemonStep::of(&way.totals, way.name, 1)).collect();
     let measured = ways.iter().filter_map(|way| {
         let (_, bar) = named.into_iter().find(|(name, _)| *name == way.name)?;
         Some(way.pairs.at_most(&bar_name(way.name), bar))

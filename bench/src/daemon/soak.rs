@@ -93,9 +93,9 @@ fn part(stage: &Stage, sockets: &Sockets<'_>, beside: &Beside, time: Duration) -
     beside.is_attacked.store(false, Ordering::Relaxed);
     let calm = sockets.call(messages, CALLERS, time / 2)?;
     Ok(SoakPart {
-        calm: calm.measured.step("gRPC", CALLERS),
+        calm: DaemonStep::of(&calm.measured, "gRPC", CALLERS),
         p50_share: calm.p50_share(),
-        attacked: attacked.step("gRPC", CALLERS),
+        attacked: DaemonStep::of(&attacked, "gRPC", CALLERS),
         memory_bytes: stage.memory_bytes()?,
         open_files: calm.open_files,
         loads: beside.loads.load(Ordering::Relaxed),

@@ -113,7 +113,7 @@ fn part(
     }
     let called = std::mem::take(&mut *calls.lock().unwrap_or_else(PoisonError::into_inner));
     Ok(SwapPart {
-        requests: turns.measured.step("gRPC", CALLERS),
+        requests: DaemonStep::of(&turns.measured, "gRPC", CALLERS),
         p50_share: turns.p50_share(),
         swap_calls: called.percentiles(),
         memory_bytes: stage.memory_bytes()?,
