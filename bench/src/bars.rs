@@ -37,24 +37,33 @@ pub enum BarResult {
 }
 
 impl Bar {
-    /// Returns the bar that `value` must reach: at least `bar`.
-    pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
-        let result = BarResult::Measured { value, holds: value >= bar };
-        Self { name: name.into(), bar, result }
+    /// Returns the bar that `value` must reach: at least `bar`. It is not run without a value, and
+    /// with one that is not finite: a ratio to nothing.
+    pub fn at_least(name: impl Into<String>, value: impl Into<Option<f64>>, bar: f64) -> Self {
+        Self::judged(name, value, bar, |value, bar| value >= bar)
     }
 
-    /// Returns the bar that `value` must not exceed: at most `bar`.
-    pub fn at_most(name: impl Into<String>, value: f64, bar: f64) -> Self {
-        let result = BarResult::Measured { value, holds: value <= bar };
-        Self { name: name.into(), bar, result }
+    /// Returns the bar that `value` must not exceed: at most `bar`. As [`Bar::at_least`].
+    pub fn at_most(name: impl Into<String>, value: impl Into<Option<f64>>, bar: f64) -> Self {
+        Self::judged(name, value, bar, |value, bar| value <= bar)
     }
 
-    /// Returns [`Bar::at_least`] for a figure that needs a peer; `None` if the peer did not run.
-    pub fn at_least_if(name: impl Into<String>, value: Option<f64>, bar: f64) -> Self {
-        match value {
-            Some(value) => Self::at_least(name, value, bar),
-            None => Self::not_run(name, bar, "a peer did not run"),
-        }
+    /// Returns the bar that `value` must stay below. As [`Bar::at_least`].
+    pub fn below(name: impl Into<String>, value: impl Into<Option<f64>>, bar: f64) -> Self {
+        Self::judged(name, value, bar, |value, bar| value < bar)
+    }
+
+    fn judged(
+        name: impl Into<String>,
+        value: impl Into<Option<f64>>,
+        bar: f64,
+        holds: fn(f64, f64) -> bool,
+    ) -> Self {
+        let Some(value) = value.into().filter(|value| value.is_finite()) else {
+            return Self::not_run(name, bar, "not measured");
+        };
+        let result = BarResult::Measured { value, holds: holds(value, bar) };
+        Self { name: name.into(), bar, result }
     }
 
     /// Returns a bar whose figure the run did not measure.
@@ -75,6 +84,12 @@ impl fmt::Display for Bar {
     }
 }
 
+/// Returns the largest of `values`; `None` without any, or if one is not finite.
+pub fn largest(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let finite = values.map(|value| Some(value).filter(|value| value.is_finite()));
+    finite.collect::<Option<Vec<f64>>>()?.into_iter().reduce(f64::max)
+}
+
 /// Returns the table of `bars` for a terminal.
 pub fn bars_table(bars: &[Bar]) -> comfy_table::Table {
     let mut table = report::table(&["bar", "found", "demanded", ""]);
@@ -87,4 +102,22 @@ pub fn bars_table(bars: &[Bar]) -> comfy_table::Table {
         table.add_row([bar.name.clone(), found, digits(bar.bar), holds.to_owned()]);
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bar_without_a_measurement_neither_holds_nor_is_missed() {
+        for value in [None, Some(f64::NAN), Some(f64::INFINITY), Some(f64::NEG_INFINITY)] {
+            for bar in [Bar::at_least("a", value, 1.0), Bar::at_most("a", value, 1.0)] {
+                assert_eq!(bar, Bar::not_run("a", 1.0, "not measured"));
+                assert_eq!(bar.to_string(), "a: not run: not measured");
+            }
+        }
+        assert_eq!(largest([].into_iter()), None);
+        assert_eq!(largest([1.0, f64::NAN].into_iter()), None);
+        assert_eq!(largest([-2.0, -1.0].into_iter()), Some(-1.0));
+    }
 }

@@ -5,26 +5,26 @@
 //! it measures.
 
 use super::bars::Bar;
-use super::load::all_at_once;
+use super::load::{CallTotals, all_at_once, call_for};
 use super::results::{BenchReport, HostMachine};
-use super::synthetic_model::SyntheticModel;
-use anyhow::{Context, Result};
+use super::synthetic_model::ModelArgs;
+use anyhow::Result;
 use clap::Args;
 use hatchback::clock::SystemClock;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::pipeline::{Pipeline, RequestError, Stats};
+use hatchback::request::pipeline::{Pipeline, Stats};
 use hatchback::schema::batch::Batch;
 use hatchback_tools::report;
-use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::report::Json;
+use hatchback_tools::report::metrics::Percentiles;
 use hatchback_tools::report::plot::{self, Axis, Panel, Series};
 use hatchback_tools::serve::{self, ServeArgs};
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Turns of every number of callers.
 const TURNS: u32 = 4;
@@ -34,14 +34,12 @@ const SLOTS: u32 = 64;
 const REQUESTS: usize = 512;
 /// Least throughput with the most callers, as a share of the best step's.
 const SHARE_MIN: f64 = 0.95;
-/// How long a caller waits after `Busy`.
-const BUSY_PAUSE: Duration = Duration::from_micros(200);
 
 /// Measures one pipeline under a rising number of callers
 #[derive(Args, Debug)]
 pub struct ConcurrencyArgs {
-    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Callers at each step
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
           value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -56,9 +54,6 @@ pub struct ConcurrencyArgs {
     /// Embedding cache, MiB [default: the target's]
     #[arg(long, value_parser = report::args::mib)]
     cache_mib: Option<f64>,
-    /// Tables kept whole, MiB [default: the target's]
-    #[arg(long, value_parser = report::args::mib)]
-    resident_mib: Option<f64>,
     /// Workers, a thread each [default: the target's, without one the machine's cores]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
@@ -71,23 +66,8 @@ pub struct ConcurrencyArgs {
     /// Measured time of a step [default: 4; quick: 1]
     #[arg(long, value_parser = report::args::seconds)]
     seconds: Option<f64>,
-    /// A smaller synthetic model, less time
-    #[arg(long)]
-    quick: bool,
-    /// Rows of the largest tables of the synthetic model [default: 400000; quick: 40000]
-    #[arg(long)]
-    rows_max: Option<u64>,
-    /// A target file that gives the budget
-    #[arg(long)]
-    target: Option<PathBuf>,
-    /// Directory that the model is installed into [default: beside the bundle, or a temporary
-    /// folder]
-    #[arg(long)]
-    flash: Option<PathBuf>,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
     /// Draws throughput and latency by callers as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -115,9 +95,7 @@ pub struct ConcurrencyStep {
 /// The sums over the turns of a step.
 #[derive(Default)]
 struct TurnTotals {
-    time: Duration,
-    latencies: Latencies,
-    busy: u64,
+    calls: CallTotals,
     /// Sum of the pipeline's counters.
     stats: Stats,
 }
@@ -125,7 +103,7 @@ struct TurnTotals {
 impl ConcurrencyArgs {
     fn budget(&self, serve: &ServeArgs) -> Result<Budget> {
         let mut budget = serve.budget()?;
-        if self.target.is_none() {
+        if self.model.target.is_none() {
             (budget.workers, budget.slots) = (HostMachine::this().cores as u32, SLOTS);
         }
 
@@ -143,23 +121,12 @@ impl ConcurrencyArgs {
 /// # Errors
 /// The runtime refuses the model, a request fails, or a file cannot be written.
 pub fn run(args: &ConcurrencyArgs) -> Result<()> {
-    let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
-    let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
-    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
-
-    let bundle = made.as_ref().map(SyntheticModel::bundle);
-    let serve = ServeArgs {
-        model: args.model.clone().or(bundle).context("no model")?,
-        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
-        target: args.target.clone(),
-        cache_mib: args.cache_mib,
-        resident_mib: args.resident_mib,
-        batch_max: None,
-        device: None,
-    };
-
+    let seconds = args.seconds.unwrap_or(if args.model.quick { 1.0 } else { 4.0 });
+    let mut prepared = args.model.prepare()?;
+    let serve = &mut prepared.serve;
+    serve.cache_mib = args.cache_mib;
     let flash = serve.flash()?;
-    let budget = args.budget(&serve)?;
+    let budget = args.budget(serve)?;
     let (device, dense) = (serve.device()?, Default::default());
     let model = Arc::new(Model::on_device(&flash, budget, &device, &dense)?);
 
@@ -225,11 +192,11 @@ fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Res
     let (before, start) = (pipeline.stats(), Barrier::new(requests.len()));
     let callers = all_at_once(requests, |own| {
         start.wait();
-        call(pipeline, own, time)
+        call_for(own, time, |batch| Ok(pipeline.submit(batch, None)?.wait().map(drop)?))
     })?;
 
     let mut sum = TurnTotals::default();
-    callers.iter().for_each(|one| sum.add_concurrent(one));
+    callers.iter().for_each(|one| sum.calls.add_concurrent(one));
     let after = pipeline.stats();
     sum.stats = Stats {
         requests: after.requests - before.requests,
@@ -240,43 +207,10 @@ fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Res
     Ok(sum)
 }
 
-/// Sends requests as one caller until `time` has passed.
-fn call(pipeline: &Pipeline, requests: &[Batch], time: Duration) -> Result<TurnTotals> {
-    let (mut totals, start) = (TurnTotals::default(), Instant::now());
-    for batch in requests.iter().cycle() {
-        let sent = Instant::now();
-        match pipeline.submit(batch, None) {
-            Ok(ticket) => {
-                ticket.wait()?;
-                totals.latencies.record(sent.elapsed());
-            }
-            Err(RequestError::Busy(_)) => {
-                totals.busy += 1;
-                thread::sleep(BUSY_PAUSE);
-            }
-            Err(e) => return Err(e.into()),
-        }
-        totals.time = start.elapsed();
-        if totals.time >= time {
-            break;
-        }
-    }
-    Ok(totals)
-}
-
 impl TurnTotals {
-    /// Adds a caller that ran at the same time.
-    fn add_concurrent(&mut self, other: &Self) {
-        self.time = self.time.max(other.time);
-        self.latencies.add(&other.latencies);
-        self.busy += other.busy;
-    }
-
     /// Adds a turn that ran later.
     fn add_later(&mut self, later: &Self) {
-        let time = self.time + later.time;
-        self.add_concurrent(later);
-        self.time = time;
+        self.calls.add_later(&later.calls);
         self.stats.requests += later.stats.requests;
         self.stats.batches += later.stats.batches;
         self.stats.counters.add(&later.stats.counters);
@@ -284,13 +218,14 @@ impl TurnTotals {
 
     /// Returns the figures of the step with `clients` callers.
     fn step(&self, clients: u32) -> ConcurrencyStep {
-        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
+        let CallTotals { time, latencies, busy, .. } = &self.calls;
+        let (latency, seconds) = (latencies.percentiles(), time.as_secs_f64());
         ConcurrencyStep {
             clients,
             seconds,
             requests_per_s: latency.requests as f64 / seconds,
             latency,
-            busy: self.busy,
+            busy: *busy,
             requests_per_batch: self.stats.requests as f64 / self.stats.batches.max(1) as f64,
             hit_rate: self.stats.counters.hit_rate(),
         }
@@ -323,7 +258,7 @@ fn publish(
 
     let about = format!("{}: {title}, keys {keys}\n{}", report.model, report.machine);
     let heads = "callers, requests/s, p50, p99, p99.9, busy, requests/batch, hit rate";
-    report.publish(&about, heads, ConcurrencyStep::cells, args.json.as_ref())
+    report.publish(&about, heads, ConcurrencyStep::cells, &args.json)
 }
 
 impl ConcurrencyStep {
@@ -367,18 +302,7 @@ fn charts(steps: &[ConcurrencyStep]) -> [Panel; 2] {
 mod tests {
     use super::*;
     use crate::bars::BarResult;
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: ConcurrencyArgs,
-    }
-
-    fn parse(line: &str) -> ConcurrencyArgs {
-        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
-        Line::from_arg_matches(&matches).unwrap().args
-    }
+    use crate::tests::report_of;
 
     #[test]
     fn the_bar_is_the_last_step_beside_the_best() {
@@ -397,16 +321,12 @@ mod tests {
     #[test]
     fn a_short_run_answers_or_refuses_every_request() {
         let folder = tempfile::tempdir().unwrap();
-        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
-        let line = format!(
+        let plot = folder.path().join("a.svg");
+        let report = report_of(&format!(
             "concurrency --quick --rows-max 2000 --clients 1,6 --slots 3 --workers 2 --batch 2 \
-             --cache-mib 0.2 --seconds 0.2 --json {} --plot {}",
-            json.display(),
+             --cache-mib 0.2 --seconds 0.2 --plot {}",
             plot.display()
-        );
-        run(&parse(&line)).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        ));
         assert_eq!(report["bars"][0]["bar"], 0.95);
         let busy = |step: usize| report["points"][step]["busy"].as_u64().unwrap();
         assert_eq!(busy(0), 0);

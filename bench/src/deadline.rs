@@ -29,6 +29,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{MissPolicy, Schema};
 use hatchback_tools::report;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::Lookups;
 use hatchback_tools::serve::progress_bar;
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
@@ -74,10 +75,8 @@ pub struct DeadlineArgs {
     /// Fewer requests, a smaller model
     #[arg(long)]
     quick: bool,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// What happens beside the requests of a phase. The flash device stalls in all of them.
@@ -232,13 +231,13 @@ impl Run {
                 scope.spawn(|| updates.apply_until(stop, bundles))
             });
 
-            let mut seen = Seen::default();
-            for caller in callers {
-                let joined = caller.join().map_err(|_| anyhow!("a caller panicked"));
-                stop.store(joined.is_err(), Ordering::Release);
-                seen.add(&joined??);
-            }
+            // Before any error is returned: the scope waits for every thread that `stop` ends.
+            let called: Vec<_> = callers.into_iter().map(|caller| caller.join()).collect();
             stop.store(true, Ordering::Release);
+            let mut seen = Seen::default();
+            for called in called {
+                seen.add(&called.map_err(|_| anyhow!("a caller panicked"))??);
+            }
             for sleeper in sleeping {
                 sleeper.join().map_err(|_| anyhow!("a sleeper panicked"))??;
             }
@@ -426,7 +425,7 @@ fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
     let name = format!("overruns beyond those of the controls, of {requests} requests");
     let beyond: f64 = points.iter().map(|p| p.overruns.beyond_chance()).sum();
     vec![
-        Bar::at_most(name, beyond, 0.0),
+        Bar::at_most(name, (requests > 0).then_some(beyond), 0.0),
         Bar::at_most("answers with a wrong status", sum(|p| p.seen.wrong_statuses) as f64, 0.0),
     ]
 }
@@ -438,7 +437,7 @@ fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result
                  answers over, sleepers over, controls over, latest answer, latest sleeper, \
                  overruns, of controls";
     let about = Lateness::about(&format!("{}:", report.model));
-    report.publish(&about, heads, DeadlineFigures::cells, args.json.as_ref())
+    report.publish(&about, heads, DeadlineFigures::cells, &args.json)
 }
 
 impl DeadlineFigures {
@@ -473,23 +472,11 @@ impl DeadlineFigures {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::tests::report_of;
 
     #[test]
     fn every_request_is_counted_and_every_status_is_exact() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("deadline.json");
-        let args = DeadlineArgs {
-            requests: Some(400),
-            rows_max: Some(2_000),
-            callers: 4,
-            quick: true,
-            json: Some(json.clone()),
-        };
-        run(&args).unwrap();
-
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("deadline --quick --requests 400 --rows-max 2000 --callers 4");
         let points = report["points"].as_array().unwrap();
         for point in points {
             let count = |name: &str| point[name].as_u64().unwrap();

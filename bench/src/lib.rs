@@ -114,3 +114,34 @@ fn run(cli: &Cli, peers: &Peers) -> Result<()> {
         BenchCommand::Page(args) => page::run(args),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback_tools::report::Json;
+    use serde_json::Value;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        json: Json,
+    }
+
+    /// Returns the report that `work` writes to its file.
+    pub fn reported(work: impl FnOnce(&Json) -> Result<()>) -> Value {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report.json");
+        work(&Line::parse_from(["bench", "--json", path.to_str().unwrap()]).json).unwrap();
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
+    }
+
+    /// Returns the report of the bench that `line` names.
+    pub fn report_of(line: &str) -> Value {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report.json");
+        let json = ["--json", path.to_str().unwrap()];
+        let words = ["hatchback-bench"].into_iter().chain(line.split_whitespace());
+        run(&Cli::parse_from(words.chain(json)), &Peers::default()).unwrap();
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
+    }
+}

@@ -1,12 +1,14 @@
 //! A closed loop on one model: every worker sends its next batch as soon as it has the scores of
 //! the last one. The loop runs in windows. Each worker draws its batches before a window's clock
 //! starts and sends no batch twice in one window. Never draws inside a window.
+//! Also one caller that makes the calls it is given, and what callers saw.
 
 use anyhow::{Result, anyhow};
 use hatchback::model::Model;
+use hatchback::request::pipeline::RequestError;
 use hatchback::request::worker::{Counters, Worker};
 use hatchback::schema::batch::Batch;
-use hatchback_tools::report::metrics::{Latencies, Lookups};
+use hatchback_tools::report::metrics::{Latencies, Lookups, Percentiles};
 use hatchback_tools::serve;
 use hatchback_tools::workload::key_distributions::Workload;
 use std::collections::VecDeque;
@@ -18,6 +20,8 @@ use std::time::{Duration, Instant};
 const WINDOW_SAMPLES: usize = 16 << 10;
 /// Windows in each of the two means of the hit rate that decide whether it is steady.
 const STEADY_WINDOWS: usize = 4;
+/// How long a caller waits after `Busy`.
+const BUSY_PAUSE: Duration = Duration::from_micros(200);
 /// A hit rate is steady if the two means differ by less than this.
 const STEADY_CHANGE: f64 = 0.002;
 
@@ -52,6 +56,70 @@ impl LoadTotals {
         self.counters.add(&other.counters);
         self.lookups.add(&other.lookups);
     }
+}
+
+/// What callers saw over some time.
+#[derive(Default)]
+pub struct CallTotals {
+    pub time: Duration,
+    /// Latency of every request that was answered.
+    pub latencies: Latencies,
+    /// Requests refused as busy.
+    pub busy: u64,
+    /// Requests refused or failed for another reason.
+    pub errors: u64,
+}
+
+impl CallTotals {
+    /// Adds what callers saw later.
+    pub fn add_later(&mut self, later: &Self) {
+        let time = self.time + later.time;
+        self.add_concurrent(later);
+        self.time = time;
+    }
+
+    /// Adds a caller of the same time.
+    pub fn add_concurrent(&mut self, other: &Self) {
+        self.time = self.time.max(other.time);
+        self.latencies.add(&other.latencies);
+        self.busy += other.busy;
+        self.errors += other.errors;
+    }
+
+    /// Returns the median latency, µs; NaN without an answer.
+    pub fn p50_us(&self) -> f64 {
+        let Percentiles { requests, p50_us, .. } = self.latencies.percentiles();
+        if requests > 0 { p50_us } else { f64::NAN }
+    }
+}
+
+/// Makes the calls of `requests` in turn, as one caller, until `time` has passed. Waits after each
+/// `Busy`.
+///
+/// # Errors
+/// Those of `call` but `Busy`.
+pub fn call_for<T>(
+    requests: &[T],
+    time: Duration,
+    mut call: impl FnMut(&T) -> Result<()>,
+) -> Result<CallTotals> {
+    let (mut totals, start) = (CallTotals::default(), Instant::now());
+    for request in requests.iter().cycle() {
+        let sent = Instant::now();
+        match call(request) {
+            Ok(()) => totals.latencies.record(sent.elapsed()),
+            Err(e) if matches!(e.downcast_ref(), Some(RequestError::Busy(_))) => {
+                totals.busy += 1;
+                thread::sleep(BUSY_PAUSE);
+            }
+            Err(e) => return Err(e),
+        }
+        totals.time = start.elapsed();
+        if totals.time >= time {
+            break;
+        }
+    }
+    Ok(totals)
 }
 
 /// One worker and the batches of its next window.

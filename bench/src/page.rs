@@ -87,11 +87,11 @@ fn write_report(page: &mut String, report: &StoredReport) -> Result<()> {
     writeln!(page, "\n## `{bench}`\n\n{model}.\n\n{cpu}, {cores} cores, {platform}.\n")?;
     writeln!(page, "| bar | measured | demanded | |\n|---|---|---|---|")?;
     for StoredBar { name, bar, value, holds, not_run } in &report.bars {
-        let measured = value.map_or("-".to_owned(), digits);
-        let result = match (holds, not_run) {
-            (Some(true), _) => "holds",
-            (Some(false), _) => "MISSED",
-            (None, reason) => reason.as_deref().unwrap_or("not run"),
+        let reason = not_run.as_deref().unwrap_or("not measured");
+        let (measured, result) = match (value, holds) {
+            (Some(value), Some(true)) => (digits(*value), "holds"),
+            (Some(value), Some(false)) => (digits(*value), "MISSED"),
+            (None, _) | (_, None) => ("not run".to_owned(), reason),
         };
         writeln!(page, "| {name} | {measured} | {} | {result} |", digits(*bar))?;
     }
@@ -109,11 +109,17 @@ mod tests {
             "machine": {"cpu": "a CPU", "cores": 2, "platform": "x86_64-linux", "version": "0"},
             "bars": [{"name": "speed", "bar": 1.0, "value": 1.25, "holds": true},
                      {"name": "space", "bar": 2.0, "value": 3.0, "holds": false},
+                     {"name": "ratio", "bar": 1.0, "value": null, "holds": false},
                      {"name": "peer", "bar": 1.0, "not run": "a peer did not run"}]}"#;
         std::fs::write(folder.path().join("flash.json"), report).unwrap();
         std::fs::write(folder.path().join("notes.txt"), "no report").unwrap();
         let page = page(folder.path()).unwrap();
-        for row in ["| speed | 1.25 | 1.00 | holds |", "| 2.00 | MISSED |", "| - | 1.00 | a peer"] {
+        for row in [
+            "| speed | 1.25 | 1.00 | holds |",
+            "| 2.00 | MISSED |",
+            "| peer | not run | 1.00 | a peer",
+            "| ratio | not run | 1.00 | not measured |",
+        ] {
             assert!(page.contains(row), "{row}\n{page}");
         }
         std::fs::write(folder.path().join("other.json"), "{}").unwrap();

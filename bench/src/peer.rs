@@ -2,7 +2,7 @@
 //! The bench and the program exchange lines of JSON. Also the means of a fair comparison: one core
 //! for all engines, and CPU time. Never starts a measurement.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
@@ -10,7 +10,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// Program that makes the peers ready.
@@ -85,11 +88,72 @@ impl BestTimes {
     }
 }
 
+/// Longest time that a program may take for one answer. A setup fills gigabytes.
+const ANSWER_MAX: Duration = Duration::from_secs(1200);
+
+/// A process that answers on its output what it is asked on its input, in lines.
+pub struct LineProgram {
+    child: Child,
+    lines: Receiver<String>,
+    input: Option<ChildStdin>,
+    answer_max: Duration,
+}
+
+impl LineProgram {
+    /// Starts `command`.
+    ///
+    /// # Errors
+    /// The system does not start it.
+    pub fn start(mut command: Command) -> Result<Self> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let spawned = command.spawn();
+        let named = || command.get_program().to_string_lossy().into_owned();
+        let mut child = spawned.with_context(named)?;
+        let output = child.stdout.take().context("no standard output")?;
+        let (to, lines) = mpsc::channel();
+        // Only another thread can wait for a line with a limit of time.
+        thread::spawn(move || {
+            let mut lines = BufReader::new(output).lines().map_while(Result::ok);
+            lines.try_for_each(|line| to.send(line))
+        });
+        let input = child.stdin.take();
+        Ok(Self { child, lines, input, answer_max: ANSWER_MAX })
+    }
+
+    /// Sends a line.
+    ///
+    /// # Errors
+    /// The program has ended.
+    pub fn send(&mut self, line: &str) -> Result<()> {
+        let input = self.input.as_mut().context("the program has no input")?;
+        writeln!(input, "{line}").context("the program has ended")
+    }
+
+    /// Waits for the next line.
+    ///
+    /// # Errors
+    /// The program ends, or takes too long.
+    pub fn line(&mut self) -> Result<String> {
+        self.lines.recv_timeout(self.answer_max).map_err(|e| match e {
+            RecvTimeoutError::Timeout => {
+                anyhow!("the program gave no answer within {:?}", self.answer_max)
+            }
+            RecvTimeoutError::Disconnected => anyhow!("the program ended"),
+        })
+    }
+}
+
+impl Drop for LineProgram {
+    fn drop(&mut self) {
+        // A program that hangs would not end with its input.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 /// A running program.
 pub struct Peer {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-    input: Option<ChildStdin>,
+    program: LineProgram,
     _programs: TempDir,
 }
 
@@ -100,57 +164,33 @@ impl Peer {
     /// The environment has no Python, or Python does not start.
     pub fn start(venv: &Path, program: Program) -> Result<Self> {
         let python = venv.join("bin/python");
-        if !python.exists() {
-            bail!("no {}", python.display());
-        }
-
+        ensure!(python.exists(), "no {}", python.display());
         let programs = tempfile::tempdir().context("a temporary folder")?;
         for Program { name, text } in [program, SHARED] {
             std::fs::write(programs.path().join(name), text)?;
         }
 
         let mut command = Command::new(&python);
-        command
-            .arg(programs.path().join(program.name))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut child =
-            command.stderr(Stdio::null()).spawn().with_context(|| python.display().to_string())?;
-        let lines = child.stdout.take().map(BufReader::new).context("no standard output")?;
-        let input = child.stdin.take();
-        Ok(Self { child, lines, input, _programs: programs })
+        command.arg(programs.path().join(program.name)).stderr(Stdio::null());
+        Ok(Self { program: LineProgram::start(command)?, _programs: programs })
     }
 
     /// Sends one line of `kind` and waits for the answer.
     ///
     /// # Errors
-    /// The program has ended, answers with an error, or answers with other fields than `T` has.
+    /// The program has ended, takes too long, answers with an error, or answers with other fields
+    /// than `T` has.
     pub fn request<T: DeserializeOwned>(
         &mut self,
         kind: &str,
         options: &impl Serialize,
     ) -> Result<T> {
-        let input = self.input.as_mut().context("the program has no input")?;
-        writeln!(input, "{}", json!({ kind: options })).context("the program has ended")?;
-
-        let mut line = String::new();
-        if self.lines.read_line(&mut line)? == 0 {
-            bail!("the program ended: {}", self.child.wait()?);
-        }
-
-        let answer: Value = serde_json::from_str(&line)?;
+        self.program.send(&json!({ kind: options }).to_string())?;
+        let answer: Value = serde_json::from_str(&self.program.line()?)?;
         if let Some(error) = answer.get("error") {
             bail!("{error}");
         }
         serde_json::from_value(answer).with_context(|| format!("an answer to {kind}"))
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // The program ends when its input ends.
-        drop(self.input.take());
-        let _ = self.child.wait();
     }
 }
 
@@ -224,6 +264,13 @@ mod tests {
         };
         assert!(refused("read -r line; echo '{\"error\": \"no AVX2\"}'").contains("no AVX2"));
         assert!(refused("read -r line; exit 3").contains("ended"));
+        let venv = environment("read -r line; exec sleep 1000");
+        let mut peer = Peer::start(venv.path(), LOOKUPS).unwrap();
+        peer.program.answer_max = Duration::from_millis(50);
+        let silent = peer.request::<Value>("setup", &json!({})).unwrap_err().to_string();
+        assert!(silent.contains("no answer within 50ms"), "{silent}");
+        drop(peer);
+
         let nowhere = Peer::start(Path::new("/nonexistent"), DLRM).err().unwrap().to_string();
         assert!(nowhere.contains("/nonexistent/bin/python"));
     }

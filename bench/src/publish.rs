@@ -3,8 +3,8 @@
 //! `publish`, `sync` of a car, and the first score on the new generation. One process plays all
 //! parts, one after the other. Never trains a model.
 
-use super::bars::Bar;
-use super::results::{BenchReport, HostMachine};
+use super::bars::{Bar, largest};
+use super::results::{BenchReport, HostMachine, resident_memory, restart_peak};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 use clap::{Args, Parser};
@@ -18,6 +18,7 @@ use hatchback::schema::KeySpace;
 use hatchback::schema::batch::Batch;
 use hatchback::unmix;
 use hatchback_tools::report;
+use hatchback_tools::report::Json;
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::now;
 use hatchback_tools::repository::publish::{Change, publish};
@@ -61,10 +62,8 @@ pub struct PublishBenchArgs {
     /// A smaller model, fewer windows
     #[arg(long)]
     quick: bool,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 /// The figures of one window.
@@ -204,25 +203,15 @@ fn select_once(
     let core = (0..CpuSet::MAX_CPU).find(|cpu| all_cores.is_set(*cpu)).unwrap_or(0);
     one_core.set(core);
     sched_setaffinity(None, &one_core)?;
-    // Writing 5 resets the peak to the memory in use.
-    std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")?;
+    restart_peak()?;
     let start = Instant::now();
     let done = desk.select(budget_mib, Vec::new());
     let select_s = start.elapsed().as_secs_f64();
     sched_setaffinity(None, &all_cores)?;
 
-    let (done, memory_mib) = (done?, peak_mib()?);
+    let (done, memory_mib) = (done?, resident_memory()?.peak as f64 / f64::from(1 << 20));
     let (candidates, bytes) = (done.candidates, done.bytes);
     Ok(WindowFigures { candidates, bytes, select_s, memory_mib, ..WindowFigures::default() })
-}
-
-/// Returns the largest resident memory of this process since the last reset.
-fn peak_mib() -> Result<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").context("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
-    let kib: f64 = kib.context("VmHWM in /proc/self/status")?.trim().parse()?;
-    Ok(kib / 1024.0)
 }
 
 /// A trainer, a repository, a car and its server.
@@ -328,7 +317,7 @@ fn sync_car(desk: &Desk) -> Result<()> {
 }
 
 fn bars(points: &[WindowFigures]) -> Vec<Bar> {
-    let worst = |of: fn(&WindowFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
+    let worst = |of: fn(&WindowFigures) -> f64| largest(points.iter().map(of));
     let mut scores: Vec<f64> =
         points.iter().filter(|p| p.score_s > 0.0).map(|p| p.score_s).collect();
     scores.sort_unstable_by(f64::total_cmp);
@@ -336,7 +325,7 @@ fn bars(points: &[WindowFigures]) -> Vec<Bar> {
     vec![
         Bar::at_most("select and encode on one core, s", worst(|p| p.select_s), SELECT_S_BAR),
         Bar::at_most("memory of that, MiB", worst(|p| p.memory_mib), SELECT_MIB_BAR),
-        Bar::at_most("step to first score, p95, s", p95.unwrap_or(f64::INFINITY), SCORE_S_BAR),
+        Bar::at_most("step to first score, p95, s", p95, SCORE_S_BAR),
     ]
 }
 
@@ -355,28 +344,18 @@ fn print(args: &PublishBenchArgs, report: &BenchReport<WindowFigures>) -> Result
         ]
     };
     let heads = "changed, delta, select, memory, publish, sync, step to score";
-    report.publish(&report.model, heads, cells, args.json.as_ref())
+    report.publish(&report.model, heads, cells, &args.json)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::tests::report_of;
 
     #[test]
     fn changed_rows_reach_a_score() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("publish.json");
-        let args = PublishBenchArgs {
-            rows_max: Some(2_000),
-            candidates: Some(5_000),
-            windows: Some(2),
-            changed: 300,
-            quick: true,
-            json: Some(json.clone()),
-        };
-        run(&args).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of(
+            "publish --quick --rows-max 2000 --candidates 5000 --windows 2 --changed 300",
+        );
         assert_eq!(report["bars"].as_array().unwrap().len(), 3);
         let points = report["points"].as_array().unwrap();
         assert_eq!(points.len(), 4);

@@ -7,13 +7,14 @@ use super::load::{ClosedLoop, LoadTotals};
 use super::peer_figures::PeersPlan;
 use super::request_peers;
 use super::request_shared;
-use super::results::{BenchReport, HostMachine, prints_tables, table};
-use super::synthetic_model::SyntheticModel;
-use anyhow::{Context, Result};
+use super::results::{BenchReport, HostMachine, table};
+use super::synthetic_model::ModelArgs;
+use anyhow::Result;
 use clap::Args;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::{Lookups, Percentiles};
 use hatchback_tools::report::plot::{self, Axis, Panel, Series};
 use hatchback_tools::serve::{self, ServeArgs};
@@ -28,8 +29,8 @@ use std::time::Duration;
 /// Measures whole requests over key distributions, cache sizes and batch sizes
 #[derive(Args, Debug)]
 pub struct RequestArgs {
-    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Key distributions: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE
     /// (samples)
     #[arg(long, value_delimiter = ',')]
@@ -49,22 +50,6 @@ pub struct RequestArgs {
     /// Keys in a bag
     #[arg(long, value_enum, default_value_t)]
     bags: BagSizes,
-    /// A smaller synthetic model, fewer points, less time
-    #[arg(long)]
-    quick: bool,
-    /// Rows of the largest tables of the synthetic model [default: 400000; quick: 40000]
-    #[arg(long)]
-    rows_max: Option<u64>,
-    /// Tables kept whole, MiB [default: the target's]
-    #[arg(long, value_parser = report::args::mib)]
-    resident_mib: Option<f64>,
-    /// A target file that gives the budget; without one the memory has no bound
-    #[arg(long)]
-    target: Option<PathBuf>,
-    /// Directory that the model is installed into [default: beside the bundle, or a temporary
-    /// folder]
-    #[arg(long)]
-    flash: Option<PathBuf>,
     /// Measures a DLRM beside ONNX Runtime and PyTorch instead: one core, all rows cached, batches
     /// 1 to 256
     #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads",
@@ -77,10 +62,8 @@ pub struct RequestArgs {
     /// The Python environment of the peers, as `bench/peers/setup` makes it
     #[arg(long, default_value = super::peer::VENV)]
     venv: PathBuf,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
     /// Draws latency by batch size and hit rate by cache size as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -141,15 +124,15 @@ impl RequestArgs {
     fn sweep(&self) -> Sweep {
         let skewed = Distribution::PowerLaw { alpha: ALPHA };
         let hot = Distribution::HotKey { lookups: 0.9, keys: 0.01 };
-        let keys = match (self.keys.is_empty(), self.quick) {
+        let keys = match (self.keys.is_empty(), self.model.quick) {
             (false, _) => self.keys.clone(),
             (true, true) => vec![skewed, Distribution::Uniform],
             (true, false) => vec![skewed, hot, Distribution::Uniform],
         };
 
         let (caches, window_ms): (&[f64], _) =
-            if self.quick { (&[1.0, 4.0], 100) } else { (&[1.0, 16.0, 64.0], 250) };
-        let seconds = self.seconds.unwrap_or(if self.quick { 1.0 } else { 5.0 });
+            if self.model.quick { (&[1.0, 4.0], 100) } else { (&[1.0, 16.0, 64.0], 250) };
+        let seconds = self.seconds.unwrap_or(if self.model.quick { 1.0 } else { 5.0 });
         let time = Duration::from_secs_f64(seconds);
         Sweep {
             keys,
@@ -157,29 +140,14 @@ impl RequestArgs {
             caches_mib: ascending(&self.cache_mib, caches),
             time,
             window: Duration::from_millis(window_ms).min(time),
-            warm_up_windows_max: if self.quick { 24 } else { 80 },
+            warm_up_windows_max: if self.model.quick { 24 } else { 80 },
         }
-    }
-
-    /// Returns the arguments that open the model. The caller sets the cache size for each point.
-    fn serve(&self, made: Option<&SyntheticModel>, batch_max: u32) -> Result<ServeArgs> {
-        let bundle = made.map(SyntheticModel::bundle);
-        let model = self.model.clone().or(bundle).context("no model")?;
-        Ok(ServeArgs {
-            model,
-            flash: self.flash.clone().or(made.map(SyntheticModel::flash)),
-            target: self.target.clone(),
-            cache_mib: None,
-            resident_mib: self.resident_mib,
-            batch_max: Some(batch_max),
-            device: None,
-        })
     }
 
     fn budget(&self, serve: &ServeArgs) -> Result<Budget> {
         let mut budget = serve.budget()?;
         budget.workers = self.threads;
-        if self.target.is_none() {
+        if self.model.target.is_none() {
             budget.memory_bytes_max = u64::MAX;
         }
         Ok(budget)
@@ -195,14 +163,13 @@ pub fn run(args: &RequestArgs) -> Result<()> {
         return run_peers(args);
     }
     if args.shared {
-        return request_shared::run(args.quick, &args.venv, args.json.as_ref());
+        return request_shared::run(args.model.quick, &args.venv, &args.json);
     }
 
     let sweep = args.sweep();
-    let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
-    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
-    let batch_max = sweep.batches.last().copied().unwrap_or(1);
-    let mut serve = args.serve(made.as_ref(), batch_max)?;
+    let mut prepared = args.model.prepare()?;
+    let serve = &mut prepared.serve;
+    serve.batch_max = Some(sweep.batches.last().copied().unwrap_or(1));
     let flash = serve.flash()?;
     let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
     let device = serve.device()?;
@@ -213,7 +180,7 @@ pub fn run(args: &RequestArgs) -> Result<()> {
         let workload = Workload::new(&flash, keys, args.bags, 0)?;
         for &cache_mib in &sweep.caches_mib {
             serve.cache_mib = Some(cache_mib);
-            let budget = args.budget(&serve)?;
+            let budget = args.budget(serve)?;
             let model = Model::on_device(&flash, budget, &device, &Default::default())?;
             points.extend(sweep.measure(&Arc::new(model), &workload, &bar)?);
         }
@@ -226,10 +193,10 @@ pub fn run(args: &RequestArgs) -> Result<()> {
 
 /// Runs `--peers`.
 fn run_peers(args: &RequestArgs) -> Result<()> {
-    let plan = if args.quick { request_peers::QUICK } else { request_peers::FULL };
-    let rows = args.rows_max.map_or(Ok(plan.rows), usize::try_from)?;
+    let plan = if args.model.quick { request_peers::QUICK } else { request_peers::FULL };
+    let rows = args.model.rows_max.map_or(Ok(plan.rows), usize::try_from)?;
     let plan = PeersPlan { rows, ..plan };
-    request_peers::run(&plan, &args.venv, args.json.as_ref(), args.plot.as_ref())
+    request_peers::run(&plan, &args.venv, &args.json, args.plot.as_ref())
 }
 
 impl RequestArgs {
@@ -243,10 +210,7 @@ impl RequestArgs {
             let title = format!("Requests to {}, {threads}", report.model);
             plot::panels(path, &title, &charts(&report.points))?;
         }
-        if prints_tables(self.json.as_ref()) {
-            print_report(report, flash)?;
-        }
-        report.write_to(self.json.as_ref())
+        self.json.write(report, || print_report(report, flash))
     }
 }
 
@@ -406,6 +370,7 @@ fn charts(points: &[RequestFigures]) -> Vec<Panel> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::report_of;
     use clap::{CommandFactory, FromArgMatches, Parser};
 
     #[derive(Parser)]
@@ -443,16 +408,12 @@ mod tests {
     #[test]
     fn a_short_run_gives_every_point() {
         let folder = tempfile::tempdir().unwrap();
-        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
-        let line = format!(
+        let plot = folder.path().join("a.svg");
+        let report = report_of(&format!(
             "request --quick --rows-max 2000 --keys uniform,powerlaw --batch 8,32 --cache-mib 0.2 \
-             --seconds 0.01 --threads 2 --json {} --plot {}",
-            json.display(),
+             --seconds 0.01 --threads 2 --plot {}",
             plot.display()
-        );
-        run(&parse(&line).unwrap()).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        ));
         assert!(report["bars"].as_array().unwrap().is_empty());
         let points = report["points"].as_array().unwrap();
         assert_eq!(points.len(), 4);

@@ -189,7 +189,7 @@ pub fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
     for family in families(points) {
         for batch in BATCHES {
             let name = format!("p50 of {ORT} / f32, {family}, batch {batch}");
-            bars.push(Bar::at_least_if(name, ratio(points, family, batch), 1.0));
+            bars.push(Bar::at_least(name, ratio(points, family, batch), 1.0));
         }
         let difference = figures_at(points, family, OURS, 1).and_then(|m| m.score_difference);
         if let Some(difference) = difference {

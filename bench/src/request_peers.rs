@@ -8,7 +8,7 @@ use super::dlrm::{self, Dlrm, TABLES};
 use super::peer::{self, BestTimes, Peer, PeerAbout, PeerScores, RoundTimes};
 use super::peer_figures::{self, DLRM, ORT, PeersFigures, PeersMeasurement, PeersPlan, figures_at};
 use super::request_families;
-use super::results::{BenchReport, HostMachine, Measurement, PeerNotRun, distinct, prints_tables};
+use super::results::{BenchReport, HostMachine, Measurement, PeerNotRun, distinct};
 use anyhow::{Context, Result, ensure};
 use hatchback::Weights;
 use hatchback::flash::Flash;
@@ -17,6 +17,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::largest_difference;
 use hatchback_tools::report::plot::{self, Axis, Series};
 use hatchback_tools::{report, say, serve};
@@ -146,12 +147,7 @@ fn samples_of(plan: &PeersPlan) -> usize {
 ///
 /// # Errors
 /// A file cannot be written, the runtime refuses the model, or a peer fails after its start.
-pub fn run(
-    plan: &PeersPlan,
-    venv: &Path,
-    json: Option<&PathBuf>,
-    plot: Option<&PathBuf>,
-) -> Result<()> {
+pub fn run(plan: &PeersPlan, venv: &Path, json: &Json, plot: Option<&PathBuf>) -> Result<()> {
     let machine = HostMachine::this();
     peer::stay_on_one_core()?;
     let folder = tempfile::tempdir().context("a temporary folder")?;
@@ -177,10 +173,8 @@ pub fn run(
     if let Some(path) = plot {
         chart(path, &report)?;
     }
-    if prints_tables(json) {
-        print_tables(&report, peers.running.as_ref().map(|(_, about)| about.about.as_str()))?;
-    }
-    report.write_to(json)
+    let about = peers.running.as_ref().map(|(_, about)| about.about.as_str());
+    json.write(&report, || print_tables(&report, about))
 }
 
 /// Returns the requests of two turns, each of `batch` samples.
@@ -282,7 +276,8 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
         Some(of(at(points, peer, batch)?) / of(at(points, engine, batch)?))
     };
     let mut bars = Vec::new();
-    let mut least = |name: String, value, bar| bars.push(Bar::at_least_if(name, value, bar));
+    let mut least =
+        |name: String, value: Option<f64>, bar| bars.push(Bar::at_least(name, value, bar));
 
     for batch in BATCHES {
         let p50 = ratio(ORT, f32_weights, batch, |m| m.p50_us);
@@ -381,17 +376,16 @@ fn chart(path: &Path, report: &BenchReport<PeersMeasurement>) -> Result<()> {
 mod tests {
     use super::*;
     use crate::bars::BarResult;
+    use crate::tests::reported;
 
     /// Our engine runs the network, every row stays in the cache, and the report lists the peers as
     /// not run.
     #[test]
     fn without_peers_ours_is_measured_and_they_are_listed() {
         let folder = tempfile::tempdir().unwrap();
-        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
+        let plot = folder.path().join("a.svg");
         let plan = PeersPlan { rows: 64, rounds: 1, samples: 8, calls_min: 2 };
-        run(&plan, folder.path(), Some(&json), Some(&plot)).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = reported(|json| run(&plan, folder.path(), json, Some(&plot)));
         let points = report["points"].as_array().unwrap();
         assert_eq!(points.len(), BATCHES.len() * OURS.len() + 4);
         assert!(points[0]["p50_us"].as_f64().unwrap() > 0.0);

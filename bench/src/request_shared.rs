@@ -4,17 +4,18 @@
 
 use super::bars::{Bar, bars_table};
 use super::peer::{self, Peer, PeerAbout, PeerScores, RoundTimes, cpu_us, percentile};
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine};
 use anyhow::{Context, Result, ensure};
 use hatchback_kernels::dense::{Activation, DenseEngine, InputPart, MultiplyAdds};
 use hatchback_kernels::simd::isa::Isa;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::largest_difference;
 use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
 use hatchback_tools::workload::synthetic::push_normals;
 use hatchback_tools::{report, say};
 use serde::Serialize;
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 /// Samples of the request.
@@ -318,7 +319,6 @@ impl Inputs {
 }
 
 /// Returns the figures of `network` over this number of rounds.
-/// Returns the figures of `network` over this number of rounds.
 fn measure(
     Family { name: family, network }: &Family,
     rounds: usize,
@@ -390,7 +390,7 @@ fn start(families: &[Family], venv: &Path) -> Result<Option<Peer>> {
 ///
 /// # Errors
 /// The engine refuses a network, or a score differs.
-pub fn run(is_quick: bool, venv: &Path, json: Option<&PathBuf>) -> Result<()> {
+pub fn run(is_quick: bool, venv: &Path, json: &Json) -> Result<()> {
     let rounds = if is_quick { 7 } else { 31 };
     let families = [
         ("DLRM", dlrm()),
@@ -405,19 +405,19 @@ pub fn run(is_quick: bool, venv: &Path, json: Option<&PathBuf>) -> Result<()> {
     let points = measured.collect::<Result<Vec<_>>>()?;
     let ratios = points.iter().map(SharedFigures::bar);
     let bars: Vec<Bar> = ratios.chain(points.iter().map(SharedFigures::lead)).collect();
-    if prints_tables(json) {
+    let (machine, model) = (HostMachine::this(), format!("{CANDIDATES} candidates of one driver"));
+    let report = BenchReport { bench: "request --shared", machine, model, bars, points };
+    json.write(&report, || {
         let mut table =
             report::table(&["family", "ONNX Runtime", "copied", "shared", "ratio", "counted"]);
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
-        table.add_rows(points.iter().map(|point| {
+        table.add_rows(report.points.iter().map(|point| {
             let [measured, counted] = [point.ratio(), point.counted_ratio];
             let ratios = [measured, counted].map(|ratio| format!("{ratio:.3}"));
             let [copied, shared] = [point.copied_us, point.shared_us].map(us);
             let peer = report::or_dash(point.peer_us, us);
             [vec![point.family.to_owned(), peer, copied, shared], ratios.to_vec()].concat()
         }));
-        say!("{}\n{table}\n{}", HostMachine::this(), bars_table(&bars))?;
-    }
-    let (machine, model) = (HostMachine::this(), format!("{CANDIDATES} candidates of one driver"));
-    BenchReport { bench: "request --shared", machine, model, bars, points }.write_to(json)
+        say!("{}\n{table}\n{}", report.machine, bars_table(&report.bars))
+    })
 }

@@ -4,10 +4,10 @@
 use super::bars::Bar;
 use anyhow::{Context, Result};
 use comfy_table::Table;
+use hatchback_tools::report::Json;
 use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::fmt;
-use std::path::PathBuf;
 
 /// The JSON document of one measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -25,16 +25,8 @@ pub struct BenchReport<P> {
 }
 
 impl<P: Serialize> BenchReport<P> {
-    /// Writes the report to `json`, if the caller gave `--json`.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn write_to(&self, json: Option<&PathBuf>) -> Result<()> {
-        json.map_or(Ok(()), |path| report::write_json(path, self))
-    }
-
-    /// Prints `about`, a table with a row of `cells` for each point, and the bars. Then writes the
-    /// report to `json`. `heads` are separated by commas.
+    /// Writes the report to `json`. Prints `about`, a table with a row of `cells` for each point,
+    /// and the bars. `heads` are separated by commas.
     ///
     /// # Errors
     /// The file cannot be written, or standard output is closed.
@@ -43,13 +35,12 @@ impl<P: Serialize> BenchReport<P> {
         about: &str,
         heads: &str,
         cells: impl Fn(&P) -> [String; N],
-        json: Option<&PathBuf>,
+        json: &Json,
     ) -> Result<()> {
-        if prints_tables(json) {
+        json.write(self, || {
             say!("{about}\n{}", table(heads, self.points.iter().map(cells)))?;
-            self.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-        }
-        self.write_to(json)
+            self.bars.iter().try_for_each(|bar| say!("{bar}"))
+        })
     }
 }
 
@@ -58,11 +49,6 @@ pub fn table<const N: usize>(heads: &str, rows: impl Iterator<Item = [String; N]
     let mut table = report::table(&heads.split(", ").collect::<Vec<_>>());
     table.add_rows(rows);
     table
-}
-
-/// Returns whether standard output is free for tables: `--json` does not write there.
-pub fn prints_tables(json: Option<&PathBuf>) -> bool {
-    !json.is_some_and(|path| report::is_standard_output(path))
 }
 
 /// The machine that ran a measurement.

@@ -10,15 +10,19 @@ use crate::report::Json;
 use crate::report::input;
 use crate::report::temporary::TemporaryFolder;
 use crate::repository::approval::{approve, withdraw};
+use crate::repository::restore::with_retired;
 use crate::serve::open_chain;
 use crate::{report, say};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::Manifest;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback::schema::Schema;
+use hatchback::schema::change::check_change;
 use hatchback::schema::sample::Sample;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -222,7 +226,8 @@ pub fn evaluate_gate(
     let schema = reader.manifest().schema.clone();
     let lines = read_samples(samples, &schema)?;
 
-    let old = held.as_ref().map(|flash| score(flash, &lines)).transpose()?;
+    let score_held = |flash: &Flash| score(flash, &read_for_fleet(samples, flash, &schema)?);
+    let old = held.as_ref().map(score_held).transpose()?;
     let directory = match &held {
         Some(flash) if delta => flash.directory().to_owned(),
         None if delta => bail!("{}: is a delta; pass --fleet", bundle.display()),
@@ -244,6 +249,28 @@ pub fn evaluate_gate(
         passed: checks.iter().all(|check| check.missed_by == 0.0),
         checks,
     })
+}
+
+/// Reads the samples at `path`, which are the `candidate`'s, as the release in `fleet` takes them:
+/// its own key functions and missing values, also for features that the candidate has retired.
+fn read_for_fleet(path: &Path, fleet: &Flash, candidate: &Schema) -> Result<Vec<Sample>> {
+    let Manifest { generation, schema, .. } = fleet.manifest();
+    // Each list of the candidate begins with the fleet's, so what it added is at the ends.
+    let changed = check_change(schema, candidate);
+    changed.with_context(|| format!("callers of {generation} cannot use the candidate"))?;
+    let mut read = with_retired(schema, candidate);
+    read.network.outputs.clone_from(&candidate.network.outputs);
+
+    let mut samples = read_samples(path, &read)?;
+    for Sample { dense, sparse, weights, labels, scores } in &mut samples {
+        dense.truncate(schema.dense_features.len());
+        sparse.truncate(schema.features.len());
+        weights.truncate(schema.features.len());
+        for values in [labels, scores] {
+            values.truncate(schema.network.outputs.len());
+        }
+    }
+    Ok(samples)
 }
 
 fn score(flash: &Flash, samples: &[Sample]) -> Result<Evaluation> {

@@ -46,7 +46,7 @@ pub struct ImageArgs {
     #[arg(short, long)]
     out: PathBuf,
     /// Folder of the model on the board [default: its lineage]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::file_name)]
     name: Option<String>,
     /// Size of the partition, MiB [default: room for five copies of the content: the live
     /// generation, the one before, the next release fetched and installed, and a merge]
@@ -111,10 +111,6 @@ fn make_in(args: &ImageArgs) -> Result<ImageReport> {
     let generation = flash.manifest().generation.clone();
     drop(flash);
     let name = args.name.as_ref().unwrap_or(&generation.lineage);
-    ensure!(
-        !name.is_empty() && !name.contains(['/', '.']),
-        "--name {name}: a folder's name cannot be empty or contain `/` or `.`"
-    );
     let model = models.join(name);
     fs::rename(&new, &model).with_context(of(&model))?;
 

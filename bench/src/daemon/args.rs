@@ -1,16 +1,17 @@
 //! The options of `bench daemon`. Plain data.
 
 use super::languages::LanguageArgs;
+use crate::synthetic_model::ModelArgs;
 use clap::Args;
 use hatchback_tools::report;
-use std::path::PathBuf;
+use hatchback_tools::report::Json;
 use std::time::Duration;
 
 /// Measures gRPC on a Unix socket beside the call of the library
 #[derive(Args, Debug)]
 pub struct DaemonArgs {
-    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
-    pub model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
     /// Callers at each step, a connection each
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,128,256",
           value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -24,9 +25,6 @@ pub struct DaemonArgs {
     /// Measured time of a step, of each way with --deadline [default: 4, 60; quick: 1, 8]
     #[arg(long, value_parser = report::args::seconds)]
     pub seconds: Option<f64>,
-    /// A smaller synthetic model, less time
-    #[arg(long)]
-    pub quick: bool,
     /// Runs load, swaps, loads, faults and hostile callers for so many minutes instead
     #[arg(long, value_name = "MINUTES", conflicts_with_all = ["model", "deadline"])]
     pub soak: Option<f64>,
@@ -37,29 +35,19 @@ pub struct DaemonArgs {
     /// Measures how late answers are while the flash device stalls instead
     #[arg(long, conflicts_with = "model")]
     pub deadline: bool,
-    /// A target file that gives the budget
-    #[arg(long)]
-    pub target: Option<PathBuf>,
-    /// Directory that the model is installed into [default: beside the bundle, or a temporary
-    /// folder]
-    #[arg(long)]
-    pub flash: Option<PathBuf>,
     #[command(flatten)]
     pub(super) languages: LanguageArgs,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) json: Json,
 }
 
 impl DaemonArgs {
-    /// Returns the rows of the largest tables of the synthetic model.
-    pub fn rows_max(&self) -> u64 {
-        if self.quick { 40_000 } else { 400_000 }
-    }
-
     /// Returns the time of a step, which is `whole` or `quick` seconds if the caller gave none.
     pub fn time(&self, whole: f64, quick: f64) -> Duration {
-        Duration::from_secs_f64(self.seconds.unwrap_or(if self.quick { quick } else { whole }))
+        Duration::from_secs_f64(self.seconds.unwrap_or(if self.model.quick {
+            quick
+        } else {
+            whole
+        }))
     }
 }

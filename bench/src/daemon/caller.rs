@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, anyhow};
 use hatchback::Schema;
-use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback_server::proto::{
     InferInputTensor, InferRequestedOutputTensor, ModelInferRequest, RepositoryModelRequest,
     SERVICE,
@@ -20,6 +20,9 @@ use tokio::net::UnixStream;
 
 /// The status of gRPC for a caller that should retry.
 const RESOURCE_EXHAUSTED: u32 = 8;
+
+/// Longest time for which a caller waits for an answer.
+const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 /// A connection to the front door.
 pub struct Caller {
@@ -85,7 +88,7 @@ impl Caller {
     /// Calls `method` with `message`, which has its prefix.
     ///
     /// # Errors
-    /// The connection ends.
+    /// The connection ends, or no answer comes for a minute.
     pub async fn call(
         &mut self,
         method: &str,
@@ -98,7 +101,7 @@ impl Caller {
     /// Asks for scores with `message`, a request with its prefix.
     ///
     /// # Errors
-    /// The connection ends.
+    /// As [`Caller::call`].
     pub async fn infer(&mut self, message: Bytes, timeout: Option<Duration>) -> Result<Outcome> {
         self.send(self.infer.clone(), message, timeout).await
     }
@@ -115,10 +118,14 @@ impl Caller {
         if let Some(timeout) = timeout {
             request.headers_mut().insert("grpc-timeout", timeout_value(timeout)?);
         }
-        self.sender.ready().await?;
-        let (head, body) = self.sender.send_request(request).await?.into_parts();
-        let Received { message, trailers } = receive(body).await?;
-        Ok(outcome(message, trailers.as_ref().unwrap_or(&head.headers)))
+        let answer = async {
+            self.sender.ready().await?;
+            let (head, body) = self.sender.send_request(request).await?.into_parts();
+            let Received { message, trailers } = receive(body).await?;
+            Ok(outcome(message, trailers.as_ref().unwrap_or(&head.headers)))
+        };
+        let answer = tokio::time::timeout(ANSWER_MAX, answer).await;
+        answer.with_context(|| format!("no answer within {} s", ANSWER_MAX.as_secs()))?
     }
 }
 
@@ -172,38 +179,50 @@ fn framed(message: &impl Message) -> Result<Bytes> {
     Ok(bytes.into())
 }
 
-/// Returns the framed request for the scores of `batch` by `model`.
+/// Returns the framed request for the scores of `samples` by `model`. Inputs of retired features
+/// are left out, but for the columns of dense ones, which callers still send.
 ///
 /// # Errors
-/// The batch is too large for a message.
-pub fn infer_request(model: &str, schema: &Schema, batch: &Batch) -> Result<Bytes> {
-    let size = batch.size();
+/// The request is too large for a message.
+pub fn infer_request(model: &str, schema: &Schema, samples: &[Sample]) -> Result<Bytes> {
     let (mut inputs, mut raw) = (Vec::new(), Vec::new());
     let mut add = |name: &str, datatype: &str, width: usize, bytes: Vec<u8>| {
         inputs.push(InferInputTensor {
             name: name.to_owned(),
             datatype: datatype.to_owned(),
-            shape: vec![size as i64, width as i64],
+            shape: vec![samples.len() as i64, width as i64],
             ..InferInputTensor::default()
         });
         raw.push(Bytes::from(bytes));
     };
 
-    if !schema.dense_features.is_empty() {
-        let bytes = batch.dense().iter().flat_map(|value| value.to_le_bytes()).collect();
-        add("dense", "FP32", schema.dense_features.len(), bytes);
+    for (name, is_shared) in [("dense", false), ("dense.shared", true)] {
+        let (features, width) = (&schema.dense_features, schema.dense_of(is_shared).count());
+        if width > 0 {
+            let values = samples.iter().flat_map(|sample| sample.dense.iter().zip(features));
+            let own = values.filter(|(_, feature)| feature.shared == is_shared);
+            add(name, "FP32", width, own.flat_map(|(value, _)| value.to_le_bytes()).collect());
+        }
     }
-    for (f, feature) in schema.features.iter().enumerate() {
-        let (bags, width) = (batch.bags(f), batch.hotness(f));
-        let bag = |sample: usize| {
-            let keys = &bags.keys[bags.offsets[sample] as usize..bags.offsets[sample + 1] as usize];
-            let padding = std::iter::repeat_n(-1, width - keys.len());
-            keys.iter().map(|key| *key as i64).chain(padding)
+    for (f, feature) in schema.features.iter().enumerate().filter(|(_, feature)| !feature.retired) {
+        let bags = || samples.iter().map(|sample| &sample.sparse[f]);
+        let width = bags().map(Vec::len).max().unwrap_or_default();
+        let bag = |keys: &Vec<u64>| {
+            let keys = keys.iter().map(|key| *key as i64).chain(std::iter::repeat(-1));
+            keys.take(width).flat_map(i64::to_le_bytes).collect::<Vec<u8>>()
         };
-        let bytes = (0..size).flat_map(bag).flat_map(i64::to_le_bytes).collect();
         // Without padding, every key of 64 bits has a place.
-        let is_full = bags.keys.len() == size * width;
-        add(&feature.name, if is_full { "UINT64" } else { "INT64" }, width, bytes);
+        let is_full = bags().all(|keys| keys.len() == width);
+        let keys = bags().flat_map(bag).collect();
+        add(&feature.name, if is_full { "UINT64" } else { "INT64" }, width, keys);
+        if feature.weighted {
+            let weights = samples.iter().flat_map(|sample| {
+                let own = sample.weights.get(f).into_iter().flatten().copied();
+                own.chain(std::iter::repeat(0.0)).take(width)
+            });
+            let weights = weights.flat_map(f32::to_le_bytes).collect();
+            add(&format!("{}.weights", feature.name), "FP32", width, weights);
+        }
     }
 
     let output =
@@ -232,4 +251,48 @@ pub fn repository_request(model: &str) -> Result<Bytes> {
 pub fn on_event_loop<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|e| anyhow!("no event loop: {e}"))?.block_on(work)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback::schema::{DenseFeature, Feature, Network};
+
+    #[test]
+    fn a_request_has_the_inputs_of_features_that_are_in_use() {
+        let dense =
+            |name, shared, retired| DenseFeature { shared, retired, ..DenseFeature::plain(name) };
+        let feature = |name, retired| Feature { retired, ..Feature::plain(name, 3) };
+        let schema = Schema {
+            dense_features: vec![
+                dense("a", false, true),
+                dense("b", true, false),
+                dense("c", false, false),
+            ],
+            tables: vec![],
+            features: vec![
+                feature("gone", true),
+                Feature { shared: true, weighted: true, ..feature("x", false) },
+            ],
+            lookups: vec![],
+            network: Network { inputs: vec![], outputs: vec![] },
+        };
+        let sample = Sample {
+            dense: vec![1.0, 2.0, 3.0],
+            sparse: vec![vec![], vec![7, 8]],
+            weights: vec![vec![], vec![0.5, 1.5]],
+            ..Sample::default()
+        };
+        let message = infer_request("m", &schema, &[sample.clone(), sample]).unwrap();
+        let sent = ModelInferRequest::decode(&message[5..]).unwrap();
+        let shapes: Vec<(&str, &[i64])> =
+            sent.inputs.iter().map(|input| (input.name.as_str(), &input.shape[..])).collect();
+        let expected: [(&str, &[i64]); 4] =
+            [("dense", &[2, 2]), ("dense.shared", &[2, 1]), ("x", &[2, 2]), ("x.weights", &[2, 2])];
+        assert_eq!(shapes, expected);
+        let floats =
+            |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        assert_eq!(sent.raw_input_contents[0], floats(&[1.0, 3.0, 1.0, 3.0]));
+        assert_eq!(sent.raw_input_contents[3], floats(&[0.5, 1.5, 0.5, 1.5]));
+    }
 }

@@ -2,7 +2,8 @@
 //! it and the front door that is measured, so that a machine that becomes slower or faster changes
 //! both. Never swaps.
 
-use super::front_door::{Daemon, RULES, WayTotals, call_grpc};
+use super::front_door::{Daemon, RULES, call_grpc};
+use crate::load::CallTotals;
 use crate::results::open_files;
 use anyhow::Result;
 use hatchback::Flash;
@@ -22,15 +23,15 @@ pub struct Control {
 
 /// What callers measured at both front doors.
 pub struct Turns {
-    pub measured: WayTotals,
-    pub control: WayTotals,
+    pub measured: CallTotals,
+    pub control: CallTotals,
     /// Least number of open files after a turn. During a swap two generations have files open.
     pub open_files: u64,
 }
 
 impl Default for Turns {
     fn default() -> Self {
-        let (measured, control) = (WayTotals::default(), WayTotals::default());
+        let (measured, control) = (CallTotals::default(), CallTotals::default());
         Self { measured, control, open_files: u64::MAX }
     }
 }
@@ -76,7 +77,7 @@ impl Sockets<'_> {
             let ways = [(self.measured, &mut turns.measured), (self.control, &mut turns.control)];
             for (socket, totals) in ways {
                 let called = call_grpc(socket, messages, clients, TURN.min(time / 2))?;
-                totals.then(&called);
+                totals.add_later(&called);
             }
             turns.open_files = turns.open_files.min(open_files()?);
             if start.elapsed() >= time {
@@ -89,14 +90,14 @@ impl Sockets<'_> {
 impl Turns {
     /// Adds later turns.
     pub fn add(&mut self, later: &Self) {
-        self.measured.then(&later.measured);
-        self.control.then(&later.control);
+        self.measured.add_later(&later.measured);
+        self.control.add_later(&later.control);
         self.open_files = self.open_files.min(later.open_files);
     }
 
-    /// Returns the p50 of the front door that is measured, as a multiple of the control's.
+    /// Returns the p50 of the front door that is measured, as a multiple of the control's. It is NaN
+    /// without an answer of both.
     pub fn p50_share(&self) -> f64 {
-        let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
-        p50_us(&self.measured) / p50_us(&self.control).max(f64::EPSILON)
+        self.measured.p50_us() / self.control.p50_us()
     }
 }

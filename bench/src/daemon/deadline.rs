@@ -62,14 +62,19 @@ struct PunctualityStep {
 /// What callers saw.
 #[derive(Clone, Copy, Default)]
 struct Seen {
-    requests: u64,
+    with_scores: u64,
     without_scores: u64,
     busy: u64,
 }
 
 impl Seen {
+    /// Returns the requests that a slot took.
+    fn requests(self) -> u64 {
+        self.with_scores + self.without_scores
+    }
+
     fn add(&mut self, other: Self) {
-        self.requests += other.requests;
+        self.with_scores += other.with_scores;
         self.without_scores += other.without_scores;
         self.busy += other.busy;
     }
@@ -98,7 +103,7 @@ struct Stage<'a> {
 pub fn run(args: &DaemonArgs, time: Duration) -> Result<()> {
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let misses = [MissPolicy::Deadline, MissPolicy::Wait];
-    let bundles = pack_generations(args.rows_max(), 0, misses, folder.path())?;
+    let bundles = pack_generations(args.model.rows_max(), 0, misses, folder.path())?;
     let stalling = StallingDisk::default();
     let (_, flash, budget) = stalling.install(&bundles[0], &folder.path().join("flash"))?;
     let workers = HostMachine::this().cores as u32;
@@ -129,13 +134,13 @@ impl Stage<'_> {
         }
         let step = |(way, watch): &(Way, Watch)| PunctualityStep {
             way: *way,
-            requests: watch.seen.requests,
+            requests: watch.seen.requests(),
             without_scores: watch.seen.without_scores,
             busy: watch.seen.busy,
             answers: watch.answers.lateness(),
             sleepers: watch.sleepers.lateness(),
             overruns: Overruns::of(
-                watch.seen.requests,
+                watch.seen.requests(),
                 &watch.answers,
                 &watch.controls,
                 &watch.sleepers,
@@ -191,12 +196,13 @@ impl Stage<'_> {
                 Err(RequestError::Busy(_)) => {
                     seen.busy += 1;
                     thread::sleep(draw(&mut rng, BUSY_PAUSE_S));
-                    continue;
                 }
                 Err(RequestError::DeadlineExceeded) => seen.without_scores += 1,
-                answered => answered?,
+                answered => {
+                    answered?;
+                    seen.with_scores += 1;
+                }
             }
-            seen.requests += 1;
             if Instant::now() >= until {
                 break;
             }
@@ -214,7 +220,7 @@ impl Stage<'_> {
             let outcome = caller.infer(message.clone(), Some(time)).await?;
             answers.record(due);
             match outcome {
-                Outcome::Answered(_) => {}
+                Outcome::Answered(_) => seen.with_scores += 1,
                 Outcome::Refused(refusal) if refusal.status == DEADLINE_EXCEEDED => {
                     seen.without_scores += 1;
                 }
@@ -222,10 +228,8 @@ impl Stage<'_> {
                     refusal.busy()?;
                     seen.busy += 1;
                     tokio::time::sleep(draw(&mut rng, BUSY_PAUSE_S)).await;
-                    continue;
                 }
             }
-            seen.requests += 1;
             if Instant::now() >= until {
                 break;
             }
@@ -245,7 +249,8 @@ impl PunctualityStep {
     fn bar(&self) -> Bar {
         let way = self.name();
         let name = format!("{way}: overruns beyond those of the controls");
-        Bar::at_most(name, self.overruns.beyond_chance(), 0.0)
+        let beyond = (self.requests > 0).then(|| self.overruns.beyond_chance());
+        Bar::at_most(name, beyond, 0.0)
     }
 
     fn cells(&self) -> [String; 10] {
@@ -270,5 +275,5 @@ fn publish(args: &DaemonArgs, report: &BenchReport<PunctualityStep>) -> Result<(
     let about = Lateness::about(&format!("{}: {CALLERS} callers,", report.model));
     let heads = "way, requests, no scores, busy, answers over, sleepers over, latest answer, \
                  latest sleeper, overruns, of controls";
-    report.publish(&about, heads, PunctualityStep::cells, args.json.as_ref())
+    report.publish(&about, heads, PunctualityStep::cells, &args.json)
 }

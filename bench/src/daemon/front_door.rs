@@ -1,14 +1,16 @@
 //! A front door with one model in this process, the requests for it, and what callers measure.
 
 use super::caller::{Caller, Outcome, Refusal, infer_request, on_event_loop};
+use crate::load::CallTotals;
 use anyhow::{Context, Result, anyhow};
 use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::{Flash, Schema, Served, ServerRules, Serving};
 use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
 use hatchback_tools::report;
-use hatchback_tools::report::metrics::{Latencies, Percentiles};
+use hatchback_tools::report::metrics::Percentiles;
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hyper::body::Bytes;
 use serde::Serialize;
@@ -50,38 +52,6 @@ pub struct DaemonStep {
     pub busy: u64,
     /// Requests refused or failed for another reason.
     pub errors: u64,
-}
-
-/// The sums over the turns of a step.
-#[derive(Default)]
-pub struct WayTotals {
-    pub time: Duration,
-    pub latencies: Latencies,
-    pub busy: u64,
-    pub errors: u64,
-}
-
-impl WayTotals {
-    /// Adds a later turn.
-    pub fn then(&mut self, later: &Self) {
-        self.time += later.time;
-        self.add(later);
-    }
-
-    /// Adds a caller of the same time.
-    pub fn add(&mut self, other: &Self) {
-        self.latencies.add(&other.latencies);
-        self.busy += other.busy;
-        self.errors += other.errors;
-    }
-
-    /// Returns the figures of `clients` callers.
-    pub fn step(&self, way: &'static str, clients: u32) -> DaemonStep {
-        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
-        let requests_per_s = latency.requests as f64 / seconds.max(f64::EPSILON);
-        let Self { busy, errors, .. } = *self;
-        DaemonStep { way, clients, seconds, requests_per_s, latency, busy, errors }
-    }
 }
 
 /// A front door on a socket in a temporary folder, with one model.
@@ -149,6 +119,9 @@ impl Daemon {
 
 /// The requests of a measurement, for both ways.
 pub struct Requests {
+    pub schema: Arc<Schema>,
+    /// The samples of each request.
+    pub samples: Vec<Vec<Sample>>,
     pub batches: Vec<Batch>,
     pub messages: Vec<Bytes>,
 }
@@ -161,14 +134,16 @@ impl Requests {
     pub fn draw(daemon: &Daemon, flash: &Flash, samples: usize) -> Result<Self> {
         let keys = Distribution::PowerLaw { alpha: ALPHA };
         let mut workload = Workload::new(flash, &keys, BagSizes::Full, 1)?;
-        let one = |_| {
-            let mut batch = Batch::new(&daemon.schema, samples);
-            workload.fill(&mut batch, samples).map(|()| batch)
+        let schema = Arc::clone(&daemon.schema);
+        let samples: Vec<_> = (0..REQUESTS).map(|_| workload.request(samples)).collect();
+        let batch = |samples: &Vec<Sample>| {
+            let mut batch = Batch::new(&schema, samples.len());
+            batch.push_request(&schema, samples).map(|()| batch)
         };
-        let batches = (0..REQUESTS).map(one).collect::<Result<Vec<_>>>()?;
-        let message = |batch| infer_request(MODEL, &daemon.schema, batch);
-        let messages = batches.iter().map(message).collect::<Result<_>>()?;
-        Ok(Self { batches, messages })
+        let batches = samples.iter().map(batch).collect::<Result<_, _>>()?;
+        let message = |samples: &Vec<Sample>| infer_request(MODEL, &schema, samples);
+        let messages = samples.iter().map(message).collect::<Result<_>>()?;
+        Ok(Self { schema, samples, batches, messages })
     }
 }
 
@@ -182,7 +157,7 @@ pub fn call_grpc(
     messages: &[Bytes],
     clients: u32,
     time: Duration,
-) -> Result<WayTotals> {
+) -> Result<CallTotals> {
     on_event_loop(async {
         let mut connected = Vec::new();
         for _ in 0..clients {
@@ -196,9 +171,9 @@ pub fn call_grpc(
             tokio::spawn(call_until(caller, socket, messages, first, start + time))
         };
         let callers: Vec<_> = connected.into_iter().enumerate().map(call).collect();
-        let mut sum = WayTotals::default();
+        let mut sum = CallTotals::default();
         for caller in callers {
-            sum.add(&caller.await??);
+            sum.add_concurrent(&caller.await??);
         }
         sum.time = start.elapsed();
         Ok(sum)
@@ -213,8 +188,8 @@ async fn call_until(
     messages: Vec<Bytes>,
     first: usize,
     until: Instant,
-) -> Result<WayTotals> {
-    let mut totals = WayTotals::default();
+) -> Result<CallTotals> {
+    let mut totals = CallTotals::default();
     for message in messages.iter().cycle().skip(first) {
         let sent = Instant::now();
         match caller.infer(message.clone(), None).await {
@@ -239,6 +214,14 @@ async fn call_until(
 }
 
 impl DaemonStep {
+    /// Returns the figures of `clients` callers.
+    pub fn of(totals: &CallTotals, way: &'static str, clients: u32) -> Self {
+        let (latency, seconds) = (totals.latencies.percentiles(), totals.time.as_secs_f64());
+        let requests_per_s = latency.requests as f64 / seconds.max(f64::EPSILON);
+        let CallTotals { busy, errors, .. } = *totals;
+        Self { way, clients, seconds, requests_per_s, latency, busy, errors }
+    }
+
     /// Returns the row of a table.
     pub fn cells(&self) -> [String; 7] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));

@@ -4,20 +4,19 @@
 //! workers share one core: where a system wakes a worker would otherwise cost more than a language.
 //! Never builds the library or the package.
 
-use super::front_door::{DaemonStep, MODEL, WayTotals};
+use super::front_door::{DaemonStep, MODEL, Requests};
 use super::paired::Pairs;
 use crate::bars::Bar;
-use crate::peer::{percentile, stay_on_one_core};
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use crate::load::CallTotals;
+use crate::peer::{LineProgram, percentile, stay_on_one_core};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::clock::SystemClock;
-use hatchback::schema::batch::Batch;
 use hatchback::targets::Target;
 use hatchback::{Flash, Served, Serving};
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -58,7 +57,7 @@ pub struct LanguagePlan<'a> {
     /// The target that the user named.
     pub target: Option<&'a Path>,
     /// The requests, of one number of samples.
-    pub batches: &'a [Batch],
+    pub requests: &'a Requests,
     /// Measured time of each language.
     pub time: Duration,
 }
@@ -76,7 +75,7 @@ pub struct LanguageFigures {
 struct Way {
     name: &'static str,
     caller: Caller,
-    totals: WayTotals,
+    totals: CallTotals,
     /// The median of the last turn, µs.
     median_us: f64,
     /// What calls took more than the library's in the turns beside.
@@ -85,14 +84,14 @@ struct Way {
 
 impl Way {
     fn new(name: &'static str, caller: Caller) -> Self {
-        let (totals, pairs) = (WayTotals::default(), Pairs::default());
+        let (totals, pairs) = (CallTotals::default(), Pairs::default());
         Self { name, caller, totals, median_us: f64::NAN, pairs }
     }
 }
 
 enum Caller {
     Library(Arc<Served>),
-    Program(Program),
+    Program(LineProgram),
 }
 
 /// Measures the languages in turns.
@@ -126,7 +125,7 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
     for ((name, _), command) in named.into_iter().zip(started) {
         match command {
             Ok(command) => {
-                let program = Program::start(command, folder.path(), target, plan, hash)
+                let program = start(command, folder.path(), target, plan, hash)
                     .with_context(|| format!("the program in {name}"))?;
                 ways.push(Way::new(name, Caller::Program(program)));
             }
@@ -137,7 +136,8 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
     let turn = each.as_secs_f64().max(1e-9) * CALLS as f64;
     let turns = ((plan.time.as_secs_f64() / turn) as u32).max(TURNS_MIN);
     take_turns(&mut ways, plan, turns)?;
-    let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
+    let steps: Vec<DaemonStep> =
+        ways.iter().map(|way| DaemonStep::of(&way.totals, way.name, 1)).collect();
     let measured = ways.iter().filter_map(|way| {
         let (_, bar) = named.into_iter().find(|(name, _)| *name == way.name)?;
         Some(way.pairs.at_most(&bar_name(way.name), bar))
@@ -163,7 +163,7 @@ fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, turns: u32) -> Result<(
             let start = Instant::now();
             let times = match caller {
                 Caller::Library(served) => call_library(served, plan, first, CALLS)?,
-                Caller::Program(program) => program.call(CALLS)?,
+                Caller::Program(program) => call_program(program, CALLS)?,
             };
             let us = |time: &Duration| time.as_secs_f64() * 1e6;
             *median_us = percentile(&mut times.iter().map(us).collect::<Vec<f64>>(), 0.5);
@@ -189,13 +189,13 @@ fn library(plan: &LanguagePlan<'_>, target: &Path) -> Result<(Caller, u64, Durat
     let served = serving.load(MODEL, plan.flash, budget)?;
 
     let (mut hash, start) = (14_695_981_039_346_656_037_u64, Instant::now());
-    for batch in plan.batches {
+    for batch in &plan.requests.batches {
         let ticket = served.submit(batch, None)?;
         for byte in ticket.wait()?.scores().values.iter().flat_map(|v| v.to_le_bytes()) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(1_099_511_628_211);
         }
     }
-    let each = start.elapsed() / u32::try_from(plan.batches.len().max(1))?;
+    let each = start.elapsed() / u32::try_from(plan.requests.batches.len().max(1))?;
     Ok((Caller::Library(served), hash, each))
 }
 
@@ -205,10 +205,10 @@ fn call_library(
     first: usize,
     calls: usize,
 ) -> Result<Vec<Duration>> {
-    let mut times = Vec::with_capacity(calls);
+    let (mut times, batches) = (Vec::with_capacity(calls), &plan.requests.batches);
     for number in first..first + calls {
         let start = Instant::now();
-        served.submit(&plan.batches[number % plan.batches.len()], None)?.wait()?;
+        served.submit(&batches[number % batches.len()], None)?.wait()?;
         times.push(start.elapsed());
     }
     Ok(times)
@@ -216,25 +216,22 @@ fn call_library(
 
 /// The requests as text; `caller.c` says in which form.
 fn requests_text(plan: &LanguagePlan<'_>) -> String {
-    let samples = plan.batches.first().map_or(0, Batch::size);
-    let mut text = format!("{} {samples}\n", plan.batches.len());
-    for batch in plan.batches {
-        let width = batch.dense().len() / samples.max(1);
-        for sample in 0..samples {
-            for value in &batch.dense()[sample * width..][..width] {
-                // Writing to a text cannot fail.
-                let _ = write!(text, "{value} ");
-            }
-            for feature in 0..batch.features() {
-                let bags = batch.bags(feature);
-                let [start, end] = [sample, sample + 1].map(|at| bags.offsets[at] as usize);
-                let _ = write!(text, "{} ", end - start);
-                for key in &bags.keys[start..end] {
-                    let _ = write!(text, "{key} ");
-                }
-            }
-            text.push('\n');
+    let Requests { schema, samples: requests, .. } = plan.requests;
+    let samples = requests.first().map_or(0, Vec::len);
+    let mut text = format!("{} {samples}\n", requests.len());
+    for sample in requests.iter().flatten() {
+        for (value, _) in sample.dense.iter().zip(&schema.dense_features).filter(|(_, d)| !d.shared)
+        {
+            // Writing to a text cannot fail.
+            let _ = write!(text, "{value} ");
         }
+        for bag in &sample.sparse {
+            let _ = write!(text, "{} ", bag.len());
+            for key in bag {
+                let _ = write!(text, "{key} ");
+            }
+        }
+        text.push('\n');
     }
     text
 }
@@ -283,55 +280,26 @@ fn python_program(args: &LanguageArgs, folder: &Path) -> Result<Result<Command, 
     Ok(Ok(command))
 }
 
-/// A program in another language that calls and times.
-struct Program {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-    input: Option<ChildStdin>,
+/// Starts the program, and checks that its scores have the hash `expected`.
+fn start(
+    mut command: Command,
+    folder: &Path,
+    target: &Path,
+    plan: &LanguagePlan<'_>,
+    expected: u64,
+) -> Result<LineProgram> {
+    command.args([target, plan.flash.directory(), &folder.join("requests")]);
+    let mut program = LineProgram::start(command)?;
+    let hash: u64 = program.line()?.trim().parse().context("the hash of the scores")?;
+    ensure!(hash == expected, "its scores differ from those of the library");
+    Ok(program)
 }
 
-impl Program {
-    /// Starts the program, and checks that its scores have the hash `expected`.
-    fn start(
-        mut command: Command,
-        folder: &Path,
-        target: &Path,
-        plan: &LanguagePlan<'_>,
-        expected: u64,
-    ) -> Result<Self> {
-        command.args([target, plan.flash.directory(), &folder.join("requests")]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let lines = child.stdout.take().map(BufReader::new).context("no standard output")?;
-        let input = child.stdin.take();
-        let mut program = Self { child, lines, input };
-        let hash: u64 = program.line()?.trim().parse().context("the hash of the scores")?;
-        ensure!(hash == expected, "its scores differ from those of the library");
-        Ok(program)
-    }
-
-    fn line(&mut self) -> Result<String> {
-        let mut line = String::new();
-        if self.lines.read_line(&mut line)? == 0 {
-            bail!("the program ended: {}", self.child.wait()?);
-        }
-        Ok(line)
-    }
-
-    /// Makes `calls` calls and returns their times.
-    fn call(&mut self, calls: usize) -> Result<Vec<Duration>> {
-        let input = self.input.as_mut().context("the program has no input")?;
-        writeln!(input, "{calls}").context("the program has ended")?;
-        let line = self.line()?;
-        let times = line.split_ascii_whitespace().map(|time| Ok(time.parse()?));
-        let times: Result<Vec<u64>> = times.collect();
-        Ok(times?.into_iter().map(Duration::from_nanos).collect())
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // The program ends when its input ends.
-        drop(self.input.take());
-        let _ = self.child.wait();
-    }
+/// Lets the program make `calls` calls and returns their times.
+fn call_program(program: &mut LineProgram, calls: usize) -> Result<Vec<Duration>> {
+    program.send(&calls.to_string())?;
+    let line = program.line()?;
+    let times = line.split_ascii_whitespace().map(|time| Ok(time.parse()?));
+    let times: Result<Vec<u64>> = times.collect();
+    Ok(times?.into_iter().map(Duration::from_nanos).collect())
 }

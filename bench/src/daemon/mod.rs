@@ -19,19 +19,19 @@ mod stage;
 mod swaps;
 
 use super::bars::Bar;
+use super::load::{CallTotals, call_for};
 use super::results::{BenchReport, HostMachine};
-use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 pub use args::DaemonArgs;
-use front_door::{Daemon, DaemonStep, RULES, Requests, WayTotals, call_grpc};
-use hatchback_tools::serve::ServeArgs;
+use front_door::{Daemon, DaemonStep, RULES, Requests, call_grpc};
+use hatchback::schema::batch::Batch;
 use hyper::body::Bytes;
 use languages::LanguagePlan;
 use paired::Pairs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Turns of each way.
 const TURNS: u32 = 40;
@@ -61,23 +61,11 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
         return deadline::run(args, args.time(60.0, 8.0));
     }
 
-    let is_made = args.model.is_none();
-    let made = is_made.then(|| SyntheticModel::pack(args.rows_max())).transpose()?;
-    let serve = ServeArgs {
-        model: args
-            .model
-            .clone()
-            .or(made.as_ref().map(SyntheticModel::bundle))
-            .context("no model")?,
-        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
-        target: args.target.clone(),
-        cache_mib: args.cache_mib,
-        resident_mib: None,
-        batch_max: None,
-        device: None,
-    };
+    let mut prepared = args.model.prepare()?;
+    let serve = &mut prepared.serve;
+    serve.cache_mib = args.cache_mib;
     let (flash, mut budget) = (serve.flash()?, serve.budget()?);
-    if args.target.is_none() {
+    if args.model.target.is_none() {
         // A slot for each caller: a refusal over gRPC costs as much as a small answer.
         let callers = args.clients.iter().copied().max().unwrap_or(1);
         (budget.workers, budget.slots) = (HostMachine::this().cores as u32, callers.max(64));
@@ -92,8 +80,8 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
         &args.languages,
         &LanguagePlan {
             flash: &flash,
-            target: args.target.as_deref(),
-            batches: &requests.batches,
+            target: args.model.target.as_deref(),
+            requests: &requests,
             time: args.time(4.0, 1.0),
         },
     )?;
@@ -113,28 +101,31 @@ fn measure(
     socket: &Path,
 ) -> Result<(Vec<DaemonStep>, Vec<Bar>)> {
     let (time, mut added) = (args.time(4.0, 1.0), Pairs::default());
-    let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
-    let mut echo = WayTotals::default();
+    let (mut library, mut grpc) = (CallTotals::default(), CallTotals::default());
+    let mut echo = CallTotals::default();
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;
         let theirs = call_grpc(socket, &requests.messages, 1, time / TURNS)?;
         let bare = call_echo(&requests.messages, time / TURNS)?;
         if turn > 0 {
-            library.then(&ours);
-            grpc.then(&theirs);
-            echo.then(&bare);
-            let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
-            added.add(p50_us(&theirs) - p50_us(&ours));
+            library.add_later(&ours);
+            grpc.add_later(&theirs);
+            echo.add_later(&bare);
+            added.add(theirs.p50_us() - ours.p50_us());
         }
     }
 
     let name = "gRPC on a Unix socket over the library call, p50, µs";
     let latency = added.at_most(name, ADDED_US_MAX);
-    let mut steps = vec![library.step("library", 1), echo.step("echo", 1), grpc.step("gRPC", 1)];
+    let mut steps = vec![
+        DaemonStep::of(&library, "library", 1),
+        DaemonStep::of(&echo, "echo", 1),
+        DaemonStep::of(&grpc, "gRPC", 1),
+    ];
     for &clients in args.clients.iter().filter(|clients| **clients > 1) {
         call_grpc(socket, &requests.messages, clients, time / 4)?;
         let totals = call_grpc(socket, &requests.messages, clients, time)?;
-        steps.push(totals.step("gRPC", clients));
+        steps.push(DaemonStep::of(&totals, "gRPC", clients));
     }
     let call = |clients| call_grpc(socket, &requests.messages, clients, time / 2);
     let throughput = share_of_best(&steps[2..], call)?;
@@ -143,7 +134,7 @@ fn measure(
 
 /// Measures the most callers of `steps` and the callers of its best step in turns. If the most
 /// callers are the best step, their share is 1.
-fn share_of_best(steps: &[DaemonStep], call: impl Fn(u32) -> Result<WayTotals>) -> Result<Bar> {
+fn share_of_best(steps: &[DaemonStep], call: impl Fn(u32) -> Result<CallTotals>) -> Result<Bar> {
     let best = steps.iter().max_by(|a, b| a.requests_per_s.total_cmp(&b.requests_per_s));
     let best = best.map_or(1, |step| step.clients);
     let most = steps.iter().map(|step| step.clients).max().unwrap_or(1);
@@ -153,30 +144,22 @@ fn share_of_best(steps: &[DaemonStep], call: impl Fn(u32) -> Result<WayTotals>) 
     }
     let mut share = Pairs::default();
     for _ in 0..LADDER_TURNS {
-        let rate = |clients| anyhow::Ok(call(clients)?.step("gRPC", clients).requests_per_s);
+        let rate =
+            |clients| anyhow::Ok(DaemonStep::of(&call(clients)?, "gRPC", clients).requests_per_s);
         share.add(rate(most)? / rate(best)?);
     }
     Ok(share.at_least(&name, SHARE_MIN))
 }
 
 /// Calls the library for `time`, one request after the other.
-fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<WayTotals> {
-    let (mut totals, start) = (WayTotals::default(), Instant::now());
-    for batch in requests.batches.iter().cycle() {
-        let sent = Instant::now();
-        daemon.served.submit(batch, None)?.wait()?;
-        totals.latencies.record(sent.elapsed());
-        totals.time = start.elapsed();
-        if totals.time >= time {
-            break;
-        }
-    }
-    Ok(totals)
+fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<CallTotals> {
+    let call = |batch: &Batch| Ok(daemon.served.submit(batch, None)?.wait().map(drop)?);
+    call_for(&requests.batches, time, call)
 }
 
 /// Sends `messages` in turn over a Unix socket, for `time`, to a thread that only sends one byte
 /// back for each.
-fn call_echo(messages: &[Bytes], time: Duration) -> Result<WayTotals> {
+fn call_echo(messages: &[Bytes], time: Duration) -> Result<CallTotals> {
     let (mut ours, mut theirs) = UnixStream::pair()?;
     let echo = std::thread::spawn(move || -> std::io::Result<()> {
         let mut message = [0; MESSAGE_BYTES_MAX];
@@ -185,18 +168,11 @@ fn call_echo(messages: &[Bytes], time: Duration) -> Result<WayTotals> {
         }
         Ok(())
     });
-    let (mut totals, start) = (WayTotals::default(), Instant::now());
-    for message in messages.iter().cycle() {
-        let sent = Instant::now();
+    let totals = call_for(messages, time, |message| {
         // A longer message would be read in parts, with an answer to each.
         ours.write_all(&message[..message.len().min(MESSAGE_BYTES_MAX)])?;
-        ours.read_exact(&mut [0])?;
-        totals.latencies.record(sent.elapsed());
-        totals.time = start.elapsed();
-        if totals.time >= time {
-            break;
-        }
-    }
+        Ok(ours.read_exact(&mut [0])?)
+    })?;
     drop(ours);
     match echo.join() {
         Ok(ended) => ended?,
@@ -208,34 +184,18 @@ fn call_echo(messages: &[Bytes], time: Duration) -> Result<WayTotals> {
 fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
     let about = format!("{}: {} samples a request\n{}", report.model, args.batch, report.machine);
     let heads = "way, callers, requests/s, p50, p99, p99.9, busy";
-    report.publish(&about, heads, DaemonStep::cells, args.json.as_ref())
+    report.publish(&about, heads, DaemonStep::cells, &args.json)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bars::BarResult;
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: DaemonArgs,
-    }
-
-    fn run_line(line: &str) -> Result<()> {
-        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
-        run(&Line::from_arg_matches(&matches).unwrap().args)
-    }
+    use crate::tests::report_of;
 
     #[test]
     fn a_short_run_answers_over_both_ways() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("a.json");
-        run_line(&format!("daemon --quick --clients 1,3 --seconds 0.2 --json {}", json.display()))
-            .unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("daemon --quick --clients 1,3 --seconds 0.2");
         assert_eq!(report["points"].as_array().unwrap().len(), 4);
         assert_eq!(report["bars"][0]["bar"], ADDED_US_MAX);
         assert!(report["points"][3]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
@@ -246,7 +206,8 @@ mod tests {
     #[test]
     fn the_share_of_the_best_step_does_not_see_a_machine_that_slows_down() {
         let totals = |ms| {
-            let mut totals = WayTotals { time: Duration::from_millis(ms), ..WayTotals::default() };
+            let mut totals =
+                CallTotals { time: Duration::from_millis(ms), ..CallTotals::default() };
             (0..1000).for_each(|_| totals.latencies.record(Duration::from_millis(1)));
             totals
         };
@@ -255,8 +216,8 @@ mod tests {
             slower.set(slower.get() + 1);
             Ok(totals(if clients == 8 { slower.get() * 10 / 9 } else { slower.get() }))
         };
-        let steps =
-            [(2, 500), (4, 800), (8, 1500)].map(|(clients, ms)| totals(ms).step("gRPC", clients));
+        let steps = [(2, 500), (4, 800), (8, 1500)]
+            .map(|(clients, ms)| DaemonStep::of(&totals(ms), "gRPC", clients));
 
         let bar = share_of_best(&steps, call).unwrap();
         assert!(bar.name.contains("with 8 callers, share of those with 2"), "{}", bar.name);
@@ -268,28 +229,19 @@ mod tests {
 
     #[test]
     fn a_short_soak_has_no_error() {
-        run_line("daemon --quick --soak 0.05").unwrap();
+        report_of("daemon --quick --soak 0.05");
     }
 
     #[test]
     fn swaps_over_grpc_cost_no_request() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("a.json");
-        run_line(&format!("daemon --quick --swaps 24 --json {}", json.display())).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("daemon --quick --swaps 24");
         assert_eq!(report["bars"][0]["value"], 0.0, "{report}");
         assert_eq!(report["points"][23]["swaps"], 24, "{report}");
     }
 
     #[test]
     fn a_short_run_with_stalls_answers_over_both_ways() {
-        let folder = tempfile::tempdir().unwrap();
-        let json = folder.path().join("a.json");
-        let line = "daemon --quick --deadline --seconds 0.4 --json";
-        run_line(&format!("{line} {}", json.display())).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report = report_of("daemon --quick --deadline --seconds 0.4");
         for step in report["points"].as_array().unwrap() {
             assert!(step["requests"].as_u64().unwrap() >= 32, "{step}");
         }

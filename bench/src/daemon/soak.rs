@@ -93,9 +93,9 @@ fn part(stage: &Stage, sockets: &Sockets<'_>, beside: &Beside, time: Duration) -
     beside.is_attacked.store(false, Ordering::Relaxed);
     let calm = sockets.call(messages, CALLERS, time / 2)?;
     Ok(SoakPart {
-        calm: calm.measured.step("gRPC", CALLERS),
+        calm: DaemonStep::of(&calm.measured, "gRPC", CALLERS),
         p50_share: calm.p50_share(),
-        attacked: attacked.step("gRPC", CALLERS),
+        attacked: DaemonStep::of(&attacked, "gRPC", CALLERS),
         memory_bytes: stage.memory_bytes()?,
         open_files: calm.open_files,
         loads: beside.loads.load(Ordering::Relaxed),
@@ -147,7 +147,10 @@ fn bars(points: &[SoakPart]) -> Vec<Bar> {
         let sum = |half: fn(&SoakPart) -> &DaemonStep| -> f64 {
             points[1..].iter().map(|part| of(half(part))).sum()
         };
-        sum(|part| &part.attacked) / sum(|part| &part.calm).max(f64::EPSILON)
+        let is_answered =
+            |p: &SoakPart| p.calm.latency.requests > 0 && p.attacked.latency.requests > 0;
+        let is_measured = points[1..].iter().all(is_answered);
+        is_measured.then(|| sum(|part| &part.attacked) / sum(|part| &part.calm))
     };
     let attacked = [
         ("p50 under attack, as a multiple", share(|step| step.latency.p50_us)),
@@ -161,7 +164,7 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SoakPart>) -> Result<()> {
     let about = format!("{}: {CALLERS} good callers\n{}", report.model, report.machine);
     let heads = "requests/s, p50, p99, control, attacked p50, p99, refused, memory, files, loads, \
                  swaps, attacks";
-    report.publish(&about, heads, SoakPart::cells, args.json.as_ref())
+    report.publish(&about, heads, SoakPart::cells, &args.json)
 }
 
 impl SoakPart {

@@ -17,7 +17,7 @@ use hatchback::{Flash, ServerRules};
 use hatchback_server::ModelFolder;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The model that is loaded and unloaded.
 pub const OTHER: &str = "other";
@@ -25,6 +25,8 @@ pub const OTHER: &str = "other";
 const CONNECTIONS: u32 = 64;
 /// Connections of one change of the repository: a slow machine may close some before their call.
 const CONNECTIONS_TRIED: u32 = 100;
+/// Longest time for which another change may keep a change of the repository out.
+const BUSY_MAX: Duration = Duration::from_secs(60);
 /// Time between two tries to change what is served.
 pub const LOOK: Duration = Duration::from_millis(20);
 
@@ -52,7 +54,8 @@ impl Stage {
     /// A file cannot be written, or the runtime refuses the model.
     pub fn new(args: &DaemonArgs) -> Result<Self> {
         let folder = tempfile::tempdir().context("a temporary folder")?;
-        let bundles = pack_generations(args.rows_max(), 1, [MissPolicy::Wait; 2], folder.path())?;
+        let bundles =
+            pack_generations(args.model.rows_max(), 1, [MissPolicy::Wait; 2], folder.path())?;
         let stalling = StallingDisk::default();
         let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
         let [snapshot, delta] = &bundles[..] else { return Err(anyhow!("a snapshot and a delta")) };
@@ -131,18 +134,19 @@ impl Stage {
 /// last call.
 ///
 /// # Errors
-/// The daemon refuses the change, or closes every connection.
+/// The daemon refuses the change, is busy for too long, or closes every connection.
 pub async fn change(socket: &Path, method: &str, model: &str) -> Result<Duration> {
-    let (request, mut connections) = (repository_request(model)?, 0);
+    let (request, mut connections, since) = (repository_request(model)?, 0, Instant::now());
     loop {
         connections += 1;
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         let call =
             async { Caller::connect(socket).await?.call(method, request.clone(), None).await };
         match call.await {
             Ok(Outcome::Answered(_)) => return Ok(start.elapsed()),
-            Ok(Outcome::Refused(refusal)) => drop(refusal.busy()?),
-            Err(e) if connections == CONNECTIONS_TRIED => return Err(e),
+            Ok(Outcome::Refused(refusal)) if since.elapsed() < BUSY_MAX => drop(refusal.busy()?),
+            Ok(Outcome::Refused(refusal)) => return Err(refusal.into()),
+            Err(e) if connections >= CONNECTIONS_TRIED => return Err(e),
             Err(_) => {}
         }
         tokio::time::sleep(LOOK).await;

@@ -113,7 +113,7 @@ fn part(
     }
     let called = std::mem::take(&mut *calls.lock().unwrap_or_else(PoisonError::into_inner));
     Ok(SwapPart {
-        requests: turns.measured.step("gRPC", CALLERS),
+        requests: DaemonStep::of(&turns.measured, "gRPC", CALLERS),
         p50_share: turns.p50_share(),
         swap_calls: called.percentiles(),
         memory_bytes: stage.memory_bytes()?,
@@ -144,7 +144,7 @@ fn bars(points: &[SwapPart]) -> Vec<Bar> {
 fn publish(args: &DaemonArgs, report: &BenchReport<SwapPart>) -> Result<()> {
     let about = format!("{}: {CALLERS} good callers\n{}", report.model, report.machine);
     let heads = "requests/s, p50, p99, control, swap p50, p99, refused, memory, files, swaps";
-    report.publish(&about, heads, SwapPart::cells, args.json.as_ref())
+    report.publish(&about, heads, SwapPart::cells, &args.json)
 }
 
 impl SwapPart {

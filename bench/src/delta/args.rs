@@ -2,6 +2,7 @@
 
 use clap::Args;
 use hatchback_tools::report;
+use hatchback_tools::report::Json;
 use std::path::PathBuf;
 
 /// Measures updates applied while requests are served
@@ -48,8 +49,6 @@ pub struct DeltaArgs {
     /// --rows-max [default: a temporary folder]
     #[arg(long)]
     pub bundles: Option<PathBuf>,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) json: Json,
 }

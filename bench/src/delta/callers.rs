@@ -130,17 +130,14 @@ pub fn send_during<T: Send>(
     thread::scope(|scope| {
         let send = |caller| scope.spawn(move || PacedCaller::send_until(caller, &until));
         let senders: Vec<_> = callers.iter_mut().map(send).collect();
-        let worker = scope.spawn(|| {
-            let done = work(&step);
-            stop.store(true, Ordering::Release);
-            done
-        });
+        let worked = scope.spawn(|| work(&step)).join();
+        // Also after a panic: the callers send until `stop`.
+        stop.store(true, Ordering::Release);
 
         let mut sent = Sent::default();
         for sender in senders {
             sent.add(&sender.join().map_err(|_| anyhow!("a caller panicked"))??);
         }
-        let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
-        Ok((sent, done))
+        Ok((sent, worked.map_err(|_| anyhow!("the update panicked"))??))
     })
 }

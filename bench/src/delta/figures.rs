@@ -4,8 +4,8 @@
 
 use super::args::DeltaArgs;
 use super::callers::Sent;
-use crate::bars::Bar;
-use crate::results::{BenchReport, prints_tables, table};
+use crate::bars::{Bar, largest};
+use crate::results::{BenchReport, table};
 use anyhow::Result;
 use hatchback::request::serving::Swapped;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
@@ -135,8 +135,9 @@ impl AtLoad {
 
     /// Returns the p99 beside all updates over the p99 of all windows around them.
     fn bar(&self) -> Bar {
-        let applying = self.applying.latencies.percentiles();
-        let ratio = applying.p99_us / self.idle().p99_us.max(1e-9);
+        let (applying, idle) = (self.applying.latencies.percentiles(), self.idle());
+        let is_measured = applying.requests > 0 && idle.requests > 0;
+        let ratio = is_measured.then_some(applying.p99_us / idle.p99_us);
         let name = format!("p99 while applying at {} % load, times idle", self.percent);
         Bar::at_most(name, ratio, P99_RATIO_BAR)
     }
@@ -199,7 +200,7 @@ fn us(us: f64) -> String {
 
 /// Returns the bars of all updates.
 pub fn bars(points: &[UpdateFigures], loads: &[AtLoad]) -> Vec<Bar> {
-    let worst = |of: fn(&UpdateFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
+    let worst = |of: fn(&UpdateFigures) -> f64| largest(points.iter().map(of));
     let mut bars = vec![
         Bar::at_most(
             "longest time from the staged delta to its first answer, seconds",
@@ -240,7 +241,7 @@ pub fn publish(
     report: &BenchReport<UpdateFigures>,
     loads: &[AtLoad],
 ) -> Result<()> {
-    if prints_tables(args.json.as_ref()) {
+    args.json.write(report, || {
         say!(
             "{}: deltas of one row in {CHANGED_ONE_IN}, {} samples a request",
             report.model,
@@ -253,10 +254,8 @@ pub fn publish(
         let rows = loads.iter().filter(|load| load.updates > 0).flat_map(AtLoad::rows);
         say!("{}", table("load, requests of, number, p50, p90, p99, p99.9, most", rows))?;
         loads.iter().filter(|load| load.updates > 0).try_for_each(|load| say!("{load}"))?;
-        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
-    }
-
-    report.write_to(args.json.as_ref())
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))
+    })
 }
 
 impl UpdateFigures {

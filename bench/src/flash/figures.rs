@@ -170,35 +170,36 @@ impl Figures {
         let idle = ours(measure::MISSES_P99, Some(16));
 
         let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
-        let least = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v >= b);
-        let most = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v <= b);
-
         let mut bars = [
-            least(
+            Bar::at_least(
                 "cold batch / raw device, bytes loaded, depth 16",
                 ours(measure::OF_RAW, Some(16)),
                 0.95,
             ),
-            least(
+            Bar::at_least(
                 "cold batch / raw device, bytes loaded, depth 64",
                 ours(measure::OF_RAW, Some(64)),
                 0.95,
             ),
-            bar_of("index, bits a key", ours(measure::INDEX_BITS, None), 4.0, |v, b| v < b),
-            bar_of("reopen, s", ours(measure::REOPEN, None).map(|ms| ms / 1e3), 0.2, |v, b| v < b),
-            most("1 % delta, write amplification", ours(measure::UPDATE_AMP, None), 1.2),
-            most(
+            Bar::below("index, bits a key", ours(measure::INDEX_BITS, None), 4.0),
+            Bar::below("reopen, s", ours(measure::REOPEN, None).map(|ms| ms / 1e3), 0.2),
+            Bar::at_most("1 % delta, write amplification", ours(measure::UPDATE_AMP, None), 1.2),
+            Bar::at_most(
                 "155 misses, depth 16, p99 / raw device",
                 ratio(idle, raw(measure::RAW_MISSES_P99)),
                 1.2,
             ),
-            most(
+            Bar::at_most(
                 "p99 during compaction / idle",
                 ratio(ours(measure::COMPACTING_P99, Some(16)), idle),
                 1.5,
             ),
-            most("48 deltas of 1 %, write amplification", ours(measure::STEADY_AMP, None), 8.0),
-            least(
+            Bar::at_most(
+                "48 deltas of 1 %, write amplification",
+                ours(measure::STEADY_AMP, None),
+                8.0,
+            ),
+            Bar::at_least(
                 "cold batch, depth 16 / RocksDB, of what the device allows",
                 lead_of_allowed(
                     ratio(ours(measure::COLD, Some(16)), rocks),
@@ -222,13 +223,6 @@ impl Figures {
 /// allows at most.
 fn lead_of_allowed(lead: Option<f64>, of_raw: Option<f64>) -> Option<f64> {
     Some(lead? / of_raw?.min(LEAD_WISHED))
-}
-
-/// Returns a bar with its own comparison.
-fn bar_of(name: &str, value: Option<f64>, bar: f64, holds: fn(f64, f64) -> bool) -> Bar {
-    let Some(value) = value else { return Bar::not_run(name, bar, "not measured") };
-    let result = BarResult::Measured { value, holds: holds(value, bar) };
-    Bar { name: name.to_owned(), bar, result }
 }
 
 /// Formats a figure for a table.

@@ -14,11 +14,12 @@ mod table;
 
 use self::peers::Store;
 use super::bars::Bar;
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use data::Data;
-use figures::{Figures, FlashMeasurement, OURS, RAW, measure};
+use figures::{Figures, OURS, RAW, measure};
+use hatchback_tools::report::Json;
 use hatchback_tools::report::plot::{self, Axis, Series};
 use hatchback_tools::{report, say, serve};
 use std::path::{Path, PathBuf};
@@ -39,10 +40,8 @@ pub struct FlashArgs {
     /// Where the tables are written, on the device to be measured [default: a temporary folder]
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
     /// Writes a chart of cold batches
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -107,15 +106,10 @@ impl FlashArgs {
         if let Some(path) = &self.plot {
             chart(path, &figures, data)?;
         }
-        if prints_tables(self.json.as_ref()) {
-            print_tables(&figures, data, &bars)?;
-        }
-
         let model = format!("{} rows of {} B", report::count(data.rows), data.row_bytes);
-        let (machine, points) = (HostMachine::this(), figures.0);
-        let report: BenchReport<FlashMeasurement> =
-            BenchReport { bench: "flash", machine, model, bars, points };
-        report.write_to(self.json.as_ref())
+        let (machine, points) = (HostMachine::this(), figures.0.clone());
+        let report = BenchReport { bench: "flash", machine, model, bars, points };
+        self.json.write(&report, || print_tables(&figures, data, &report.bars))
     }
 }
 
@@ -155,6 +149,7 @@ fn chart(path: &Path, figures: &Figures, data: &Data) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::reported;
     use clap::{CommandFactory, FromArgMatches, Parser};
 
     #[derive(Parser)]
@@ -193,11 +188,10 @@ mod tests {
         let mut figures = Figures::default();
         ours::OurTable::new(&data, &plan, folder.path()).unwrap().measure(&mut figures).unwrap();
         steady::measure(&data, folder.path(), &mut figures).unwrap();
-        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
-        let line = format!("flash --json {} --plot {}", json.display(), plot.display());
-        parse(&line).unwrap().publish(&data, figures).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let plot = folder.path().join("a.svg");
+        let args = parse(&format!("flash --plot {}", plot.display())).unwrap();
+        let report =
+            reported(|json| FlashArgs { json: json.clone(), ..args }.publish(&data, figures));
         let bars = report["bars"].as_array().unwrap();
         let not_run: Vec<&str> = bars
             .iter()

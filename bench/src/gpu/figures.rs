@@ -1,7 +1,7 @@
 //! The figures of `bench gpu requests`: names, bars and the table. Never measures.
 
 use super::keys::Rotation;
-use crate::bars::Bar;
+use crate::bars::{Bar, largest};
 use hatchback_kernels::cuda::graph::GraphShape;
 use hatchback_tools::report;
 use serde::Serialize;
@@ -66,7 +66,7 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
     let batch = widest.map_or(0, |p| p.batch);
 
     let hits = points.iter().filter(|p| p.what == GRAPH && p.hit_rate == 1.0);
-    let most = hits.map(|p| p.launches.max(p.waits)).fold(0.0, f64::max);
+    let most = largest(hits.map(|p| p.launches.max(p.waits)));
 
     let whole = "µs of a request of batch 256, all rows cached, p50";
     let whole = match p50_us(points, GRAPH, 256) {
@@ -80,12 +80,16 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
         [_, None] => Bar::not_run(one, 1.5, "no graph, or its driver does not list its edges"),
     };
     vec![
-        Bar::at_least_if(
+        Bar::at_least(
             format!("lookups of batch {batch}, share of the memory's copying speed"),
             share,
             0.7,
         ),
-        Bar::at_least("requests an own launch and an own wait, all rows cached", 1.0 / most, 1.0),
+        Bar::at_least(
+            "requests an own launch and an own wait, all rows cached",
+            most.map(f64::recip),
+            1.0,
+        ),
         whole,
         one,
     ]

@@ -17,14 +17,15 @@ mod tables;
 mod updater;
 mod workers;
 
-use super::results::{BenchReport, HostMachine, prints_tables};
+use super::results::{BenchReport, HostMachine};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use hatchback::Codec;
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
 use hatchback_kernels::gpu::device_info::facts;
 use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
-use hatchback_tools::{report, say};
+use hatchback_tools::report::Json;
+use hatchback_tools::say;
 use model::ModelOptions;
 use serde::Serialize;
 use shapes::ShapeOptions;
@@ -88,10 +89,8 @@ pub struct GpuArgs {
     /// Loads the kernels from FOLDER instead of the built-in ones, to try others
     #[arg(long, value_name = "FOLDER")]
     kernels: Option<PathBuf>,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
 }
 
 impl GpuArgs {
@@ -166,7 +165,7 @@ fn parse_precision(name: &str) -> Result<Precision, String> {
 /// # Errors
 /// The machine has no GPU, the GPU fails, or a file cannot be written.
 pub fn run(args: &GpuArgs) -> Result<()> {
-    let (json, part) = (args.json.as_ref(), args.part);
+    let (json, part) = (&args.json, args.part);
     let has_shape_options = args.keys.is_some() || args.codec.is_some();
     ensure!(
         part == GpuPart::Shapes || !has_shape_options,
@@ -204,15 +203,14 @@ struct Fact {
     value: String,
 }
 
-fn print_facts(json: Option<&PathBuf>) -> Result<()> {
+fn print_facts(json: &Json) -> Result<()> {
     let fact = |(name, value)| Fact { name, value };
     let points: Vec<Fact> = facts()?.into_iter().map(fact).collect();
-    if prints_tables(json) {
-        points.iter().try_for_each(|Fact { name, value }| say!("{name:42} {value}"))?;
-    }
     let (machine, bars) = (HostMachine::this(), Vec::new());
     let model = points.first().map_or(String::new(), |gpu| gpu.value.clone());
-    BenchReport { bench: "gpu facts", machine, model, bars, points }.write_to(json)
+    let report = BenchReport { bench: "gpu facts", machine, model, bars, points };
+    let print = |Fact { name, value }: &Fact| say!("{name:42} {value}");
+    json.write(&report, || report.points.iter().try_for_each(print))
 }
 
 #[cfg(test)]

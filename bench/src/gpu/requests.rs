@@ -9,7 +9,7 @@ use super::model::{GpuModel, ModelOptions};
 use super::updater::under_updates;
 use crate::filled_cache::TABLES;
 use crate::peer::percentile;
-use crate::results::{BenchReport, HostMachine, prints_tables};
+use crate::results::{BenchReport, HostMachine};
 use anyhow::{Result, ensure};
 use hatchback::LookupStatus;
 use hatchback_kernels::cuda::driver::Gpu;
@@ -17,9 +17,9 @@ use hatchback_kernels::gpu::gather::EmptyGraph;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
+use hatchback_tools::report::Json;
 use hatchback_tools::workload::synthetic::DENSE;
 use hatchback_tools::{report, say};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -53,19 +53,14 @@ struct RequestShape {
 ///
 /// # Errors
 /// The GPU fails or has too little memory, or the report cannot be written.
-pub fn run(
-    gpu: &Arc<Gpu>,
-    options: &ModelOptions,
-    batches: &[usize],
-    json: Option<&PathBuf>,
-) -> Result<()> {
+pub fn run(gpu: &Arc<Gpu>, options: &ModelOptions, batches: &[usize], json: &Json) -> Result<()> {
     let model = GpuModel::new(gpu, options)?;
     let copied = copied_gb_per_s(gpu, options.quick)?;
     let [memory, l2] = [gpu.memory()?, gpu.l2_bytes()?].map(|n| report::bytes(n as u64));
     let (name, major, minor) = (gpu.name(), gpu.sm() / 10, gpu.sm() % 10);
     let (engine, rejected) = (model.engine.runs_on(), model.engine.rejected().join("; "));
     // Before the measurements, which may be stopped.
-    if prints_tables(json) {
+    if !json.is_standard_output() {
         say!("{name}, compute capability {major}.{minor}, {memory} of memory, {l2} of L2 cache")?;
         say!("the dense network runs on {engine}; passed over: [{rejected}]")?;
         say!("the memory copies at {copied:.0} GB/s (read and written)")?;

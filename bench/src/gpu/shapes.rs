@@ -19,6 +19,7 @@ use hatchback_kernels::gpu::InputType;
 use hatchback_kernels::gpu::gather::PlainGather;
 use hatchback_kernels::gpu::lookup::{GpuLookup, Keys, LookupLimits};
 use hatchback_tools::report;
+use hatchback_tools::report::Json;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -47,7 +48,7 @@ pub struct ShapeOptions {
     /// Few rounds, small tables, and two sizes of rows.
     pub quick: bool,
     /// Where the report goes as JSON.
-    pub json: Option<PathBuf>,
+    pub json: Json,
     /// The folder that receives the keys of each shape.
     pub keys: Option<PathBuf>,
 }
@@ -80,7 +81,7 @@ pub fn run(gpu: &Arc<Gpu>, options: &ShapeOptions) -> Result<()> {
     let about = model.clone();
     let report =
         BenchReport { bench: "gpu shapes", machine: HostMachine::this(), model, bars, points };
-    report.publish(&about, HEADS, cells, options.json.as_ref())
+    report.publish(&about, HEADS, cells, &options.json)
 }
 
 /// The shape of one point.

@@ -5,10 +5,10 @@
 use super::generations::{ChangedRows, Generations, TABLES_EACH};
 use super::model::MeasuredNetwork;
 use super::opening::OpeningTimes;
-use crate::bars::{Bar, bars_table};
+use crate::bars::{Bar, bars_table, largest};
 use crate::delta::callers::{PacedCaller, send_during};
 use crate::filled_cache::TABLES;
-use crate::results::{BenchReport, HostMachine, prints_tables, table};
+use crate::results::{BenchReport, HostMachine, table};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleReader;
 use hatchback::car::plan_steps::PlanSteps;
@@ -22,11 +22,12 @@ use hatchback::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::GpuDense;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
 use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hatchback_tools::{report, say};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -51,7 +52,7 @@ pub struct SwapOptions {
     /// What runs the dense network.
     pub dense: GpuDense,
     /// Where the report goes as JSON.
-    pub json: Option<PathBuf>,
+    pub json: Json,
 }
 
 impl SwapOptions {
@@ -121,8 +122,7 @@ pub fn run(gpu: &Arc<Gpu>, gpu_opened: Duration, options: &SwapOptions) -> Resul
     let swaps = measure(options, &car, &serving, first)?;
 
     let bars = bars(&swaps);
-    let json = options.json.as_ref();
-    if prints_tables(json) {
+    if !options.json.is_standard_output() {
         say!("the dense network runs on {runs_on}")?;
         say!("{}", opening.table())?;
         print_table(&swaps)?;
@@ -133,7 +133,8 @@ pub fn run(gpu: &Arc<Gpu>, gpu_opened: Duration, options: &SwapOptions) -> Resul
         format!("{TABLES} tables of {rows} rows, f16 or u8, 1 key; {}; {runs_on}", gpu.name());
     let points = std::iter::once(Point::Opening(opening)).chain(swaps.into_iter().map(Point::Swap));
     let (machine, points) = (HostMachine::this(), points.collect());
-    BenchReport { bench: "gpu swap", machine, model, bars, points }.write_to(json)
+    let report = BenchReport { bench: "gpu swap", machine, model, bars, points };
+    options.json.write(&report, || Ok(()))
 }
 
 /// The generations and the folder into which they are installed.
@@ -255,7 +256,7 @@ impl SwappedPair<'_> {
 /// Returns the demanded figures.
 fn bars(points: &[SwapFigures]) -> Vec<Bar> {
     let batches = points.iter().map(|p| p.pause_us / p.idle.p50_us);
-    vec![Bar::at_most("longest pause of a swap, batches", batches.fold(0.0, f64::max), 1.0)]
+    vec![Bar::at_most("longest pause of a swap, batches", largest(batches), 1.0)]
 }
 
 fn print_table(points: &[SwapFigures]) -> Result<()> {

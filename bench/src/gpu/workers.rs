@@ -15,10 +15,10 @@ use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::MissList;
 use hatchback_tools::report;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
 use hatchback_tools::workload::synthetic::DENSE;
 use serde::Serialize;
-use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -50,12 +50,7 @@ pub struct WorkerFigures {
 ///
 /// # Errors
 /// The GPU fails or has too little memory, or the report cannot be written.
-pub fn run(
-    gpu: &Arc<Gpu>,
-    options: &ModelOptions,
-    batches: &[usize],
-    json: Option<&PathBuf>,
-) -> Result<()> {
+pub fn run(gpu: &Arc<Gpu>, options: &ModelOptions, batches: &[usize], json: &Json) -> Result<()> {
     let model = GpuModel::new(gpu, options)?;
     let mut workers = (0..WORKERS[1])
         .map(|number| Worker::new(&model, options.batch_max, number))

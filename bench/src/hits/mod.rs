@@ -7,11 +7,12 @@ mod traces;
 
 use self::policies::PeerCache;
 use super::bars::{Bar, bars_table};
-use super::results::{BenchReport, HostMachine, PeerNotRun, prints_tables};
+use super::results::{BenchReport, HostMachine, PeerNotRun};
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::KeySpaces;
+use hatchback_tools::report::Json;
 use hatchback_tools::report::plot::{self, Axis, Panel, Series};
 use hatchback_tools::{report, say, serve};
 use serde::Serialize;
@@ -30,10 +31,8 @@ pub struct HitsArgs {
     /// Two synthetic streams only
     #[arg(long)]
     quick: bool,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
     /// Draws the hit rates as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -109,10 +108,7 @@ pub fn run(args: &HitsArgs, peers: &[PeerCache]) -> Result<()> {
     if let Some(path) = &args.plot {
         plot::panels(path, "Hit rate by cache size", &charts(&report.points))?;
     }
-    if prints_tables(args.json.as_ref()) {
-        print_tables(&report)?;
-    }
-    report.write_to(args.json.as_ref())
+    args.json.write(&report, || print_tables(&report))
 }
 
 /// Command that links the crate.
@@ -221,9 +217,9 @@ fn bars(points: &[HitsEntry]) -> Vec<Bar> {
     });
 
     vec![
-        Bar::at_least_if("least lead over LRU, points", lead("LRU"), -RATE_TOLERANCE),
-        Bar::at_least_if("least lead over 64-way LRU, points", lead("64-way LRU"), -RATE_TOLERANCE),
-        Bar::at_least_if("rows a MiB, u8 of 16 / f32 with 16 bytes beside", density, 3.0),
+        Bar::at_least("least lead over LRU, points", lead("LRU"), -RATE_TOLERANCE),
+        Bar::at_least("least lead over 64-way LRU, points", lead("64-way LRU"), -RATE_TOLERANCE),
+        Bar::at_least("rows a MiB, u8 of 16 / f32 with 16 bytes beside", density, 3.0),
     ]
 }
 

@@ -9,11 +9,12 @@ mod row_reads;
 
 use crate::filled_cache::TABLES;
 use crate::peer;
-use crate::results::{BenchReport, HostMachine, Measurement, PeerNotRun, prints_tables};
+use crate::results::{BenchReport, HostMachine, Measurement, PeerNotRun};
 use anyhow::{Result, ensure};
 use clap::Args;
 use engines::{Engines, LookupPeers};
 use figures::{BYTES, FP16, FP32, LookupMeasurement};
+use hatchback_tools::report::Json;
 use hatchback_tools::report::plot;
 use hatchback_tools::{report, serve};
 use page_walks::PageWalks;
@@ -36,10 +37,8 @@ pub struct LookupArgs {
     /// The Python environment of the peers, as `bench/peers/setup` makes it
     #[arg(long, default_value = peer::VENV)]
     venv: PathBuf,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: Json,
     /// Draws lookups a second by batch size as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -98,16 +97,14 @@ impl LookupArgs {
             let title = "Pooled lookups on one core, 26 tables";
             plot::panels(path, title, &figures::charts(&report.points))?;
         }
-        if prints_tables(self.json.as_ref()) {
-            figures::print_tables(report, about, walks)?;
-        }
-        report.write_to(self.json.as_ref())
+        self.json.write(report, || figures::print_tables(report, about, walks))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::report_of;
 
     #[test]
     fn too_few_rows_are_an_error() {
@@ -116,7 +113,7 @@ mod tests {
             rows: Some(1),
             quick: true,
             venv: PathBuf::from("none"),
-            json: None,
+            json: Json::default(),
             plot: None,
         };
         let error = run(&args).unwrap_err().to_string();
@@ -126,19 +123,12 @@ mod tests {
     #[test]
     fn without_peers_ours_is_measured_and_they_are_listed() {
         let folder = tempfile::tempdir().unwrap();
-        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
-        let args = LookupArgs {
-            dim: vec![8],
-            rows: Some(50),
-            quick: true,
-            venv: folder.path().to_owned(),
-            json: Some(json.clone()),
-            plot: Some(plot.clone()),
-        };
-        run(&args).unwrap();
-        let report: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-        assert_eq!(report["bars"][0]["not run"], "a peer did not run");
+        let (venv, plot) = (folder.path().display(), folder.path().join("a.svg"));
+        let report = report_of(&format!(
+            "lookup --quick --dim 8 --rows 50 --venv {venv} --plot {}",
+            plot.display()
+        ));
+        assert_eq!(report["bars"][0]["not run"], "not measured");
         let points = report["points"].as_array().unwrap();
         // Of our 9 engines the 3 hashed caches miss 16 of 24 shapes. The 3 reads have all.
         assert_eq!(points.len(), 16 * (6 + 3) + 8 * (9 + 3) + 5);

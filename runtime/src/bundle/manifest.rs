@@ -44,10 +44,14 @@ impl Generation {
         let lineage = &self.lineage;
         let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         let fits = (1..=crate::limits::NAME_BYTES_MAX).contains(&lineage.len());
-        if fits && lineage.chars().all(printable) {
-            return Ok(());
+        let shown = lineage.escape_debug();
+        match () {
+            () if !fits || !lineage.chars().all(printable) => {
+                Err(format!("`{shown}` is not 1..=120 of [A-Za-z0-9._-]"))
+            }
+            () if lineage.starts_with('.') => Err(format!("`{shown}` begins with a dot")),
+            () => Ok(()),
         }
-        Err(format!("`{}` is not 1..=120 of [A-Za-z0-9._-]", lineage.escape_debug()))
     }
 }
 

@@ -9,7 +9,7 @@ use hatchback_bench::daemon::caller::{Caller, Outcome, infer_request, on_event_l
 use hatchback_server::proto::ModelInferResponse;
 use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, RULES, serving};
-use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_for, install_on};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, install_on};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::stall::Stall;
 use hatchback_tools::pack::spec::CodecChoice;
@@ -54,7 +54,7 @@ impl Stalling {
 
     fn message(&self, key: u64) -> Bytes {
         let sample = Sample { dense: vec![0.5], sparse: vec![vec![key]], ..Sample::default() };
-        infer_request("m", &self.schema, &batch_for(&self.schema, 1, &[sample])).unwrap()
+        infer_request("m", &self.schema, &[sample]).unwrap()
     }
 
     /// Asks for the score of `key` over gRPC. Returns its status, or the status of the refusal.

@@ -67,7 +67,7 @@ mod tests {
     fn the_newest_row_of_each_key_stays() {
         let mut gathered = GatheredRows::new(2);
         gathered.take(&rows(&[7, 9], &[1.0, 2.0, 3.0, 4.0]), 10);
-        gathered.take(&HpsMessage::Beacon(3), 11);
+        gathered.take(&HpsMessage::Beacon, 11);
         gathered.take(&rows(&[9, 9], &[5.0, 6.0, 7.0, 8.0]), 10);
         gathered.take(&rows(&[7], &[0.0, 0.0]), 9);
         assert_eq!(gathered.keys(), [7, 9]);

@@ -28,8 +28,8 @@ impl KeyWidth {
 /// A decoded message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum HpsMessage {
-    /// A header without rows. Readers skip it before they look at the number.
-    Beacon(u32),
+    /// A header without rows, which readers skip.
+    Beacon,
     /// Rows of one table.
     Rows {
         /// The key of each row.
@@ -53,8 +53,6 @@ pub enum MessageError {
     Length { bytes: usize, row_bytes: usize },
     #[error("message: row {row}, column {column} is {value}, not finite")]
     NotFinite { row: usize, column: usize, value: f32 },
-    #[error("message: key {key} does not fit in 4 bytes")]
-    Key { key: u64 },
 }
 
 impl HpsMessage {
@@ -73,7 +71,7 @@ impl HpsMessage {
             return Err(MessageError::Magic { found });
         }
         if rows.is_empty() {
-            return Ok(Self::Beacon(value_bytes));
+            return Ok(Self::Beacon);
         }
 
         let expected = 4 * dim;
@@ -104,37 +102,6 @@ impl HpsMessage {
         }
         Ok(Self::Rows { keys, values })
     }
-
-    /// Encodes the message.
-    ///
-    /// # Errors
-    /// [`MessageError::Key`] if a key does not fit the width.
-    ///
-    /// # Panics
-    /// If the number of values is not a multiple of the number of keys.
-    pub fn encode(&self, width: KeyWidth) -> Result<Vec<u8>, MessageError> {
-        let mut bytes = MAGIC.to_le_bytes().to_vec();
-        let (keys, values) = match self {
-            Self::Beacon(number) => {
-                bytes.extend(number.to_le_bytes());
-                return Ok(bytes);
-            }
-            Self::Rows { keys, values } => (keys, values),
-        };
-
-        let dim = values.len().checked_div(keys.len()).unwrap_or_default();
-        assert_eq!(dim * keys.len(), values.len(), "rows have one length");
-        bytes.extend((4 * dim as u32).to_le_bytes());
-        for (key, row) in keys.iter().zip(values.chunks(dim.max(1))) {
-            let all = key.to_le_bytes();
-            if all[width.bytes()..].iter().any(|byte| *byte != 0) {
-                return Err(MessageError::Key { key: *key });
-            }
-            bytes.extend(&all[..width.bytes()]);
-            row.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
-        }
-        Ok(bytes)
-    }
 }
 
 #[cfg(test)]
@@ -142,8 +109,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn rows(keys: &[u64], values: &[f32]) -> HpsMessage {
-        HpsMessage::Rows { keys: keys.to_vec(), values: values.to_vec() }
+    /// Returns a message of rows of one value with keys of eight bytes.
+    fn message(value_bytes: u32, rows: &[(u64, f32)]) -> Vec<u8> {
+        let rows = rows
+            .iter()
+            .flat_map(|(key, value)| [&key.to_le_bytes()[..], &value.to_le_bytes()].concat());
+        [&b"HCTR"[..], &value_bytes.to_le_bytes(), &rows.collect::<Vec<u8>>()].concat()
     }
 
     #[test]
@@ -152,49 +123,33 @@ mod tests {
             0x48, 0x43, 0x54, 0x52, 8, 0, 0, 0, 0x2a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x3f, 0, 0,
             0, 0xbf,
         ];
-        let message = rows(&[42], &[1.0, -0.5]);
-        assert_eq!(message.encode(KeyWidth::Eight).unwrap(), golden);
-        assert_eq!(HpsMessage::decode(&golden, 2, KeyWidth::Eight).unwrap(), message);
-        let beacon = HpsMessage::Beacon(7);
-        assert_eq!(beacon.encode(KeyWidth::Eight).unwrap(), b"HCTR\x07\0\0\0");
-        assert_eq!(HpsMessage::decode(b"HCTR\x07\0\0\0", 2, KeyWidth::Eight).unwrap(), beacon);
+        let rows = |keys| HpsMessage::Rows { keys, values: vec![1.0, -0.5] };
+        assert_eq!(HpsMessage::decode(&golden, 2, KeyWidth::Eight), Ok(rows(vec![42])));
+        let narrow = [&golden[..12], &golden[16..]].concat();
+        assert_eq!(HpsMessage::decode(&narrow, 2, KeyWidth::Four), Ok(rows(vec![42])));
+        let beacon = HpsMessage::decode(b"HCTR\x07\0\0\0", 2, KeyWidth::Eight);
+        assert_eq!(beacon, Ok(HpsMessage::Beacon));
     }
 
     #[test]
     fn every_wrong_length_and_field_is_named() {
-        let good = rows(&[1, 2], &[0.5; 6]).encode(KeyWidth::Eight).unwrap();
+        let good = message(4, &[(1, 0.5), (2, 0.5)]);
         let refused = |bytes: &[u8], dim| {
             HpsMessage::decode(bytes, dim, KeyWidth::Eight).unwrap_err().to_string()
         };
         for cut in 0..good.len() {
-            let whole = [8, 28, 48].contains(&cut);
-            assert_eq!(HpsMessage::decode(&good[..cut], 3, KeyWidth::Eight).is_ok(), whole);
+            let whole = [8, 20].contains(&cut);
+            assert_eq!(HpsMessage::decode(&good[..cut], 1, KeyWidth::Eight).is_ok(), whole);
         }
         assert!(refused(b"HCTR", 3).contains("4 bytes are too few"));
         assert!(refused(b"HCTX\0\0\0\0", 3).contains("magic is 0x58544348"));
-        assert!(refused(&good, 4).contains("value bytes is 12, but the table's dim 4 takes 16"));
-        assert!(refused(&good[..40], 3).contains("32 bytes of rows are not a multiple of 20"));
-        let nan = rows(&[1], &[1.0, f32::NAN]).encode(KeyWidth::Eight).unwrap();
-        assert!(refused(&nan, 2).contains("row 0, column 1 is NaN"));
-        let wide = rows(&[1 << 32], &[1.0]).encode(KeyWidth::Four).unwrap_err();
-        assert_eq!(wide, MessageError::Key { key: 1 << 32 });
+        assert!(refused(&good, 4).contains("value bytes is 4, but the table's dim 4 takes 16"));
+        assert!(refused(&good[..30], 1).contains("22 bytes of rows are not a multiple of 12"));
+        let nan = message(4, &[(1, 1.0), (2, f32::NAN)]);
+        assert!(refused(&nan, 1).contains("row 1, column 0 is NaN"));
     }
 
     proptest! {
-        #[test]
-        fn what_is_encoded_decodes(
-            keys in prop::collection::vec(any::<u32>(), 1..20),
-            dim in 1usize..9,
-            is_wide: bool,
-        ) {
-            let width = if is_wide { KeyWidth::Eight } else { KeyWidth::Four };
-            let keys: Vec<u64> = keys.into_iter().map(u64::from).collect();
-            let values: Vec<f32> = (0..keys.len() * dim).map(|i| i as f32 / 8.0 - 3.0).collect();
-            let message = rows(&keys, &values);
-            let bytes = message.encode(width).unwrap();
-            prop_assert_eq!(HpsMessage::decode(&bytes, dim, width).unwrap(), message);
-        }
-
         #[test]
         fn any_bytes_decode_or_are_refused(
             bytes in prop::collection::vec(any::<u8>(), 0..80),

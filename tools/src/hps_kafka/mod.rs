@@ -1,6 +1,6 @@
-//! The messages with which HugeCTR's trainer publishes rows to Kafka, up to version 23.09. Encodes
-//! and decodes one message, names topics and partitions, and gathers the newest rows. Checks every
-//! length, where HugeCTR's own reader trusts the message. Never opens a connection.
+//! The messages with which HugeCTR's trainer publishes rows to Kafka, up to version 23.09. Decodes
+//! one message, names topics, and gathers the newest rows. Checks every length, where HugeCTR's own
+//! reader trusts the message. Never opens a connection.
 
 pub mod gather;
 pub mod message;
@@ -8,4 +8,4 @@ pub mod topic;
 
 pub use gather::GatheredRows;
 pub use message::{HpsMessage, KeyWidth, MessageError};
-pub use topic::{TopicError, partition_of, topic_name};
+pub use topic::{TopicError, topic_name};

@@ -21,7 +21,6 @@ use hatchback::io::in_order::WorkPool;
 use hatchback::schema::change::check_change;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema, SchemaError, Table};
-use hatchback::update::release::{parse_name, target_name};
 use std::path::{Path, PathBuf};
 
 /// A model.toml and the choices of the command line.
@@ -193,11 +192,6 @@ impl PackJob {
         let generation = Generation { lineage, sequence };
         let named = |problem| SchemaError { field: "name".to_owned(), problem };
         generation.check().map_err(named)?;
-        // `publish` would refuse it only once the model is packed.
-        if parse_name(&target_name(&generation, None, 0)).is_none() {
-            let lineage = &generation.lineage;
-            return Err(named(format!("`{lineage}` begins with a dot, so no release can have it")));
-        }
         Ok(generation)
     }
 

@@ -69,7 +69,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "FILE")]
     write_target: Option<PathBuf>,
     /// The target from which that file inherits, in the same folder
-    #[arg(long, default_value = "cpu", value_name = "NAME")]
+    #[arg(long, default_value = "cpu", value_name = "NAME", value_parser = report::args::file_name)]
     inherits: String,
     #[command(flatten)]
     json: Json,

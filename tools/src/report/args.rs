@@ -3,6 +3,7 @@
 
 use crate::limits::{DAYS_MAX, MIB_MAX, SECONDS_MAX};
 use anyhow::{Context, Result, ensure};
+use hatchback::bundle::manifest::Generation;
 use hatchback::limits::BATCH_MAX;
 
 fn number(text: &str) -> Result<f64> {
@@ -70,6 +71,15 @@ pub fn batch_max(text: &str) -> Result<u32> {
     Ok(u32::try_from(batch(text)?)?)
 }
 
+/// Parses a name that becomes that of a file or a folder: one that a lineage may have too.
+///
+/// # Errors
+/// The text is empty or too long, has another character, or begins with a dot.
+pub fn file_name(text: &str) -> Result<String, String> {
+    let generation = Generation { lineage: text.to_owned(), sequence: 0 };
+    generation.check().map(|()| generation.lineage)
+}
+
 /// Parses a count of things of which there must be one.
 ///
 /// # Errors
@@ -101,5 +111,15 @@ mod tests {
         assert!(batch("0").is_err() && batch("-1").is_err() && batch("1").is_ok());
         assert!(batch(&(BATCH_MAX + 1).to_string()).is_err());
         assert!(at_least_one("0").is_err() && at_least_one("7").is_ok());
+    }
+
+    #[test]
+    fn a_name_of_a_file_is_no_path_and_prints() {
+        for text in
+            ["", ".", "..", "../x", "a/b", "a b", "a\nb", "a\"b", "a\u{e9}", &"x".repeat(121)]
+        {
+            assert!(file_name(text).is_err(), "{text}");
+        }
+        assert_eq!(file_name("coupon-v1.2_b"), Ok("coupon-v1.2_b".to_owned()));
     }
 }

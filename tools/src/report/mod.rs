@@ -15,7 +15,7 @@ use comfy_table::{
 use std::time::Duration;
 
 pub use hatchback_link::program::{OutputClosed, explain, note, status_of};
-pub use output::{Json, is_standard_output, json_file, write_json};
+pub use output::Json;
 
 const RULE: LineStyle = LineStyle::none().fill('─').junction('─');
 /// Horizontal rules above the heads, below the heads and below the last row.

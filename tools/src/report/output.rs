@@ -42,7 +42,7 @@ pub fn print_line(line: impl Display) -> Result<()> {
 ///
 /// # Errors
 /// The file cannot be written, or as [`print_line`].
-pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     if is_standard_output(path) {
         return print_line(text);
@@ -64,7 +64,7 @@ impl Json {
     /// for the text that people read. With `--json -` standard output gets the document alone.
     ///
     /// # Errors
-    /// As [`write_json`] and `print`.
+    /// The file cannot be written, or as `print`.
     pub fn write(&self, value: &impl Serialize, print: impl FnOnce() -> Result<()>) -> Result<()> {
         if let Some(path) = &self.file {
             write_json(path, value)?;
@@ -85,7 +85,7 @@ impl Json {
 
 /// Returns whether `path`, the value of `--json`, is standard output. Nothing but the document goes
 /// to standard output then.
-pub fn is_standard_output(path: &Path) -> bool {
+fn is_standard_output(path: &Path) -> bool {
     path == Path::new(STANDARD_OUTPUT)
 }
 
@@ -94,7 +94,7 @@ pub fn is_standard_output(path: &Path) -> bool {
 /// # Errors
 /// The file exists and holds something other than JSON: most likely the user forgot the value and
 /// the next argument, such as a bundle, took its place.
-pub fn json_file(text: &str) -> Result<PathBuf> {
+fn json_file(text: &str) -> Result<PathBuf> {
     let path = PathBuf::from(text);
     if !is_standard_output(&path) {
         let mut first = [0];

@@ -14,7 +14,7 @@ mod passphrase;
 pub mod prune;
 pub mod publish;
 pub mod releases;
-mod restore;
+pub(crate) mod restore;
 mod state;
 pub mod store;
 mod token;

@@ -7,7 +7,7 @@
 
 use crate::repository::content::{find_manifest, read_blob};
 use crate::repository::releases::releases_of;
-use crate::repository::state::{Before, ReleaseNames, RepositoryState};
+use crate::repository::state::{ReleaseNames, RepositoryState};
 use crate::repository::store::Store;
 use crate::repository::variants::{Named, add_parents};
 use anyhow::{Context, Result, ensure};
@@ -95,7 +95,10 @@ fn restorations(
     let mut made = Vec::new();
     for source in sources {
         let generation = Generation { sequence, ..source.last().generation.clone() };
-        let schema = with_retired(&source.last().schema, &names.before(store, &generation)?);
+        let later = names.before(store, &generation)?.manifests;
+        let schema = later.iter().fold(source.last().schema.clone(), |schema, manifest| {
+            with_retired(&schema, &manifest.schema)
+        });
         let next = Next { store, generation, schema };
         made.extend([source.snapshot(&next)?, source.delta(&next)?]);
     }
@@ -104,21 +107,19 @@ fn restorations(
     Ok(made)
 }
 
-/// Returns `schema` with the features that a release after it added, as retired ones. Whether
-/// callers then lose nothing is for the check of every publish to say.
-fn with_retired(schema: &Schema, before: &Before) -> Schema {
+/// Returns `schema` with the features that `later`, the schema of a release after it, added, as
+/// retired ones. Whether callers then lose nothing is for the check of every publish to say.
+pub fn with_retired(schema: &Schema, later: &Schema) -> Schema {
     let mut schema = schema.clone();
-    for later in before.manifests.iter().map(|manifest| &manifest.schema) {
-        for feature in &later.features {
-            if !schema.features.iter().any(|own| own.name == feature.name) {
-                let plain = Feature::plain(&feature.name, feature.hotness_max);
-                schema.features.push(Feature { retired: true, ..plain });
-            }
+    for feature in &later.features {
+        if !schema.features.iter().any(|own| own.name == feature.name) {
+            let plain = Feature::plain(&feature.name, feature.hotness_max);
+            schema.features.push(Feature { retired: true, ..plain });
         }
-        for feature in &later.dense_features {
-            if !schema.dense_names().any(|own| *own == feature.name) {
-                schema.dense_features.push(DenseFeature { retired: true, ..feature.clone() });
-            }
+    }
+    for feature in &later.dense_features {
+        if !schema.dense_names().any(|own| *own == feature.name) {
+            schema.dense_features.push(DenseFeature { retired: true, ..feature.clone() });
         }
     }
     schema

@@ -2,7 +2,7 @@
 //! files with their hashes. Never reads rows.
 
 use crate::window::error::WindowError;
-use hatchback::limits::NAME_BYTES_MAX;
+use hatchback::bundle::manifest::Generation;
 use hatchback::schema::object::Object;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -94,10 +94,9 @@ impl WindowHead {
             let why = format!("only {WINDOW_FORMAT} is supported");
             return Err(WindowError::field(path, "format", head.format, why));
         }
-        if !is_lineage(&head.lineage) {
-            let why = "not 1 to 120 of [A-Za-z0-9._-]";
-            return Err(WindowError::field(path, "lineage", &head.lineage, why));
-        }
+        let generation = Generation { lineage: head.lineage.clone(), sequence: 0 };
+        let refused = |why| WindowError::field(path, "lineage", &head.lineage, why);
+        generation.check().map_err(refused)?;
         head.check_files(path)?;
         Ok(head)
     }
@@ -138,9 +137,4 @@ impl WindowHead {
         text.push(b'\n');
         Ok(text)
     }
-}
-
-fn is_lineage(name: &str) -> bool {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    !name.is_empty() && name.len() <= NAME_BYTES_MAX && name.chars().all(allowed)
 }

@@ -295,8 +295,8 @@ impl Workload {
         &self.distribution
     }
 
-    /// Draws the next sample: dense values from N(0, 1), keys from the distribution. Each weight is
-    /// 1.
+    /// Draws the next sample: dense values from N(0, 1), keys from the distribution, each with the
+    /// weight 1. Retired features have empty bags.
     pub fn sample(&mut self) -> &Sample {
         let rng = &mut self.rng;
         let dense = self

@@ -521,6 +521,42 @@ fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
     assert!(errors(publish(&policy("0.8"))).contains("manifest is"));
 }
 
+/// The candidate looks the keys of a retired feature up under a new name, so both scores are equal.
+#[test]
+fn the_gate_scores_the_fleet_with_the_schema_of_its_own_release() {
+    let desk = Desk::new();
+    let fleet = desk.pack(&[]);
+    let spec = std::fs::read_to_string(coupon("model.toml")).unwrap();
+    let spec = spec
+        .replace("\"weather\", \"time\"", "\"moon\", \"time\"")
+        .replace("name = \"weather\"\ntable", "name = \"weather\"\nretired = true\ntable");
+    let moon = "[[feature]]\nname = \"moon\"\ntable = \"weather\"\npooling = \"sum\"\n\
+                hotness_max = 1\n";
+    std::fs::write(desk.path("model.toml"), format!("{spec}\n{moon}")).unwrap();
+    for file in ["dense.onnx", "tables.safetensors"] {
+        std::fs::copy(coupon(file), desk.path(file)).unwrap();
+    }
+    let with_moon = |line: &str| {
+        let (before, rest) = line.split_once("\"weather\":").unwrap();
+        let (bag, after) = rest.split_once(']').unwrap();
+        format!("{before}\"weather\":{bag}],\"moon\":{bag}]{after}\n")
+    };
+    for file in ["probe.jsonl", "heldout.jsonl"] {
+        let lines = std::fs::read_to_string(coupon(file)).unwrap();
+        let lines: String = lines.lines().map(with_moon).collect();
+        std::fs::write(desk.path(file), lines).unwrap();
+    }
+
+    let (candidate, policy) = (desk.path("candidate.hatch"), desk.path("gate.toml"));
+    printed(&["pack", &desk.path("model.toml"), "--out", &candidate]);
+    std::fs::write(&policy, "format = 1\nauc_drop_max = 0.0\nlogloss_rise_max = 0.0\n").unwrap();
+    let samples = desk.path("heldout.jsonl");
+    let args = ["gate", &candidate, "--fleet", &fleet, "--samples", &samples, "--policy", &policy];
+    let report: Value = serde_json::from_str(&printed(&[&args[..], &["--json"]].concat())).unwrap();
+    assert_eq!(report["auc"][0], report["auc"][1], "{report}");
+    assert_eq!(report["logloss"][0], report["logloss"][1], "{report}");
+}
+
 /// A batch of several lines is answered in their order, and a line of candidates as such, however
 /// many it has.
 #[test]

@@ -92,7 +92,14 @@ fn what_does_not_fit_is_refused() {
         String::from_utf8(output.stderr).unwrap()
     };
     assert!(refused(&[&path("."), "--name", "x"]).contains("exists"));
-    assert!(refused(&[&path("a"), "--name", "../x"]).contains("../x"));
+    for name in ["../x", "a b", "a\"b", "\u{7}"] {
+        let said = refused(&[&path("a"), "--name", name]);
+        assert!(
+            said.contains("--name") && said.contains(&name.escape_debug().to_string()),
+            "{said}"
+        );
+    }
+    assert!(!Path::new(&path("a")).exists());
     if !Path::new("/usr/sbin/mke2fs").exists() {
         println!("SKIPPED: an image that is too small: e2fsprogs is not installed");
         return;

@@ -56,20 +56,16 @@ def write(path, tensors):
             file.write(block)
 
 
-def read_header(path):
-    """Returns the header as a dict, and the number of bytes after it."""
+def read_parts(path):
+    """Returns the header as a dict, and the bytes after it."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        return header, len(file.read())
+        return json.loads(file.read(length)), file.read()
 
 
 def read(path):
     """Returns the tensors of a file as a dict of numpy arrays."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        data = file.read()
+    header, data = read_parts(path)
     header.pop("__metadata__", None)
     tensors = {}
     for name, one in header.items():

@@ -48,8 +48,3 @@ def to_line(sample):
 def write_lines(path, samples):
     with open(path, "w", encoding="ascii", newline="\n") as file:
         file.writelines(map(to_line, samples))
-
-
-def read_lines(path):
-    with open(path, encoding="ascii") as file:
-        return [Sample(**json.loads(line)) for line in file]

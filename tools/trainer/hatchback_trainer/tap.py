@@ -11,11 +11,12 @@ row, so no change is lost. The tap never changes the model.
 import io
 import warnings
 
+import numpy as np
 import torch
 from torch import nn
 
 from .model_files import older_exporter
-from .window import Changes, WindowWriter
+from .window import Changes, WindowWriter, as_u64
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CHUNK_VALUES = 1 << 22  # values of a table that one step of a checksum reads
@@ -41,7 +42,9 @@ class RowSums:
 
     def __init__(self, weight):
         generator = torch.Generator().manual_seed(weight.shape[1])
-        words = weight.shape[1] * weight.element_size() // 4 or 1
+        # A row of 16-bit values may end within a word of 32 bits.
+        self.word = torch.int16 if weight.element_size() == 2 else torch.int32
+        words = weight.shape[1] * max(1, weight.element_size() // 4)
         self.factors = torch.randint(-(1 << 62), 1 << 62, (words,), generator=generator) | 1
         self.sums = self.of(weight)
 
@@ -50,7 +53,7 @@ class RowSums:
         sums = []
         for part in weight.detach().cpu().split(max(1, CHUNK_VALUES // weight.shape[1])):
             sums.append(
-                (part.contiguous().view(torch.int32).to(torch.int64) * self.factors).sum(dim=1)
+                (part.contiguous().view(self.word).to(torch.int64) * self.factors).sum(dim=1)
             )
         return torch.cat(sums)
 
@@ -64,11 +67,17 @@ class RowSums:
         return torch.cat([rows, torch.arange(known, len(sums))])
 
 
+def signed(keys):
+    """Returns keys as i64 `[n]` with the bits of their u64: torch compares no u64."""
+    return torch.from_numpy(as_u64(keys).view(np.int64))
+
+
 class TableTap:
     """What one embedding module changed since the last window."""
 
     def __init__(self, name, module, keys):
-        self.name, self.module, self.keys = name, module, keys
+        self.name, self.module = name, module
+        self.keys = None if keys is None else signed(keys)
         self.rows = module.weight.shape[0]
         self.counts = torch.zeros(self.rows)
         self.deleted = []
@@ -124,13 +133,13 @@ class TableTap:
         else:
             rows = torch.nonzero(self.counts).squeeze(1)
 
-        keys = rows if self.keys is None else torch.as_tensor(self.keys)[rows]
+        keys = rows if self.keys is None else self.keys[rows]
         kept = torch.ones(len(rows), dtype=torch.bool)
         if self.deleted:
             kept = ~torch.isin(keys, torch.tensor(self.deleted))
         traffic = self.counts[rows][kept]
         changes = Changes(
-            keys[kept].numpy(), weight[rows[kept]].cpu().numpy(), traffic.numpy(),
+            keys[kept].numpy(), weight[rows[kept]].float().cpu().numpy(), traffic.numpy(),
             list(self.deleted)
         )
         self.counts.zero_()
@@ -180,7 +189,8 @@ class Tap:
     def delete(self, table, keys):
         """Deletes keys in the next window."""
         one = next(one for one in self.tables if one.name == table)
-        one.deleted.extend(int(key) for key in keys)
+        # As in `signed`. A list may mix negative keys with those of 2^63 and more.
+        one.deleted.extend((int(key) + (1 << 63)) % (1 << 64) - (1 << 63) for key in keys)
 
     def touch_since(self, step):
         """Marks all keys of windows after `step` as changed. Call it after the model was
@@ -200,7 +210,7 @@ class Tap:
                 if table.keys is None:
                     rows = keys[keys < table.rows]
                 else:
-                    rows = torch.nonzero(torch.isin(torch.as_tensor(table.keys), keys)).squeeze(1)
+                    rows = torch.nonzero(torch.isin(table.keys, keys)).squeeze(1)
                 table.counts[rows] += 1
                 if table.sums is not None:
                     table.sums.sums[rows] ^= 1  # the next comparison finds them changed

@@ -9,6 +9,7 @@ import unittest
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -156,6 +157,35 @@ class Taps(unittest.TestCase):
         self.assertEqual(sorted(found["user"].deleted.view("int64").tolist()), [-5, 99])
         self.assertTrue(set(found["user"].keys.view("int64").tolist()) <= set(keys[1:60].tolist()))
         self.assertEqual(found["item"].keys.tolist()[-3:], [300, 301, 302])
+
+    def test_keys_of_64_bits_are_deleted_and_no_others(self):
+        table = nn.Embedding(4, 2)
+        model = nn.ModuleDict({"user": table})
+        keys = np.array([(1 << 63) + 5, (1 << 53) + 1, 1 << 31, 7], np.uint64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tap = Tap(model, self.folder, "m", optimizer, keys={"user": keys})
+        table(torch.arange(4))
+        tap.delete("user", [(1 << 63) + 5, -2, 1 << 31])
+        found = window.read(tap.close(step=1)).tables["user"]
+        self.assertEqual(sorted(found.keys.tolist()), [7, (1 << 53) + 1])
+        self.assertEqual(
+            sorted(found.deleted.tolist()), [1 << 31, (1 << 63) + 5, (1 << 64) - 2]
+        )
+
+    def test_rows_of_16_bits_are_read_and_each_change_is_seen(self):
+        for dtype in (torch.float16, torch.bfloat16):
+            with self.subTest(dtype), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                table = nn.Embedding(40, 5, dtype=dtype)
+                model = nn.ModuleDict({"user": table})
+                folder = self.folder / str(dtype)
+                tap = Tap(model, folder, "m", torch.optim.Adam(model.parameters()))
+                with torch.no_grad():
+                    table.weight[[3, 17], 4] += 1
+                found = window.read(tap.close(step=1)).tables["user"]
+                self.assertEqual(found.keys.tolist(), [3, 17])
+                rows = table.weight.detach()[[3, 17]].float()
+                self.assertEqual(found.rows.tolist(), rows.tolist())
 
     def test_a_restored_trainer_sends_again_what_it_takes_back(self):
         model = Model(False)
