@@ -335,7 +335,7 @@ impl Drop for Pool {
 
 fn read_all(todo: &Mutex<Receiver<(Job, Box<AlignedPage>)>>, answer: &SyncSender<Done>) {
     loop {
-        let next = lock(&todo).recv();
+        let next = lock(todo).recv();
         let Ok((job, mut page)) = next else { return };
         let read = job.file.read_page(job.number, &mut page);
         if answer.send(Done { token: job.token, read, page }).is_err() {
