@@ -1,9 +1,10 @@
 //! Passes the runtime's log messages to a function of the caller.
 
 use crate::pointers::copy_text;
+use hatchback::locks::lock;
 use log::{Level, LevelFilter, Log, Metadata, Record};
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// Bytes of a message with its terminating zero. A longer message is cut.
 const MESSAGE_BYTES_MAX: usize = 1024;
@@ -28,7 +29,7 @@ impl Log for ToCaller {
         if !self.enabled(record.metadata()) {
             return;
         }
-        let logger = *LOGGER.lock().unwrap_or_else(PoisonError::into_inner);
+        let logger = *lock(&LOGGER);
         if let Some((logger, context)) = logger {
             let mut message = [0; MESSAGE_BYTES_MAX];
             copy_text(&record.args().to_string(), &mut message);
@@ -49,7 +50,6 @@ pub fn set(logger: Option<Logger>, context: *mut c_void) -> bool {
         }
         is_logger
     });
-    *LOGGER.lock().unwrap_or_else(PoisonError::into_inner) =
-        logger.map(|logger| (logger, context as usize));
+    *lock(&LOGGER) = logger.map(|logger| (logger, context as usize));
     is_logger
 }

@@ -6,6 +6,7 @@ use hatchback::car::follower::Follower;
 use hatchback::car::plan_thread;
 use hatchback::clock::SystemClock;
 use hatchback::io::disk::{self, Disk};
+use hatchback::locks::lock;
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::Model;
@@ -20,7 +21,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -203,7 +204,7 @@ impl Shared {
     }
 
     fn followers(&self) -> MutexGuard<'_, Vec<Follower>> {
-        self.followers.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.followers)
     }
 }
 

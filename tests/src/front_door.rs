@@ -54,27 +54,12 @@ impl FrontDoor {
         Self::start(serving, listener, TOKEN, Vec::new())
     }
 
-    /// Opens a front door on a Unix socket for `serving`, whose models are in `folders`.
+    /// Opens a front door as [`FrontDoor::open`] does. The word `token` gives the right to load,
+    /// unload and act; empty for none. The models are in `folders`.
     ///
     /// # Errors
     /// The socket cannot be bound.
-    pub fn open_with_folders(serving: Serving, folders: Vec<ModelFolder>) -> io::Result<Self> {
-        Self::start(serving, None, TOKEN, folders)
-    }
-
-    /// Opens a front door as [`FrontDoor::open`] does, whose token is `token`; empty for none.
-    ///
-    /// # Errors
-    /// The socket cannot be bound.
-    pub fn open_with_token(
-        serving: Serving,
-        listener: Option<Listener>,
-        token: &str,
-    ) -> io::Result<Self> {
-        Self::start(serving, listener, token, Vec::new())
-    }
-
-    fn start(
+    pub fn start(
         serving: Serving,
         listener: Option<Listener>,
         token: &str,

@@ -1,5 +1,6 @@
 //! A stall of a simulated flash device: while it lasts, no page is read.
 
+use hatchback::locks::lock;
 use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Blocks page reads while it is on.
@@ -12,18 +13,18 @@ pub struct Stall {
 impl Stall {
     /// Blocks every page read from now on.
     pub fn begin(&self) {
-        *self.is_on.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.is_on) = true;
     }
 
     /// Lets every page read pass.
     pub fn end(&self) {
-        *self.is_on.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        *lock(&self.is_on) = false;
         self.over.notify_all();
     }
 
     /// Waits until the stall is over.
     pub fn wait(&self) {
-        let is_on = self.is_on.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_on = lock(&self.is_on);
         let over = self.over.wait_while(is_on, |is_on| *is_on);
         drop(over.unwrap_or_else(PoisonError::into_inner));
     }

@@ -5,15 +5,16 @@
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::uring::Ring;
 use crate::limits::{PAGE_BYTES, READ_THREADS_MAX};
+use crate::locks::lock;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::iter;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// A file of pages.
@@ -334,7 +335,7 @@ impl Drop for Pool {
 
 fn read_all(todo: &Mutex<Receiver<(Job, Box<AlignedPage>)>>, answer: &SyncSender<Done>) {
     loop {
-        let next = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let next = lock(todo).recv();
         let Ok((job, mut page)) = next else { return };
         let read = job.file.read_page(job.number, &mut page);
         if answer.send(Done { token: job.token, read, page }).is_err() {

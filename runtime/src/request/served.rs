@@ -3,6 +3,7 @@
 
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Disk;
+use crate::locks::lock;
 use crate::model::Model;
 use crate::request::open::NextNetwork;
 use crate::request::pipeline::{Pipeline, Queued, RequestError, Stats, Ticket};
@@ -149,7 +150,7 @@ impl Served {
     /// Offers the network of the next release: its plan is built while this one serves.
     pub fn offer_next(&self, network: NextNetwork) {
         let memory = self.plan_memory(&network.onnx);
-        *self.next.lock().unwrap_or_else(PoisonError::into_inner) = Some((network, memory));
+        *lock(&self.next) = Some((network, memory));
     }
 
     /// Counts the memory of the network `onnx` until the result is dropped.
@@ -166,18 +167,18 @@ impl Served {
 
     /// Takes the network that was offered last.
     pub(crate) fn take_next(&self) -> Option<(NextNetwork, PlanMemory)> {
-        self.next.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.next).take()
     }
 
     /// Records why the network runs without TensorRT.
     pub(crate) fn note_plan(&self, note: String) {
-        *self.plan_note.lock().unwrap_or_else(PoisonError::into_inner) = note;
+        *lock(&self.plan_note) = note;
     }
 
     /// Returns what runs the dense network, in words, with the state of its plan.
     pub fn dense_runs_on(&self) -> Option<String> {
         let runs_on = self.model()?.dense_runs_on();
-        let note = self.plan_note.lock().unwrap_or_else(PoisonError::into_inner);
+        let note = lock(&self.plan_note);
         Some(if note.is_empty() { runs_on } else { format!("{runs_on} ({note})") })
     }
 }

@@ -5,6 +5,7 @@
 use crate::clock::Clock;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
+use crate::locks::lock;
 use crate::maintenance::share::Urgency;
 use crate::model::budget::Budget;
 use crate::model::memory_plan::{MemoryPlan, Part};
@@ -233,7 +234,7 @@ impl Serving {
     }
 
     fn unloaded(&self) -> MutexGuard<'_, BTreeSet<String>> {
-        self.unloaded.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.unloaded)
     }
 
     /// Returns whether `name` was unloaded and not loaded again.
@@ -359,7 +360,7 @@ impl Serving {
 
     /// Keeps models from being loaded, swapped and unloaded while the result lives.
     pub(crate) fn hold_changes(&self) -> MutexGuard<'_, ()> {
-        self.change.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.change)
     }
 
     /// Returns the bytes of [`Serving::memory_taken`] without networks whose plans are awaited. A

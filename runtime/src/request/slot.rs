@@ -2,6 +2,7 @@
 //! no queue and no worker. Never allocates after its start.
 
 use crate::bundle::manifest::Generation;
+use crate::locks::lock;
 use crate::model::Model;
 use crate::request::error::RequestError;
 use crate::schema::batch::Batch;
@@ -58,7 +59,7 @@ impl Slot {
     }
 
     fn lock(&self) -> MutexGuard<'_, Request> {
-        self.request.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.request)
     }
 
     /// Begins a request, whose empty batch `fill` fills. Returns its samples.

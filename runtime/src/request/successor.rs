@@ -79,8 +79,8 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
         && capacity::fit_caches(before, after, old.backend())
 }
 
-/// Opens the live generation of `flash`, for which [`can_follow`] is true. The `memory_bytes_max` of
-/// `budget` limits the memory that is not shared. Calls `yield_now` between pieces of work.
+/// Opens the live generation of `flash`, for which [`can_follow`] is true. The `memory_bytes_max`
+/// of `budget` limits the memory that is not shared. Calls `yield_now` between pieces of work.
 ///
 /// # Errors
 /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged.

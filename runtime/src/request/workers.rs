@@ -3,12 +3,13 @@
 //! one batch and writes each result into its slot. Without a request it fetches deferred and
 //! prefetched rows, a few pages at a time. A caller's thread never reads flash and never waits.
 
+use crate::locks::lock;
 use crate::request::error::RequestError;
 use crate::request::queue::{Next, RequestQueue};
 use crate::request::worker::{BatchScores, ScoreError};
 use crate::request::worker_state::{InFlight, WorkerState};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Deferred pages that a worker reads before it looks for requests again.
 const PAGES_PER_STEP: usize = 8;
@@ -45,7 +46,7 @@ impl Workers {
             let seat = &self.seats[number];
             // The lock ends with this statement. While the thread sleeps, a caller's thread may use
             // the worker.
-            let next = self.step(&mut seat.lock().unwrap_or_else(PoisonError::into_inner));
+            let next = self.step(&mut lock(seat));
             match next {
                 Next::Work => {}
                 Next::Nothing { changes, wait } => self.queue.wait_for_work(changes, wait),

@@ -201,8 +201,8 @@ impl Batch {
         self.end_request(samples, appended)
     }
 
-    /// Checks that `samples` more samples fit, and that the batch was made with a schema of the same
-    /// shape.
+    /// Checks that `samples` more samples fit, and that the batch was made with a schema of the
+    /// same shape.
     fn check_room(&self, schema: &Schema, samples: usize) -> Result<(), BatchError> {
         if samples > self.capacity - self.size {
             return Err(BatchError::Full(self.capacity));
@@ -224,10 +224,10 @@ impl Batch {
     }
 
     /// Adds the `samples` samples of a request from their parts, without a [`Sample`]. `dense`
-    /// returns the dense features of a sample, given by its number. `bag` appends the keys of a
-    /// sample's sparse feature, given by its number, and the weights of a weighted feature. A shared
-    /// feature has the bag of the first sample. If it `repeats`, the bags of the others must be
-    /// equal, as must their shared dense features.
+    /// returns the dense features of a sample, given by its number. `bag` appends the keys that a
+    /// sample has for a feature, both given by their numbers, and the weights of a weighted
+    /// feature. A shared feature has the bag of the first sample. If it `repeats`, the bags of the
+    /// others must be equal. Shared dense features must always be equal.
     ///
     /// # Errors
     /// Those of [`Batch::push_request`], and the error of `bag`. The batch is then unchanged.

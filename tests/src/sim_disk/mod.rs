@@ -12,11 +12,12 @@ use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
+use hatchback::locks::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// The unit that a power cut keeps or loses.
@@ -231,7 +232,7 @@ impl State {
 
 impl SimDisk {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Returns a handle for a new process. Each call of the handle first calls `on_call`.

@@ -9,7 +9,7 @@ use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
 use hatchback_server::ModelFolder;
 use hatchback_server::proto::{ModelInferRequest, ModelInferResponse};
 use hatchback_tests::client::Client;
-use hatchback_tests::front_door::{FrontDoor, serving};
+use hatchback_tests::front_door::{FrontDoor, TOKEN, serving};
 use hatchback_tests::models::install_spec;
 use hyper::body::Bytes;
 use prost::Message;
@@ -193,7 +193,7 @@ fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothi
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
     let serving = serving("coupon", &flash, Budget { workers: 1, ..Budget::default() });
     let folder = ModelFolder { name: "coupon".to_owned(), directory: installed.flash.clone() };
-    let door = FrontDoor::open_with_folders(serving, vec![folder]).unwrap();
+    let door = FrontDoor::start(serving, None, TOKEN, vec![folder]).unwrap();
 
     let samples = include_str!("../../../tools/demo/coupon/heldout.jsonl");
     for line in samples.lines().take(5) {

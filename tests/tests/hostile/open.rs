@@ -45,7 +45,7 @@ impl Open {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let listener = Some(Listener::Tcp(listener));
-        let door = FrontDoor::open_with_token(serving, listener, token).unwrap();
+        let door = FrontDoor::start(serving, listener, token, Vec::new()).unwrap();
         Self { door, address }
     }
 
