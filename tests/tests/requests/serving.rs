@@ -422,9 +422,11 @@ fn an_awaited_plan_refuses_no_swap() {
     serving.swap("a", &two.flash, budget(), &|_| {}).unwrap();
 }
 
+type Merge = Box<dyn FnOnce()>;
+
 thread_local! {
     /// Calls of the follower's disk before the merge, and the merge.
-    static MERGE: RefCell<(usize, Option<Box<dyn FnOnce()>>)> = RefCell::default();
+    static MERGE: RefCell<(usize, Option<Merge>)> = RefCell::default();
 }
 
 /// Counts a call of the follower's disk, and merges if it is the chosen one.

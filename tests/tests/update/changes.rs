@@ -3,6 +3,7 @@
 
 use crate::changing::{DIM, ROWS, pack, releases, spec, value};
 use hatchback::bundle::manifest::Manifest;
+use hatchback::flash::Flash;
 use hatchback::request::worker::Worker;
 use hatchback::update::error::UpdateError;
 use hatchback::update::status::UpdateState;
