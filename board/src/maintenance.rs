@@ -11,6 +11,7 @@ use hatchback::maintenance::catalog::Catalog;
 use hatchback::maintenance::share::Urgency;
 use hatchback::maintenance::{Maintenance, MaintenanceRules};
 use hatchback::update::Updater;
+use hatchback_link::daemon;
 use hatchback_server::WearFacts;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 /// Pause after a panic. Each attempt may write again what the last one wrote.
 const AFTER_PANIC: Duration = Duration::from_secs(3600);
@@ -74,6 +75,7 @@ impl MaintenanceThread {
         let (stop, stopped) = channel();
         let directory = directory.to_owned();
         let wears = wears.clone();
+        let now = || Duration::from_secs(daemon::now());
         let run = move || {
             let background = Background::enter(rules.busy());
             let catalog = Catalog::path_in(&directory);
@@ -126,9 +128,4 @@ impl MaintenanceThread {
             log::error!("the maintenance thread panicked");
         }
     }
-}
-
-/// Returns the time since 1970.
-fn now() -> Duration {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }

@@ -129,8 +129,6 @@ mod tests {
         let full = || FlashError::Space { path: "car".into(), needed: 2, free: 1 };
         assert!(is_machine_fault(&UpdateError::from(full()).into()));
         assert!(is_machine_fault(&OpenError::from(full()).into()));
-        let (path, free) = ("car".into(), 1);
-        assert!(is_machine_fault(&UpdateError::NoSpace { path, needed: 2, free }.into()));
         let unknown = UpdateError::NotFound { path: "metadata".to_owned() };
         assert!(!is_machine_fault(&unknown.into()));
     }

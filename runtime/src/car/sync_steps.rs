@@ -2,7 +2,6 @@
 //! model and never makes a release live.
 
 use crate::clock::Clock;
-use crate::io::daily_bytes::DailyBudget;
 use crate::update::Updater;
 use crate::update::error::UpdateError;
 use crate::update::link::{Fetcher, Link, LinkLimits, LinkRules};
@@ -78,8 +77,7 @@ impl SyncSteps {
             Trust::init(self.updater.disk.as_ref(), &self.updater.directory, root)?;
         }
         let bytes_max = self.rules.bytes_per_day_max;
-        let budget = DailyBudget { bytes_per_day_max: bytes_max };
-        let left = self.updater.fetch_status().received.left(budget, Duration::from_secs(now));
+        let left = self.updater.fetch_status().received.left(bytes_max, Duration::from_secs(now));
         if left == 0 {
             return Err(UpdateError::ByteBudget { bytes_max });
         }

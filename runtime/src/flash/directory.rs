@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Free space that an install leaves for records, folders and the file system.
+/// Free space that is left for records, folders and the file system.
 const SPARE_BYTES: u64 = 1 << 20;
 
 /// An open flash directory and its live generation.
@@ -641,7 +641,11 @@ fn is_servable(disk: &Arc<dyn Disk>, directory: &Path) -> Result<bool, FlashErro
     }
 }
 
-fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
+/// Checks that the file system of `directory` has room for `bytes` more.
+///
+/// # Errors
+/// [`FlashError::Space`] if it has not, [`FlashError::Io`] if the device refuses.
+pub(crate) fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
     let needed = bytes.saturating_add(SPARE_BYTES);
     let free = disk.free_bytes(directory).map_err(io_error(directory))?;
     if needed <= free {

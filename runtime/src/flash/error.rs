@@ -85,7 +85,10 @@ pub enum FlashError {
     #[error("the directory changed each time while it was read; try again")]
     Changing,
     /// The file system has too little room. Nothing of the bundle was written.
-    #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
+    #[error(
+        "{path}: {needed} bytes are needed and {free} are free; make room on this file system",
+        path = path.display()
+    )]
     Space { path: PathBuf, needed: u64, free: u64 },
 }
 

@@ -32,7 +32,7 @@ mod settled;
 pub mod table;
 
 pub use directory::Flash;
-pub(crate) use directory::Found;
+pub(crate) use directory::{Found, check_space};
 pub use error::FlashError;
 pub(crate) use error::io_error;
 pub use install::Prepared;

@@ -8,13 +8,6 @@ use std::time::Duration;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The limit of a day.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DailyBudget {
-    /// Bytes a day.
-    pub bytes_per_day_max: u64,
-}
-
 /// The bytes spent, today and in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DailyBytes {
@@ -37,10 +30,11 @@ impl DailyBytes {
         Self { bytes: u64::MAX, ..Self::default() }
     }
 
-    /// Returns the bytes that may still be spent at `now`, the time since 1970.
-    pub fn left(&mut self, budget: DailyBudget, now: Duration) -> u64 {
+    /// Returns the bytes of `bytes_per_day_max` that may still be spent at `now`, the time since
+    /// 1970.
+    pub fn left(&mut self, bytes_per_day_max: u64, now: Duration) -> u64 {
         self.advance_to(now);
-        budget.bytes_per_day_max.saturating_sub(self.bytes)
+        bytes_per_day_max.saturating_sub(self.bytes)
     }
 
     /// Charges `bytes` that were or will be spent at `now`.
@@ -79,7 +73,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const BUDGET: DailyBudget = DailyBudget { bytes_per_day_max: 100 };
+    const BUDGET: u64 = 100;
     const HOUR: u64 = 60 * 60;
 
     fn at(hours: u64) -> Duration {
@@ -139,9 +133,9 @@ mod tests {
                     wear.spend(at(hour), bytes);
                     spent += bytes;
                 }
-                prop_assert!(wear.bytes <= BUDGET.bytes_per_day_max);
+                prop_assert!(wear.bytes <= BUDGET);
             }
-            prop_assert!(spent <= (days + 200 / 24 + 1) * BUDGET.bytes_per_day_max * 2);
+            prop_assert!(spent <= (days + 200 / 24 + 1) * BUDGET * 2);
             prop_assert_eq!(spent, wear.bytes_total);
         }
     }

@@ -14,7 +14,7 @@ pub mod step_size;
 
 use crate::flash::live::LiveRecord;
 use crate::flash::{Flash, FlashError};
-use crate::io::daily_bytes::{DailyBudget, DailyBytes};
+use crate::io::daily_bytes::DailyBytes;
 use crate::limits::PAGE_BYTES;
 use crate::maintenance::catalog::Catalog;
 use crate::maintenance::catalog_entries::CatalogEntries;
@@ -53,8 +53,7 @@ pub struct MaintenanceRules {
     pub scrub_every: Duration,
     /// Bytes a day that maintenance may write. A longer merge continues on the next day; only its
     /// index must fit in one day.
-    #[serde(rename = "wear_bytes_per_day_max", deserialize_with = "bytes_per_day")]
-    pub wear: DailyBudget,
+    pub wear_bytes_per_day_max: u64,
     /// Share of the time that maintenance gets while work is due, per cent.
     pub busy_percent_min: u64,
     /// Share of the time that maintenance may work, per cent.
@@ -65,13 +64,12 @@ impl Default for MaintenanceRules {
     /// Returns 16 deltas or 16 % changed rows, a scrub a week, 64 GiB a day, and 1 to 10 % of the
     /// time. With deltas of 1 % the write amplification is 7.5.
     fn default() -> Self {
-        let wear = DailyBudget { bytes_per_day_max: 64 << 30 };
         let scrub_every = Duration::from_secs(7 * 24 * HOUR);
         Self {
             deltas_max: 16,
             changed_percent_max: 16,
             scrub_every,
-            wear,
+            wear_bytes_per_day_max: 64 << 30,
             busy_percent_min: 1,
             busy_percent_max: 10,
         }
@@ -82,10 +80,6 @@ const HOUR: u64 = 60 * 60;
 
 fn hours<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
     Ok(Duration::from_secs(u64::from(u32::deserialize(from)?) * HOUR))
-}
-
-fn bytes_per_day<'de, D: Deserializer<'de>>(from: D) -> Result<DailyBudget, D::Error> {
-    Ok(DailyBudget { bytes_per_day_max: u64::deserialize(from)? })
 }
 
 impl MaintenanceRules {
@@ -317,7 +311,8 @@ impl Maintenance {
     /// crash may waste budget but never exceeds it.
     fn pay(&mut self, now: Duration, bytes: u64) -> bool {
         let commit = if self.catalog.is_some() { self.commit_bytes() } else { 0 };
-        let left = self.entries.wear.left(self.rules.wear, now).saturating_sub(commit);
+        let day = self.rules.wear_bytes_per_day_max;
+        let left = self.entries.wear.left(day, now).saturating_sub(commit);
         if self.paid_day != self.entries.wear.day {
             // Bytes that were paid on an earlier day are gone: a new day has a budget of its own.
             (self.paid, self.paid_day) = (0, self.entries.wear.day);

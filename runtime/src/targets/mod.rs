@@ -236,13 +236,13 @@ impl Target {
     }
 
     fn check_maintenance_and_updates(&self) -> Result<(), WrongValue> {
-        let MaintenanceRules { deltas_max, scrub_every, wear, .. } = self.maintenance;
+        let MaintenanceRules { deltas_max, scrub_every, wear_bytes_per_day_max: bytes, .. } =
+            self.maintenance;
         let problem = format!("must be below {DELTAS_MAX}, the most deltas that a table can have");
         check("maintenance.deltas_max", deltas_max, deltas_max < DELTAS_MAX, problem)?;
         let hours = scrub_every.as_secs() / 3600;
         // Scrubs without a pause would spend the wear budget on records of their ends.
         check("maintenance.scrub_every_hours", hours, hours > 0, "must be 1 or more")?;
-        let bytes = wear.bytes_per_day_max;
         let problem = format!("must be {WEAR_BYTES_PER_DAY_MIN} or more: below it no merge begins");
         let is_enough = bytes >= WEAR_BYTES_PER_DAY_MIN;
         check("maintenance.wear_bytes_per_day_max", bytes, is_enough, problem)?;

@@ -101,12 +101,6 @@ pub enum UpdateError {
     AmbiguousLineage { found: String },
     #[error("--lineage {chosen}: the repository has the models {found}")]
     UnknownLineage { chosen: String, found: String },
-    /// Too little space. The run fetched nothing of the release.
-    #[error(
-        "{path}: {needed} bytes are needed and {free} are free; make room on this file system",
-        path = path.display()
-    )]
-    NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(
         "{path}: another process is syncing; try again when it has finished",
         path = path.display()
@@ -120,7 +114,7 @@ pub enum UpdateError {
     /// The staged bundle is damaged.
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    /// The flash directory or the bundle is refused.
+    /// The flash directory or the bundle is refused, or the sync directory has too little space.
     #[error(transparent)]
     Flash(#[from] FlashError),
 }
@@ -139,7 +133,7 @@ impl UpdateError {
         matches!(
             self,
             Self::NotInstalled { .. }
-                | Self::NoSpace { .. }
+                | Self::Flash(FlashError::Space { .. })
                 | Self::Busy { .. }
                 | Self::Car { .. }
                 | Self::LinkBroken { .. }
@@ -160,7 +154,7 @@ impl UpdateError {
             | Self::Manifest { .. }
             | Self::ReleaseField { .. }
             | Self::Callers { .. }
-            | Self::NoSpace { .. } => 2,
+            | Self::Flash(FlashError::Space { .. }) => 2,
             Self::LinkBroken { .. } | Self::SlowRetrieval { .. } => 1,
             _ => 0,
         }

@@ -4,7 +4,7 @@
 
 use crate::bundle::manifest::{Chunk, Manifest, hex, sha256};
 use crate::bundle::{BundleError, BundleReader, HEADER_BYTES, header, trailer};
-use crate::flash::Flash;
+use crate::flash::{Flash, check_space};
 use crate::io::atomic_write::{self, part_of};
 use crate::io::disk::{Disk, Output};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
@@ -14,9 +14,6 @@ use crate::update::on_flash::OnFlash;
 use crate::update::release::{Release, chunk_path, manifest_path};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-
-/// Space left free for records and for the file system.
-const SPARE_BYTES: u64 = 1 << 20;
 
 /// The folder in which bundles are staged.
 pub struct Staging<'a> {
@@ -133,7 +130,8 @@ impl<'a> Staging<'a> {
         let chunks: Vec<&Chunk> = manifest.blobs.iter().flat_map(|b| &b.chunks).collect();
         let stored = self.stored(&path, &chunks);
         let missing: u64 = chunks[stored.chunks..].iter().map(|c| u64::from(c.stored)).sum();
-        self.check_space(missing.saturating_add(manifest_bytes.len() as u64))?;
+        let needed = missing.saturating_add(manifest_bytes.len() as u64);
+        check_space(self.disk, self.directory, needed)?;
 
         let part = part_of(&path);
         let mut out = self.open_part(&part, stored).map_err(io_error(&part))?;
@@ -271,15 +269,6 @@ impl<'a> Staging<'a> {
             stored.bytes = stored.bytes.max(HEADER_BYTES) + u64::from(chunk.stored);
         }
         stored
-    }
-
-    fn check_space(&self, bytes: u64) -> Result<(), UpdateError> {
-        let needed = bytes.saturating_add(SPARE_BYTES);
-        let free = self.disk.free_bytes(self.directory).map_err(io_error(self.directory))?;
-        if needed <= free {
-            return Ok(());
-        }
-        Err(UpdateError::NoSpace { path: self.directory.to_owned(), needed, free })
     }
 }
 

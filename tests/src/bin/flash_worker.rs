@@ -21,7 +21,7 @@ const RULES: MaintenanceRules = MaintenanceRules {
     deltas_max: 0,
     changed_percent_max: 0,
     scrub_every: Duration::ZERO,
-    wear: hatchback::io::daily_bytes::DailyBudget { bytes_per_day_max: u64::MAX },
+    wear_bytes_per_day_max: u64::MAX,
     busy_percent_min: 1,
     busy_percent_max: 100,
 };

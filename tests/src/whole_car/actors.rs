@@ -14,7 +14,6 @@ use hatchback::car::sync_steps::SyncSteps;
 use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
 use hatchback::clock::Clock;
 use hatchback::flash::Flash;
-use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::maintenance::MaintenanceRules;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
@@ -268,7 +267,7 @@ impl World {
                     deltas_max: 2,
                     changed_percent_max: self.knobs.changed_percent_max,
                     scrub_every: Duration::from_secs(30 * 3600),
-                    wear: DailyBudget { bytes_per_day_max: self.knobs.wear_bytes },
+                    wear_bytes_per_day_max: self.knobs.wear_bytes,
                     busy_percent_min: 1,
                     busy_percent_max: 10,
                 };

@@ -3,7 +3,6 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
-use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
 use hatchback::io::paired_record::PairedRecord;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
@@ -25,13 +24,12 @@ fn at(hour: u64) -> Duration {
     Duration::from_secs((DAYS * 24 + hour) * HOUR)
 }
 
-fn rules(bytes_per_day_max: u64) -> MaintenanceRules {
-    let wear = DailyBudget { bytes_per_day_max };
+fn rules(wear_bytes_per_day_max: u64) -> MaintenanceRules {
     MaintenanceRules {
         deltas_max: 1,
         changed_percent_max: 100,
         scrub_every: Duration::from_secs(48 * HOUR),
-        wear,
+        wear_bytes_per_day_max,
         busy_percent_min: 1,
         busy_percent_max: 100,
     }

@@ -325,7 +325,7 @@ fn a_release_without_room_is_not_fetched() {
     car.disk.set_room(&car.sync.directory, Some(1 << 19));
     let mut link = Wire::new(fleet.link(), Faults::default());
     let error = car.run(&mut link, T0 + 11).unwrap_err();
-    assert!(matches!(error, UpdateError::NoSpace { .. }), "{error:?}");
+    assert!(matches!(error, UpdateError::Flash(FlashError::Space { .. })), "{error:?}");
     assert!(!link.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", link.asked);
     car.disk.set_room(&car.sync.directory, None);
     car.run(&mut fleet.link(), T0 + 12).unwrap();

@@ -2,7 +2,6 @@
 //! resumes where it broke, and every received byte is counted.
 
 use hatchback::bundle::BundleReader;
-use hatchback::io::daily_bytes::DailyBudget;
 use hatchback::io::disk::Disk;
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
@@ -243,10 +242,7 @@ fn runs_until_live(
 fn bytes_of_a_run_without_an_end_are_charged() {
     let fleet = Fleet::new();
     let now = std::time::Duration::from_secs(T0 + 1);
-    let received = |car: &Car| {
-        let budget = DailyBudget { bytes_per_day_max: u64::MAX };
-        u64::MAX - car.sync.status().unwrap().received.left(budget, now)
-    };
+    let received = |car: &Car| u64::MAX - car.sync.status().unwrap().received.left(u64::MAX, now);
     let whole = Car::new(&fleet);
     let calls = whole.disk.calls();
     let mut wire = Wire::new(fleet.link(), Faults::default());
