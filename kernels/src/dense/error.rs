@@ -40,11 +40,3 @@ pub enum DenseError {
     #[error("dense network: {0}")]
     Run(String),
 }
-
-impl DenseError {
-    /// Returns whether a later version may run the network, because it only has what this version
-    /// does not know or does not allow. Other networks are broken.
-    pub fn is_unsupported(&self) -> bool {
-        matches!(self, Self::Unsupported(_) | Self::InputType { .. })
-    }
-}

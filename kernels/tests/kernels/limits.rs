@@ -39,7 +39,7 @@ fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
 fn refused(nodes: Vec<NodeProto>, tensors: Vec<TensorProto>, parts: &[&str]) {
     let error = load(&network(nodes, tensors)).err().expect("a refusal");
     let text = error.to_string();
-    assert!(error.is_unsupported(), "{text}");
+    assert!(matches!(error, DenseError::Unsupported(_)), "{text}");
     assert!(parts.iter().all(|part| text.contains(part)), "{text}: not {parts:?}");
 }
 
@@ -142,7 +142,11 @@ fn empty_tensors_with_other_axes_of_any_size_are_refused_by_name() {
     let most = 1 << 22;
     for shape in [&[1 << 40, 0][..], &[0, 1 << 23], &[0, most, most, most]] {
         let error = made(shape, "Sin").err().expect("a refusal");
-        assert!(error.is_unsupported() && error.to_string().contains("ConstantOfShape"), "{error}");
+        assert!(
+            matches!(error, DenseError::Unsupported(_))
+                && error.to_string().contains("ConstantOfShape"),
+            "{error}"
+        );
     }
     assert!(made(&[0, 1 << 10], "Sin").is_ok());
 }
@@ -303,7 +307,7 @@ fn networks_that_are_too_long_or_too_slow_are_refused() {
     let cycle = vec![node("Sin", &["b"], &["a"], &[]), node("Cos", &["a"], &["b"], &[])];
     let error = load(&network(ended(cycle, "b"), vec![])).err().unwrap();
     assert!(error.to_string().contains("reads `b`, which nothing writes"), "{error}");
-    assert!(!error.is_unsupported());
+    assert!(matches!(error, DenseError::Load(_)));
     let twice = vec![node("Sin", &["x"], &["a"], &[]), node("Cos", &["x"], &["a"], &[])];
     let error = load(&network(ended(twice, "a"), vec![])).err().unwrap();
     assert!(error.to_string().contains("`a` is written twice"), "{error}");

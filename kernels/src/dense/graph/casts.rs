@@ -5,7 +5,7 @@ use crate::dense::graph::forms::{Scale, dequantize, is_ours};
 use crate::dense::graph::functions::Map;
 use crate::dense::graph::onnx::{NodeProto, kind_of, type_name};
 use crate::dense::graph::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
-use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
+use crate::dense::graph::tensor::{Kind, Size, Tensor, Values};
 use crate::dense::weights::Weights;
 use half::f16;
 
@@ -89,8 +89,7 @@ impl Builder<'_> {
             let values = dequantize(tensor, &by)?;
             Some(Tensor::known(Kind::Float, tensor.sizes(), Values::Floats(values)))
         });
-        let tensor = values.filter(|t| t.shape.len() <= RANK_MAX);
-        let tensor = tensor.ok_or_else(|| unsupported(node, "of such operands"))?;
+        let tensor = values.ok_or_else(|| unsupported(node, "of such operands"))?;
         let weights = if is_ours(node) { Weights::Int8 } else { Weights::F32 };
         Ok(Tensor { weights, ..tensor })
     }

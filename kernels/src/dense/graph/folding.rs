@@ -5,18 +5,16 @@ use crate::dense::graph::functions::Zip;
 use crate::dense::graph::tensor::{Size, Values};
 
 /// Returns the second values where the first are true, else the third.
-pub(crate) fn choose_known(parts: [Values; 3]) -> Option<Values> {
+pub(crate) fn choose_known(parts: [&Values; 3]) -> Option<Values> {
     fn each<T: Copy>(condition: &[Size], sides: [&[T]; 2]) -> Vec<T> {
         let side = |(i, c): (usize, &Size)| sides[usize::from(*c == Size::fixed(0))][i];
         condition.iter().enumerate().map(side).collect()
     }
     match parts {
         [Values::Ints(c), Values::Floats(a), Values::Floats(b)] => {
-            Some(Values::Floats(each(&c, [&a, &b])))
+            Some(Values::Floats(each(c, [a, b])))
         }
-        [Values::Ints(c), Values::Ints(a), Values::Ints(b)] => {
-            Some(Values::Ints(each(&c, [&a, &b])))
-        }
+        [Values::Ints(c), Values::Ints(a), Values::Ints(b)] => Some(Values::Ints(each(c, [a, b]))),
         _ => None,
     }
 }

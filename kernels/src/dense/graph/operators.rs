@@ -11,6 +11,7 @@ use crate::dense::graph::stored;
 use crate::dense::graph::tensor::{
     Data, Id, Kind, Size, Tensor, Values, broadcast, broadcast_layout, product,
 };
+use std::rc::Rc;
 
 /// The greatest integer that arithmetic on f32 gives exactly and for no other sum.
 const INTEGER_MAX: f32 = 16_777_215.0;
@@ -271,9 +272,9 @@ impl Builder<'_> {
         let is_float = sides[0].kind == Kind::Float;
         let left = self.spread(sides[0], shape)?;
         let right = self.spread(sides[1], shape)?;
-        match (left, right) {
+        match (&*left, &*right) {
             (Values::Floats(a), Values::Floats(b)) => {
-                let all = a.iter().zip(&b).map(|(a, b)| zip.apply(*a, *b));
+                let all = a.iter().zip(b).map(|(a, b)| zip.apply(*a, *b));
                 let truths = |all: Vec<f32>| all.iter().map(|&x| Size::fixed(x as i64)).collect();
                 let all: Vec<f32> = all.collect();
                 Ok(match zip {
@@ -282,7 +283,7 @@ impl Builder<'_> {
                 })
             }
             (Values::Ints(a), Values::Ints(b)) if !is_float => {
-                let all = a.iter().zip(&b).map(|(a, b)| zip_sizes(zip, [*a, *b]));
+                let all = a.iter().zip(b).map(|(a, b)| zip_sizes(zip, [*a, *b]));
                 let all = all.collect::<Option<Vec<_>>>();
                 all.map(Values::Ints).ok_or_else(|| Stop::Unsupported("by the batch".to_owned()))
             }
@@ -291,16 +292,10 @@ impl Builder<'_> {
     }
 
     /// Returns the known values of `tensor`, broadcast to `shape`.
-    fn spread(&mut self, tensor: &Tensor, shape: &[usize]) -> Result<Values, Stop> {
-        self.count(tensor, product(shape).unwrap_or(usize::MAX))?;
-        let Some(values) = tensor.known_values() else {
-            return Err(malformed("a constant that is computed"));
-        };
-        let picks = match broadcast_layout(tensor, shape) {
-            Some(layout) => layout.picks(),
-            None => (0..values.len() as u32).collect(),
-        };
-        Ok(values.pick(&picks))
+    fn spread(&mut self, tensor: &Tensor, shape: &[usize]) -> Result<Rc<Values>, Stop> {
+        let spread = self.expand_to(tensor, shape, tensor.batch)?;
+        let values = spread.known_values().map(Rc::clone);
+        values.ok_or_else(|| malformed("a constant that is computed"))
     }
 
     /// Returns `tensor` as an operand of a result with this shape, and adds it to `inputs`.
@@ -411,9 +406,8 @@ impl Builder<'_> {
             return Err(malformed("a condition that is no truth value"));
         }
         if parts.iter().all(|t| t.known_values().is_some()) {
-            let all = [condition, yes, no].map(|t| self.spread(t, &shape));
-            let [condition, yes, no] = all;
-            let values = choose_known([condition?, yes?, no?]);
+            let [condition, yes, no] = [condition, yes, no].map(|t| self.spread(t, &shape));
+            let values = choose_known([&*condition?, &*yes?, &*no?]);
             let values = values.ok_or_else(|| malformed("a condition of another type"))?;
             return Ok(folded(kind, shape, batch, values));
         }

@@ -3,12 +3,11 @@
 
 use crate::dense::graph::onnx::{NodeProto, TensorProto, type_name};
 use crate::dense::graph::stop::Stop;
-use crate::dense::graph::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
+use crate::dense::graph::tensor::{Kind, Size, Tensor, Values};
 
 /// Returns the tensor that `proto` stores.
 pub(crate) fn stored(proto: &TensorProto) -> Result<Tensor, Stop> {
-    let values = if proto.dims.len() > RANK_MAX { None } else { proto.values() };
-    let (kind, values) = match (proto.kind(), values) {
+    let (kind, values) = match (proto.kind(), proto.values()) {
         (Some(kind), Some(values)) => (kind, values),
         _ => {
             let (name, of) = (proto.name(), type_name(proto.data_type().into()));
