@@ -1,5 +1,6 @@
 //! The hit rates that `plan` expects beside those that a worker counts on the same requests.
 
+use crate::cli::report_of;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
@@ -14,7 +15,6 @@ use hatchback_tools::workload::key_distributions::{BagSizes, Distribution, Workl
 use hatchback_tools::workload::synthetic::pack_criteo;
 use std::io::Write;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 const SAMPLES: usize = 4_000;
@@ -61,12 +61,6 @@ fn measure(flash: &Flash, cache_bytes_max: u64, samples: &[Sample]) -> f64 {
     100.0 * worker.counters().since(&warm).hit_rate()
 }
 
-fn hatchback(words: &[&str]) -> serde_json::Value {
-    let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(words).output().unwrap();
-    assert!(out.status.success(), "{words:?}: {}", String::from_utf8_lossy(&out.stderr));
-    serde_json::from_slice(&out.stdout).unwrap()
-}
-
 /// Loads the model and swaps it with itself in a process that has `bytes` bytes of memory for it.
 fn swap_within(bytes: u64, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
     let serving = Serving::new(bytes, budget.reads_max, Arc::new(SystemClock::default()));
@@ -90,7 +84,7 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let (log, model_path, svg, car) =
         (text("log.jsonl"), text("m.flash"), text("p.svg"), text("car.toml"));
     let warm_up = WARM_UP_PERCENT.to_string();
-    let plan = hatchback(&[
+    let plan = report_of(&[
         "plan",
         &log,
         "--model",
@@ -105,8 +99,6 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
         &svg,
         "--write-target",
         &car,
-        "--json",
-        "-",
     ]);
     assert!(plan["too_short"].is_null(), "{plan}");
     let sizes = plan["sizes"].as_array().unwrap();
@@ -166,7 +158,7 @@ fn counts_plan_what_an_independent_stream_of_lookups_hits() {
         .output()
         .unwrap();
     assert!(out.status.success());
-    let plan = hatchback(&["plan", &spec, "--model", &model, "--resident-mib", "0", "--json", "-"]);
+    let plan = report_of(&["plan", &spec, "--model", &model, "--resident-mib", "0"]);
     let rates: Vec<f64> = plan["sizes"]
         .as_array()
         .unwrap()

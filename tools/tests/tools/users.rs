@@ -15,21 +15,6 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 impl Desk {
-    /// Writes the coupon model of this `sequence`, and returns its model.toml.
-    fn model(&self, sequence: u64) -> String {
-        let folder = self.folder.path().join(format!("m{sequence}"));
-        std::fs::create_dir(&folder).unwrap();
-        let source = PathBuf::from(coupon("model.toml"));
-        for file in ["dense.onnx", "tables.safetensors", "probe.jsonl"] {
-            std::fs::copy(source.with_file_name(file), folder.join(file)).unwrap();
-        }
-        let spec = folder.join("model.toml");
-        let text = std::fs::read_to_string(&source).unwrap();
-        let own = format!("sequence = {sequence}");
-        std::fs::write(&spec, text.replace("sequence = 1", &own)).unwrap();
-        spec.display().to_string()
-    }
-
     /// Packs releases 1 to 3: a snapshot, and two deltas.
     fn three_releases(&self) -> [String; 3] {
         let bundles = [1, 2, 3].map(|n| self.path(&format!("{n}.hatch")));
