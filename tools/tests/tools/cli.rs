@@ -314,9 +314,15 @@ fn a_delta_is_packed_and_installed_over_its_parent() {
 fn the_demo_runs() {
     let desk = Desk::new();
     let out = desk.path("demo");
-    let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--requests", "500"]);
-    assert!(text.contains("PyTorch f32") && text.contains(" 0 damaged"), "{text}");
-    assert!(Path::new(&out).join("criteo/criteo.svg").exists());
+    let own = Path::new(&out).join("coupon/notes");
+    std::fs::create_dir_all(own.parent().unwrap()).unwrap();
+    std::fs::write(&own, "the user's").unwrap();
+    // A second demo takes the place of the first.
+    for _ in 0..2 {
+        let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--requests", "500"]);
+        assert!(text.contains("PyTorch f32") && text.contains(" 0 damaged"), "{text}");
+    }
+    assert!(Path::new(&out).join("criteo/criteo.svg").exists() && own.exists());
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The hit rates that `plan` expects beside those that a worker counts on the same requests.
 
-use crate::cli::report_of;
+use crate::cli::{coupon, printed, refused, report_of};
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
@@ -138,10 +138,7 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let itself = ["--hit-percent", "75", "--inherits", "car"].as_slice();
     let too_high = ["--hit-percent", "99.9999"].as_slice();
     for (wrong, named) in [(inherits, "nosuch"), (itself, "inherits from"), (too_high, "99.9999")] {
-        let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(args).args(wrong).output();
-        let out = out.unwrap();
-        assert!(!out.status.success(), "{wrong:?}");
-        let said = String::from_utf8_lossy(&out.stderr);
+        let said = refused(&[&args[..], wrong].concat());
         assert!(said.contains(named), "{wrong:?}: {said}");
         assert_eq!(std::fs::read_to_string(&car).unwrap(), earlier, "{wrong:?}");
     }
@@ -150,14 +147,9 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
 #[test]
 fn counts_plan_what_an_independent_stream_of_lookups_hits() {
     let folder = tempfile::tempdir().unwrap();
-    let coupon = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon");
-    let (spec, model) = (coupon.join("model.toml"), folder.path().join("c.hatch"));
-    let (spec, model) = (spec.display().to_string(), model.display().to_string());
-    let out = Command::new(env!("CARGO_BIN_EXE_hatchback"))
-        .args(["pack", &spec, "--out", &model, "--codec", "u8"])
-        .output()
-        .unwrap();
-    assert!(out.status.success());
+    let spec = coupon("model.toml");
+    let model = folder.path().join("c.hatch").display().to_string();
+    printed(&["pack", &spec, "--out", &model, "--codec", "u8"]);
     let plan = report_of(&["plan", &spec, "--model", &model, "--resident-mib", "0"]);
     let rates: Vec<f64> = plan["sizes"]
         .as_array()

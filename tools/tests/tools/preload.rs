@@ -1,7 +1,7 @@
 //! The program with a library of the test between it and the system: what it syncs, and what it
 //! says of a directory that changes while it reads.
 
-use crate::cli::{Desk, coupon, printed};
+use crate::cli::{Desk, printed};
 use std::path::Path;
 use std::process::Command;
 

@@ -3,7 +3,7 @@
 
 use crate::cli::{answered, copy_files, hatchback, refused, report_of, root};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Copies a folder of files, of which `change` edits the model.toml.
 fn copied(from: &Path, change: impl Fn(String) -> String) -> (tempfile::TempDir, String) {
@@ -108,8 +108,9 @@ fn raw_values_score_as_keys_from_pack_to_run() {
 fn rare_rows_stay_at_the_desk() {
     let folder = tempfile::tempdir().unwrap();
     let bundle = folder.path().join("dlrm.hatch").display().to_string();
-    let family =
-        |name: &str| root(&format!("tests/data/families/{name}/model.toml")).display().to_string();
+    let family = |name: &str| {
+        root().join(format!("tests/data/families/{name}/model.toml")).display().to_string()
+    };
     let pack = |spec: &str, least: &'static str| {
         let out = ["--out", &bundle, "--probe-difference-max", "1", "--min-count", least];
         [&["pack", spec], &out[..]].concat().into_iter().map(str::to_owned).collect::<Vec<_>>()
