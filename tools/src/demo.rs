@@ -19,6 +19,7 @@ use crate::workload::synthetic;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Counters;
@@ -116,19 +117,17 @@ struct CriteoReport {
     lookups: Lookups,
 }
 
-/// Removes the files of an earlier demo, whose generation would still be live.
+/// Makes the folders of the demo. Removes the flash directories of an earlier one, whose
+/// generations would still be live, and nothing else: a folder of the user may have these names.
 fn fresh_directory(out: &Path) -> Result<()> {
-    for part in ["coupon", "criteo"] {
-        let path = out.join(part);
-        match std::fs::remove_dir_all(&path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(e).context(path.display().to_string());
-            }
-            _ => {}
+    for flash in ["coupon/f32.flash", "coupon/u8.flash", "criteo/flash"] {
+        let path = out.join(flash);
+        let named = || path.display().to_string();
+        if Flash::has_live_record(disk::system().as_ref(), &path) {
+            std::fs::remove_dir_all(&path).with_context(named)?;
         }
-        std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
+        std::fs::create_dir_all(path.parent().unwrap_or(out)).with_context(named)?;
     }
-
     Ok(())
 }
 

@@ -35,7 +35,8 @@ struct InstallReport {
 /// Runs the command.
 ///
 /// # Errors
-/// A bundle or the directory is refused. What was live before it stays live.
+/// A bundle or the directory is refused. The bundles before it stay installed, and the same command
+/// continues behind them.
 pub fn run(args: &InstallArgs) -> Result<()> {
     let Some(flash) = open_chain("BUNDLES", &args.bundles, &args.flash)? else { return Ok(()) };
     let (generation, bytes) = (flash.manifest().generation.to_string(), flash.bytes()?);

@@ -132,9 +132,11 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
 
 /// Opens what `paths` hold: a flash directory, or the bundles of a chain, a snapshot and the deltas
 /// after it. Installs bundles into the flash directory `directory`. `option` is that of `paths`.
+/// Continues a chain of which an earlier run has installed a part.
 ///
 /// # Errors
-/// A bundle or the directory is refused, or a delta has no parent among the bundles.
+/// A bundle or the directory is refused, or a delta has no parent among the bundles. The bundles
+/// before it stay installed.
 pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<Option<Flash>> {
     if let [path] = paths
         && path.is_dir()
@@ -149,6 +151,16 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
         chain.push((bundle.manifest().generation.sequence, path));
     }
     chain.sort_unstable();
+
+    let disk = disk::system();
+    // A directory that cannot be opened is for the installation to refuse or to repair.
+    if Flash::has_live_record(disk.as_ref(), directory)
+        && let Ok(held) = Flash::open(&disk, directory)
+    {
+        let held = held.manifest().generation.sequence;
+        let continues = chain.last().is_some_and(|(last, _)| *last >= held);
+        chain.retain(|(sequence, _)| !continues || *sequence >= held);
+    }
 
     let mut live = None;
     let _claim = claim_new(directory)?;

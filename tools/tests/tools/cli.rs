@@ -8,8 +8,23 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+/// Returns the root of the tree.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
+
 pub fn coupon(file: &str) -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
+    root().join("tools/demo/coupon").join(file).display().to_string()
+}
+
+/// Copies the files in the folder `from` into the folder `to`, which it makes.
+pub fn copy_files(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        if entry.file_type().unwrap().is_file() {
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    }
 }
 
 /// Runs the program with `input` on its standard input.
@@ -28,7 +43,17 @@ pub fn hatchback(args: &[&str], input: &str) -> Output {
 
 /// Returns the standard output of a command that must succeed.
 pub fn printed(args: &[&str]) -> String {
-    let output = hatchback(args, "");
+    answered(args, "")
+}
+
+/// Returns the report of a command that must succeed.
+pub fn report_of(args: &[&str]) -> Value {
+    serde_json::from_str(&printed(&[args, &["--json"]].concat())).unwrap()
+}
+
+/// Returns the standard output of a command that must succeed with `input`.
+pub fn answered(args: &[&str], input: &str) -> String {
+    let output = hatchback(args, input);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
@@ -68,6 +93,17 @@ impl Desk {
         self.folder.path().join(name).display().to_string()
     }
 
+    /// Writes the coupon model of this `sequence`, and returns its model.toml.
+    pub fn model(&self, sequence: u64) -> String {
+        let folder = self.folder.path().join(format!("m{sequence}"));
+        copy_files(Path::new(&coupon("")), &folder);
+        let spec = folder.join("model.toml");
+        let text = std::fs::read_to_string(&spec).unwrap();
+        std::fs::write(&spec, text.replace("sequence = 1", &format!("sequence = {sequence}")))
+            .unwrap();
+        spec.display().to_string()
+    }
+
     pub fn pack(&self, extra: &[&str]) -> String {
         let bundle = self.path("coupon.hatch");
         printed(&[&["pack", &coupon("model.toml"), "--out", &bundle], extra].concat());
@@ -104,8 +140,7 @@ fn what_a_user_has_is_not_replaced() {
 fn pack_inspect_eval() {
     let desk = Desk::new();
     let bundle = desk.pack(&["--codec", "f32", "--placement", "cached"]);
-    let report: Value =
-        serde_json::from_str(&printed(&["inspect", &bundle, "--verify", "--json", "-"])).unwrap();
+    let report: Value = report_of(&["inspect", &bundle, "--verify"]);
     assert_eq!(
         (report["generation"].as_str(), report["tables"].as_array().unwrap().len()),
         (Some("coupon-dlrm@1"), 18)
@@ -268,9 +303,7 @@ fn a_delta_is_packed_and_installed_over_its_parent() {
     std::fs::write(&spec, second).unwrap();
     printed(&pack);
     assert!(std::fs::metadata(&delta).unwrap().len() < std::fs::metadata(&first).unwrap().len());
-    let found: Value =
-        serde_json::from_str(&printed(&["eval", &delta, "--flash", &flash, "--json", "-"]))
-            .unwrap();
+    let found: Value = report_of(&["eval", &delta, "--flash", &flash]);
     assert_eq!(found["generation"], "coupon-dlrm@2");
     // A delta needs its parent.
     let text = refused(&["eval", &delta, "--flash", &desk.path("elsewhere")]);
@@ -281,9 +314,15 @@ fn a_delta_is_packed_and_installed_over_its_parent() {
 fn the_demo_runs() {
     let desk = Desk::new();
     let out = desk.path("demo");
-    let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--requests", "500"]);
-    assert!(text.contains("PyTorch f32") && text.contains(" 0 damaged"), "{text}");
-    assert!(Path::new(&out).join("criteo/criteo.svg").exists());
+    let own = Path::new(&out).join("coupon/notes");
+    std::fs::create_dir_all(own.parent().unwrap()).unwrap();
+    std::fs::write(&own, "the user's").unwrap();
+    // A second demo takes the place of the first.
+    for _ in 0..2 {
+        let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--requests", "500"]);
+        assert!(text.contains("PyTorch f32") && text.contains(" 0 damaged"), "{text}");
+    }
+    assert!(Path::new(&out).join("criteo/criteo.svg").exists() && own.exists());
 }
 
 #[test]
@@ -526,33 +565,32 @@ fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
 fn the_gate_scores_the_fleet_with_the_schema_of_its_own_release() {
     let desk = Desk::new();
     let fleet = desk.pack(&[]);
-    let spec = std::fs::read_to_string(coupon("model.toml")).unwrap();
-    let spec = spec
+    let spec = PathBuf::from(desk.model(2));
+    let text = std::fs::read_to_string(&spec).unwrap();
+    let text = text
         .replace("\"weather\", \"time\"", "\"moon\", \"time\"")
         .replace("name = \"weather\"\ntable", "name = \"weather\"\nretired = true\ntable");
     let moon = "[[feature]]\nname = \"moon\"\ntable = \"weather\"\npooling = \"sum\"\n\
                 hotness_max = 1\n";
-    std::fs::write(desk.path("model.toml"), format!("{spec}\n{moon}")).unwrap();
-    for file in ["dense.onnx", "tables.safetensors"] {
-        std::fs::copy(coupon(file), desk.path(file)).unwrap();
-    }
+    std::fs::write(&spec, format!("{text}\n{moon}")).unwrap();
     let with_moon = |line: &str| {
         let (before, rest) = line.split_once("\"weather\":").unwrap();
         let (bag, after) = rest.split_once(']').unwrap();
         format!("{before}\"weather\":{bag}],\"moon\":{bag}]{after}\n")
     };
     for file in ["probe.jsonl", "heldout.jsonl"] {
-        let lines = std::fs::read_to_string(coupon(file)).unwrap();
-        let lines: String = lines.lines().map(with_moon).collect();
-        std::fs::write(desk.path(file), lines).unwrap();
+        let path = spec.with_file_name(file);
+        let lines: String =
+            std::fs::read_to_string(&path).unwrap().lines().map(with_moon).collect();
+        std::fs::write(path, lines).unwrap();
     }
 
     let (candidate, policy) = (desk.path("candidate.hatch"), desk.path("gate.toml"));
-    printed(&["pack", &desk.path("model.toml"), "--out", &candidate]);
+    printed(&["pack", spec.to_str().unwrap(), "--out", &candidate]);
     std::fs::write(&policy, "format = 1\nauc_drop_max = 0.0\nlogloss_rise_max = 0.0\n").unwrap();
-    let samples = desk.path("heldout.jsonl");
+    let samples = spec.with_file_name("heldout.jsonl").display().to_string();
     let args = ["gate", &candidate, "--fleet", &fleet, "--samples", &samples, "--policy", &policy];
-    let report: Value = serde_json::from_str(&printed(&[&args[..], &["--json"]].concat())).unwrap();
+    let report = report_of(&args);
     assert_eq!(report["auc"][0], report["auc"][1], "{report}");
     assert_eq!(report["logloss"][0], report["logloss"][1], "{report}");
 }

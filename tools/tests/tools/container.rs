@@ -2,6 +2,7 @@
 //! the files that its last stage copies are there, and the programs need no library that the base
 //! image lacks. The commands of docs/board.md run. Never builds an image.
 
+use crate::cli::{copy_files, root};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -15,10 +16,6 @@ const LIBRARIES: [&str; 7] = [
     "linux-vdso.so.1",
     "ld-linux",
 ];
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
-}
 
 fn recipe() -> String {
     std::fs::read_to_string(root().join("Containerfile")).unwrap()
@@ -110,10 +107,7 @@ fn the_container_recipe_works_in_a_plain_directory() {
     assert!(last_stage().contains(&r#"ENTRYPOINT ["hatchback"]"#.to_owned()));
     check_libraries(&programs);
 
-    std::fs::create_dir(&work).unwrap();
-    for file in std::fs::read_dir(root().join("tools/demo/coupon")).unwrap().map(Result::unwrap) {
-        std::fs::copy(file.path(), work.join(file.file_name())).unwrap();
-    }
+    copy_files(&root().join("tools/demo/coupon"), &work);
     let commands = commands_of("docs/board.md");
     assert_eq!(commands.len(), 4);
     let etc = format!("{}/etc/", image.display());

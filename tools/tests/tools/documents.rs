@@ -4,6 +4,7 @@
 //! its last command prints. Times differ between machines and are not compared. `/tmp` in a command
 //! is a folder of this test's own.
 
+use crate::cli::root;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -27,10 +28,6 @@ struct Step {
     line: usize,
     command: String,
     printed: Option<String>,
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
 }
 
 /// The commands of a page with what the page says that they print.

@@ -1,6 +1,6 @@
 //! `explain` and `row`: contributions sum to the score, and each row names its release.
 
-use crate::cli::{Desk, coupon, hatchback, printed, refused};
+use crate::cli::{Desk, coupon, hatchback, printed, refused, report_of};
 use hatchback::bundle::BundleReader;
 use hatchback::io::disk;
 use hatchback::update::release::chunk_path;
@@ -11,10 +11,6 @@ use std::time::Duration;
 
 const FAMILIES: [&str; 9] =
     ["dlrm", "dcnv2", "deepfm", "wide_deep", "mmoe", "din", "dien", "bst", "hstu"];
-
-fn json(args: &[&str]) -> Value {
-    serde_json::from_str(&printed(&[args, &["--json"]].concat())).unwrap()
-}
 
 fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
@@ -40,7 +36,7 @@ fn contributions_sum_to_the_score_and_every_row_names_its_release_in_each_family
         for line in samples.lines().take(6) {
             let answer = hatchback(&["run", &bundle], line).stdout;
             let answer: Value = serde_json::from_slice(&answer).unwrap();
-            let explained = json(&["explain", &bundle, line]);
+            let explained = report_of(&["explain", &bundle, line]);
             let mut sum = numbers(&explained["base"]);
             let score = numbers(&explained["score"]);
             for feature in explained["features"].as_array().unwrap() {
@@ -73,21 +69,15 @@ fn contributions_sum_to_the_score_and_every_row_names_its_release_in_each_family
 
 /// Packs sequence 2 of the coupon model, in which `change` edits the f32 values of a table.
 fn second(desk: &Desk, parent: &str, table: &str, change: impl Fn(&mut [u8])) -> String {
-    let folder = desk.path("second");
-    std::fs::create_dir(&folder).unwrap();
-    for entry in std::fs::read_dir(coupon("")).unwrap().map(Result::unwrap) {
-        std::fs::copy(entry.path(), Path::new(&folder).join(entry.file_name())).unwrap();
-    }
-    let file = |name: &str| Path::new(&folder).join(name);
-    let spec = std::fs::read_to_string(file("model.toml")).unwrap();
-    std::fs::write(file("model.toml"), spec.replace("sequence = 1", "sequence = 2")).unwrap();
+    let model = desk.model(2);
+    let file = |name: &str| Path::new(&model).with_file_name(name);
     let mut bytes = std::fs::read(file("tables.safetensors")).unwrap();
     let head = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Value = serde_json::from_slice(&bytes[8..head]).unwrap();
     let ends = numbers(&header[table]["data_offsets"]);
     change(&mut bytes[head + ends[0] as usize..head + ends[1] as usize]);
     std::fs::write(file("tables.safetensors"), bytes).unwrap();
-    let (model, bundle) = (file("model.toml").display().to_string(), desk.path("2.hatch"));
+    let bundle = desk.path("2.hatch");
     // The recorded scores are those of the unchanged rows.
     let proof = ["--codec", "f32", "--probe-difference-max", "1"];
     printed(&[&["pack", &model, "--parent", parent, "--out", &bundle], &proof[..]].concat());
@@ -119,7 +109,7 @@ fn a_row_names_the_delta_that_wrote_it_beside_a_daemon_that_holds_the_lock() {
     };
     let before = files();
 
-    let row = json(&["row", &flash, "weather", "2"]);
+    let row = report_of(&["row", &flash, "weather", "2"]);
     assert_eq!((&row["status"], &row["release"]), (&"fresh".into(), &2.into()));
     assert_eq!(row["values"][0], 1.5);
     let history: Vec<&Value> = row["history"].as_array().unwrap().iter().collect();
@@ -127,18 +117,18 @@ fn a_row_names_the_delta_that_wrote_it_beside_a_daemon_that_holds_the_lock() {
     assert_eq!((&history[0]["release"], &history[0]["file"]), (&1.into(), &"snapshot".into()));
     assert_eq!(history[1]["file"], "delta");
     assert_eq!((&row["codec"], &row["codec_error_max"]), (&"f32".into(), &0.0.into()));
-    assert_eq!(json(&["row", &flash, "weather", "1"])["release"], 1);
+    assert_eq!(report_of(&["row", &flash, "weather", "1"])["release"], 1);
 
     let text = printed(&["row", &flash, "weather", "999"]);
     assert!(text.contains("weather 999: absent") && text.contains("default row"), "{text}");
-    let negative = json(&["row", &flash, "weather", "-1"]);
+    let negative = report_of(&["row", &flash, "weather", "-1"]);
     assert_eq!(negative["key"], u64::MAX);
     let said = refused(&["row", &flash, "wheather", "1"]);
     assert!(said.contains("the model has the tables destination,"), "{said}");
 
     let sample = std::fs::read_to_string(coupon("heldout.jsonl")).unwrap();
     let sample = sample.lines().next().unwrap();
-    let explained = json(&["explain", &flash, sample, "--against", &first]);
+    let explained = report_of(&["explain", &flash, sample, "--against", &first]);
     let deltas = keys(&explained).into_iter().filter(|key| key["release"] == 2);
     assert_eq!(deltas.map(|key| key["key"].as_u64().unwrap()).collect::<Vec<_>>(), [2]);
     let against = &explained["against"];
@@ -203,13 +193,14 @@ fn a_repository_tells_the_history_of_a_row_without_the_chunks_of_other_tables() 
         printed(&[&to[..], change].concat());
     }
     printed(&["install", &first, &delta, "--flash", &flash]);
-    let packed = json(&["row", &flash, "weather", "2"])["history"].clone();
+    let packed = report_of(&["row", &flash, "weather", "2"])["history"].clone();
 
     let kept = keep_only(&repository, "weather", [&first, &delta]);
     assert_eq!(kept.len(), 2);
 
     let row = |key: &str| {
-        json(&["row", "coupon-dlrm", "weather", key, "--from", &repository])["releases"].clone()
+        report_of(&["row", "coupon-dlrm", "weather", key, "--from", &repository])["releases"]
+            .clone()
     };
     let column = |rows: &Value, field: &str| -> Vec<Value> {
         rows.as_array().unwrap().iter().map(|row| row[field].clone()).collect()

@@ -1,23 +1,10 @@
 //! `hatchback image` as its users run it: the same bytes each time, a model in the image that
 //! serves, and a manifest that lists every file.
 
+use crate::cli::{coupon, printed, refused};
 use hatchback_tools::workload::synthetic::pack_criteo;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-
-fn hatchback(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_hatchback")).args(args).output().unwrap()
-}
-
-fn printed(args: &[&str]) -> String {
-    let output = hatchback(args);
-    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn coupon(file: &str) -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
-}
+use std::process::Command;
 
 fn e2fs(program: &str, args: &[&str]) -> String {
     let output = Command::new(Path::new("/usr/sbin").join(program)).args(args).output().unwrap();
@@ -86,14 +73,10 @@ fn what_does_not_fit_is_refused() {
     let path = |name: &str| folder.path().join(name).display().to_string();
     let bundle = path("bundle");
     printed(&["pack", &coupon("model.toml"), "--out", &bundle]);
-    let refused = |args: &[&str]| {
-        let output = hatchback(&[&["image", &bundle, "--out"], args].concat());
-        assert!(!output.status.success(), "{args:?}");
-        String::from_utf8(output.stderr).unwrap()
-    };
-    assert!(refused(&[&path("."), "--name", "x"]).contains("exists"));
+    let said_of = |args: &[&str]| refused(&[&["image", &bundle, "--out"], args].concat());
+    assert!(said_of(&[&path("."), "--name", "x"]).contains("exists"));
     for name in ["../x", "a b", "a\"b", "\u{7}"] {
-        let said = refused(&[&path("a"), "--name", name]);
+        let said = said_of(&[&path("a"), "--name", name]);
         assert!(
             said.contains("--name") && said.contains(&name.escape_debug().to_string()),
             "{said}"
@@ -106,8 +89,6 @@ fn what_does_not_fit_is_refused() {
     }
     let large = path("large");
     pack_criteo(20_000, Path::new(&large), &mut |_, _| {}).unwrap();
-    let output = hatchback(&["image", &large, "--out", &path("b"), "--mib", "1"]);
-    assert!(!output.status.success());
-    let said = String::from_utf8(output.stderr).unwrap();
+    let said = refused(&["image", &large, "--out", &path("b"), "--mib", "1"]);
     assert!(said.contains("mke2fs") && !said.contains("is e2fsprogs installed?"), "{said}");
 }

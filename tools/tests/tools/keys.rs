@@ -1,6 +1,6 @@
 //! The folders of keys: rotations, who may open them, and what a killed command leaves.
 
-use crate::cli::{Desk, printed, refused};
+use crate::cli::{Desk, printed, refused, report_of};
 use hatchback_tools::repository::keys::{ROLES, RoleCounts, new_fleet, roots, rotate};
 use serde_json::Value;
 use sigstore_tuf::TrustedMetadataSet;
@@ -222,7 +222,7 @@ fn said(output: &std::process::Output) -> String {
 }
 
 fn forms(keys: &str) -> BTreeMap<String, BTreeSet<String>> {
-    let report: Value = serde_json::from_str(&printed(&["keys", "list", keys, "--json"])).unwrap();
+    let report: Value = report_of(&["keys", "list", keys]);
     let mut forms: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for key in report["keys"].as_array().unwrap() {
         let form = key["form"].as_str().unwrap_or("-").to_owned();
@@ -454,7 +454,7 @@ fn keys_that_a_token_holds_sign_releases_that_a_car_verifies() {
     let forms = forms(&keys);
     assert_eq!([&forms["targets"], &forms["snapshot"]], [&only("token"), &only("token")]);
     assert_eq!(forms["root"], only("plain"));
-    let listed: Value = serde_json::from_str(&printed(&["keys", "list", &keys, "--json"])).unwrap();
+    let listed: Value = report_of(&["keys", "list", &keys]);
     for key in listed["keys"].as_array().unwrap() {
         assert!(key["kind"] == kind_of(key) && key["written"].is_string(), "{key}");
     }

@@ -1,5 +1,6 @@
 //! `hatchback pack` refuses early and proves its bundle: on the coupon model with one file changed.
 
+use crate::cli::coupon;
 use hatchback::Weights;
 use hatchback_kernels::dense::graph::onnx::{ModelProto, StringStringEntryProto};
 use hatchback_kernels::dense::{Forms, forms};
@@ -15,9 +16,8 @@ struct Desk {
 impl Desk {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let coupon = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon");
         for file in ["model.toml", "dense.onnx", "tables.safetensors", "probe.jsonl"] {
-            std::fs::copy(coupon.join(file), folder.path().join(file)).unwrap();
+            std::fs::copy(coupon(file), folder.path().join(file)).unwrap();
         }
         Self { folder }
     }

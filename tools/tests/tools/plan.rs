@@ -1,5 +1,6 @@
 //! The hit rates that `plan` expects beside those that a worker counts on the same requests.
 
+use crate::cli::{coupon, printed, refused, report_of};
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
@@ -14,7 +15,6 @@ use hatchback_tools::workload::key_distributions::{BagSizes, Distribution, Workl
 use hatchback_tools::workload::synthetic::pack_criteo;
 use std::io::Write;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 const SAMPLES: usize = 4_000;
@@ -61,12 +61,6 @@ fn measure(flash: &Flash, cache_bytes_max: u64, samples: &[Sample]) -> f64 {
     100.0 * worker.counters().since(&warm).hit_rate()
 }
 
-fn hatchback(words: &[&str]) -> serde_json::Value {
-    let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(words).output().unwrap();
-    assert!(out.status.success(), "{words:?}: {}", String::from_utf8_lossy(&out.stderr));
-    serde_json::from_slice(&out.stdout).unwrap()
-}
-
 /// Loads the model and swaps it with itself in a process that has `bytes` bytes of memory for it.
 fn swap_within(bytes: u64, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
     let serving = Serving::new(bytes, budget.reads_max, Arc::new(SystemClock::default()));
@@ -90,7 +84,7 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let (log, model_path, svg, car) =
         (text("log.jsonl"), text("m.flash"), text("p.svg"), text("car.toml"));
     let warm_up = WARM_UP_PERCENT.to_string();
-    let plan = hatchback(&[
+    let plan = report_of(&[
         "plan",
         &log,
         "--model",
@@ -105,8 +99,6 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
         &svg,
         "--write-target",
         &car,
-        "--json",
-        "-",
     ]);
     assert!(plan["too_short"].is_null(), "{plan}");
     let sizes = plan["sizes"].as_array().unwrap();
@@ -146,10 +138,7 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
     let itself = ["--hit-percent", "75", "--inherits", "car"].as_slice();
     let too_high = ["--hit-percent", "99.9999"].as_slice();
     for (wrong, named) in [(inherits, "nosuch"), (itself, "inherits from"), (too_high, "99.9999")] {
-        let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(args).args(wrong).output();
-        let out = out.unwrap();
-        assert!(!out.status.success(), "{wrong:?}");
-        let said = String::from_utf8_lossy(&out.stderr);
+        let said = refused(&[&args[..], wrong].concat());
         assert!(said.contains(named), "{wrong:?}: {said}");
         assert_eq!(std::fs::read_to_string(&car).unwrap(), earlier, "{wrong:?}");
     }
@@ -158,15 +147,10 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
 #[test]
 fn counts_plan_what_an_independent_stream_of_lookups_hits() {
     let folder = tempfile::tempdir().unwrap();
-    let coupon = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon");
-    let (spec, model) = (coupon.join("model.toml"), folder.path().join("c.hatch"));
-    let (spec, model) = (spec.display().to_string(), model.display().to_string());
-    let out = Command::new(env!("CARGO_BIN_EXE_hatchback"))
-        .args(["pack", &spec, "--out", &model, "--codec", "u8"])
-        .output()
-        .unwrap();
-    assert!(out.status.success());
-    let plan = hatchback(&["plan", &spec, "--model", &model, "--resident-mib", "0", "--json", "-"]);
+    let spec = coupon("model.toml");
+    let model = folder.path().join("c.hatch").display().to_string();
+    printed(&["pack", &spec, "--out", &model, "--codec", "u8"]);
+    let plan = report_of(&["plan", &spec, "--model", &model, "--resident-mib", "0"]);
     let rates: Vec<f64> = plan["sizes"]
         .as_array()
         .unwrap()

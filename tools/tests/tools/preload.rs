@@ -1,7 +1,7 @@
 //! The program with a library of the test between it and the system: what it syncs, and what it
 //! says of a directory that changes while it reads.
 
-use crate::cli::{Desk, coupon, printed};
+use crate::cli::{Desk, printed};
 use std::path::Path;
 use std::process::Command;
 
@@ -98,17 +98,8 @@ int open64(const char *path, int flags, ...) {
 
 /// Installs the demo's model as `sequence` and returns the flash directory.
 fn installed(desk: &Desk, sequence: u64) -> String {
-    let model = desk.folder.path().join(format!("model{sequence}"));
-    std::fs::create_dir(&model).unwrap();
-    for file in std::fs::read_dir(coupon("")).unwrap() {
-        let file = file.unwrap();
-        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
-    }
-    let spec = model.join("model.toml");
-    let text = std::fs::read_to_string(&spec).unwrap();
-    std::fs::write(&spec, text.replace("sequence = 1", &format!("sequence = {sequence}"))).unwrap();
-    let [spec, bundle] = [spec, model.join("bundle")].map(|path| path.display().to_string());
-    printed(&["pack", &spec, "--out", &bundle]);
+    let bundle = desk.path(&format!("bundle{sequence}"));
+    printed(&["pack", &desk.model(sequence), "--out", &bundle]);
     printed(&["eval", &bundle]);
     format!("{bundle}.flash")
 }

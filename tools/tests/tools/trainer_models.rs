@@ -1,28 +1,14 @@
 //! What a trainer's model needs, through the commands: outputs with names, raw values, and rare
 //! rows that stay at the desk.
 
-use crate::cli::{hatchback, refused};
+use crate::cli::{answered, copy_files, hatchback, refused, report_of, root};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-
-fn root(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
-}
-
-fn printed(args: &[&str], input: &str) -> String {
-    let output = hatchback(args, input);
-    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
+use std::path::Path;
 
 /// Copies a folder of files, of which `change` edits the model.toml.
 fn copied(from: &Path, change: impl Fn(String) -> String) -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
-        if entry.file_type().unwrap().is_file() {
-            std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
-        }
-    }
+    copy_files(from, folder.path());
     let spec = folder.path().join("model.toml");
     std::fs::write(&spec, change(std::fs::read_to_string(&spec).unwrap())).unwrap();
     let spec = spec.display().to_string();
@@ -33,18 +19,18 @@ fn copied(from: &Path, change: impl Fn(String) -> String) -> (tempfile::TempDir,
 fn outputs_are_named_by_every_command() {
     let folder = tempfile::tempdir().unwrap();
     let bundle = folder.path().join("mmoe.hatch").display().to_string();
-    let spec = root("tests/data/families/mmoe/model.toml").display().to_string();
-    printed(&["pack", &spec, "--out", &bundle, "--codec", "f32"], "");
+    let spec = root().join("tests/data/families/mmoe/model.toml").display().to_string();
+    answered(&["pack", &spec, "--out", &bundle, "--codec", "f32"], "");
 
-    let report: Value =
-        serde_json::from_str(&printed(&["inspect", &bundle, "--json", "-"], "")).unwrap();
+    let report = report_of(&["inspect", &bundle]);
     let names =
         json!([{"name": "ctr", "activation": "sigmoid"}, {"name": "cvr", "activation": "sigmoid"}]);
     assert_eq!(report["outputs"], names);
-    assert!(printed(&["inspect", &bundle], "").contains("network output"));
+    assert!(answered(&["inspect", &bundle], "").contains("network output"));
 
-    let probe = std::fs::read_to_string(root("tests/data/families/mmoe/probe.jsonl")).unwrap();
-    let answers = printed(&["run", &bundle], &probe);
+    let probe =
+        std::fs::read_to_string(root().join("tests/data/families/mmoe/probe.jsonl")).unwrap();
+    let answers = answered(&["run", &bundle], &probe);
     for (line, answer) in probe.lines().zip(answers.lines()) {
         let [line, answer]: [Value; 2] = [line, answer].map(|l| serde_json::from_str(l).unwrap());
         for output in ["ctr", "cvr"] {
@@ -53,8 +39,7 @@ fn outputs_are_named_by_every_command() {
         }
     }
 
-    let found: Value =
-        serde_json::from_str(&printed(&["eval", &bundle, "--json", "-"], "")).unwrap();
+    let found = report_of(&["eval", &bundle]);
     assert_eq!((&found["output"], &found["samples"]), (&json!("ctr"), &json!(32)));
     let [cvr] = &found["further_outputs"].as_array().unwrap()[..] else { panic!("{found}") };
     assert_eq!(cvr["output"], "cvr");
@@ -63,7 +48,7 @@ fn outputs_are_named_by_every_command() {
         let [ours, theirs] = ["auc", "reference_auc"].map(|key| quality[key].as_f64().unwrap());
         assert!((ours - theirs).abs() < 1e-9 && ours > 0.0, "{quality}");
     }
-    let table = printed(&["eval", &bundle], "");
+    let table = answered(&["eval", &bundle], "");
     assert!(table.contains("AUC of ctr") && table.contains("logloss of cvr"), "{table}");
 
     let line = r#"{"dense":[0,0,0],"label":1}"#;
@@ -75,7 +60,7 @@ fn outputs_are_named_by_every_command() {
 /// The words of a feature give the scores of their numbers, in the probe set and in requests.
 #[test]
 fn raw_values_score_as_keys_from_pack_to_run() {
-    let from = root("tools/demo/coupon");
+    let from = root().join("tools/demo/coupon");
     let feature = "name = \"weather\"\ntable = \"weather\"\n";
     let key = "key = { function = \"vocabulary\", path = \"weather.txt\" }\n";
     let (folder, spec) = copied(&from, |text| {
@@ -98,13 +83,13 @@ fn raw_values_score_as_keys_from_pack_to_run() {
 
     let pack = |spec: &str, name: &str| {
         let bundle = folder.path().join(name).display().to_string();
-        printed(&["pack", spec, "--out", &bundle, "--codec", "f32"], "");
+        answered(&["pack", spec, "--out", &bundle, "--codec", "f32"], "");
         bundle
     };
     let with_words = pack(&spec, "words.hatch");
     let with_keys = pack(&from.join("model.toml").display().to_string(), "keys.hatch");
-    assert_eq!(printed(&["run", &with_words], &raw_probe), printed(&["run", &with_keys], &probe));
-    assert!(printed(&["inspect", &with_words], "").contains("vocabulary of 3 words"));
+    assert_eq!(answered(&["run", &with_words], &raw_probe), answered(&["run", &with_keys], &probe));
+    assert!(answered(&["inspect", &with_words], "").contains("vocabulary of 3 words"));
 
     for (value, problem) in [
         ("1.5", "sparse.weather[0]: 1.5 is not a text or an integer"),
@@ -123,8 +108,9 @@ fn raw_values_score_as_keys_from_pack_to_run() {
 fn rare_rows_stay_at_the_desk() {
     let folder = tempfile::tempdir().unwrap();
     let bundle = folder.path().join("dlrm.hatch").display().to_string();
-    let family =
-        |name: &str| root(&format!("tests/data/families/{name}/model.toml")).display().to_string();
+    let family = |name: &str| {
+        root().join(format!("tests/data/families/{name}/model.toml")).display().to_string()
+    };
     let pack = |spec: &str, least: &'static str| {
         let out = ["--out", &bundle, "--probe-difference-max", "1", "--min-count", least];
         [&["pack", spec], &out[..]].concat().into_iter().map(str::to_owned).collect::<Vec<_>>()
@@ -133,11 +119,10 @@ fn rare_rows_stay_at_the_desk() {
         args.iter().map(String::as_str).collect()
     }
 
-    let said = printed(&words(&pack(&family("dlrm"), "500")), "");
+    let said = answered(&words(&pack(&family("dlrm"), "500")), "");
     let (left_out, _) = said.split_once(" rows were used less than 500 times").unwrap();
     let left_out: u64 = left_out.rsplit('\n').next().unwrap().parse().unwrap();
-    let report: Value =
-        serde_json::from_str(&printed(&["inspect", &bundle, "--json", "-"], "")).unwrap();
+    let report = report_of(&["inspect", &bundle]);
     let rows = |name: &str| {
         let tables = report["tables"].as_array().unwrap();
         tables.iter().find(|t| t["name"] == name).unwrap()["rows"].as_u64().unwrap()

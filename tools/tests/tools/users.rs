@@ -1,7 +1,7 @@
 //! The second week of a user: a third release, names with typing errors, keys that expire, an
 //! interrupted command, reports for a script. Each test walks the user's way.
 
-use crate::cli::{Desk, coupon, hatchback, printed, refused};
+use crate::cli::{Desk, coupon, hatchback, printed, refused, report_of};
 use clap::CommandFactory;
 use hatchback_tools::cli::Cli;
 use hatchback_tools::repository::publish::check_root;
@@ -15,21 +15,6 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 impl Desk {
-    /// Writes the coupon model of this `sequence`, and returns its model.toml.
-    fn model(&self, sequence: u64) -> String {
-        let folder = self.folder.path().join(format!("m{sequence}"));
-        std::fs::create_dir(&folder).unwrap();
-        let source = PathBuf::from(coupon("model.toml"));
-        for file in ["dense.onnx", "tables.safetensors", "probe.jsonl"] {
-            std::fs::copy(source.with_file_name(file), folder.join(file)).unwrap();
-        }
-        let spec = folder.join("model.toml");
-        let text = std::fs::read_to_string(&source).unwrap();
-        let own = format!("sequence = {sequence}");
-        std::fs::write(&spec, text.replace("sequence = 1", &own)).unwrap();
-        spec.display().to_string()
-    }
-
     /// Packs releases 1 to 3: a snapshot, and two deltas.
     fn three_releases(&self) -> [String; 3] {
         let bundles = [1, 2, 3].map(|n| self.path(&format!("{n}.hatch")));
@@ -70,8 +55,14 @@ fn the_third_release_is_a_delta_of_a_delta() {
 
     let car = desk.path("car");
     printed(&["install", &third, &first, &second, "--flash", &car]);
-    let report = printed(&["inspect", &car, "--json"]);
-    assert_eq!(serde_json::from_str::<Value>(&report).unwrap()["generation"], "coupon-dlrm@3");
+    assert_eq!(report_of(&["inspect", &car])["generation"], "coupon-dlrm@3");
+    // The same command again, and behind the part that one installed which failed.
+    printed(&["install", &third, &first, &second, "--flash", &car]);
+    let part = desk.path("part");
+    printed(&["install", &first, &second, "--flash", &part]);
+    printed(&["install", &first, &second, &third, "--flash", &part]);
+    assert_eq!(report_of(&["inspect", &part])["generation"], "coupon-dlrm@3");
+    assert!(refused(&["install", &first, "--flash", &part]).contains("coupon-dlrm@3"));
     printed(&["pack", &spec, "--parent", &car, "--out", &out]);
     let said = refused(&["pack", &spec, "--parent", &car, "--parent", &third, "--out", &out]);
     assert!(said.contains("pass a flash directory alone"), "{said}");

@@ -46,7 +46,7 @@ class RowSums:
         self.word = torch.int16 if weight.element_size() == 2 else torch.int32
         words = weight.shape[1] * max(1, weight.element_size() // 4)
         self.factors = torch.randint(-(1 << 62), 1 << 62, (words,), generator=generator) | 1
-        self.sums = self.of(weight)
+        self.sums = self.found = self.of(weight)
 
     def of(self, weight):
         """Returns the checksum of each row, i64 `[rows]`."""
@@ -58,13 +58,16 @@ class RowSums:
         return torch.cat(sums)
 
     def changed(self, weight):
-        """Returns the numbers of the rows that changed since the last call, and
+        """Returns the numbers of the rows that changed since the last `settle`, and
         of rows added since."""
         sums = self.of(weight)
         known = min(len(sums), len(self.sums))
         rows = torch.nonzero(sums[:known] != self.sums[:known]).squeeze(1)
-        self.sums = sums
+        self.found = sums
         return torch.cat([rows, torch.arange(known, len(sums))])
+
+    def settle(self):
+        self.sums = self.found
 
 
 def signed(keys):
@@ -81,6 +84,7 @@ class TableTap:
         self.rows = module.weight.shape[0]
         self.counts = torch.zeros(self.rows)
         self.deleted = []
+        self.is_whole = False  # whether the next window has every row
         self.sums = None  # RowSums, if the optimizer may change untouched rows
         self.sentinels = None
         module.register_forward_pre_hook(self.record)
@@ -117,17 +121,18 @@ class TableTap:
         return int(moved.sum())
 
     def changes(self):
-        """Returns the changes since the last call."""
+        """Returns the changes since the last `settle`."""
         self.grow()
         weight = self.module.weight.detach()
-        if self.sums is None and self.check_sentinels():
-            moved = self.check_sentinels()
+        if self.sums is None and (moved := self.check_sentinels()):
             why = (
                 f"the optimizer changed {moved} of {len(self.sentinels[0])} rows that no sample "
                 "touched"
             )
             self.watch_all(why)
-            rows = torch.arange(self.rows)  # other rows may have changed before, so all are sent
+            self.is_whole = True  # other rows may have changed before, so all are sent
+        if self.is_whole:
+            rows = torch.arange(self.rows)
         elif self.sums is not None:
             rows = self.sums.changed(weight)
         else:
@@ -138,14 +143,19 @@ class TableTap:
         if self.deleted:
             kept = ~torch.isin(keys, torch.tensor(self.deleted))
         traffic = self.counts[rows][kept]
-        changes = Changes(
+        return Changes(
             keys[kept].numpy(), weight[rows[kept]].float().cpu().numpy(), traffic.numpy(),
             list(self.deleted)
         )
+
+    def settle(self):
+        """Forgets the changes, because a window has them."""
         self.counts.zero_()
         self.deleted.clear()
+        self.is_whole = False
+        if self.sums is not None:
+            self.sums.settle()
         self.choose_sentinels()
-        return changes
 
 
 class Tap:
@@ -216,10 +226,14 @@ class Tap:
                     table.sums.sums[rows] ^= 1  # the next comparison finds them changed
 
     def close(self, step, probe=None):
-        """Writes the changes since the last call as a window and returns its folder."""
+        """Writes the changes since the last window as a window and returns its folder. If that
+        fails, the next call writes them."""
         tables = {table.name: table.changes() for table in self.tables}
         dense = self.network() if self.network else None
-        return self.writer.write(tables, step, dense, probe)
+        folder = self.writer.write(tables, step, dense, probe)
+        for table in self.tables:
+            table.settle()
+        return folder
 
 
 def onnx_bytes(network, example, names, output="logit"):
