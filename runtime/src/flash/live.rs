@@ -9,7 +9,7 @@ use crate::limits::LIVE_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 
 /// A segment file of a table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SegmentRef {
     /// Sequence of the generation in whose folder the file is.
     pub sequence: u64,

@@ -117,7 +117,7 @@ impl SegmentKind {
 }
 
 /// The numbers of rows, deletes and pages of a segment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Counts {
     pub rows: u64,
