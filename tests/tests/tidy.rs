@@ -18,7 +18,7 @@ const SENTENCE_WORDS: [usize; 3] = [15, 25, 30];
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 12] = [
-    ("kernels/src", 20_840),
+    ("kernels/src", 20_839),
     ("kernels/cuda", 2_800),
     ("runtime/src", 20_360),
     ("link/src", 720),
