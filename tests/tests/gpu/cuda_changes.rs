@@ -3,6 +3,7 @@
 //! `HATCHBACK_GPU=real` on the machine's GPU.
 
 use crate::one_key::{OneKey, exact};
+use crate::tensorrt::sum_network_of;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey, mix, unmix};
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 use hatchback_kernels::cache::{Cache, Epoch};
@@ -17,7 +18,6 @@ use hatchback_kernels::lookup::miss_list::MissList;
 use hatchback_kernels::lookup::{Bags, LookupStatus};
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
-use hatchback_tools::workload::onnx::{Graph, Type};
 use std::collections::HashMap;
 use std::process::Command;
 use std::sync::Arc;
@@ -286,13 +286,8 @@ impl Litmus {
 
 /// Loads a network whose one output is the sum of its input's columns.
 fn sum_of_columns(gpu: &Arc<Gpu>, width: usize, batch_max: usize) -> DeviceEngine {
-    let mut graph = Graph::default();
-    graph.input("x", Type::Float, &[width]);
-    graph.integers("axes", &[1], &[1]);
-    graph.node("ReduceSum", &["x", "axes"], "sum", &[]);
-    graph.output("sum", &[1]);
     let inputs = [("x", width)];
-    let (onnx, activation) = (&graph.file(), Activation::None);
+    let (onnx, activation) = (&sum_network_of(width), Activation::None);
     let network = DenseNetwork { onnx, inputs: &inputs, parts: &[], output: "sum", activation };
     DeviceEngine::load(gpu, &network, &exact(batch_max, Vec::new())).unwrap()
 }

@@ -21,13 +21,13 @@ pub(crate) fn check_scores(graph: &mut Graph) {
     // The sigmoids of `joined_outputs.rs` have their check already.
     let zero_of = |node: &Node| match (&node.op, node.inputs.as_slice()) {
         (Op::Zip { zip: Zip::Sub, left, right }, &[a, b]) if a == b => {
-            (is_whole(left) && is_whole(right) && marks.on_way[node.output]).then_some(a)
+            (left.is_whole() && right.is_whole() && marks.on_way[node.output]).then_some(a)
         }
         _ => None,
     };
     let checked: HashSet<Id> = graph.nodes.iter().filter_map(zero_of).collect();
 
-    for mut node in std::mem::take(&mut graph.nodes) {
+    for node in std::mem::take(&mut graph.nodes) {
         let logit = match (&node.op, node.inputs.as_slice()) {
             (Op::Map(map), &[x]) if is_sigmoid(*map) && marks.on_way[node.output] => Some(x),
             _ => None,
@@ -36,26 +36,19 @@ pub(crate) fn check_scores(graph: &mut Graph) {
             graph.nodes.push(node);
             continue;
         };
-        let (result, width) = (node.output, graph.widths[node.output]);
-        node.output = graph.widths.len();
-        graph.widths.push(width);
-        let score = node.output;
-        graph.nodes.push(node);
-        let zero = graph.widths.len();
-        graph.widths.push(width);
-        push_zip(graph, Zip::Sub, [x, x], zero);
+        let width = graph.widths[node.output];
+        let score = graph.add(node.inputs, node.op, width);
+        let zero = graph.add(vec![x, x], of_both(Zip::Sub), width);
         // The readers of the result read the checked one.
-        push_zip(graph, Zip::Add, [score, zero], result);
+        let (inputs, op) = (vec![score, zero], of_both(Zip::Add));
+        graph.nodes.push(Node { inputs, op, output: node.output });
     }
 }
 
-fn push_zip(graph: &mut Graph, zip: Zip, inputs: [Id; 2], output: Id) {
+/// Returns the function of two operands in order.
+fn of_both(zip: Zip) -> Op {
     let [left, right] = [0, 1].map(|input| Operand::Value { input, picks: None });
-    graph.nodes.push(Node { inputs: inputs.to_vec(), op: Op::Zip { zip, left, right }, output });
-}
-
-fn is_whole(operand: &Operand) -> bool {
-    matches!(operand, Operand::Value { picks: None, .. })
+    Op::Zip { zip, left, right }
 }
 
 /// Returns whether `map` makes a score of a logit.

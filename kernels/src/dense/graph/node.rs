@@ -14,6 +14,16 @@ pub(crate) struct Graph {
     pub output: Id,
 }
 
+impl Graph {
+    /// Adds a node whose result has `width` values a sample. Returns the result.
+    pub fn add(&mut self, inputs: Vec<Id>, op: Op, width: usize) -> Id {
+        let output = self.widths.len();
+        self.widths.push(width);
+        self.nodes.push(Node { inputs, op, output });
+        output
+    }
+}
+
 /// A node: its operands, its operation and its result.
 pub(crate) struct Node {
     pub inputs: Vec<Id>,
@@ -106,6 +116,13 @@ pub(crate) enum Operand {
     Value { input: usize, picks: Option<Vec<u32>> },
     /// Equal for every sample, as wide as the result.
     Constant(Vec<f32>),
+}
+
+impl Operand {
+    /// Returns whether this is a value of the network, read in order.
+    pub fn is_whole(&self) -> bool {
+        matches!(self, Self::Value { picks: None, .. })
+    }
 }
 
 /// The function of a recurrent network.

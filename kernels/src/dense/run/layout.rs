@@ -136,11 +136,6 @@ fn fuse(graph: &mut Graph) {
 }
 
 impl Operand {
-    /// Returns whether this is a value of the network, read in order.
-    fn is_whole(&self) -> bool {
-        matches!(self, Self::Value { picks: None, .. })
-    }
-
     /// Returns whether this reads neither a table nor operand number `number`.
     fn is_apart(&self, number: usize) -> bool {
         !matches!(self, Self::Value { input, picks } if *input == number || picks.is_some())
@@ -497,11 +492,8 @@ fn part_pairs(
         };
         let is_shared = shared[output];
         let mut add = |inputs: Vec<Id>, op: Op, width: usize| -> Id {
-            let output = graph.widths.len();
-            graph.widths.push(width);
             shared.push(is_shared);
-            graph.nodes.push(Node { inputs, op, output });
-            output
+            graph.add(inputs, op, width)
         };
         let n: usize = rows.iter().sum();
         let joined = match inputs.as_slice() {
