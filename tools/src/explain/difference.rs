@@ -1,10 +1,10 @@
 //! What differs between two generations for one sample: the scores, the contributions and the rows.
 
+use crate::explain::distance;
 use crate::explain::explanation::{scores_text, signed_text};
 use crate::{report, say};
 use anyhow::Result;
 use hatchback::Schema;
-use hatchback::flash::row_version::norm;
 use hatchback::request::explain::{Explanation, FeaturePart, KeyPart};
 use serde::Serialize;
 use serde_json::Value;
@@ -107,9 +107,7 @@ impl FeatureDifference {
 
 impl RowDifference {
     fn between(table: &str, ours: &KeyPart, theirs: &KeyPart) -> Option<Self> {
-        let (a, b) = (&ours.row.values, &theirs.row.values);
-        let distance = (a.len() == b.len())
-            .then(|| norm(&a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<_>>()));
+        let distance = distance(&ours.row.values, &theirs.row.values);
         let is_same =
             ours.key == theirs.key && ours.row.status == theirs.row.status && distance == Some(0.0);
         (!is_same).then(|| Self {

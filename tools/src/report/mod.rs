@@ -44,6 +44,11 @@ pub fn table_with_texts(heads: &[&str]) -> Table {
     table
 }
 
+/// Formats an AUC or a logloss.
+pub fn quality(value: Option<f64>) -> String {
+    or_dash(value, |value| format!("{value:.5}"))
+}
+
 /// Formats a number of bytes: `1536` as `1.5 KiB`.
 pub fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
