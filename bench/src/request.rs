@@ -274,7 +274,6 @@ impl RequestFigures {
 
     fn cells(&self) -> [String; 13] {
         let per_s = |n: f64| report::count(n.round() as u64);
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.keys.clone(),
             format!("{:.1} MiB", self.cache_mib),
@@ -282,10 +281,10 @@ impl RequestFigures {
             per_s(self.requests_per_s),
             per_s(self.samples_per_s),
             per_s(self.lookups_per_s),
-            us(self.latency.p50_us),
-            us(self.latency.p90_us),
-            us(self.latency.p99_us),
-            us(self.latency.p999_us),
+            report::micros(self.latency.p50_us),
+            report::micros(self.latency.p90_us),
+            report::micros(self.latency.p99_us),
+            report::micros(self.latency.p999_us),
             format!("{}{}", if self.steady { "" } else { "~" }, report::percent(self.hit_rate)),
             format!("{:.2}", self.pages_per_request),
             report::count(self.not_fresh()),

@@ -1,10 +1,10 @@
 //! What differs between two generations for one sample: the scores, the contributions and the rows.
 
-use crate::explain::distance;
 use crate::explain::explanation::{scores_text, signed_text};
 use crate::{report, say};
 use anyhow::Result;
 use hatchback::Schema;
+use hatchback::flash::row_version::norm;
 use hatchback::request::explain::{Explanation, FeaturePart, KeyPart};
 use serde::Serialize;
 use serde_json::Value;
@@ -117,6 +117,12 @@ impl RowDifference {
             distance,
         })
     }
+}
+
+/// Returns the Euclidean distance of two rows; `None` if they differ in width.
+pub fn distance(row: &[f32], before: &[f32]) -> Option<f32> {
+    let both = row.iter().zip(before).map(|(a, b)| a - b);
+    (row.len() == before.len()).then(|| norm(&both.collect::<Vec<_>>()))
 }
 
 /// Returns the sample in `line`, of a model of `ours`, as a model of `theirs` takes it: without the
