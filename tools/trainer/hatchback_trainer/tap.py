@@ -84,7 +84,6 @@ class TableTap:
         self.rows = module.weight.shape[0]
         self.counts = torch.zeros(self.rows)
         self.deleted = []
-        self.is_whole = False  # whether the next window has every row
         self.sums = None  # RowSums, if the optimizer may change untouched rows
         self.sentinels = None
         module.register_forward_pre_hook(self.record)
@@ -130,10 +129,8 @@ class TableTap:
                 "touched"
             )
             self.watch_all(why)
-            self.is_whole = True  # other rows may have changed before, so all are sent
-        if self.is_whole:
-            rows = torch.arange(self.rows)
-        elif self.sums is not None:
+            self.sums.sums ^= 1  # other rows may have changed before, so all are sent
+        if self.sums is not None:
             rows = self.sums.changed(weight)
         else:
             rows = torch.nonzero(self.counts).squeeze(1)
@@ -152,7 +149,6 @@ class TableTap:
         """Forgets the changes, because a window has them."""
         self.counts.zero_()
         self.deleted.clear()
-        self.is_whole = False
         if self.sums is not None:
             self.sums.settle()
         self.choose_sentinels()
