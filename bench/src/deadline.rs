@@ -469,7 +469,26 @@ impl DeadlineFigures {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::tests::report_of;
+
+    /// The sleepers and the stalls run until they are stopped.
+    #[test]
+    fn a_caller_that_fails_ends_its_phase() {
+        let folder = tempfile::tempdir().unwrap();
+        let bundles = pack_generations(1000, 0, [MissPolicy::Wait; 2], folder.path()).unwrap();
+        let stalling = StallingDisk::default();
+        let place = folder.path().join("flash");
+        let (disk, flash, budget) = stalling.install(&bundles[0], &place).unwrap();
+        let serving = serving(&budget);
+        let served = serving.load(NAME, &flash, budget).unwrap();
+        serving.unload(NAME).unwrap();
+        let workload = skewed_load(&flash, 0).unwrap();
+        let (bundles, progress) = (Vec::new().into_iter(), ProgressBar::hidden());
+        let mut run =
+            Run { serving, served, stalling, disk, flash, budget, workload, bundles, progress };
+        assert!(run.phase(Phase::Stalls, 10, 2).is_err());
+    }
 
     #[test]
     fn every_request_is_counted_and_every_status_is_exact() {

@@ -376,6 +376,18 @@ mod tests {
     }
 
     #[test]
+    fn an_update_that_panics_ends_its_callers() {
+        let folder = tempfile::tempdir().unwrap();
+        let bundles = pack_generations(1000, 0, [MissPolicy::Wait; 2], folder.path()).unwrap();
+        let flash = install(&bundles[0], &folder.path().join("car")).unwrap();
+        let (budget, update) = (Budget::default(), |_: &CurrentStep| -> Result<()> { panic!() });
+        let served = serving(&budget).load(NAME, &flash, budget).unwrap();
+        let mut callers = PacedCaller::several(&served, &flash, 2, 1).unwrap();
+        let failed = send_during(&mut callers, update).err().unwrap().to_string();
+        assert!(failed.contains("the update panicked"), "{failed}");
+    }
+
+    #[test]
     fn updates_are_applied_while_requests_are_served() {
         let report = report_of(
             "delta --quick --rows-max 3000 --deltas 2 --swaps 6 --batch 2 --callers 2 \
