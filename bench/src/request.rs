@@ -371,22 +371,13 @@ fn charts(points: &[RequestFigures]) -> Vec<Panel> {
 mod tests {
     use super::*;
     use crate::tests::report_of;
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: RequestArgs,
-    }
 
     fn parse(line: &str) -> Result<RequestArgs, clap::Error> {
-        let matches = Line::command().try_get_matches_from(line.split_whitespace())?;
-        Ok(Line::from_arg_matches(&matches)?.args)
+        crate::tests::parse(line)
     }
 
     #[test]
     fn lists_parse_and_sort() {
-        Line::command().debug_assert();
         let args = parse(
             "request --keys uniform,hotkey:90/1 --batch 64,1,64 --cache-mib 4,0.5 --seconds 2",
         )
