@@ -5,6 +5,7 @@
 
 use super::bars::{Bar, largest};
 use super::load::{serving, skewed_load};
+use super::peer::stay_on_one_core;
 use super::results::{BenchReport, HostMachine, resident_memory, restart_peak};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
@@ -28,7 +29,7 @@ use hatchback_tools::serve::{install, progress_bar};
 use hatchback_tools::sync::{SyncArgs, update_car};
 use hatchback_tools::window::writer::{TableChanges, WindowContent, write_window};
 use hatchback_tools::workload::key_distributions::Workload;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use rustix::thread::{sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -199,10 +200,7 @@ fn select_once(
     desk.close_window(1, candidates)?;
 
     let all_cores = sched_getaffinity(None)?;
-    let mut one_core = CpuSet::new();
-    let core = (0..CpuSet::MAX_CPU).find(|cpu| all_cores.is_set(*cpu)).unwrap_or(0);
-    one_core.set(core);
-    sched_setaffinity(None, &one_core)?;
+    stay_on_one_core()?;
     restart_peak()?;
     let start = Instant::now();
     let done = desk.select(budget_mib, Vec::new());
