@@ -263,13 +263,12 @@ fn publish(
 
 impl ConcurrencyStep {
     fn cells(&self) -> [String; 8] {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.clients.to_string(),
             report::count(self.requests_per_s.round() as u64),
-            us(self.latency.p50_us),
-            us(self.latency.p99_us),
-            us(self.latency.p999_us),
+            report::micros(self.latency.p50_us),
+            report::micros(self.latency.p99_us),
+            report::micros(self.latency.p999_us),
             report::count(self.busy),
             format!("{:.2}", self.requests_per_batch),
             report::percent(self.hit_rate),

@@ -8,6 +8,7 @@
 
 use super::bars::Bar;
 use super::delta::pack_generations;
+use super::load::{serving, skewed_load};
 use super::punctuality::{Lateness, Overruns, Sleeper, Timeline};
 use super::results::{BenchReport, HostMachine};
 use super::stalling_disk::StallingDisk;
@@ -15,7 +16,6 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::car::maintenance_steps::MaintenanceSteps;
-use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk::Disk;
 use hatchback::limits::DEADLINE_WAIT_US;
@@ -32,7 +32,7 @@ use hatchback_tools::report;
 use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::Lookups;
 use hatchback_tools::serve::progress_bar;
-use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use hatchback_tools::workload::key_distributions::Workload;
 use indicatif::ProgressBar;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -129,11 +129,9 @@ pub fn run(args: &DeadlineArgs) -> Result<()> {
     let (disk, flash, budget) = stalling.install(&snapshot, &folder.path().join("flash"))?;
     let workers = thread::available_parallelism()?.get() as u32;
     let budget = Budget { slots: args.callers, workers, ..budget };
-    let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let serving = serving(&budget);
     let served = serving.load(NAME, &flash, budget)?;
-    let keys = Distribution::PowerLaw { alpha: ALPHA };
-    let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
+    let workload = skewed_load(&flash, 0)?;
 
     let progress = progress_bar(requests, "sending", "{human_pos}/{human_len} requests");
     let mut run =
@@ -442,7 +440,6 @@ fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result
 
 impl DeadlineFigures {
     fn cells(&self) -> [String; 15] {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let over = |of: &Lateness| format!("{} of {}", of.over, report::count(of.count));
         [
             match self.phase {
@@ -462,8 +459,8 @@ impl DeadlineFigures {
             over(&self.answers),
             over(&self.sleepers),
             over(&self.controls),
-            us(self.answers.latest_us),
-            us(self.sleepers.latest_us),
+            report::micros(self.answers.latest_us),
+            report::micros(self.sleepers.latest_us),
             self.overruns.answers.to_string(),
             self.overruns.controls.to_string(),
         ]
@@ -472,7 +469,26 @@ impl DeadlineFigures {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::tests::report_of;
+
+    /// The sleepers and the stalls run until they are stopped.
+    #[test]
+    fn a_caller_that_fails_ends_its_phase() {
+        let folder = tempfile::tempdir().unwrap();
+        let bundles = pack_generations(1000, 0, [MissPolicy::Wait; 2], folder.path()).unwrap();
+        let stalling = StallingDisk::default();
+        let place = folder.path().join("flash");
+        let (disk, flash, budget) = stalling.install(&bundles[0], &place).unwrap();
+        let serving = serving(&budget);
+        let served = serving.load(NAME, &flash, budget).unwrap();
+        serving.unload(NAME).unwrap();
+        let workload = skewed_load(&flash, 0).unwrap();
+        let (bundles, progress) = (Vec::new().into_iter(), ProgressBar::hidden());
+        let mut run =
+            Run { serving, served, stalling, disk, flash, budget, workload, bundles, progress };
+        assert!(run.phase(Phase::Stalls, 10, 2).is_err());
+    }
 
     #[test]
     fn every_request_is_counted_and_every_status_is_exact() {

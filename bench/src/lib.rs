@@ -118,20 +118,27 @@ fn run(cli: &Cli, peers: &Peers) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Args;
     use hatchback_tools::report::Json;
     use serde_json::Value;
 
     #[derive(Parser)]
-    struct Line {
+    struct Line<A: Args> {
         #[command(flatten)]
-        json: Json,
+        args: A,
+    }
+
+    /// Parses the arguments of a bench. The first word is its name.
+    pub fn parse<A: Args>(line: &str) -> Result<A, clap::Error> {
+        Ok(Line::try_parse_from(line.split_whitespace())?.args)
     }
 
     /// Returns the report that `work` writes to its file.
     pub fn reported(work: impl FnOnce(&Json) -> Result<()>) -> Value {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("report.json");
-        work(&Line::parse_from(["bench", "--json", path.to_str().unwrap()]).json).unwrap();
+        let json: Json = parse(&format!("bench --json {}", path.display())).unwrap();
+        work(&json).unwrap();
         serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
     }
 

@@ -4,13 +4,17 @@
 //! Also one caller that makes the calls it is given, and what callers saw.
 
 use anyhow::{Result, anyhow};
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
 use hatchback::model::Model;
+use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
 use hatchback::request::worker::{Counters, Worker};
 use hatchback::schema::batch::Batch;
 use hatchback_tools::report::metrics::{Latencies, Lookups, Percentiles};
 use hatchback_tools::serve;
-use hatchback_tools::workload::key_distributions::Workload;
+use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -91,6 +95,20 @@ impl CallTotals {
         let Percentiles { requests, p50_us, .. } = self.latencies.percentiles();
         if requests > 0 { p50_us } else { f64::NAN }
     }
+}
+
+/// Returns a server of models in the memory of `budget`.
+pub fn serving(budget: &Budget) -> Serving {
+    let clock = Arc::new(SystemClock::default());
+    Serving::new(budget.memory_bytes_max, budget.reads_max, clock)
+}
+
+/// Returns the load that a bench draws if the user names none: the default power law, full bags.
+///
+/// # Errors
+/// A segment of `flash` cannot be read.
+pub fn skewed_load(flash: &Flash, seed: u64) -> Result<Workload> {
+    Workload::new(flash, &Distribution::PowerLaw { alpha: ALPHA }, BagSizes::Full, seed)
 }
 
 /// Makes the calls of `requests` in turn, as one caller, until `time` has passed. Waits after each

@@ -4,11 +4,12 @@
 //! parts, one after the other. Never trains a model.
 
 use super::bars::{Bar, largest};
+use super::load::{serving, skewed_load};
+use super::peer::stay_on_one_core;
 use super::results::{BenchReport, HostMachine, resident_memory, restart_peak};
 use super::synthetic_model::SyntheticModel;
 use anyhow::{Context, Result};
 use clap::{Args, Parser};
-use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::mix;
@@ -27,8 +28,8 @@ use hatchback_tools::select::{SelectArgs, Selection, select};
 use hatchback_tools::serve::{install, progress_bar};
 use hatchback_tools::sync::{SyncArgs, update_car};
 use hatchback_tools::window::writer::{TableChanges, WindowContent, write_window};
-use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use hatchback_tools::workload::key_distributions::Workload;
+use rustix::thread::{sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -199,10 +200,7 @@ fn select_once(
     desk.close_window(1, candidates)?;
 
     let all_cores = sched_getaffinity(None)?;
-    let mut one_core = CpuSet::new();
-    let core = (0..CpuSet::MAX_CPU).find(|cpu| all_cores.is_set(*cpu)).unwrap_or(0);
-    one_core.set(core);
-    sched_setaffinity(None, &one_core)?;
+    stay_on_one_core()?;
     restart_peak()?;
     let start = Instant::now();
     let done = desk.select(budget_mib, Vec::new());
@@ -242,12 +240,10 @@ impl ClosedLoop {
         sync_car(&desk)?;
 
         let budget = Budget { memory_bytes_max: 16 << 30, ..Budget::default() };
-        let clock = Arc::new(SystemClock::default());
-        let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+        let serving = serving(&budget);
         let served =
             serving.load(NAME, &Flash::open(&disk::system(), &desk.path("car"))?, budget)?;
-        let keys = Distribution::PowerLaw { alpha: ALPHA };
-        let workload = Workload::new(&desk.flash, &keys, BagSizes::Full, 0)?;
+        let workload = skewed_load(&desk.flash, 0)?;
         desk.select(None, Vec::new())?;
         Ok(Self { desk, serving, served, workload, budget, published: Vec::new() })
     }

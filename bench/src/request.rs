@@ -273,7 +273,6 @@ impl RequestFigures {
 
     fn cells(&self) -> [String; 13] {
         let per_s = |n: f64| report::count(n.round() as u64);
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.keys.clone(),
             format!("{:.1} MiB", self.cache_mib),
@@ -281,10 +280,10 @@ impl RequestFigures {
             per_s(self.requests_per_s),
             per_s(self.samples_per_s),
             per_s(self.lookups_per_s),
-            us(self.latency.p50_us),
-            us(self.latency.p90_us),
-            us(self.latency.p99_us),
-            us(self.latency.p999_us),
+            report::micros(self.latency.p50_us),
+            report::micros(self.latency.p90_us),
+            report::micros(self.latency.p99_us),
+            report::micros(self.latency.p999_us),
             format!("{}{}", if self.steady { "" } else { "~" }, report::percent(self.hit_rate)),
             format!("{:.2}", self.pages_per_request),
             report::count(self.not_fresh()),
@@ -371,22 +370,13 @@ fn charts(points: &[RequestFigures]) -> Vec<Panel> {
 mod tests {
     use super::*;
     use crate::tests::report_of;
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: RequestArgs,
-    }
 
     fn parse(line: &str) -> Result<RequestArgs, clap::Error> {
-        let matches = Line::command().try_get_matches_from(line.split_whitespace())?;
-        Ok(Line::from_arg_matches(&matches)?.args)
+        crate::tests::parse(line)
     }
 
     #[test]
     fn lists_parse_and_sort() {
-        Line::command().debug_assert();
         let args = parse(
             "request --keys uniform,hotkey:90/1 --batch 64,1,64 --cache-mib 4,0.5 --seconds 2",
         )

@@ -18,7 +18,6 @@ use hatchback_tools::{report, serve};
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Samples in a request.
 const BATCHES: [u32; 4] = [1, 8, 32, 64];
@@ -209,13 +208,14 @@ pub fn table(points: &[PeersMeasurement]) -> comfy_table::Table {
     let heads: Vec<&str> =
         ["family"].into_iter().chain(heads.iter().map(String::as_str)).chain(["score"]).collect();
     let mut table = report::table(&heads);
-    let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
 
     for family in families(points) {
         let cell = |batch| {
             let p50 = |engine| figures_at(points, family, engine, batch).map(|m| m.p50_us);
             match (p50(OURS), p50(ORT)) {
-                (Some(ours), Some(theirs)) => format!("{} / {}", us(ours), us(theirs)),
+                (Some(ours), Some(theirs)) => {
+                    format!("{} / {}", report::micros(ours), report::micros(theirs))
+                }
                 _ => String::new(),
             }
         };

@@ -24,7 +24,6 @@ use hatchback_tools::{report, say, serve};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Samples in a request.
 const BATCHES: [u32; 5] = [1, 8, 32, 64, 256];
@@ -339,12 +338,12 @@ fn engine_table(points: &[PeersMeasurement]) -> comfy_table::Table {
     let heads: Vec<&str> =
         ["engine"].into_iter().chain(heads.iter().map(String::as_str)).chain(["score"]).collect();
     let mut table = report::table(&heads);
-    let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
 
     for engine in engine_names(points) {
         let cell = |batch| {
-            at(points, engine, batch)
-                .map_or(String::new(), |m| format!("{} / {}", us(m.p50_us), us(m.p99_us)))
+            at(points, engine, batch).map_or(String::new(), |m| {
+                format!("{} / {}", report::micros(m.p50_us), report::micros(m.p99_us))
+            })
         };
         let difference = at(points, engine, BATCHES[0]).and_then(|m| m.score_difference);
         let difference = difference.map_or(String::new(), |d| format!("{d:.0e}"));

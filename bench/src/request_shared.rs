@@ -16,7 +16,6 @@ use hatchback_tools::{report, say};
 use serde::Serialize;
 use serde_json::json;
 use std::path::Path;
-use std::time::Duration;
 
 /// Samples of the request.
 const CANDIDATES: usize = 256;
@@ -410,12 +409,11 @@ pub fn run(is_quick: bool, venv: &Path, json: &Json) -> Result<()> {
     json.write(&report, || {
         let mut table =
             report::table(&["family", "ONNX Runtime", "copied", "shared", "ratio", "counted"]);
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         table.add_rows(report.points.iter().map(|point| {
             let [measured, counted] = [point.ratio(), point.counted_ratio];
             let ratios = [measured, counted].map(|ratio| format!("{ratio:.3}"));
-            let [copied, shared] = [point.copied_us, point.shared_us].map(us);
-            let peer = report::or_dash(point.peer_us, us);
+            let [copied, shared] = [point.copied_us, point.shared_us].map(report::micros);
+            let peer = report::or_dash(point.peer_us, report::micros);
             [vec![point.family.to_owned(), peer, copied, shared], ratios.to_vec()].concat()
         }));
         say!("{}\n{table}\n{}", report.machine, bars_table(&report.bars))

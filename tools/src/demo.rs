@@ -166,8 +166,8 @@ fn coupon(out: &Path) -> Result<([Evaluation; 2], String)> {
         "PyTorch f32".to_owned(),
         blank(),
         blank(),
-        digits(found.reference_auc),
-        digits(found.reference_logloss),
+        report::quality(last.found.first_output.reference_auc),
+        report::quality(last.found.first_output.reference_logloss),
         blank(),
         blank(),
         blank(),
@@ -189,24 +189,20 @@ fn coupon(out: &Path) -> Result<([Evaluation; 2], String)> {
 impl CouponRun {
     /// Returns the run's row of the table.
     fn cells(&self, name: &str) -> [String; 9] {
-        let found = &self.found;
+        let (found, quality) = (&self.found, &self.found.first_output);
         let time = |us: f64| format!("{us:.0} µs");
         [
             name.to_owned(),
             report::bytes(self.bundle_bytes),
             report::bytes(self.flash_bytes),
-            digits(found.auc),
-            digits(found.logloss),
-            report::or_dash(found.score_difference_max, |d| format!("{d:.1e}")),
+            report::quality(quality.auc),
+            report::quality(quality.logloss),
+            report::or_dash(quality.score_difference_max, |d| format!("{d:.1e}")),
             report::or_dash(found.hit_rate, report::percent),
             time(found.latency.p50_us),
             time(found.latency.p99_us),
         ]
     }
-}
-
-fn digits(value: Option<f64>) -> String {
-    report::or_dash(value, |v| format!("{v:.5}"))
 }
 
 fn rows_line(rows: &Lookups) -> String {

@@ -45,18 +45,9 @@ pub struct Evaluation {
     pub samples: usize,
     /// Samples whose score is not a number. Quality is that of the other samples.
     pub not_finite: usize,
-    /// The output to which the quality figures here belong: the first.
-    pub output: String,
-    /// AUC of Hatchback's scores; absent unless both labels occur.
-    pub auc: Option<f64>,
-    /// Mean logloss of Hatchback's scores.
-    pub logloss: Option<f64>,
-    /// AUC of the trainer's recorded scores.
-    pub reference_auc: Option<f64>,
-    /// Mean logloss of the trainer's recorded scores.
-    pub reference_logloss: Option<f64>,
-    /// Largest difference from a recorded score.
-    pub score_difference_max: Option<f64>,
+    /// The quality of the first output.
+    #[serde(flatten)]
+    pub first_output: OutputQuality,
     /// The quality of each further output.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub further_outputs: Vec<OutputQuality>,
@@ -178,12 +169,7 @@ impl Evaluation {
         let judged = outputs.map(|(number, output)| self.judge(number, &output.name, samples));
         let mut judged = judged.collect::<Result<Vec<_>>>()?.into_iter();
 
-        let first = judged.next().unwrap_or_default();
-        self.output = first.output;
-        (self.auc, self.logloss) = (first.auc, first.logloss);
-        (self.reference_auc, self.reference_logloss) =
-            (first.reference_auc, first.reference_logloss);
-        self.score_difference_max = first.score_difference_max;
+        self.first_output = judged.next().unwrap_or_default();
         self.further_outputs = judged.collect();
         Ok(())
     }
@@ -222,7 +208,6 @@ impl Evaluation {
     /// Returns the report as a table.
     pub fn table(&self) -> comfy_table::Table {
         let mut table = report::table(&[&self.generation, "Hatchback", "trainer"]);
-        let digits = |v| report::or_dash(v, |v| format!("{v:.5}"));
         let mut row = |what: &str, ours: String, theirs: String| {
             table.add_row([what.to_owned(), ours, theirs]);
         };
@@ -232,22 +217,22 @@ impl Evaluation {
             let without = report::count(self.not_finite as u64);
             row("samples without a score", without, String::new());
         }
-        let first = OutputQuality {
-            output: self.output.clone(),
-            auc: self.auc,
-            logloss: self.logloss,
-            reference_auc: self.reference_auc,
-            reference_logloss: self.reference_logloss,
-            score_difference_max: self.score_difference_max,
-        };
-        for found in std::iter::once(&first).chain(&self.further_outputs) {
+        for found in std::iter::once(&self.first_output).chain(&self.further_outputs) {
             // With a single output its name is left out.
             let of = match self.further_outputs.len() {
                 0 => String::new(),
                 _ => format!(" of {}", found.output),
             };
-            row(&format!("AUC{of}"), digits(found.auc), digits(found.reference_auc));
-            row(&format!("logloss{of}"), digits(found.logloss), digits(found.reference_logloss));
+            row(
+                &format!("AUC{of}"),
+                report::quality(found.auc),
+                report::quality(found.reference_auc),
+            );
+            row(
+                &format!("logloss{of}"),
+                report::quality(found.logloss),
+                report::quality(found.reference_logloss),
+            );
             let difference = found.score_difference_max;
             let difference = report::or_dash(difference, |d| format!("{d:.2e}"));
             row(&format!("largest score difference{of}"), difference, String::new());

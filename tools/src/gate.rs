@@ -158,17 +158,19 @@ impl GatePolicy {
     pub fn check(&self, new: &Evaluation, old: Option<&Evaluation>) -> Result<Vec<GateCheck>> {
         let mut checks = Vec::new();
         let samples = self.samples_min as f64;
+        let quality = &new.first_output;
+        let old = old.map(|old| &old.first_output);
         add(&mut checks, Bound::AtLeast, "samples_min", Some(samples), Some(new.samples as f64))?;
-        add(&mut checks, Bound::AtLeast, "auc_min", self.auc_min, new.auc)?;
-        add(&mut checks, Bound::AtMost, "logloss_max", self.logloss_max, new.logloss)?;
+        add(&mut checks, Bound::AtLeast, "auc_min", self.auc_min, quality.auc)?;
+        add(&mut checks, Bound::AtMost, "logloss_max", self.logloss_max, quality.logloss)?;
 
-        let drop = |from: Option<f64>| Some(from? - new.auc?);
-        let rise = old.and_then(|old| Some(new.logloss? - old.logloss?));
+        let drop = |from: Option<f64>| Some(from? - quality.auc?);
+        let rise = old.and_then(|old| Some(quality.logloss? - old.logloss?));
         let absent = new.rows.absent as f64 / new.lookups.max(1) as f64;
         let fleet_drop = drop(old.and_then(|old| old.auc));
         for (bound, limit, found) in [
             ("auc_drop_max", self.auc_drop_max, fleet_drop),
-            ("trainer_auc_drop_max", self.trainer_auc_drop_max, drop(new.reference_auc)),
+            ("trainer_auc_drop_max", self.trainer_auc_drop_max, drop(quality.reference_auc)),
             ("logloss_rise_max", self.logloss_rise_max, rise),
             ("absent_max", self.absent_max, Some(absent)),
         ] {
@@ -239,13 +241,14 @@ pub fn evaluate_gate(
     new.check_scores().with_context(|| bundle.display().to_string())?;
 
     let checks = policy.check(&new, old.as_ref())?;
-    let old = old.unwrap_or_default();
+    let old = old.unwrap_or_default().first_output;
+    let quality = &new.first_output;
     Ok(GateReport {
         candidate: new.generation.clone(),
         fleet: held.map(|flash| flash.manifest().generation.to_string()),
         samples: new.samples,
-        auc: [new.auc, old.auc, new.reference_auc],
-        logloss: [new.logloss, old.logloss, new.reference_logloss],
+        auc: [quality.auc, old.auc, quality.reference_auc],
+        logloss: [quality.logloss, old.logloss, quality.reference_logloss],
         passed: checks.iter().all(|check| check.missed_by == 0.0),
         checks,
     })
@@ -279,10 +282,9 @@ fn score(flash: &Flash, samples: &[Sample]) -> Result<Evaluation> {
 
 impl GateReport {
     fn print(&self) -> Result<()> {
-        let digits = |v| report::or_dash(v, |v| format!("{v:.5}"));
         let mut table = report::table(&[&self.candidate, "candidate", "fleet", "trainer"]);
         for (what, values) in [("AUC", self.auc), ("logloss", self.logloss)] {
-            let [new, old, trainer] = values.map(digits);
+            let [new, old, trainer] = values.map(report::quality);
             table.add_row([what.to_owned(), new, old, trainer]);
         }
         say!("{table}")?;
@@ -327,12 +329,16 @@ pub fn run(args: &GateArgs) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::eval::OutputQuality;
 
     fn evaluation(auc: f64, logloss: f64) -> Evaluation {
         Evaluation {
             samples: 100,
-            auc: Some(auc),
-            logloss: Some(logloss),
+            first_output: OutputQuality {
+                auc: Some(auc),
+                logloss: Some(logloss),
+                ..OutputQuality::default()
+            },
             lookups: 200,
             ..Evaluation::default()
         }

@@ -5,17 +5,17 @@
 
 use crate::report;
 use crate::report::Json;
+use crate::report::input;
 use crate::report::temporary::{Claim, TemporaryFolder};
 use crate::say;
 use crate::serve::install;
 use anyhow::{Context, Result, bail, ensure};
-use aws_lc_rs::digest::{Context as Digest, SHA256, digest};
+use aws_lc_rs::digest::{SHA256, digest};
 use clap::Args;
 use hatchback::bundle::manifest::hex;
 use serde::Serialize;
 use std::fmt::Write;
 use std::fs::{self, File};
-use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -283,16 +283,8 @@ fn text(path: &Path) -> Result<&str> {
     path.to_str().with_context(|| format!("{}: the path is not UTF-8", path.display()))
 }
 
-/// Returns the SHA-256 of a file.
 fn file_hash(path: &Path) -> Result<String> {
-    let mut file = File::open(path).with_context(|| path.display().to_string())?;
-    let (mut sum, mut chunk) = (Digest::new(&SHA256), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut chunk)? {
-            0 => return Ok(hex(sum.finish().as_ref())),
-            n => sum.update(&chunk[..n]),
-        }
-    }
+    input::sha256(path).with_context(|| path.display().to_string())
 }
 
 #[cfg(test)]

@@ -95,7 +95,7 @@ impl Turns {
         self.open_files = self.open_files.min(later.open_files);
     }
 
-    /// Returns the p50 of the front door that is measured, as a multiple of the control's. It is NaN
+    /// Returns the p50 of the front door that is measured, as a multiple of the control's; NaN
     /// without an answer of both.
     pub fn p50_share(&self) -> f64 {
         self.measured.p50_us() / self.control.p50_us()

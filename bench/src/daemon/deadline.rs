@@ -254,7 +254,6 @@ impl PunctualityStep {
     }
 
     fn cells(&self) -> [String; 10] {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let over = |of: &Lateness| format!("{} of {}", of.over, report::count(of.count));
         [
             self.name().to_owned(),
@@ -263,8 +262,8 @@ impl PunctualityStep {
             report::count(self.busy),
             over(&self.answers),
             over(&self.sleepers),
-            us(self.answers.latest_us),
-            us(self.sleepers.latest_us),
+            report::micros(self.answers.latest_us),
+            report::micros(self.sleepers.latest_us),
             self.overruns.answers.to_string(),
             self.overruns.controls.to_string(),
         ]

@@ -1,9 +1,8 @@
 //! A front door with one model in this process, the requests for it, and what callers measure.
 
 use super::caller::{Caller, Outcome, Refusal, infer_request, on_event_loop};
-use crate::load::CallTotals;
+use crate::load::{CallTotals, serving, skewed_load};
 use anyhow::{Context, Result, anyhow};
-use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
@@ -11,7 +10,6 @@ use hatchback::{Flash, Schema, Served, ServerRules, Serving};
 use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, ModelFolder, Stopping};
 use hatchback_tools::report;
 use hatchback_tools::report::metrics::Percentiles;
-use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hyper::body::Bytes;
 use serde::Serialize;
 use std::os::unix::net::UnixListener;
@@ -68,8 +66,7 @@ impl Daemon {
     /// # Errors
     /// The model is refused.
     pub fn new(flash: &Flash, budget: Budget) -> Result<Self> {
-        let clock = Arc::new(SystemClock::default());
-        let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+        let serving = serving(&budget);
         let served = serving.load(MODEL, flash, budget)?;
         let schema = Arc::clone(served.model().context("the model is loaded")?.schema());
         let folder = tempfile::tempdir().context("a temporary folder")?;
@@ -132,8 +129,7 @@ impl Requests {
     /// # Errors
     /// The model on `flash` has no keys to draw.
     pub fn draw(daemon: &Daemon, flash: &Flash, samples: usize) -> Result<Self> {
-        let keys = Distribution::PowerLaw { alpha: ALPHA };
-        let mut workload = Workload::new(flash, &keys, BagSizes::Full, 1)?;
+        let mut workload = skewed_load(flash, 1)?;
         let schema = Arc::clone(&daemon.schema);
         let samples: Vec<_> = (0..REQUESTS).map(|_| workload.request(samples)).collect();
         let batch = |samples: &Vec<Sample>| {
@@ -224,14 +220,13 @@ impl DaemonStep {
 
     /// Returns the row of a table.
     pub fn cells(&self) -> [String; 7] {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.way.to_owned(),
             self.clients.to_string(),
             report::count(self.requests_per_s.round() as u64),
-            us(self.latency.p50_us),
-            us(self.latency.p99_us),
-            us(self.latency.p999_us),
+            report::micros(self.latency.p50_us),
+            report::micros(self.latency.p99_us),
+            report::micros(self.latency.p999_us),
             report::count(self.busy),
         ]
     }

@@ -7,13 +7,12 @@
 use super::front_door::{DaemonStep, MODEL, Requests};
 use super::paired::Pairs;
 use crate::bars::Bar;
-use crate::load::CallTotals;
+use crate::load::{CallTotals, serving};
 use crate::peer::{LineProgram, percentile, stay_on_one_core};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
-use hatchback::clock::SystemClock;
 use hatchback::targets::Target;
-use hatchback::{Flash, Served, Serving};
+use hatchback::{Flash, Served};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -184,9 +183,7 @@ fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, turns: u32) -> Result<(
 /// scores, and the mean time of a call.
 fn library(plan: &LanguagePlan<'_>, target: &Path) -> Result<(Caller, u64, Duration)> {
     let budget = Target::load(target)?.budget;
-    let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-    let served = serving.load(MODEL, plan.flash, budget)?;
+    let served = serving(&budget).load(MODEL, plan.flash, budget)?;
 
     let (mut hash, start) = (14_695_981_039_346_656_037_u64, Instant::now());
     for batch in &plan.requests.batches {

@@ -150,14 +150,13 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SwapPart>) -> Result<()> {
 impl SwapPart {
     fn cells(&self) -> [String; 10] {
         let [_, _, rate, p50, p99, ..] = self.requests.cells();
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             rate,
             p50,
             p99,
             format!("x {:.3}", self.p50_share),
-            us(self.swap_calls.p50_us),
-            us(self.swap_calls.p99_us),
+            report::micros(self.swap_calls.p50_us),
+            report::micros(self.swap_calls.p99_us),
             report::count(self.requests.busy + self.requests.errors),
             report::bytes(self.memory_bytes),
             report::count(self.open_files),

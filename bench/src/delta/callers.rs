@@ -1,7 +1,9 @@
 //! The callers of `bench delta`: they send requests while an update runs or while nothing else
 //! does. Never measures an update.
 
+use crate::load::skewed_load;
 use anyhow::{Result, anyhow};
+use hatchback::flash::Flash;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Served;
 use hatchback::schema::batch::Batch;
@@ -44,15 +46,37 @@ impl CurrentStep {
 
 /// A caller that sends one request after another to a model.
 pub struct PacedCaller {
-    pub served: Arc<Served>,
-    pub workload: Workload,
-    pub batch: Batch,
-    pub samples: usize,
+    served: Arc<Served>,
+    workload: Workload,
+    batch: Batch,
+    samples: usize,
     /// Time from the start of a request to that of the next. Zero means no pause.
     pub interval: Duration,
 }
 
 impl PacedCaller {
+    /// Returns `count` callers of the model on `flash`, which send requests of `samples` samples
+    /// without pauses.
+    ///
+    /// # Errors
+    /// The model has no keys to draw.
+    pub fn several(
+        served: &Arc<Served>,
+        flash: &Flash,
+        count: u32,
+        samples: usize,
+    ) -> Result<Vec<Self>> {
+        let workload = skewed_load(flash, 0)?;
+        let caller = |seed| Self {
+            served: Arc::clone(served),
+            workload: workload.with_seed(seed),
+            batch: Batch::new(&flash.manifest().schema, samples),
+            samples,
+            interval: Duration::ZERO,
+        };
+        Ok((0..u64::from(count)).map(caller).collect())
+    }
+
     /// Sends requests until `stop` is set. Returns their latencies, and when the last answer was of
     /// another generation than the one before. A request that starts late, because the one before
     /// took long, counts from the time at which it should have started.

@@ -12,7 +12,6 @@ use hatchback_tools::report::metrics::{Latencies, Percentiles};
 use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::fmt;
-use std::time::Duration;
 
 /// One row in this many changes from each generation to the next.
 pub const CHANGED_ONE_IN: u64 = 100;
@@ -156,7 +155,7 @@ impl AtLoad {
         ]
         .map(|(name, p)| {
             let [p50, p90, p99, p999, most] =
-                [p.p50_us, p.p90_us, p.p99_us, p.p999_us, p.max_us].map(us);
+                [p.p50_us, p.p90_us, p.p99_us, p.p999_us, p.max_us].map(report::micros);
             let requests = report::count(p.requests);
             [format!("{} %", self.percent), name.to_owned(), requests, p50, p90, p99, p999, most]
         })
@@ -182,8 +181,8 @@ impl fmt::Display for AtLoad {
              updates' own ratios {:.2}.",
             report::count(applying.requests),
             report::count(idle.requests),
-            us(least),
-            us(most),
+            report::micros(least),
+            report::micros(most),
             after / before.max(1e-9),
             ratios.get(ratios.len() / 2).copied().unwrap_or_default(),
         )?;
@@ -192,10 +191,6 @@ impl fmt::Display for AtLoad {
         }
         Ok(())
     }
-}
-
-fn us(us: f64) -> String {
-    report::micros(Duration::from_secs_f64(us / 1e6))
 }
 
 /// Returns the bars of all updates.
@@ -270,10 +265,10 @@ impl UpdateFigures {
             format!("{:.2} s", self.served_s),
             format!("x {:.3}", self.memory_peak as f64 / self.memory_before as f64),
             format!("{:.1} %", self.cpu_percent),
-            us(self.pause_us),
-            us(self.idle.p99_us),
-            us(self.applying.p99_us),
-            us(self.idle_after.p99_us),
+            report::micros(self.pause_us),
+            report::micros(self.idle.p99_us),
+            report::micros(self.applying.p99_us),
+            report::micros(self.idle_after.p99_us),
             report::count(self.swapped.read as u64),
             report::percent(self.hit_rate_before),
             report::percent(self.hit_rate_after),

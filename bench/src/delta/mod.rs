@@ -13,13 +13,13 @@ pub use self::args::DeltaArgs;
 use self::callers::{CurrentStep, PacedCaller, Step, send_during};
 use self::figures::{AtLoad, CHANGED_ONE_IN, UpdateFigures, Windows, bars, publish};
 use super::bars::Bar;
+use super::load::serving;
 use super::results::{
     BenchReport, HostMachine, open_files, resident_memory, restart_peak, written_bytes,
 };
 use anyhow::{Context, Result, bail};
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
-use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::background::{Background, outside_idle_class};
@@ -27,10 +27,8 @@ use hatchback::maintenance::share::{BusyBounds, Urgency};
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::{Served, Serving};
 use hatchback::schema::MissPolicy;
-use hatchback::schema::batch::Batch;
 use hatchback_tools::report::metrics::Percentiles;
 use hatchback_tools::serve::{install, progress_bar};
-use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hatchback_tools::workload::synthetic::{SyntheticGeneration, pack_criteo_at};
 use rustix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};
@@ -67,8 +65,7 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
         batch_max: args.batch,
         ..Budget::default()
     };
-    let serving =
-        Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
+    let serving = serving(&budget);
     let served = serving.load(NAME, &flash, budget)?;
     let busy = BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
     let updates = Updates { serving: &serving, served, flash: &flash, budget, busy };
@@ -145,17 +142,7 @@ struct Updates<'a> {
 impl Updates<'_> {
     /// Returns the callers of `args`, which send without pauses.
     fn callers(&self, args: &DeltaArgs) -> Result<Vec<PacedCaller>> {
-        let keys = Distribution::PowerLaw { alpha: ALPHA };
-        let workload = Workload::new(self.flash, &keys, BagSizes::Full, 0)?;
-        let samples = args.batch as usize;
-        let caller = |seed| PacedCaller {
-            served: Arc::clone(&self.served),
-            workload: workload.with_seed(seed),
-            batch: Batch::new(&self.flash.manifest().schema, samples),
-            samples,
-            interval: Duration::ZERO,
-        };
-        Ok((0..u64::from(args.callers)).map(caller).collect())
+        PacedCaller::several(&self.served, self.flash, args.callers, args.batch as usize)
     }
 }
 
@@ -386,6 +373,18 @@ mod tests {
         let rows: Vec<usize> = tables.map(of).collect();
         assert!(rows.contains(&0), "some tables are small");
         assert_eq!(changed(&flash).unwrap().rows, rows.iter().sum::<usize>() as u64);
+    }
+
+    #[test]
+    fn an_update_that_panics_ends_its_callers() {
+        let folder = tempfile::tempdir().unwrap();
+        let bundles = pack_generations(1000, 0, [MissPolicy::Wait; 2], folder.path()).unwrap();
+        let flash = install(&bundles[0], &folder.path().join("car")).unwrap();
+        let (budget, update) = (Budget::default(), |_: &CurrentStep| -> Result<()> { panic!() });
+        let served = serving(&budget).load(NAME, &flash, budget).unwrap();
+        let mut callers = PacedCaller::several(&served, &flash, 2, 1).unwrap();
+        let failed = send_during(&mut callers, update).err().unwrap().to_string();
+        assert!(failed.contains("the update panicked"), "{failed}");
     }
 
     #[test]

@@ -7,7 +7,6 @@ use crate::results::Measurement;
 use anyhow::Result;
 use hatchback_tools::{report, say};
 use serde::Serialize;
-use std::time::Duration;
 
 /// The device without an engine, the reference of all engines.
 pub const RAW: &str = "raw device";
@@ -228,7 +227,7 @@ fn lead_of_allowed(lead: Option<f64>, of_raw: Option<f64>) -> Option<f64> {
 /// Formats a figure for a table.
 fn shown(measure: &str, value: f64) -> String {
     match value {
-        _ if measure.ends_with("µs") => report::micros(Duration::from_secs_f64(value / 1e6)),
+        _ if measure.ends_with("µs") => report::micros(value),
         value => report::digits(value),
     }
 }

@@ -150,22 +150,13 @@ fn chart(path: &Path, figures: &Figures, data: &Data) -> Result<()> {
 mod tests {
     use super::*;
     use crate::tests::reported;
-    use clap::{CommandFactory, FromArgMatches, Parser};
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: FlashArgs,
-    }
-
-    fn parse(line: &str) -> Result<FlashArgs> {
-        let matches = Line::command().try_get_matches_from(line.split_whitespace())?;
-        Ok(Line::from_arg_matches(&matches)?.args)
+    fn parse(line: &str) -> Result<FlashArgs, clap::Error> {
+        crate::tests::parse(line)
     }
 
     #[test]
     fn arguments_are_checked() {
-        Line::command().debug_assert();
         assert!(parse("flash --rows 10").is_err() && parse("flash --row-bytes 4").is_err());
         let odd = run(&parse("flash --row-bytes 33").unwrap(), &[]).unwrap_err().to_string();
         assert!(odd.contains("--row-bytes"), "{odd}");

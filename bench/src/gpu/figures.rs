@@ -101,15 +101,14 @@ pub const HEADS: &str = "what, batch, hit rate, p50, p99, on the GPU, nodes, lau
 
 /// Returns a row of the table.
 pub fn cells(p: &GpuFigures) -> [String; 11] {
-    let time = |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
     let nodes = |g: GraphShape| format!("{}, chain {}", g.nodes, g.chain);
     [
         p.what.clone(),
         report::count(p.batch as u64),
         format!("{:.3}", p.hit_rate),
-        time(p.p50_us),
-        time(p.p99_us),
-        p.gpu_us_p50.map_or(String::new(), time),
+        report::micros(p.p50_us),
+        report::micros(p.p99_us),
+        p.gpu_us_p50.map_or(String::new(), report::micros),
         p.graph.map_or(String::new(), nodes),
         format!("{:.0}", p.launches),
         format!("{:.0}", p.waits),

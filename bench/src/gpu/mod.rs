@@ -216,16 +216,9 @@ fn print_facts(json: &Json) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        gpu: GpuArgs,
-    }
 
     fn parse(words: &[&str]) -> Result<GpuArgs, clap::Error> {
-        Command::try_parse_from(["gpu"].iter().chain(words)).map(|command| command.gpu)
+        crate::tests::parse(&format!("gpu {}", words.join(" ")))
     }
 
     #[test]

@@ -8,23 +8,21 @@ use super::opening::OpeningTimes;
 use crate::bars::{Bar, bars_table, largest};
 use crate::delta::callers::{PacedCaller, send_during};
 use crate::filled_cache::TABLES;
+use crate::load::serving;
 use crate::results::{BenchReport, HostMachine, table};
 use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleReader;
 use hatchback::car::plan_steps::PlanSteps;
-use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
-use hatchback::request::serving::{Served, Serving, Swapped};
+use hatchback::request::serving::{Serving, Swapped};
 use hatchback::schema::Placement;
-use hatchback::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::gpu::GpuDense;
 use hatchback_tools::report::Json;
 use hatchback_tools::report::metrics::{Latencies, Percentiles};
-use hatchback_tools::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use hatchback_tools::{report, say};
 use serde::Serialize;
 use std::path::Path;
@@ -111,9 +109,7 @@ pub fn run(gpu: &Arc<Gpu>, gpu_opened: Duration, options: &SwapOptions) -> Resul
     let device = Device::Cuda(Arc::clone(gpu));
     let (dense, budget) = (options.dense.clone(), car.budget(options.batch));
     let opening = OpeningTimes::measure(&first, budget, &device, &dense, gpu_opened)?;
-    let serving =
-        Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
-    let serving = serving.on(device, dense);
+    let serving = serving(&budget).on(device, dense);
     let served = serving.load(NAME, &first, budget)?;
     // Every generation has the same network, so the swaps find the plan of TensorRT.
     let mut plans = PlanSteps::default();
@@ -176,7 +172,7 @@ fn measure(
     first: Flash,
 ) -> Result<Vec<SwapFigures>> {
     let served = serving.get(NAME).context("the model is not served")?;
-    let mut callers = callers(&served, &first, options.batch)?;
+    let mut callers = PacedCaller::several(&served, &first, WORKERS, options.batch)?;
     let (mut points, mut live) = (Vec::new(), first);
     for (number, changed) in options.changes().into_iter().enumerate() {
         let next = car.install(number as u64 + 2, Some(&live))?;
@@ -185,20 +181,6 @@ fn measure(
         live = next;
     }
     Ok(points)
-}
-
-/// Returns a caller for each worker, which sends requests without a pause.
-fn callers(served: &Arc<Served>, flash: &Flash, batch: usize) -> Result<Vec<PacedCaller>> {
-    let keys = Distribution::PowerLaw { alpha: ALPHA };
-    let workload = Workload::new(flash, &keys, BagSizes::Full, 0)?;
-    let caller = |seed| PacedCaller {
-        served: Arc::clone(served),
-        workload: workload.with_seed(seed),
-        batch: Batch::new(&flash.manifest().schema, batch),
-        samples: batch,
-        interval: Duration::ZERO,
-    };
-    Ok((0..u64::from(WORKERS)).map(caller).collect())
 }
 
 /// Two generations that are swapped: first to the former, then back.
@@ -261,7 +243,6 @@ fn bars(points: &[SwapFigures]) -> Vec<Bar> {
 
 fn print_table(points: &[SwapFigures]) -> Result<()> {
     let cells = |p: &SwapFigures| {
-        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let tables = format!("{:?}", p.changed.placement).to_lowercase();
         [
             report::count(p.changed.rows as u64),
@@ -269,12 +250,12 @@ fn print_table(points: &[SwapFigures]) -> Result<()> {
             report::count(p.swapped.patched as u64),
             report::count(p.swapped.read as u64),
             format!("{:.1} ms", p.swap_ms),
-            us(p.pause_us),
-            us(p.idle.p50_us),
-            us(p.idle.p99_us),
-            us(p.idle.max_us),
-            us(p.swapping.p99_us),
-            us(p.swapping.max_us),
+            report::micros(p.pause_us),
+            report::micros(p.idle.p50_us),
+            report::micros(p.idle.p99_us),
+            report::micros(p.idle.max_us),
+            report::micros(p.swapping.p99_us),
+            report::micros(p.swapping.max_us),
         ]
     };
     let heads = "changed rows, tables, patched, read anew, swap, pause, idle p50, idle p99, \

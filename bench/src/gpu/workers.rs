@@ -164,16 +164,15 @@ fn measure(workers: &mut [Worker], batch: usize, time: Duration) -> Result<Worke
 
 /// Returns a row of the table.
 fn cells(p: &WorkerFigures) -> [String; 9] {
-    let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
     let latency = &p.latency;
     [
         p.workers.to_string(),
         p.batch.to_string(),
         report::count(p.updated_rows_per_s as u64),
         report::count(latency.requests),
-        us(latency.p50_us),
-        us(latency.p99_us),
-        us(latency.max_us),
+        report::micros(latency.p50_us),
+        report::micros(latency.p99_us),
+        report::micros(latency.max_us),
         report::digits(p.requests_per_s),
         report::digits(p.requests_per_s * p.batch as f64),
     ]

@@ -41,17 +41,13 @@ impl Generation {
     /// # Errors
     /// A text with the refused name and the characters that a name may have.
     pub fn check(&self) -> Result<(), String> {
-        let lineage = &self.lineage;
         let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        let fits = (1..=crate::limits::NAME_BYTES_MAX).contains(&lineage.len());
-        let shown = lineage.escape_debug();
-        match () {
-            () if !fits || !lineage.chars().all(printable) => {
-                Err(format!("`{shown}` is not 1..=120 of [A-Za-z0-9._-]"))
-            }
-            () if lineage.starts_with('.') => Err(format!("`{shown}` begins with a dot")),
-            () => Ok(()),
+        let fits = (1..=crate::limits::NAME_BYTES_MAX).contains(&self.lineage.len());
+        if fits && self.lineage.chars().all(printable) && !self.lineage.starts_with('.') {
+            return Ok(());
         }
+        let name = self.lineage.escape_debug();
+        Err(format!("`{name}` is not 1..=120 of [A-Za-z0-9._-], or begins with a dot"))
     }
 }
 

@@ -23,6 +23,7 @@ use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
 use hatchback_tools::pack::spec::CodecChoice;
 use hatchback_tools::pack::spec::DenseSpec;
+use hatchback_tools::serve::worker;
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
@@ -125,10 +126,6 @@ fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Look
     );
     assert_eq!(counted.pages_damaged, 0);
     status
-}
-
-fn worker(model: &Arc<Model>) -> Worker {
-    Worker::new(Arc::clone(model), Arc::new(SystemClock::default()))
 }
 
 #[test]

@@ -107,9 +107,7 @@ impl FeatureDifference {
 
 impl RowDifference {
     fn between(table: &str, ours: &KeyPart, theirs: &KeyPart) -> Option<Self> {
-        let (a, b) = (&ours.row.values, &theirs.row.values);
-        let distance = (a.len() == b.len())
-            .then(|| norm(&a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<_>>()));
+        let distance = distance(&ours.row.values, &theirs.row.values);
         let is_same =
             ours.key == theirs.key && ours.row.status == theirs.row.status && distance == Some(0.0);
         (!is_same).then(|| Self {
@@ -119,6 +117,12 @@ impl RowDifference {
             distance,
         })
     }
+}
+
+/// Returns the Euclidean distance of two rows; `None` if they differ in width.
+pub fn distance(row: &[f32], before: &[f32]) -> Option<f32> {
+    let both = row.iter().zip(before).map(|(a, b)| a - b);
+    (row.len() == before.len()).then(|| norm(&both.collect::<Vec<_>>()))
 }
 
 /// Returns the sample in `line`, of a model of `ours`, as a model of `theirs` takes it: without the

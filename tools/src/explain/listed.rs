@@ -1,7 +1,8 @@
 //! `row --from`: the history of a row over the releases that a repository lists. Reads manifests,
 //! and of each segment only the chunks with its index and with the row.
 
-use crate::explain::{distance, table_number};
+use crate::explain::difference::distance;
+use crate::explain::table_number;
 use crate::repository::content::{StoredPages, find_manifest};
 use crate::repository::releases::{listed, releases_of};
 use crate::repository::store::Objects;

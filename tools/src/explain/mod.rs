@@ -12,7 +12,6 @@ use crate::serve;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::flash::read_settled;
-use hatchback::flash::row_version::norm;
 use hatchback::request::explain::{Explanation, explain};
 use hatchback::{Flash, Schema};
 use serde::Serialize;
@@ -90,12 +89,6 @@ fn read_line(sample: &str) -> Result<String> {
     };
     ensure!(read.with_context(|| sample.to_owned())? > 0, "{sample}: holds no sample");
     Ok(line)
-}
-
-/// Returns the Euclidean distance of two rows; `None` if they differ in width.
-fn distance(row: &[f32], before: &[f32]) -> Option<f32> {
-    let both = row.iter().zip(before).map(|(a, b)| a - b);
-    (row.len() == before.len()).then(|| norm(&both.collect::<Vec<_>>()))
 }
 
 /// Returns the number of the table with this name.

@@ -1,8 +1,9 @@
 //! `row`: shows a row as a request finds it, the error of its codec, and its versions in the
 //! releases that the flash directory still holds, or that a repository lists.
 
+use crate::explain::difference::distance;
 use crate::explain::listed::ListedRow;
-use crate::explain::{distance, open, table_number};
+use crate::explain::{open, table_number};
 use crate::report::Json;
 use crate::{report, say};
 use anyhow::{Context, Result};

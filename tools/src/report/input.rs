@@ -1,11 +1,16 @@
 //! Opens the files that a user names. Anything but a regular file is refused: a FIFO would keep the
 //! command waiting, and a device has no end. Links are followed.
 
+use aws_lc_rs::digest::{Context, SHA256};
+use hatchback::bundle::manifest::hex;
 use rustix::fs::OFlags;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
+
+/// Bytes that are read at once to be hashed.
+const HASHED_BYTES: usize = 1 << 20;
 
 /// The mark that some editors write before the text of a file.
 pub const BYTE_ORDER_MARK: char = '\u{feff}';
@@ -39,6 +44,21 @@ pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
         return Err(io::Error::new(ErrorKind::FileTooLarge, why));
     }
     Ok(bytes)
+}
+
+/// Returns the SHA-256 of a regular file, in hexadecimal digits.
+///
+/// # Errors
+/// As [`open`].
+pub fn sha256(path: &Path) -> io::Result<String> {
+    let mut file = open(path)?;
+    let (mut hash, mut block) = (Context::new(&SHA256), vec![0; HASHED_BYTES]);
+    loop {
+        match file.read(&mut block)? {
+            0 => return Ok(hex(hash.finish().as_ref())),
+            read => hash.update(&block[..read]),
+        }
+    }
 }
 
 /// Reads a text as [`read`] does, without the byte order mark that some editors write before it.

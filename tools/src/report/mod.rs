@@ -12,7 +12,6 @@ use crate::limits::{COLUMNS_MAX, MESSAGE_CHARS_MAX};
 use comfy_table::{
     CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Table, TableStyle,
 };
-use std::time::Duration;
 
 pub use hatchback_link::program::{OutputClosed, explain, note, status_of};
 pub use output::Json;
@@ -42,6 +41,11 @@ pub fn table_with_texts(heads: &[&str]) -> Table {
         column.set_constraint(ColumnConstraint::ContentWidth);
     }
     table
+}
+
+/// Formats an AUC or a logloss.
+pub fn quality(value: Option<f64>) -> String {
+    or_dash(value, |value| format!("{value:.5}"))
 }
 
 /// Formats a number of bytes: `1536` as `1.5 KiB`.
@@ -77,9 +81,8 @@ pub fn digits(value: f64) -> String {
     }
 }
 
-/// Formats a time in microseconds, with one decimal below 100 µs.
-pub fn micros(time: Duration) -> String {
-    let us = time.as_secs_f64() * 1e6;
+/// Formats a time of `us` microseconds, with one decimal below 100 µs.
+pub fn micros(us: f64) -> String {
     if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") }
 }
 
@@ -127,7 +130,7 @@ mod tests {
             (count(7), count(1000), count(1234567)),
             ("7".into(), "1,000".into(), "1,234,567".into())
         );
-        assert_eq!(micros(Duration::from_nanos(12_340)), "12.3 µs");
+        assert_eq!(micros(12.34), "12.3 µs");
         assert_eq!(percent(0.98765), "98.77 %");
     }
 }

@@ -7,12 +7,9 @@ use crate::report::input;
 use crate::window::columns::{ColumnPlace, TableColumns, read_columns};
 use crate::window::error::WindowError;
 use crate::window::head::{DENSE, HEAD, PROBE, ROWS, WindowFile, WindowHead};
-use aws_lc_rs::digest::{Context, SHA256};
-use hatchback::bundle::manifest::hex;
 use hatchback::io::disk::{Disk, SystemDisk};
 use hatchback::limits::DENSE_BYTES_MAX;
 use std::fs::File;
-use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -92,17 +89,7 @@ impl Window {
 
     fn verify_file(&self, file: &WindowFile) -> Result<(), WindowError> {
         let path = self.folder.join(&file.name);
-        let mut input = input::open(&path).map_err(WindowError::io(&path))?;
-        let (mut context, mut block) = (Context::new(&SHA256), vec![0; READ_BYTES]);
-        loop {
-            let read = input.read(&mut block).map_err(WindowError::io(&path))?;
-            if read == 0 {
-                break;
-            }
-            context.update(&block[..read]);
-        }
-
-        let found = hex(context.finish().as_ref());
+        let found = input::sha256(&path).map_err(WindowError::io(&path))?;
         if found != file.sha256 {
             let why = format!("but {HEAD} says {}", file.sha256);
             return Err(WindowError::field(&path, "SHA-256", found, why));

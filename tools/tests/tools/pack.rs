@@ -77,7 +77,7 @@ fn what_needs_no_rows_is_refused_before_a_row_is_read() {
         ("model.toml", "output = \"logit\"", "output = \"score\"", "no output named `score`"),
         ("model.toml", "name = \"emb\"", "name = \"embedding\"", "input `emb` is not fed"),
         ("model.toml", "name = \"coupon-dlrm\"", "name = \"coupon dlrm\"", "name: `coupon dlrm`"),
-        ("model.toml", "name = \"coupon-dlrm\"", "name = \"..\"", "`..` begins with a dot"),
+        ("model.toml", "name = \"coupon-dlrm\"", "name = \"..\"", "or begins with a dot"),
         ("probe.jsonl", "\"weather\":", "\"whether\":", "whether"),
         ("probe.jsonl", "[55.0,", "[Infinity,", ":1: dense[0]: `temperature` is Infinity"),
     ] {

@@ -127,8 +127,8 @@ fn planned_hit_rates_are_within_a_point_of_measured_ones() {
 
     // The target has room to swap generations, and none to spare.
     swap_within(model_bytes + update, &flash, target.budget).unwrap();
-    let refused = swap_within(model_bytes, &flash, target.budget);
-    assert!(matches!(refused, Err(ServingError::Memory { .. })));
+    let too_little = swap_within(model_bytes, &flash, target.budget);
+    assert!(matches!(too_little, Err(ServingError::Memory { .. })));
 
     // A plan that fails keeps the earlier target.
     let earlier = std::fs::read_to_string(&car).unwrap();

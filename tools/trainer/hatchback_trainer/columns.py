@@ -43,6 +43,8 @@ class Vocabulary:
         return "are not in its vocabulary"
 
     def fields(self, name, shift, folder):
+        if "/" in name:
+            raise ValueError(f"feature `{name}`: names a file of words, so it cannot contain `/`")
         path = f"{name}.words.txt"
         text = "".join(f"{word}\n" for word in self.words)
         (folder / path).write_text(text, encoding="utf-8", newline="\n")

@@ -23,21 +23,28 @@ def older_exporter():
     return {"dynamo": False} if "dynamo" in known else {}
 
 
-def export_dense(network, shapes, path, outputs=("logit",)):
-    """Writes the dense network as ONNX. `shapes` maps an input name to its shape
-    without the batch axis."""
-    network.eval()
+def write_onnx(network, example, file, inputs, outputs):
+    """Writes a network as ONNX, with the batch left open. `example` are its inputs for two
+    samples."""
     torch.onnx.export(
         network,
-        tuple(torch.zeros(2, *shape) for shape in shapes.values()),
-        str(path),
-        input_names=list(shapes),
+        example,
+        file,
+        input_names=list(inputs),
         output_names=list(outputs),
-        dynamic_axes={name: {0: "batch"} for name in [*shapes, *outputs]},
+        dynamic_axes={name: {0: "batch"} for name in [*inputs, *outputs]},
         opset_version=OPSET,
         do_constant_folding=True,
         **older_exporter(),
     )
+
+
+def export_dense(network, shapes, path, outputs=("logit",)):
+    """Writes the dense network as ONNX. `shapes` maps an input name to its shape
+    without the batch axis."""
+    network.eval()
+    example = tuple(torch.zeros(2, *shape) for shape in shapes.values())
+    write_onnx(network, example, str(path), shapes, outputs)
 
 
 def input_shapes(schema):
@@ -55,7 +62,8 @@ def input_shapes(schema):
 
 def as_i64(keys):
     """Returns u64 keys as an I64 tensor `[rows]` of the same bits, because torch has no U64."""
-    return torch.tensor([key - (1 << 64) if key >= 1 << 63 else key for key in keys])
+    signed = [key - (1 << 64) if key >= 1 << 63 else key for key in keys]
+    return torch.tensor(signed, dtype=torch.int64)
 
 
 def export_tables(schema, embeddings, counts, path):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .model_files import older_exporter
+from .model_files import as_i64, write_onnx
 from .window import Changes, WindowWriter, as_u64
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -84,7 +84,6 @@ class TableTap:
         self.rows = module.weight.shape[0]
         self.counts = torch.zeros(self.rows)
         self.deleted = []
-        self.is_whole = False  # whether the next window has every row
         self.sums = None  # RowSums, if the optimizer may change untouched rows
         self.sentinels = None
         module.register_forward_pre_hook(self.record)
@@ -130,10 +129,8 @@ class TableTap:
                 "touched"
             )
             self.watch_all(why)
-            self.is_whole = True  # other rows may have changed before, so all are sent
-        if self.is_whole:
-            rows = torch.arange(self.rows)
-        elif self.sums is not None:
+            self.sums.sums ^= 1  # other rows may have changed before, so all are sent
+        if self.sums is not None:
             rows = self.sums.changed(weight)
         else:
             rows = torch.nonzero(self.counts).squeeze(1)
@@ -152,7 +149,6 @@ class TableTap:
         """Forgets the changes, because a window has them."""
         self.counts.zero_()
         self.deleted.clear()
-        self.is_whole = False
         if self.sums is not None:
             self.sums.settle()
         self.choose_sentinels()
@@ -199,8 +195,8 @@ class Tap:
     def delete(self, table, keys):
         """Deletes keys in the next window."""
         one = next(one for one in self.tables if one.name == table)
-        # As in `signed`. A list may mix negative keys with those of 2^63 and more.
-        one.deleted.extend((int(key) + (1 << 63)) % (1 << 64) - (1 << 63) for key in keys)
+        # A list may mix negative keys with those of 2^63 and more, which numpy would not take.
+        one.deleted.extend(as_i64([int(key) for key in keys]).tolist())
 
     def touch_since(self, step):
         """Marks all keys of windows after `step` as changed. Call it after the model was
@@ -241,16 +237,6 @@ def onnx_bytes(network, example, names, output="logit"):
     inputs for two samples."""
     out, was_training = io.BytesIO(), network.training
     network.eval()
-    torch.onnx.export(
-        network,
-        example,
-        out,
-        input_names=names,
-        output_names=[output],
-        dynamic_axes={name: {0: "batch"} for name in [*names, output]},
-        opset_version=13,
-        do_constant_folding=True,
-        **older_exporter(),
-    )
+    write_onnx(network, example, out, names, [output])
     network.train(was_training)
     return out.getvalue()

@@ -35,6 +35,11 @@ class Columns(ExportCase):
         with self.assertRaisesRegex(ValueError, r"columns\['town'\]: no sparse feature"):
             self.export(model, batch(), columns={"town": Vocabulary(cities)})
 
+    def test_a_name_with_a_path_in_it_writes_no_file(self):
+        with self.assertRaisesRegex(ValueError, "feature `../city`: names a file of words"):
+            Vocabulary(("a",)).fields("../city", 0, self.folder)
+        self.assertFalse((self.folder / "../city.words.txt").exists())
+
     def test_a_missing_category_has_the_key_of_null(self):
         columns = {"city": Vocabulary([f"city {n}" for n in range(9)], first=1, null=0)}
         model = Model(lambda m, city: m.n(m.e(city)), 4)
