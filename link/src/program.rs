@@ -82,10 +82,7 @@ pub fn is_machine_fault(error: &anyhow::Error) -> bool {
 fn is_fault(cause: &(dyn Error + 'static)) -> bool {
     // These errors pass on the sources of what they wrap, so the chain lacks the wrapped error.
     if let Some(error) = cause.downcast_ref::<UpdateError>() {
-        return match error {
-            UpdateError::Flash(error) => is_flash_fault(error),
-            error => error.is_fault_of_car(),
-        };
+        return error.is_fault_of_car();
     }
     if let Some(OpenError::Flash(error)) = cause.downcast_ref::<OpenError>() {
         return is_flash_fault(error);

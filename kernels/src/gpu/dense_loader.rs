@@ -80,7 +80,7 @@ impl DeviceEngine {
     ) -> Result<Option<BuiltPlan>, GpuDenseError> {
         let Some((tensorrt, precision)) = options.dense.tensorrt() else { return Ok(None) };
         Loader::of(gpu, network, options, |loader| {
-            let build = |inputs: &Inputs<'_>| loader.repeated(|| loader.build_plan(inputs));
+            let build = |inputs: &Inputs<'_>| loader.build_plan(inputs);
             loader.on_tensorrt(tensorrt, precision, &mut Vec::new(), build)
         })
     }
@@ -284,7 +284,10 @@ impl Loader<'_> {
 
     /// Calls `work`, and again if a recording may have been what failed it: TensorRT's threads wait
     /// for the whole GPU, which a driver refuses meanwhile.
-    fn repeated<T>(&self, work: impl Fn() -> Result<T, GpuDenseError>) -> Result<T, GpuDenseError> {
+    fn repeated<T>(
+        &self,
+        mut work: impl FnMut() -> Result<T, GpuDenseError>,
+    ) -> Result<T, GpuDenseError> {
         let mut again = 1..ATTEMPTS;
         loop {
             let before = self.gpu.recordings();
@@ -317,7 +320,7 @@ impl Loader<'_> {
         let Inputs { tensorrt, plans, path, build, .. } = inputs;
         let at = plans.timings(tensorrt, &self.gpu.kind());
         let mut timings = plans.kept(&at).ok().flatten().unwrap_or_default();
-        let plan = tensorrt.build(build, &mut timings)?;
+        let plan = self.repeated(|| Ok(tensorrt.build(build, &mut timings)?))?;
         plans.keep_unproven(path, &plan);
         plans.keep(&at, &timings);
         self.load_built(inputs, &plan, "built now").map(Some)

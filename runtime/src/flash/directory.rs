@@ -152,8 +152,7 @@ impl Flash {
             // Read again under the lock: another process may have replaced the record meanwhile.
             Some(Stored { value, writes, is_in_both: false }) => {
                 log::warn!("{}: a copy of the live record is restored", directory.display());
-                value.store(disk, directory, writes)?;
-                Ok(())
+                Ok(value.store(disk, directory, writes + 1)?)
             }
             _ => Ok(()),
         }
@@ -167,13 +166,8 @@ impl Flash {
     /// [`FlashError`] for the first file that is missing or damaged, or that the device cannot
     /// read.
     pub(crate) fn check_whole(&self) -> Result<(), FlashError> {
-        self.probe()?;
-        self.check_served()
-    }
-
-    /// Checks the files of the live generation without which no process can serve it.
-    fn check_served(&self) -> Result<(), FlashError> {
         self.dense()?;
+        self.probe()?;
         for (number, table) in self.record.live.tables.iter().enumerate() {
             for (of, part) in table.segments() {
                 let (path, _) = self.segment_file(number, of, part)?;
@@ -186,6 +180,21 @@ impl Flash {
             }
         }
         Ok(())
+    }
+
+    /// Returns whether a process can open the live generation to serve it, so far as its network
+    /// and the indexes of its segments tell.
+    ///
+    /// # Errors
+    /// [`FlashError`] if the device refuses a file.
+    pub(crate) fn is_servable(&self) -> Result<bool, FlashError> {
+        let mut numbers = 0..self.record.live.tables.len();
+        let opened = self.dense().map(drop);
+        match opened.and_then(|()| numbers.try_for_each(|n| self.table(n).map(drop))) {
+            Ok(()) => Ok(self.record.may_serve()),
+            Err(e) if e.is_damage() => Ok(false),
+            Err(e) => Err(e),
+        }
     }
 
     /// Makes the previous generation live again and reclaims the live one.
@@ -204,7 +213,7 @@ impl Flash {
 
         // The generation that failed is not kept: the next `reclaim` frees its files.
         let record = LiveRecord { live: previous, previous: None, ..self.record };
-        record.store(self.disk.as_ref(), &self.directory, self.writes)?;
+        record.store(self.disk.as_ref(), &self.directory, self.writes + 1)?;
 
         let flash = Self::open(&self.disk, &self.directory)?;
         // Only after the open: if the previous generation does not open, no file has been removed.
@@ -440,8 +449,8 @@ impl Flash {
 
         let record = LiveRecord { live, ..self.record.clone() };
         // After a failed write `self` has the old record, and `refresh` finds what the disk has.
-        self.writes = record.store(self.disk.as_ref(), &self.directory, self.writes)?;
-        self.record = record;
+        record.store(self.disk.as_ref(), &self.directory, self.writes + 1)?;
+        (self.record, self.writes) = (record, self.writes + 1);
         self.reclaim();
         Ok(())
     }
@@ -599,46 +608,55 @@ pub(super) fn stored_record(
     }
 }
 
-/// Makes room for `bytes` more. Each step removes what is needed more than what the step before
-/// removed, and only if there is too little room still.
+/// Makes room for `bytes` more. Removes first what no generation uses, then the generation before
+/// the live one, and at last the live one unless it is `servable`. Removes no generation if there
+/// would be too little room all the same.
 ///
 /// # Errors
 /// [`FlashError::Space`] if that is not enough, [`FlashError::Io`] if the device refuses.
 pub(super) fn make_room(
-    disk: &Arc<dyn Disk>,
+    disk: &dyn Disk,
     directory: &Path,
     before: &mut Option<Stored<LiveRecord>>,
     bytes: u64,
+    servable: bool,
 ) -> Result<(), FlashError> {
-    let has_room = || check_space(disk.as_ref(), directory, bytes).is_ok();
-    // Files of interrupted installs, which no generation uses.
-    reclaim(disk.as_ref(), directory, before.as_ref().map(|before| &before.value));
+    reclaim(disk, directory, before.as_ref().map(|before| &before.value));
+    let (Some(Stored { value, writes, .. }), Err(FlashError::Space { needed, free, .. })) =
+        (before, check_space(disk, directory, bytes))
+    else {
+        return check_space(disk, directory, bytes);
+    };
 
-    // The generation before the live one. The record lets go of it first, because a rollback to
-    // missing files would leave nothing to serve.
-    if !has_room()
-        && let Some(Stored { value, writes, .. }) = before
-        && value.previous.take().is_some()
-    {
-        *writes = value.store(disk.as_ref(), directory, *writes)?;
-        reclaim(disk.as_ref(), directory, Some(value));
+    let alone = LiveRecord { previous: None, ..value.clone() };
+    let (used, kept) = (used_files(directory, value), used_files(directory, &alone));
+    let previous_bytes = bytes_of(disk, used.difference(&kept));
+    // To remove a served generation would make no room: open files keep their space until they
+    // close. And after a power cut, or if the new one is refused, the car would have nothing to
+    // serve.
+    let live_bytes = if servable { 0 } else { bytes_of(disk, kept.iter()) };
+    if free + previous_bytes + live_bytes < needed {
+        return check_space(disk, directory, bytes);
     }
 
-    // The live generation comes last, and only if no process can serve it. To remove one that is
-    // served would make no room: open files keep their space until they close. And after a power
-    // cut, or if the new one is refused, the car would have nothing to serve.
-    if !has_room() && before.is_some() && !is_servable(disk, directory)? {
-        reclaim(disk.as_ref(), directory, None);
+    if value.previous.is_some() {
+        // The record lets go first, because a rollback to missing files would leave nothing to
+        // serve.
+        *writes += 1;
+        alone.store(disk, directory, *writes)?;
+        *value = alone;
+        reclaim(disk, directory, Some(value));
     }
-    check_space(disk.as_ref(), directory, bytes)
+    if free + previous_bytes < needed {
+        reclaim(disk, directory, None);
+    }
+    check_space(disk, directory, bytes)
 }
 
-/// Returns whether the files of the live generation are there to be served.
-fn is_servable(disk: &Arc<dyn Disk>, directory: &Path) -> Result<bool, FlashError> {
-    match Flash::open(disk, directory).and_then(|live| live.check_served()) {
-        Err(e) if e.is_damage() => Ok(false),
-        checked => checked.map(|()| true),
-    }
+/// Returns the bytes of the files of `paths` that can be opened.
+fn bytes_of<'a>(disk: &dyn Disk, paths: impl Iterator<Item = &'a PathBuf>) -> u64 {
+    let bytes = |path| disk.open_pages(path).and_then(|file| file.bytes()).unwrap_or(0);
+    paths.map(bytes).sum()
 }
 
 /// Checks that the file system of `directory` has room for `bytes` more.

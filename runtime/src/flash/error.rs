@@ -84,7 +84,7 @@ pub enum FlashError {
     /// A reader without the lock found another live record after each read.
     #[error("the directory changed each time while it was read; try again")]
     Changing,
-    /// The file system has too little room. Nothing of the bundle was written.
+    /// The file system has too little room. Nothing was written.
     #[error(
         "{path}: {needed} bytes are needed and {free} are free; make room on this file system",
         path = path.display()

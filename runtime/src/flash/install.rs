@@ -28,6 +28,16 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// How a snapshot replaces a live generation that cannot be used.
+#[derive(Clone, Copy, Debug)]
+pub struct Rebuild {
+    /// Until this sequence is live, nothing is served.
+    pub least: u64,
+    /// Whether a process serves the live generation, or can. Its files then stay until the snapshot
+    /// is live, however little room there is.
+    pub servable: bool,
+}
+
 impl Flash {
     /// Installs a bundle in `directory` and makes it live: a snapshot alone, a delta over the live
     /// generation. Changes nothing if the bundle is live already. `progress` receives the number of
@@ -95,11 +105,16 @@ impl Flash {
 
         check_succession(directory, bundle, live.as_ref())?;
         check_deltas(bundle, live.as_ref())?;
-        write_next(disk, directory, bundle, live, progress, lock)
+        let servable = match Flash::find(disk, directory)? {
+            Found::Live(damaged) if live.is_none() => damaged.is_servable()?,
+            _ => live.is_some(),
+        };
+        let next = Next { bundle, live, servable };
+        write_next(disk, directory, next, progress, lock)
     }
 
     /// Writes a snapshot to flash like [`Flash::prepare`], in place of a live generation that
-    /// cannot be used, whatever its number. Until the sequence `least` is live, nothing is served.
+    /// cannot be used, whatever its number.
     ///
     /// # Errors
     /// Those of [`Flash::install`]. [`FlashError::Lineage`] if the live generation is of another
@@ -108,7 +123,7 @@ impl Flash {
         disk: &Arc<dyn Disk>,
         directory: &Path,
         bundle: &mut BundleReader,
-        least: u64,
+        rebuild: Rebuild,
         progress: impl FnMut(u64),
     ) -> Result<Prepared, FlashError> {
         let lock = lock(disk.as_ref(), directory)?;
@@ -125,25 +140,35 @@ impl Flash {
             return Err(FlashError::Lineage { path, live, offered });
         }
 
-        let mut prepared = write_next(disk, directory, bundle, None, progress, lock)?;
+        let next = Next { bundle, live: None, servable: rebuild.servable };
+        let mut prepared = write_next(disk, directory, next, progress, lock)?;
         let record = &mut prepared.flash.record;
-        record.least = record.least.max(least);
+        record.least = record.least.max(rebuild.least);
         Ok(prepared)
     }
 }
 
-/// Writes `bundle`, which may follow `live`, and returns it with its live record.
+/// A bundle to write.
+struct Next<'a> {
+    bundle: &'a mut BundleReader,
+    /// The live generation, if the bundle may follow it.
+    live: Option<Flash>,
+    /// Whether a process serves the live generation, or can.
+    servable: bool,
+}
+
+/// Writes a bundle, and returns it with its live record.
 fn write_next(
     disk: &Arc<dyn Disk>,
     directory: &Path,
-    bundle: &mut BundleReader,
-    live: Option<Flash>,
+    next: Next<'_>,
     progress: impl FnMut(u64),
     lock: Lock,
 ) -> Result<Prepared, FlashError> {
+    let Next { bundle, live, servable } = next;
     let mut before = stored_record(disk.as_ref(), directory)?;
     let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
-    make_room(disk, directory, &mut before, needed)?;
+    make_room(disk.as_ref(), directory, &mut before, needed, servable)?;
 
     // Without a usable generation before it, segments of the same name are other files.
     let rebuilt = u64::from(live.is_none());
@@ -208,7 +233,7 @@ impl Prepared {
     pub fn commit(self) -> Result<Flash, FlashError> {
         let Flash { disk, directory, record, writes, .. } = &self.flash;
         if !self.is_live {
-            record.store(disk.as_ref(), directory, *writes)?;
+            record.store(disk.as_ref(), directory, writes + 1)?;
         }
 
         // Opened from the disk, not taken from memory: what the next start will read is what is

@@ -10,7 +10,7 @@
 //! DIR/g000000000001/t0000.hot       the hot list: the most used keys of table 0
 //! DIR/g000000000001/dense.onnx
 //! DIR/g000000000001/probe
-//! DIR/g000000000001-1/...           the same of a snapshot that replaced a damaged generation
+//! DIR/g000000000001-1/...           the same since the first rebuild of a damaged generation
 //! ```
 //!
 //! Invariants of this folder:
@@ -35,5 +35,5 @@ pub use directory::Flash;
 pub(crate) use directory::{Found, check_space};
 pub use error::FlashError;
 pub(crate) use error::io_error;
-pub use install::Prepared;
+pub use install::{Prepared, Rebuild};
 pub use settled::read_settled;

@@ -14,7 +14,8 @@ pub(super) fn lock_path(directory: &Path) -> PathBuf {
 }
 
 /// Returns the folder of the generation with `sequence` after `rebuilds` rebuilds. A rebuild has
-/// folders of its own, so it never writes over a file of the generation that it replaces.
+/// folders of its own, so it never writes over a file of the generation that it replaces, unless
+/// both copies of the live record were lost.
 pub(super) fn folder_of(directory: &Path, rebuilds: u64, sequence: u64) -> PathBuf {
     directory.join(match rebuilds {
         0 => format!("g{sequence:012}"),

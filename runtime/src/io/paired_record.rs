@@ -122,13 +122,12 @@ pub trait PairedRecord: Serialize + DeserializeOwned {
         }
     }
 
-    /// Writes the record to one copy after the other. `writes` is the number of writes before.
-    /// Returns that number after this write.
+    /// Writes the record to one copy after the other, as write number `writes`. A number is used
+    /// once, even if the write fails: two copies of one number would count as equal.
     ///
     /// # Errors
     /// [`CopyError`] if a copy cannot be written. The other copy is whole.
-    fn store(&self, disk: &dyn Disk, directory: &Path, writes: u64) -> Result<u64, CopyError> {
-        let writes = writes.saturating_add(1);
+    fn store(&self, disk: &dyn Disk, directory: &Path, writes: u64) -> Result<(), CopyError> {
         let bytes = self.encode(writes);
         if bytes.len() as u64 > Self::BYTES_MAX {
             // No read would take it, and the copy that can be read would be gone.
@@ -141,7 +140,7 @@ pub trait PairedRecord: Serialize + DeserializeOwned {
             atomic_write::replace(disk, &path, &bytes)
                 .map_err(|source| CopyError { path, source })?;
         }
-        Ok(writes)
+        Ok(())
     }
 }
 
@@ -165,7 +164,7 @@ mod tests {
     fn the_newer_copy_is_read_whichever_it_is() {
         for newer in Number::NAMES {
             let folder = tempfile::tempdir().unwrap();
-            assert_eq!(Number(7).store(&SystemDisk, folder.path(), 0).unwrap(), 1);
+            Number(7).store(&SystemDisk, folder.path(), 1).unwrap();
             std::fs::write(folder.path().join(newer), Number(8).encode(2)).unwrap();
             let read = Number::load(&SystemDisk, folder.path()).unwrap();
             assert_eq!(read, Some(Stored { value: Number(8), writes: 2, is_in_both: false }));

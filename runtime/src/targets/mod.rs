@@ -270,9 +270,10 @@ impl Target {
         let problem = format!("must be {CHUNK_BYTES} or more, the bytes of a chunk");
         check("link.bytes_per_day_max", bytes_per_day_max, is_chunk, problem)?;
 
-        let rate_min = LinkLimits::default().rate_min;
+        // Twice the rate at which a transfer is ended as too slow: the link also pauses.
+        let rate_min = 2 * LinkLimits::default().rate_min;
         let is_rate = bytes_per_s_max == 0 || bytes_per_s_max >= rate_min;
-        let problem = format!("must be 0, or {rate_min} or more: a slower transfer is ended");
+        let problem = format!("must be 0, or {rate_min} or more: a slower transfer may be ended");
         check("link.bytes_per_s_max", bytes_per_s_max, is_rate, problem)?;
 
         let are_hours = hours.iter().all(|&hour| hour <= 24);
@@ -368,14 +369,14 @@ mod tests {
         ("[link]\npoll_minutes = 10081", ["link.poll_minutes = 10081", "1 to 10080"]),
         ("[link]\nbytes_per_day_max = 0", ["link.bytes_per_day_max = 0", "1048576 or more"]),
         ("[link]\nbytes_per_day_max = 1_048_575", [":5: link.bytes_per_day_max = 1048575", ""]),
-        ("[link]\nbytes_per_s_max = 1", ["link.bytes_per_s_max = 1", "0, or 1024 or more"]),
-        ("[link]\nbytes_per_s_max = 1023", [":5: link.bytes_per_s_max = 1023", "1024"]),
+        ("[link]\nbytes_per_s_max = 1", ["link.bytes_per_s_max = 1", "0, or 2048 or more"]),
+        ("[link]\nbytes_per_s_max = 2047", [":5: link.bytes_per_s_max = 2047", "2048"]),
         ("[link]\nhours = [0, 25]", ["link.hours = [0, 25]", "0 to 24"]),
         ("[maintenance]\ndeltas_max = 64", ["maintenance.deltas_max = 64", "below 64"]),
         ("[maintenance]\nscrub_every_hours = 0", ["scrub_every_hours = 0", "1 or more"]),
         (
-            "[maintenance]\nwear_bytes_per_day_max = 20_479",
-            [":5: maintenance.wear_bytes_per_day_max = 20479", "20480 or more"],
+            "[maintenance]\nwear_bytes_per_day_max = 1_069_055",
+            [":5: maintenance.wear_bytes_per_day_max = 1069055", "1069056 or more"],
         ),
         ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
         ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),

@@ -71,7 +71,7 @@ impl Updater {
         }
         accepted.targets = offered;
         if accepted != before || !is_in_both {
-            accepted.store(disk, &self.flash, writes)?;
+            accepted.store(disk, &self.flash, writes + 1)?;
         }
         Ok(targets)
     }

@@ -7,7 +7,7 @@
 use crate::bundle::manifest::{Generation, sha256};
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::live::LiveId;
-use crate::flash::{Flash, FlashError, Prepared};
+use crate::flash::{Flash, FlashError, Prepared, Rebuild};
 use crate::io::disk::Lock;
 use crate::maintenance::background::outside_idle_class;
 use crate::model::budget::Budget;
@@ -65,13 +65,6 @@ pub struct Unservable<'a> {
     pub id: LiveId,
     pub reason: &'a str,
     pub cause: Cause,
-}
-
-/// The rebuild of a live generation that cannot be opened: until the sequence `least` is live
-/// again, nothing is served.
-#[derive(Clone, Copy)]
-struct Rebuild {
-    least: u64,
 }
 
 /// Why a step ends before its end: a verdict on the release, or an error that ends only this run.
@@ -446,7 +439,7 @@ impl Updater {
         if release.parent.is_some() {
             return Ok(None);
         }
-        let rebuild = Rebuild { least: self.least(status)? };
+        let rebuild = Rebuild { least: self.least(status)?, servable: false };
         let Some(live) = self.live()? else { return Ok(Some(rebuild)) };
         let is_newer = release.generation.sequence > live.manifest().generation.sequence;
         let is_it = live.record().live.manifest == release.manifest;
@@ -461,6 +454,7 @@ impl Updater {
         if unservable.is_some_and(|unservable| unservable.cause == Cause::Flash) {
             return Ok(Some(rebuild));
         }
+        let is_served = host.watched.is_some() && unservable.is_none();
 
         // A merge must not remove segments while they are opened here.
         let _lock = live.lock().map_err(UpdateError::from)?;
@@ -469,9 +463,12 @@ impl Updater {
         // can be opened must not be replaced by an older one.
         let checked = live.check_whole().map_err(ProbeFault::from);
         match checked.and_then(|()| probe(&live, host.budget, host.yield_now)) {
-            Err(ProbeFault::Car { is_damage: true, .. }) => Ok(Some(rebuild)),
+            Err(ProbeFault::Car { is_damage: true, .. }) => {
+                let servable = is_served || live.is_servable().map_err(UpdateError::from)?;
+                Ok(Some(Rebuild { servable, ..rebuild }))
+            }
             // No delta on its damaged rows can be proven, so only a snapshot leads on.
-            Ok(probed) if probed.is_unproven() => Ok(Some(rebuild)),
+            Ok(probed) if probed.is_unproven() => Ok(Some(Rebuild { servable: true, ..rebuild })),
             // The program is older than the one that installed the live generation.
             Err(ProbeFault::Version(_)) => Ok(Some(rebuild)),
             // The device may read the files later. A newer snapshot is installed without them.
@@ -540,9 +537,7 @@ impl Updater {
         let (disk, flash) = (&self.disk, &self.flash);
         let prepared = match rebuild {
             None => Flash::prepare(disk, flash, &mut bundle, progress),
-            Some(Rebuild { least }) => {
-                Flash::prepare_rebuild(disk, flash, &mut bundle, least, progress)
-            }
+            Some(rebuild) => Flash::prepare_rebuild(disk, flash, &mut bundle, rebuild, progress),
         };
         prepared.map_err(|error| match error {
             // Another process has the lock. The next run tries again, and nothing is decided.

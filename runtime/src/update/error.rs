@@ -133,7 +133,7 @@ impl UpdateError {
         matches!(
             self,
             Self::NotInstalled { .. }
-                | Self::Flash(FlashError::Space { .. })
+                | Self::Flash(FlashError::Space { .. } | FlashError::Busy { .. })
                 | Self::Busy { .. }
                 | Self::Car { .. }
                 | Self::LinkBroken { .. }

@@ -137,8 +137,8 @@ impl FetchStatus {
     /// # Errors
     /// `UpdateError::Io` if the record cannot be written.
     pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
-        self.writes = self.store(disk, directory, self.writes)?;
-        Ok(())
+        self.writes = self.writes.saturating_add(1);
+        Ok(self.store(disk, directory, self.writes)?)
     }
 
     /// Returns whether other releases are preferred to `release`.

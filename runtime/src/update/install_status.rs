@@ -195,8 +195,8 @@ impl InstallStatus {
     /// # Errors
     /// `UpdateError::Io` if the record cannot be written.
     pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
-        self.writes = self.store(disk, directory, self.writes)?;
-        Ok(())
+        self.writes = self.writes.saturating_add(1);
+        Ok(self.store(disk, directory, self.writes)?)
     }
 
     /// Returns whether `release` was rejected, for good or by this version of the program.

@@ -100,7 +100,7 @@ impl Trust {
         };
         if floor.is_none() {
             let floor = RollbackFloor { root: set.root().version, ..RollbackFloor::default() };
-            floor.store(disk, directory, 0)?;
+            floor.store(disk, directory, 1)?;
         }
         // This file is written last: a directory that has it and no floor has lost its floor.
         replace(FACTORY_ROOT)
@@ -406,7 +406,8 @@ impl Trust {
         }
         if !self.is_floor_saved {
             let disk = self.disk.as_ref();
-            self.floor_writes = self.floor.store(disk, &self.directory, self.floor_writes)?;
+            self.floor_writes += 1;
+            self.floor.store(disk, &self.directory, self.floor_writes)?;
             self.is_floor_saved = true;
         }
         self.writes.drain(..).try_for_each(|(name, bytes)| {

@@ -6,7 +6,7 @@ use hatchback::bundle::BundleReader;
 use hatchback::clock::Clock;
 use hatchback::flash::live::LiveRecord;
 use hatchback::flash::table::RowLocation;
-use hatchback::flash::{Flash, FlashError};
+use hatchback::flash::{Flash, FlashError, Rebuild};
 use hatchback::io::disk::Disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
 use hatchback::io::paired_record::PairedRecord;
@@ -315,7 +315,8 @@ fn a_generation_stays_until_its_rebuild_is_live() {
     for sequence in [1, 2] {
         let rebuild = |disk: &SimDisk| {
             let mut bundle = BundleReader::open(&versions.snapshots[sequence - 1]).unwrap();
-            Flash::prepare_rebuild(&disk.shared(), Path::new(DIR), &mut bundle, 2, |_| ())
+            let rebuild = Rebuild { least: 2, servable: true };
+            Flash::prepare_rebuild(&disk.shared(), Path::new(DIR), &mut bundle, rebuild, |_| ())
         };
         let disk = start();
         let before = disk.calls();
@@ -374,6 +375,27 @@ fn a_generation_that_can_be_served_never_makes_room() {
     let disk = short_disk(&versions, &[1, 2]);
     next(&disk).unwrap();
     check(&disk, &versions, &[3], "in the room of the generation before");
+
+    let disk = short_disk(&versions, &[1, 2]);
+    disk.set_capacity(Some(disk.used() + (1 << 19)));
+    let refused = next(&disk).unwrap_err();
+    assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
+    let live = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
+    assert!(live.record().previous.is_some(), "it was given up although the bundle did not fit");
+
+    let rebuild = |disk: &SimDisk, servable| {
+        let mut bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
+        let rebuild = Rebuild { least: 2, servable };
+        let prepared =
+            Flash::prepare_rebuild(&disk.shared(), Path::new(DIR), &mut bundle, rebuild, |_| ());
+        prepared.and_then(|prepared| prepared.commit()).map(drop)
+    };
+    let disk = short_disk(&versions, &[2]);
+    let refused = rebuild(&disk, true).unwrap_err();
+    assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
+    check(&disk, &versions, &[2], "a rebuild beside a process that serves");
+    rebuild(&disk, false).unwrap();
+    check(&disk, &versions, &[3], "in the room of a generation that no process can open");
 
     let disk = short_disk(&versions, &[2]);
     let refused = next(&disk).unwrap_err();

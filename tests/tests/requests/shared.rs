@@ -307,14 +307,16 @@ fn a_shared_bag_that_differs_in_a_request_is_refused_by_its_feature_and_changes_
     assert_eq!(error.to_string(), said);
     assert_eq!(format!("{batch:?}"), before);
 
-    let mut push = |users: [u64; 2]| {
+    let push = |batch: &mut Batch, users: [u64; 2]| {
         let bag = |at: usize, f: usize, keys: &mut Vec<u64>, _: &mut Vec<f32>| {
             keys.push([users[at], 1][f]);
             Ok::<(), BatchError>(())
         };
         batch.push_with(&schema, 2, |_| [].into_iter(), |_| true, bag)
     };
-    assert_eq!(push([7, 8]).unwrap_err().to_string(), said);
-    push([7, 7]).unwrap();
+    push(&mut batch, [7, 7]).unwrap();
+    let before = format!("{batch:?}");
+    assert_eq!(push(&mut batch, [7, 8]).unwrap_err().to_string(), said);
+    assert_eq!(format!("{batch:?}"), before);
     assert_eq!((batch.ends(), batch.bags(0).keys), ([2].as_slice(), [7].as_slice()));
 }

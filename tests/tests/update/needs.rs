@@ -1,7 +1,7 @@
 //! Programs of several versions in one fleet: what a release needs, several bundles for one
 //! generation, and another program on the same directories.
 
-use hatchback::flash::Flash;
+use hatchback::flash::{Flash, Rebuild};
 use hatchback::update::apply::Policy;
 use hatchback::update::release::parse_name;
 use hatchback::update::status::UpdateState;
@@ -160,7 +160,9 @@ fn after_a_downgrade_the_car_takes_the_variant_that_it_reads() {
     car.disk.put(path, parts.bytes());
     let mut bundle = hatchback::BundleReader::open_on(&car.disk, path).unwrap();
     let flash = &car.sync.flash;
-    let again = Flash::prepare_rebuild(&car.sync.disk, flash, &mut bundle, 2, |_| ()).unwrap();
+    let rebuild = Rebuild { least: 2, servable: true };
+    let again =
+        Flash::prepare_rebuild(&car.sync.disk, flash, &mut bundle, rebuild, |_| ()).unwrap();
     again.commit().unwrap();
 
     let repair = hatchback::update::install_status::Repair::AnySnapshot;

@@ -274,7 +274,7 @@ fn a_bundle_that_no_car_would_take_is_refused() {
     let change = Change { bundles: vec![path], ..Change::default() };
     let store = Objects::directory(&fleet.repository()).unwrap();
     let refused = publish(&store, &fleet.keys(), &change, T0 + 10).unwrap_err().to_string();
-    assert!(refused.contains("no release named"), "{refused}");
+    assert!(refused.contains("lineage: `.versions`"), "{refused}");
 }
 
 #[test]
