@@ -655,7 +655,7 @@ pub(super) fn make_room(
 
 /// Returns the bytes of the files of `paths` that can be opened.
 fn bytes_of<'a>(disk: &dyn Disk, paths: impl Iterator<Item = &'a PathBuf>) -> u64 {
-    let bytes = |path| disk.open_pages(path).and_then(|file| file.bytes()).unwrap_or(0);
+    let bytes = |path: &PathBuf| disk.open_pages(path).and_then(|file| file.bytes()).unwrap_or(0);
     paths.map(bytes).sum()
 }
 
