@@ -275,8 +275,9 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
         Some(of(at(points, peer, batch)?) / of(at(points, engine, batch)?))
     };
     let mut bars = Vec::new();
-    let mut least =
-        |name: String, value: Option<f64>, bar| bars.push(Bar::at_least(name, value, bar));
+    let mut least = |name: String, value: Option<f64>, bar| {
+        bars.push(Bar::at_least(name, value, bar).because("a peer did not run"));
+    };
 
     for batch in BATCHES {
         let p50 = ratio(ORT, f32_weights, batch, |m| m.p50_us);
@@ -292,7 +293,9 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
         least(format!("p50 of {ORT_INT8} / int8, batch {batch}"), p50, SPEEDUP);
     }
     let error = |engine| at(points, engine, BATCHES[0]).and_then(|m| m.score_difference);
-    let errors = error(ORT_INT8).zip(error(int8_weights)).map(|(theirs, ours)| theirs / ours);
+    // An error of ours that is no number, or endless, is larger than any of theirs.
+    let share = |(theirs, ours): (f64, f64)| if ours.is_finite() { theirs / ours } else { 0.0 };
+    let errors = error(ORT_INT8).zip(error(int8_weights)).map(share);
     least(format!("score error of {ORT_INT8} / int8"), errors, 1.0);
 
     let lighter = || OURS[1..].iter().map(|o| o.0);
@@ -413,7 +416,8 @@ mod tests {
             point(ORT, 100.0, 0.0),
             point(OURS[0].0, 80.0, 0.0),
             point(OURS[1].0, 50.0, 1e-3),
-            point(OURS[2].0, 10.0, 2e-3),
+            point(OURS[2].0, 10.0, f64::NAN),
+            point(ORT_INT8, 10.0, 2e-3),
         ];
         let of = |name: &str| {
             bars(&points).into_iter().find(|b| b.name.starts_with(name)).unwrap().result
@@ -426,5 +430,7 @@ mod tests {
             of("p50 of ONNX Runtime / f16 or int8, batch 1"),
             BarResult::Measured { value: 2.0, holds: true }
         );
+        let error = of("score error of ONNX Runtime, int8 / int8");
+        assert_eq!(error, BarResult::Measured { value: 0.0, holds: false });
     }
 }

@@ -12,7 +12,7 @@ use crate::peer::{LineProgram, percentile, stay_on_one_core};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::targets::Target;
-use hatchback::{Flash, Served};
+use hatchback::{Flash, Schema, Served};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -109,8 +109,7 @@ pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageF
 fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
     let named = [("C", C_US_MAX), ("Python", PYTHON_US_MAX)];
     let target = plan.target.unwrap_or(Path::new(TARGET));
-    if !target.exists() {
-        let reason = format!("{}: no such file; give --target", target.display());
+    if let Some(reason) = why_not(&plan.requests.schema, target) {
         let bars = named.map(|(name, bar)| Bar::not_run(bar_name(name), bar, reason.clone()));
         return Ok(LanguageFigures { steps: Vec::new(), bars: bars.to_vec() });
     }
@@ -147,6 +146,17 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
     });
     let bars = measured.chain(missed).collect();
     Ok(LanguageFigures { steps, bars })
+}
+
+/// Returns why the other languages cannot call a model of `schema` with `target`.
+fn why_not(schema: &Schema, target: &Path) -> Option<String> {
+    let is_plain = schema.features.iter().all(|feature| !feature.weighted && !feature.shared)
+        && schema.dense_of(true).next().is_none();
+    match target.exists() {
+        _ if !is_plain => Some("the callers send no weights and no shared features".to_owned()),
+        false => Some(format!("{}: no such file; give --target", target.display())),
+        true => None,
+    }
 }
 
 fn bar_name(language: &str) -> String {
@@ -299,4 +309,33 @@ fn call_program(program: &mut LineProgram, calls: usize) -> Result<Vec<Duration>
     let times = line.split_ascii_whitespace().map(|time| Ok(time.parse()?));
     let times: Result<Vec<u64>> = times.collect();
     Ok(times?.into_iter().map(Duration::from_nanos).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback::schema::{DenseFeature, Feature, Network};
+
+    #[test]
+    fn a_model_that_the_callers_cannot_call_is_not_called() {
+        let schema = |dense_features, features| Schema {
+            dense_features,
+            tables: vec![],
+            features,
+            lookups: vec![],
+            network: Network { inputs: vec![], outputs: vec![] },
+        };
+        let (dense, sparse) = (DenseFeature::plain("a"), Feature::plain("x", 3));
+        let here = std::env::current_exe().unwrap();
+        let plain = schema(vec![dense.clone()], vec![sparse.clone()]);
+        assert_eq!(why_not(&plain, &here), None);
+        assert!(why_not(&plain, Path::new("none")).unwrap().contains("none: no such file"));
+        for schema in [
+            schema(vec![DenseFeature { shared: true, ..dense }], vec![]),
+            schema(vec![], vec![Feature { shared: true, ..sparse.clone() }]),
+            schema(vec![], vec![Feature { weighted: true, ..sparse }]),
+        ] {
+            assert!(why_not(&schema, &here).unwrap().contains("no weights and no shared"));
+        }
+    }
 }

@@ -191,7 +191,20 @@ fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
 mod tests {
     use super::*;
     use crate::bars::BarResult;
-    use crate::tests::report_of;
+    use crate::tests::{parse, report_of};
+
+    #[test]
+    fn a_measurement_with_models_of_its_own_takes_no_option_of_another() {
+        for what in ["--soak 1", "--swaps 24", "--deadline"] {
+            assert!(parse::<DaemonArgs>(&format!("daemon {what} --rows-max 9")).is_ok(), "{what}");
+            for ignored in
+                ["m.hatch", "--resident-mib 1", "--target t", "--flash f", "--cache-mib 1"]
+            {
+                let line = format!("daemon {what} {ignored}");
+                assert!(parse::<DaemonArgs>(&line).is_err(), "{line}");
+            }
+        }
+    }
 
     #[test]
     fn a_short_run_answers_over_both_ways() {
