@@ -227,25 +227,3 @@ pub fn table(points: &[PeersMeasurement]) -> comfy_table::Table {
     }
     table
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::bars::BarResult;
-
-    #[test]
-    fn scores_that_are_no_numbers_miss_their_bar() {
-        for difference in [f64::NAN, f64::INFINITY] {
-            let points = [Measurement::Measured(PeersFigures {
-                family: "DIN".to_owned(),
-                engine: OURS.to_owned(),
-                batch: 1,
-                p50_us: 1.0,
-                p99_us: 1.0,
-                score_difference: Some(difference),
-            })];
-            let last = bars(&points).pop().unwrap();
-            assert_eq!(last.result, BarResult::Measured { value: WORST, holds: false }, "{last}");
-        }
-    }
-}

@@ -377,7 +377,7 @@ fn chart(path: &Path, report: &BenchReport<PeersMeasurement>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bars::BarResult;
+    use crate::bars::{BarResult, WORST};
     use crate::tests::reported;
 
     /// Our engine runs the network, every row stays in the cache, and the report lists the peers as
@@ -412,25 +412,31 @@ mod tests {
                 score_difference,
             })
         };
-        let points = [
+        let mut points = [
             point(ORT, 100.0, 0.0),
             point(OURS[0].0, 80.0, 0.0),
             point(OURS[1].0, 50.0, 1e-3),
-            point(OURS[2].0, 10.0, f64::NAN),
-            point(ORT_INT8, 10.0, 2e-3),
+            point(OURS[2].0, 10.0, 2e-3),
+            point(ORT_INT8, 10.0, 4e-3),
         ];
-        let of = |name: &str| {
-            bars(&points).into_iter().find(|b| b.name.starts_with(name)).unwrap().result
+        let of = |points: &[PeersMeasurement], name: &str| {
+            bars(points).into_iter().find(|b| b.name.starts_with(name)).unwrap().result
         };
         assert_eq!(
-            of("p99 of ONNX Runtime / f32, batch 1"),
+            of(&points, "p99 of ONNX Runtime / f32, batch 1"),
             BarResult::Measured { value: 1.25, holds: true }
         );
         assert_eq!(
-            of("p50 of ONNX Runtime / f16 or int8, batch 1"),
+            of(&points, "p50 of ONNX Runtime / f16 or int8, batch 1"),
             BarResult::Measured { value: 2.0, holds: true }
         );
-        let error = of("score error of ONNX Runtime, int8 / int8");
-        assert_eq!(error, BarResult::Measured { value: 0.0, holds: false });
+        assert_eq!(of(&points, "score"), BarResult::Measured { value: 2.0, holds: true });
+
+        points[3] = point(OURS[2].0, 10.0, f64::NAN);
+        assert_eq!(of(&points, "score"), BarResult::Measured { value: 0.0, holds: false });
+        let Measurement::Measured(ours) = point(OURS[0].0, 1.0, f64::NAN) else { panic!() };
+        let other = Measurement::Measured(PeersFigures { family: "DIN".to_owned(), ..ours });
+        let difference = request_families::bars(&[other]).pop().unwrap().result;
+        assert_eq!(difference, BarResult::Measured { value: WORST, holds: false });
     }
 }

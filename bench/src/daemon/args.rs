@@ -34,7 +34,8 @@ pub struct DaemonArgs {
     pub soak: Option<f64>,
     /// Runs load and so many swaps over gRPC, one right after the other, instead
     #[arg(long, value_name = "N", conflicts_with_all = OF_A_MODEL,
-          conflicts_with_all = ["deadline", "soak"], value_parser = clap::value_parser!(u32).range(24..))]
+          conflicts_with_all = ["deadline", "soak"],
+          value_parser = clap::value_parser!(u32).range(24..))]
     pub swaps: Option<u32>,
     /// Measures how late answers are while the flash device stalls instead
     #[arg(long, conflicts_with_all = OF_A_MODEL)]
