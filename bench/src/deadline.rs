@@ -423,7 +423,7 @@ fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
     let name = format!("overruns beyond those of the controls, of {requests} requests");
     let beyond: f64 = points.iter().map(|p| p.overruns.beyond_chance()).sum();
     vec![
-        Bar::at_most(name, (requests > 0).then_some(beyond), 0.0),
+        Bar::at_most(name, (requests > 0).then_some(beyond), 0.0).because("no request was taken"),
         Bar::at_most("answers with a wrong status", sum(|p| p.seen.wrong_statuses) as f64, 0.0),
     ]
 }

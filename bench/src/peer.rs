@@ -2,7 +2,7 @@
 //! The bench and the program exchange lines of JSON. Also the means of a fair comparison: one core
 //! for all engines, and CPU time. Never starts a measurement.
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
@@ -134,12 +134,17 @@ impl LineProgram {
     /// # Errors
     /// The program ends, or takes too long.
     pub fn line(&mut self) -> Result<String> {
-        self.lines.recv_timeout(self.answer_max).map_err(|e| match e {
-            RecvTimeoutError::Timeout => {
-                anyhow!("the program gave no answer within {:?}", self.answer_max)
+        match self.lines.recv_timeout(self.answer_max) {
+            Ok(line) => Ok(line),
+            Err(RecvTimeoutError::Timeout) => {
+                bail!("the program gave no answer within {:?}", self.answer_max)
             }
-            RecvTimeoutError::Disconnected => anyhow!("the program ended"),
-        })
+            Err(RecvTimeoutError::Disconnected) => {
+                // Its output is closed, so it is ending; without input, it has nothing to wait for.
+                self.input = None;
+                bail!("the program ended: {}", self.child.wait()?)
+            }
+        }
     }
 }
 
@@ -263,7 +268,7 @@ mod tests {
             peer.request::<Value>("setup", &json!({})).unwrap_err().to_string()
         };
         assert!(refused("read -r line; echo '{\"error\": \"no AVX2\"}'").contains("no AVX2"));
-        assert!(refused("read -r line; exit 3").contains("ended"));
+        assert!(refused("read -r line; exit 3").contains("ended: exit status: 3"));
         let venv = environment("read -r line; exec sleep 1000");
         let mut peer = Peer::start(venv.path(), LOOKUPS).unwrap();
         peer.program.answer_max = Duration::from_millis(50);

@@ -3,7 +3,7 @@
 //! `publish`, `sync` of a car, and the first score on the new generation. One process plays all
 //! parts, one after the other. Never trains a model.
 
-use super::bars::{Bar, largest};
+use super::bars::{Bar, WORST, largest};
 use super::load::{serving, skewed_load};
 use super::peer::stay_on_one_core;
 use super::results::{BenchReport, HostMachine, resident_memory, restart_peak};
@@ -321,7 +321,7 @@ fn bars(points: &[WindowFigures]) -> Vec<Bar> {
     vec![
         Bar::at_most("select and encode on one core, s", worst(|p| p.select_s), SELECT_S_BAR),
         Bar::at_most("memory of that, MiB", worst(|p| p.memory_mib), SELECT_MIB_BAR),
-        Bar::at_most("step to first score, p95, s", p95, SCORE_S_BAR),
+        Bar::at_most("step to first score, p95, s", p95.unwrap_or(WORST), SCORE_S_BAR),
     ]
 }
 
@@ -345,7 +345,15 @@ fn print(args: &PublishBenchArgs, report: &BenchReport<WindowFigures>) -> Result
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+    use crate::bars::BarResult;
     use crate::tests::report_of;
+
+    #[test]
+    fn windows_that_reach_no_score_miss_the_bar() {
+        let found = bars(&[WindowFigures::default()]).pop().unwrap();
+        assert_eq!(found.result, BarResult::Measured { value: WORST, holds: false });
+    }
 
     #[test]
     fn changed_rows_reach_a_score() {

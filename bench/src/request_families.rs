@@ -2,7 +2,7 @@
 //! writes each family with random weights, as `pack` reads it. Never reads flash inside a
 //! measurement.
 
-use super::bars::Bar;
+use super::bars::{Bar, WORST};
 use super::peer::{self, BestTimes, Peer, PeerAbout, PeerScores, RoundTimes};
 use super::peer_figures::{self, DLRM, ORT, PeersFigures, PeersMeasurement, PeersPlan, figures_at};
 use super::results::{Measurement, PeerNotRun, distinct};
@@ -188,12 +188,14 @@ pub fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
     for family in families(points) {
         for batch in BATCHES {
             let name = format!("p50 of {ORT} / f32, {family}, batch {batch}");
-            bars.push(Bar::at_least(name, ratio(points, family, batch), 1.0));
+            let bar = Bar::at_least(name, ratio(points, family, batch), 1.0);
+            bars.push(bar.because("a peer did not run"));
         }
         let difference = figures_at(points, family, OURS, 1).and_then(|m| m.score_difference);
         if let Some(difference) = difference {
             let name = format!("score difference from {ORT}, {family}, 1e-6");
-            bars.push(Bar::at_most(name, difference * 1e6, SCORE_DIFFERENCE));
+            // Of a NaN and a number, `min` returns the number.
+            bars.push(Bar::at_most(name, (difference * 1e6).min(WORST), SCORE_DIFFERENCE));
         }
     }
     if bars.is_empty() {

@@ -275,8 +275,9 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
         Some(of(at(points, peer, batch)?) / of(at(points, engine, batch)?))
     };
     let mut bars = Vec::new();
-    let mut least =
-        |name: String, value: Option<f64>, bar| bars.push(Bar::at_least(name, value, bar));
+    let mut least = |name: String, value: Option<f64>, bar| {
+        bars.push(Bar::at_least(name, value, bar).because("a peer did not run"));
+    };
 
     for batch in BATCHES {
         let p50 = ratio(ORT, f32_weights, batch, |m| m.p50_us);
@@ -292,7 +293,9 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
         least(format!("p50 of {ORT_INT8} / int8, batch {batch}"), p50, SPEEDUP);
     }
     let error = |engine| at(points, engine, BATCHES[0]).and_then(|m| m.score_difference);
-    let errors = error(ORT_INT8).zip(error(int8_weights)).map(|(theirs, ours)| theirs / ours);
+    // An error of ours that is no number, or endless, is larger than any of theirs.
+    let share = |(theirs, ours): (f64, f64)| if ours.is_finite() { theirs / ours } else { 0.0 };
+    let errors = error(ORT_INT8).zip(error(int8_weights)).map(share);
     least(format!("score error of {ORT_INT8} / int8"), errors, 1.0);
 
     let lighter = || OURS[1..].iter().map(|o| o.0);
@@ -374,7 +377,7 @@ fn chart(path: &Path, report: &BenchReport<PeersMeasurement>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bars::BarResult;
+    use crate::bars::{BarResult, WORST};
     use crate::tests::reported;
 
     /// Our engine runs the network, every row stays in the cache, and the report lists the peers as
@@ -409,22 +412,31 @@ mod tests {
                 score_difference,
             })
         };
-        let points = [
+        let mut points = [
             point(ORT, 100.0, 0.0),
             point(OURS[0].0, 80.0, 0.0),
             point(OURS[1].0, 50.0, 1e-3),
             point(OURS[2].0, 10.0, 2e-3),
+            point(ORT_INT8, 10.0, 4e-3),
         ];
-        let of = |name: &str| {
-            bars(&points).into_iter().find(|b| b.name.starts_with(name)).unwrap().result
+        let of = |points: &[PeersMeasurement], name: &str| {
+            bars(points).into_iter().find(|b| b.name.starts_with(name)).unwrap().result
         };
         assert_eq!(
-            of("p99 of ONNX Runtime / f32, batch 1"),
+            of(&points, "p99 of ONNX Runtime / f32, batch 1"),
             BarResult::Measured { value: 1.25, holds: true }
         );
         assert_eq!(
-            of("p50 of ONNX Runtime / f16 or int8, batch 1"),
+            of(&points, "p50 of ONNX Runtime / f16 or int8, batch 1"),
             BarResult::Measured { value: 2.0, holds: true }
         );
+        assert_eq!(of(&points, "score"), BarResult::Measured { value: 2.0, holds: true });
+
+        points[3] = point(OURS[2].0, 10.0, f64::NAN);
+        assert_eq!(of(&points, "score"), BarResult::Measured { value: 0.0, holds: false });
+        let Measurement::Measured(ours) = point(OURS[0].0, 1.0, f64::NAN) else { panic!() };
+        let other = Measurement::Measured(PeersFigures { family: "DIN".to_owned(), ..ours });
+        let difference = request_families::bars(&[other]).pop().unwrap().result;
+        assert_eq!(difference, BarResult::Measured { value: WORST, holds: false });
     }
 }

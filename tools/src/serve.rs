@@ -7,6 +7,7 @@ use crate::report::temporary::Claim;
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::Generation;
 use hatchback::clock::SystemClock;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk;
@@ -143,30 +144,37 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
     {
         return open_flash(path, directory).map(Some);
     }
-    let mut chain = Vec::new();
+    let mut chain: Vec<(Generation, Option<u64>, &PathBuf)> = Vec::new();
     for path in paths {
         let named = || format!("{option} {}: pass a flash directory alone", path.display());
         ensure!(!path.is_dir(), named());
         let bundle = BundleReader::open(path)?;
-        chain.push((bundle.manifest().generation.sequence, path));
+        chain.push((bundle.manifest().generation.clone(), bundle.manifest().parent, path));
     }
-    chain.sort_unstable();
+    chain.sort_unstable_by_key(|(generation, _, path)| (generation.sequence, *path));
 
     let disk = disk::system();
     // A directory that cannot be opened is for the installation to refuse or to repair.
     if Flash::has_live_record(disk.as_ref(), directory)
         && let Ok(held) = Flash::open(&disk, directory)
     {
-        let held = held.manifest().generation.sequence;
-        let continues = chain.last().is_some_and(|(last, _)| *last >= held);
-        chain.retain(|(sequence, _)| !continues || *sequence >= held);
+        let live = &held.manifest().generation;
+        let earlier = chain.partition_point(|(one, ..)| one.sequence < live.sequence);
+        // What does not continue `live` is for the installation to refuse, with all its bundles.
+        let continues = |(first, parent, _): &(Generation, Option<u64>, &PathBuf)| {
+            let follows = parent.is_none_or(|parent| parent == live.sequence);
+            first.lineage == live.lineage && (first == live || follows)
+        };
+        if chain.get(earlier).is_some_and(continues) {
+            chain.drain(..earlier);
+        }
     }
 
-    let mut live = None;
+    let mut last = None;
     let _claim = claim_new(directory)?;
-    for (_, path) in chain {
+    for (_, _, path) in chain {
         let installed = install_claimed(path, directory);
-        live = Some(installed.map_err(|error| match error.downcast_ref() {
+        last = Some(installed.map_err(|error| match error.downcast_ref() {
             Some(FlashError::Parent { parent, live, .. }) => anyhow!(
                 "{option} {}: is a delta from sequence {parent}, and {live} is before it; pass \
                  {option} for each bundle from a snapshot on, or one flash directory",
@@ -175,7 +183,7 @@ pub fn open_chain(option: &str, paths: &[PathBuf], directory: &Path) -> Result<O
             _ => error,
         })?);
     }
-    Ok(live)
+    Ok(last)
 }
 
 /// Installs the bundle at `path` into the flash directory `directory`, with a progress bar.

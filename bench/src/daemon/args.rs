@@ -7,6 +7,9 @@ use hatchback_tools::report;
 use hatchback_tools::report::Json;
 use std::time::Duration;
 
+/// Options of a model that the three other measurements do not take.
+const OF_A_MODEL: [&str; 5] = ["model", "resident_mib", "target", "flash", "cache_mib"];
+
 /// Measures gRPC on a Unix socket beside the call of the library
 #[derive(Args, Debug)]
 pub struct DaemonArgs {
@@ -26,14 +29,16 @@ pub struct DaemonArgs {
     #[arg(long, value_parser = report::args::seconds)]
     pub seconds: Option<f64>,
     /// Runs load, swaps, loads, faults and hostile callers for so many minutes instead
-    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["model", "deadline"])]
+    #[arg(long, value_name = "MINUTES", conflicts_with_all = OF_A_MODEL,
+          conflicts_with = "deadline")]
     pub soak: Option<f64>,
     /// Runs load and so many swaps over gRPC, one right after the other, instead
-    #[arg(long, value_name = "N", conflicts_with_all = ["model", "deadline", "soak"],
+    #[arg(long, value_name = "N", conflicts_with_all = OF_A_MODEL,
+          conflicts_with_all = ["deadline", "soak"],
           value_parser = clap::value_parser!(u32).range(24..))]
     pub swaps: Option<u32>,
     /// Measures how late answers are while the flash device stalls instead
-    #[arg(long, conflicts_with = "model")]
+    #[arg(long, conflicts_with_all = OF_A_MODEL)]
     pub deadline: bool,
     #[command(flatten)]
     pub(super) languages: LanguageArgs,

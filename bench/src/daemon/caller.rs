@@ -23,6 +23,8 @@ const RESOURCE_EXHAUSTED: u32 = 8;
 
 /// Longest time for which a caller waits for an answer.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
+/// The same for a change of the repository: a load reads whole tables.
+const CHANGE_MAX: Duration = Duration::from_secs(600);
 
 /// A connection to the front door.
 pub struct Caller {
@@ -85,47 +87,43 @@ impl Caller {
         Ok(Self { sender, infer: path_of("ModelInfer")?, headers })
     }
 
-    /// Calls `method` with `message`, which has its prefix.
+    /// Calls `method`, which changes the repository, with `message`, which has its prefix.
     ///
     /// # Errors
-    /// The connection ends, or no answer comes for a minute.
-    pub async fn call(
-        &mut self,
-        method: &str,
-        message: Bytes,
-        timeout: Option<Duration>,
-    ) -> Result<Outcome> {
-        self.send(path_of(method)?, message, timeout).await
+    /// The connection ends, or no answer comes for ten minutes.
+    pub async fn change(&mut self, method: &str, message: Bytes) -> Result<Outcome> {
+        let request = self.request(path_of(method)?, message);
+        self.send(request, CHANGE_MAX).await
     }
 
     /// Asks for scores with `message`, a request with its prefix.
     ///
     /// # Errors
-    /// As [`Caller::call`].
+    /// The connection ends, or no answer comes for a minute.
     pub async fn infer(&mut self, message: Bytes, timeout: Option<Duration>) -> Result<Outcome> {
-        self.send(self.infer.clone(), message, timeout).await
-    }
-
-    async fn send(
-        &mut self,
-        path: Uri,
-        message: Bytes,
-        timeout: Option<Duration>,
-    ) -> Result<Outcome> {
-        let mut request = Request::new(Full::new(message));
-        (*request.method_mut(), *request.uri_mut()) = (Method::POST, path);
-        *request.headers_mut() = self.headers.clone();
+        let mut request = self.request(self.infer.clone(), message);
         if let Some(timeout) = timeout {
             request.headers_mut().insert("grpc-timeout", timeout_value(timeout)?);
         }
+        self.send(request, ANSWER_MAX).await
+    }
+
+    fn request(&self, path: Uri, message: Bytes) -> Request<Full<Bytes>> {
+        let mut request = Request::new(Full::new(message));
+        (*request.method_mut(), *request.uri_mut()) = (Method::POST, path);
+        *request.headers_mut() = self.headers.clone();
+        request
+    }
+
+    async fn send(&mut self, request: Request<Full<Bytes>>, longest: Duration) -> Result<Outcome> {
         let answer = async {
             self.sender.ready().await?;
             let (head, body) = self.sender.send_request(request).await?.into_parts();
             let Received { message, trailers } = receive(body).await?;
             Ok(outcome(message, trailers.as_ref().unwrap_or(&head.headers)))
         };
-        let answer = tokio::time::timeout(ANSWER_MAX, answer).await;
-        answer.with_context(|| format!("no answer within {} s", ANSWER_MAX.as_secs()))?
+        let answer = tokio::time::timeout(longest, answer).await;
+        answer.with_context(|| format!("no answer within {} s", longest.as_secs()))?
     }
 }
 

@@ -250,7 +250,7 @@ impl PunctualityStep {
         let way = self.name();
         let name = format!("{way}: overruns beyond those of the controls");
         let beyond = (self.requests > 0).then(|| self.overruns.beyond_chance());
-        Bar::at_most(name, beyond, 0.0)
+        Bar::at_most(name, beyond, 0.0).because("no request was taken")
     }
 
     fn cells(&self) -> [String; 10] {

@@ -12,7 +12,7 @@ use crate::peer::{LineProgram, percentile, stay_on_one_core};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use hatchback::targets::Target;
-use hatchback::{Flash, Served};
+use hatchback::{Flash, Schema, Served};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -61,14 +61,8 @@ pub struct LanguagePlan<'a> {
     pub time: Duration,
 }
 
-/// What was measured.
-#[derive(Default)]
-pub struct LanguageFigures {
-    /// The figures of each language that ran.
-    pub steps: Vec<DaemonStep>,
-    /// The bars of C and Python.
-    pub bars: Vec<Bar>,
-}
+/// The figures of each language that ran, and the bars of C and Python.
+type LanguageFigures = (Vec<DaemonStep>, Vec<Bar>);
 
 /// One language: who calls, and what was measured.
 struct Way {
@@ -109,10 +103,9 @@ pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageF
 fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
     let named = [("C", C_US_MAX), ("Python", PYTHON_US_MAX)];
     let target = plan.target.unwrap_or(Path::new(TARGET));
-    if !target.exists() {
-        let reason = format!("{}: no such file; give --target", target.display());
+    if let Some(reason) = why_not(&plan.requests.schema, target) {
         let bars = named.map(|(name, bar)| Bar::not_run(bar_name(name), bar, reason.clone()));
-        return Ok(LanguageFigures { steps: Vec::new(), bars: bars.to_vec() });
+        return Ok((Vec::new(), bars.to_vec()));
     }
     let folder = tempfile::tempdir().context("a temporary folder")?;
     std::fs::write(folder.path().join("requests"), requests_text(plan))?;
@@ -121,14 +114,14 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
     let mut ways = vec![Way::new("Rust", library)];
     let mut missing = Vec::new();
     let started = [c_program(args, folder.path())?, python_program(args, folder.path())?];
-    for ((name, _), command) in named.into_iter().zip(started) {
+    for ((name, bar), command) in named.into_iter().zip(started) {
         match command {
             Ok(command) => {
                 let program = start(command, folder.path(), target, plan, hash)
                     .with_context(|| format!("the program in {name}"))?;
                 ways.push(Way::new(name, Caller::Program(program)));
             }
-            Err(reason) => missing.push((name, reason)),
+            Err(reason) => missing.push(Bar::not_run(bar_name(name), bar, reason)),
         }
     }
 
@@ -141,12 +134,19 @@ fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<Language
         let (_, bar) = named.into_iter().find(|(name, _)| *name == way.name)?;
         Some(way.pairs.at_most(&bar_name(way.name), bar))
     });
-    let missed = missing.iter().filter_map(|(missing, reason)| {
-        let (name, bar) = named.into_iter().find(|(name, _)| name == missing)?;
-        Some(Bar::not_run(bar_name(name), bar, reason.as_str()))
-    });
-    let bars = measured.chain(missed).collect();
-    Ok(LanguageFigures { steps, bars })
+    let bars = measured.chain(missing).collect();
+    Ok((steps, bars))
+}
+
+/// Returns why the other languages cannot call a model of `schema` with `target`.
+fn why_not(schema: &Schema, target: &Path) -> Option<String> {
+    let is_plain = schema.features.iter().all(|feature| !feature.weighted && !feature.shared)
+        && schema.dense_of(true).next().is_none();
+    match target.exists() {
+        _ if !is_plain => Some("the callers send no weights and no shared features".to_owned()),
+        false => Some(format!("{}: no such file; give --target", target.display())),
+        true => None,
+    }
 }
 
 fn bar_name(language: &str) -> String {
@@ -299,4 +299,28 @@ fn call_program(program: &mut LineProgram, calls: usize) -> Result<Vec<Duration>
     let times = line.split_ascii_whitespace().map(|time| Ok(time.parse()?));
     let times: Result<Vec<u64>> = times.collect();
     Ok(times?.into_iter().map(Duration::from_nanos).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback::schema::{DenseFeature, Feature, Network};
+
+    #[test]
+    fn a_model_that_the_callers_cannot_call_is_not_called() {
+        let (features, dense_features) = (vec![Feature::plain("x", 3)], vec![]);
+        let network = Network { inputs: vec![], outputs: vec![] };
+        let (tables, lookups, here) = (vec![], vec![], std::env::current_exe().unwrap());
+        let mut schema = Schema { dense_features, tables, features, lookups, network };
+        assert_eq!(why_not(&schema, &here), None);
+        assert!(why_not(&schema, Path::new("none")).unwrap().contains("none: no such file"));
+        schema.dense_features = vec![DenseFeature { shared: true, ..DenseFeature::plain("a") }];
+        assert!(why_not(&schema, &here).unwrap().contains("no weights and no shared"));
+        schema.dense_features.clear();
+        for weighted in [true, false] {
+            let feature = Feature { weighted, shared: !weighted, ..Feature::plain("x", 3) };
+            schema.features = vec![feature];
+            assert!(why_not(&schema, &here).unwrap().contains("no weights and no shared"));
+        }
+    }
 }

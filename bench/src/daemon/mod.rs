@@ -76,17 +76,11 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
 
     let (mut points, mut bars) = daemon
         .serve(RULES, Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
-    let languages = languages::measure(
-        &args.languages,
-        &LanguagePlan {
-            flash: &flash,
-            target: args.model.target.as_deref(),
-            requests: &requests,
-            time: args.time(4.0, 1.0),
-        },
-    )?;
-    points.extend(languages.steps);
-    bars.extend(languages.bars);
+    let (target, time) = (args.model.target.as_deref(), args.time(4.0, 1.0));
+    let plan = LanguagePlan { flash: &flash, target, requests: &requests, time };
+    let (steps, more) = languages::measure(&args.languages, &plan)?;
+    points.extend(steps);
+    bars.extend(more);
     publish(
         args,
         &BenchReport { bench: "daemon", machine: HostMachine::this(), model, bars, points },
@@ -191,7 +185,19 @@ fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
 mod tests {
     use super::*;
     use crate::bars::BarResult;
-    use crate::tests::report_of;
+    use crate::tests::{parse, report_of};
+
+    #[test]
+    fn a_measurement_with_models_of_its_own_takes_no_option_of_another() {
+        for what in ["--soak 1", "--swaps 24", "--deadline"] {
+            assert!(parse::<DaemonArgs>(&format!("daemon {what} --rows-max 9")).is_ok(), "{what}");
+            for ignored in "m.hatch,--resident-mib 1,--target t,--flash f,--cache-mib 1".split(',')
+            {
+                let line = format!("daemon {what} {ignored}");
+                assert!(parse::<DaemonArgs>(&line).is_err(), "{line}");
+            }
+        }
+    }
 
     #[test]
     fn a_short_run_answers_over_both_ways() {

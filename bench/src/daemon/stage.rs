@@ -136,16 +136,20 @@ impl Stage {
 /// # Errors
 /// The daemon refuses the change, is busy for too long, or closes every connection.
 pub async fn change(socket: &Path, method: &str, model: &str) -> Result<Duration> {
-    let (request, mut connections, since) = (repository_request(model)?, 0, Instant::now());
+    let (request, mut connections, mut busy_since) = (repository_request(model)?, 0, None);
     loop {
         connections += 1;
         let start = Instant::now();
-        let call =
-            async { Caller::connect(socket).await?.call(method, request.clone(), None).await };
+        let call = async { Caller::connect(socket).await?.change(method, request.clone()).await };
         match call.await {
             Ok(Outcome::Answered(_)) => return Ok(start.elapsed()),
-            Ok(Outcome::Refused(refusal)) if since.elapsed() < BUSY_MAX => drop(refusal.busy()?),
-            Ok(Outcome::Refused(refusal)) => return Err(refusal.into()),
+            Ok(Outcome::Refused(refusal)) => {
+                // From its first refusal on: the tries before it may have been slow themselves.
+                if busy_since.get_or_insert_with(Instant::now).elapsed() >= BUSY_MAX {
+                    return Err(refusal.into());
+                }
+                refusal.busy()?;
+            }
             Err(e) if connections >= CONNECTIONS_TRIED => return Err(e),
             Err(_) => {}
         }

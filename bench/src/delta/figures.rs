@@ -138,7 +138,7 @@ impl AtLoad {
         let is_measured = applying.requests > 0 && idle.requests > 0;
         let ratio = is_measured.then_some(applying.p99_us / idle.p99_us);
         let name = format!("p99 while applying at {} % load, times idle", self.percent);
-        Bar::at_most(name, ratio, P99_RATIO_BAR)
+        Bar::at_most(name, ratio, P99_RATIO_BAR).because("no request was answered in one of them")
     }
 
     /// Returns the rows of the table of latencies.

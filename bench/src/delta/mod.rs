@@ -389,10 +389,14 @@ mod tests {
 
     #[test]
     fn updates_are_applied_while_requests_are_served() {
-        let report = report_of(
+        let folder = tempfile::tempdir().unwrap();
+        let kept = folder.path().join("bundles");
+        let report = report_of(&format!(
             "delta --quick --rows-max 3000 --deltas 2 --swaps 6 --batch 2 --callers 2 \
-             --cache-percent 50 --seconds 0.2 --busy-percent-min 5 --busy-percent 100",
-        );
+             --cache-percent 50 --seconds 0.2 --busy-percent-min 5 --busy-percent 100 --bundles {}",
+            kept.display()
+        ));
+        assert_eq!(std::fs::read_dir(&kept).unwrap().count(), 3);
         let point = &report["points"][0];
         let read = point["swapped"]["read"].as_u64().unwrap();
         assert!(read > 0 && read < point["rows"].as_u64().unwrap(), "{point}");

@@ -2,8 +2,8 @@
 //! measures.
 
 use super::data::Data;
-use crate::bars::{Bar, BarResult, bars_table};
-use crate::results::Measurement;
+use crate::bars::{Bar, bars_table};
+use crate::results::{Measurement, distinct};
 use anyhow::Result;
 use hatchback_tools::{report, say};
 use serde::Serialize;
@@ -104,12 +104,8 @@ pub struct Figures(pub Vec<FlashMeasurement>);
 impl Figures {
     /// Adds a figure without a depth.
     pub fn put(&mut self, engine: &'static str, measure: &'static str, value: f64) {
-        self.0.push(FlashMeasurement::Measured(FlashFigure {
-            engine,
-            measure,
-            depth: None,
-            value,
-        }));
+        let figure = FlashFigure { engine, measure, depth: None, value };
+        self.0.push(FlashMeasurement::Measured(figure));
     }
 
     /// Adds a figure at a depth.
@@ -120,45 +116,20 @@ impl Figures {
         depth: usize,
         value: f64,
     ) {
-        self.0.push(FlashMeasurement::Measured(FlashFigure {
-            engine,
-            measure,
-            depth: Some(depth),
-            value,
-        }));
+        let figure = FlashFigure { engine, measure, depth: Some(depth), value };
+        self.0.push(FlashMeasurement::Measured(figure));
     }
 
     /// Returns a figure at a depth, or without one.
     pub fn at(&self, engine: &str, measure: &str, depth: Option<usize>) -> Option<f64> {
-        self.0.iter().find_map(|point| match point {
-            FlashMeasurement::Measured(f)
-                if (f.engine, f.measure, f.depth) == (engine, measure, depth) =>
-            {
-                Some(f.value)
-            }
-            _ => None,
-        })
+        let wanted = (engine, measure, depth);
+        let mut figures = self.0.iter().filter_map(Measurement::figures);
+        figures.find(|f| (f.engine, f.measure, f.depth) == wanted).map(|f| f.value)
     }
 
     /// Returns the engines that have a figure, in the order of measuring.
     pub fn engines(&self) -> Vec<&'static str> {
-        let mut engines = Vec::new();
-        for point in &self.0 {
-            if let FlashMeasurement::Measured(FlashFigure { engine, .. }) = point
-                && !engines.contains(engine)
-            {
-                engines.push(*engine);
-            }
-        }
-        engines
-    }
-
-    /// Returns the reason why an engine did not run.
-    fn not_run(&self, wanted: &str) -> Option<&str> {
-        self.0.iter().find_map(|point| match point {
-            FlashMeasurement::NotRun(peer) if peer.engine == wanted => Some(peer.reason.as_str()),
-            _ => None,
-        })
+        distinct(self.0.iter().filter_map(Measurement::figures).map(|figure| figure.engine))
     }
 
     /// Returns the demanded figures. A figure that the run did not measure is listed as not run.
@@ -168,8 +139,11 @@ impl Figures {
         let raw = |measure| self.at(RAW, measure, Some(16));
         let idle = ours(measure::MISSES_P99, Some(16));
 
+        let missing = self.0.iter().filter_map(Measurement::not_run).find(|p| p.engine == ROCKSDB);
+        let why = missing.map_or("not measured", |peer| peer.reason.as_str());
+
         let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
-        let mut bars = [
+        vec![
             Bar::at_least(
                 "cold batch / raw device, bytes loaded, depth 16",
                 ours(measure::OF_RAW, Some(16)),
@@ -205,16 +179,9 @@ impl Figures {
                     ratio(raw(measure::RAW_PAGES), rocks),
                 ),
                 0.95,
-            ),
-        ];
-
-        // Only the last bar depends on another engine.
-        if let (Some(Bar { result: BarResult::NotRun { reason }, .. }), Some(why)) =
-            (bars.last_mut(), self.not_run(ROCKSDB))
-        {
-            *reason = format!("{ROCKSDB}: {why}");
-        }
-        bars.into()
+            )
+            .because(&format!("{ROCKSDB}: {why}")),
+        ]
     }
 }
 
@@ -266,10 +233,7 @@ fn own_table(figures: &Figures) -> String {
     const DEPTHS: [Option<usize>; 5] = [None, Some(1), Some(4), Some(16), Some(64)];
     let mut table = report::table(&["", "", "depth 1", "4", "16", "64"]);
     let mut seen = Vec::new();
-    for point in &figures.0 {
-        let FlashMeasurement::Measured(FlashFigure { engine, measure, .. }) = point else {
-            continue;
-        };
+    for FlashFigure { engine, measure, .. } in figures.0.iter().filter_map(Measurement::figures) {
         if (*engine != RAW && *engine != OURS) || seen.contains(&(engine, measure)) {
             continue;
         }
@@ -326,6 +290,7 @@ fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>])
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bars::BarResult;
     use crate::results::PeerNotRun;
 
     fn found(of_raw: f64, compacting: f64) -> Figures {

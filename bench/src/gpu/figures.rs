@@ -84,12 +84,14 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
             format!("lookups of batch {batch}, share of the memory's copying speed"),
             share,
             0.7,
-        ),
+        )
+        .because("no lookup was measured"),
         Bar::at_least(
             "requests an own launch and an own wait, all rows cached",
             most.map(f64::recip),
             1.0,
-        ),
+        )
+        .because("no graph ran with all rows cached"),
         whole,
         one,
     ]

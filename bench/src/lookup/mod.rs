@@ -128,7 +128,7 @@ mod tests {
             "lookup --quick --dim 8 --rows 50 --venv {venv} --plot {}",
             plot.display()
         ));
-        assert_eq!(report["bars"][0]["not run"], "not measured");
+        assert_eq!(report["bars"][0]["not run"], "a peer did not run");
         let points = report["points"].as_array().unwrap();
         // Of our 9 engines the 3 hashed caches miss 16 of 24 shapes. The 3 reads have all.
         assert_eq!(points.len(), 16 * (6 + 3) + 8 * (9 + 3) + 5);

@@ -138,9 +138,7 @@ pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>, u8)> {
     };
     let generation = Generation { lineage: lineage.to_owned(), sequence: sequence.parse().ok()? };
 
-    let is_release = !lineage.is_empty()
-        && !lineage.starts_with('.')
-        && lineage.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    let is_release = generation.check().is_ok()
         && parent.is_none_or(|parent| parent < generation.sequence)
         // One spelling only: `7` and `000000000007` are the same number.
         && target_name(&generation, parent, variant) == name;

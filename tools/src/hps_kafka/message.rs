@@ -119,14 +119,18 @@ mod tests {
 
     #[test]
     fn golden_bytes() {
-        let golden = [
-            0x48, 0x43, 0x54, 0x52, 8, 0, 0, 0, 0x2a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x3f, 0, 0,
-            0, 0xbf,
+        let wide = [
+            0x48, 0x43, 0x54, 0x52, 8, 0, 0, 0, // head
+            0x2a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x3f, 0, 0, 0, 0xbf, // key 42, 1, -0.5
+            0xfe, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, // key -2
+            0, 0, 0, 0x40, 0, 0, 0x80, 0xbe, // 2, -0.25
         ];
-        let rows = |keys| HpsMessage::Rows { keys, values: vec![1.0, -0.5] };
-        assert_eq!(HpsMessage::decode(&golden, 2, KeyWidth::Eight), Ok(rows(vec![42])));
-        let narrow = [&golden[..12], &golden[16..]].concat();
-        assert_eq!(HpsMessage::decode(&narrow, 2, KeyWidth::Four), Ok(rows(vec![42])));
+        let rows = |keys| HpsMessage::Rows { keys, values: vec![1.0, -0.5, 2.0, -0.25] };
+        let found = HpsMessage::decode(&wide, 2, KeyWidth::Eight);
+        assert_eq!(found, Ok(rows(vec![42, u64::MAX - 1])));
+        let narrow = [&wide[..12], &wide[16..28], &wide[32..]].concat();
+        let found = HpsMessage::decode(&narrow, 2, KeyWidth::Four);
+        assert_eq!(found, Ok(rows(vec![42, u64::from(u32::MAX) - 1])));
         let beacon = HpsMessage::decode(b"HCTR\x07\0\0\0", 2, KeyWidth::Eight);
         assert_eq!(beacon, Ok(HpsMessage::Beacon));
     }

@@ -67,6 +67,14 @@ fn the_third_release_is_a_delta_of_a_delta() {
     let said = refused(&["pack", &spec, "--parent", &car, "--parent", &third, "--out", &out]);
     assert!(said.contains("pass a flash directory alone"), "{said}");
 
+    // A chain that does not lead from what is live is refused at its first bundle.
+    printed(&["install", &out, "--flash", &car]);
+    let aside = desk.path("5.hatch");
+    let chain = ["--parent", &second, "--parent", &first];
+    printed(&[&["pack", &desk.model(5), "--out", &aside], &chain[..]].concat());
+    let said = refused(&["install", &first, &second, &aside, "--flash", &car]);
+    assert!(said.contains(&format!("{first}: cannot be installed")), "{said}");
+
     let (policy, samples) = (coupon("gate.toml"), coupon("heldout.jsonl"));
     let gate = ["gate", &out, "--samples", &samples, "--policy", &policy];
     let said = refused(&[&gate[..], &["--fleet", &second]].concat());

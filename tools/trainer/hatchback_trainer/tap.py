@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .model_files import as_i64, write_onnx
-from .window import Changes, WindowWriter, as_u64
+from .window import Changes, WindowWriter, as_u64, closed, read
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CHUNK_VALUES = 1 << 22  # values of a table that one step of a checksum reads
@@ -46,28 +46,28 @@ class RowSums:
         self.word = torch.int16 if weight.element_size() == 2 else torch.int32
         words = weight.shape[1] * max(1, weight.element_size() // 4)
         self.factors = torch.randint(-(1 << 62), 1 << 62, (words,), generator=generator) | 1
-        self.sums = self.found = self.of(weight)
+        self.found = self.of(weight)
+        self.settle()
 
     def of(self, weight):
         """Returns the checksum of each row, i64 `[rows]`."""
-        sums = []
-        for part in weight.detach().cpu().split(max(1, CHUNK_VALUES // weight.shape[1])):
-            sums.append(
-                (part.contiguous().view(self.word).to(torch.int64) * self.factors).sum(dim=1)
-            )
-        return torch.cat(sums)
+        parts = weight.detach().cpu().split(max(1, CHUNK_VALUES // weight.shape[1]))
+        words = (part.contiguous().view(self.word).to(torch.int64) for part in parts)
+        return torch.cat([(one * self.factors).sum(dim=1) for one in words])
 
     def changed(self, weight):
-        """Returns the numbers of the rows that changed since the last `settle`, and
-        of rows added since."""
+        """Returns the numbers of the rows that changed or are stale since the last
+        `settle`, and of rows added since."""
         sums = self.of(weight)
         known = min(len(sums), len(self.sums))
-        rows = torch.nonzero(sums[:known] != self.sums[:known]).squeeze(1)
+        changed = self.stale[:known] | (sums[:known] != self.sums[:known])
         self.found = sums
-        return torch.cat([rows, torch.arange(known, len(sums))])
+        return torch.cat([torch.nonzero(changed).squeeze(1), torch.arange(known, len(sums))])
 
     def settle(self):
         self.sums = self.found
+        # Rows of which the fleet may hold other values, whatever their checksums say.
+        self.stale = torch.zeros(len(self.sums), dtype=torch.bool)
 
 
 def signed(keys):
@@ -83,7 +83,7 @@ class TableTap:
         self.keys = None if keys is None else signed(keys)
         self.rows = module.weight.shape[0]
         self.counts = torch.zeros(self.rows)
-        self.deleted = []
+        self.deleted = {}  # keys in order, each once
         self.sums = None  # RowSums, if the optimizer may change untouched rows
         self.sentinels = None
         module.register_forward_pre_hook(self.record)
@@ -124,12 +124,9 @@ class TableTap:
         self.grow()
         weight = self.module.weight.detach()
         if self.sums is None and (moved := self.check_sentinels()):
-            why = (
-                f"the optimizer changed {moved} of {len(self.sentinels[0])} rows that no sample "
-                "touched"
-            )
-            self.watch_all(why)
-            self.sums.sums ^= 1  # other rows may have changed before, so all are sent
+            count = len(self.sentinels[0])
+            self.watch_all(f"the optimizer changed {moved} of {count} rows that no sample touched")
+            self.sums.stale[:] = True  # other rows may have changed before
         if self.sums is not None:
             rows = self.sums.changed(weight)
         else:
@@ -138,7 +135,7 @@ class TableTap:
         keys = rows if self.keys is None else self.keys[rows]
         kept = torch.ones(len(rows), dtype=torch.bool)
         if self.deleted:
-            kept = ~torch.isin(keys, torch.tensor(self.deleted))
+            kept = ~torch.isin(keys, torch.tensor(list(self.deleted)))
         traffic = self.counts[rows][kept]
         return Changes(
             keys[kept].numpy(), weight[rows[kept]].float().cpu().numpy(), traffic.numpy(),
@@ -196,14 +193,12 @@ class Tap:
         """Deletes keys in the next window."""
         one = next(one for one in self.tables if one.name == table)
         # A list may mix negative keys with those of 2^63 and more, which numpy would not take.
-        one.deleted.extend(as_i64([int(key) for key in keys]).tolist())
+        one.deleted.update(dict.fromkeys(as_i64([int(key) for key in keys]).tolist()))
 
     def touch_since(self, step):
         """Marks all keys of windows after `step` as changed. Call it after the model was
         restored from a checkpoint of `step`: the fleet may hold rows of later steps,
         which the restore undid."""
-        from .window import closed, read
-
         for folder in closed(self.writer.folder):
             window = read(folder)
             if window.head["step"] <= step:
@@ -219,7 +214,8 @@ class Tap:
                     rows = torch.nonzero(torch.isin(table.keys, keys)).squeeze(1)
                 table.counts[rows] += 1
                 if table.sums is not None:
-                    table.sums.sums[rows] ^= 1  # the next comparison finds them changed
+                    stale = table.sums.stale  # rows added since are sent anyway
+                    stale[rows[rows < len(stale)]] = True
 
     def close(self, step, probe=None):
         """Writes the changes since the last window as a window and returns its folder. If that

@@ -9,6 +9,7 @@ and no torch, and never looks at a model.
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -109,6 +110,9 @@ class WindowWriter:
     the last closed one."""
 
     def __init__(self, folder, lineage):
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,119}", lineage):
+            rule = "is not 1..=120 of [A-Za-z0-9._-], or begins with a dot"
+            raise ValueError(f"lineage: `{lineage}` {rule}")
         self.folder, self.lineage = Path(folder), lineage
         self.folder.mkdir(parents=True, exist_ok=True)
         self.next = last_closed(self.folder) + 1

@@ -165,7 +165,9 @@ class Taps(unittest.TestCase):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tap = Tap(model, self.folder, "m", optimizer, keys={"user": keys})
         table(torch.arange(4))
+        # The second call names two of them again, one by its other sign.
         tap.delete("user", [(1 << 63) + 5, -2, 1 << 31])
+        tap.delete("user", [(1 << 64) - 2, 1 << 31])
         found = window.read(tap.close(step=1)).tables["user"]
         self.assertEqual(sorted(found.keys.tolist()), [7, (1 << 53) + 1])
         self.assertEqual(
@@ -209,23 +211,49 @@ class Taps(unittest.TestCase):
                 self.assertEqual(found.deleted.tolist(), [399])
 
     def test_a_restored_trainer_sends_again_what_it_takes_back(self):
-        model = Model(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tap = Tap(model, self.folder, "m", optimizer)
-        train(model, [optimizer], 3, 0)
-        tap.close(step=3)
-        checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
-        train(model, [optimizer], 3, 1)
-        later = window.read(tap.close(step=6)).tables
+        for momentum in (0, 0.9):
+            with self.subTest(momentum), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                folder, model = self.folder / str(momentum), Model(False)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+                tap = Tap(model, folder, "m", optimizer)
+                train(model, [optimizer], 3, 0)
+                tap.close(step=3)
+                checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+                later = []
+                for step in (6, 9):
+                    train(model, [optimizer], 3, step)
+                    later.append(window.read(tap.close(step=step)).tables)
 
-        model.load_state_dict(checkpoint)
-        tap = Tap(model, self.folder, "m", optimizer)
-        tap.touch_since(step=3)
-        found = window.read(tap.close(step=3)).tables
-        for name, module in (("user", model.user), ("item", model.item)):
-            self.assertEqual(found[name].keys.tolist(), later[name].keys.tolist())
-            rows = module.weight.detach()[torch.from_numpy(found[name].keys.view("int64"))]
-            self.assertEqual(torch.from_numpy(found[name].rows).tolist(), rows.tolist())
+                model.load_state_dict(checkpoint)
+                tap = Tap(model, folder, "m", optimizer)
+                tap.touch_since(step=3)
+                found = window.read(tap.close(step=3)).tables
+                for name, module in (("user", model.user), ("item", model.item)):
+                    keys = set(found[name].keys.tolist())
+                    self.assertEqual(keys, set().union(*(one[name].keys.tolist() for one in later)))
+                    rows = module.weight.detach()[torch.from_numpy(found[name].keys.view("int64"))]
+                    self.assertEqual(torch.from_numpy(found[name].rows).tolist(), rows.tolist())
+                again = window.read(tap.close(step=3)).tables
+                self.assertEqual(sum(len(one.keys) for one in again.values()), 0)
+
+    def test_a_restore_after_an_unannounced_optimizer_was_seen_hides_no_row(self):
+        model = Model(False)
+        plain, drifting = (kind(model.parameters(), lr=0.1) for kind in (torch.optim.SGD, Drifting))
+        tap = Tap(model, self.folder, "m", [plain, drifting])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, [plain], 1, 0)
+            tap.close(step=1)
+            train(model, [drifting], 1, 1)
+            with torch.no_grad():
+                model.item.weight[0] = torch.nan
+            with self.assertRaisesRegex(ValueError, "not finite"):
+                tap.close(step=2)
+            tap.touch_since(step=0)
+            with torch.no_grad():
+                model.item.weight[0] = 0
+            self.assertEqual(len(window.read(tap.close(step=2)).tables["user"].keys), 400)
 
     def test_checksums_see_every_changed_bit(self):
         weight = torch.randn(50, 6)

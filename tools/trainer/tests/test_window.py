@@ -113,6 +113,13 @@ class Windows(unittest.TestCase):
                 writer.write({"t": changes}, step=1)
         self.assertEqual(window.closed(self.folder), [])
 
+    def test_a_lineage_that_the_publisher_would_refuse_is_refused(self):
+        for lineage in ("", ".m", "a/b", "m\n", "\u00e4", "m" * 121):
+            with self.assertRaisesRegex(ValueError, "(?s)lineage: .* begins with a dot"):
+                window.WindowWriter(self.folder / "w", lineage)
+        self.assertFalse((self.folder / "w").exists())
+        self.assertEqual(window.WindowWriter(self.folder / "w", "-m.1_" + "m" * 115).next, 1)
+
     def test_a_changed_file_is_refused(self):
         written = write_golden(self.folder)
         (written / window.DENSE).write_bytes(b"not a netw0rk")
