@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 12] = [
-    ("kernels/src", 20_870),
-    ("kernels/cuda", 2_800),
-    ("runtime/src", 20_360),
-    ("link/src", 720),
-    ("server/src", 4_900),
-    ("board/src", 1_930),
+    ("kernels/src", 20_845),
+    ("kernels/cuda", 2_780),
+    ("runtime/src", 20_170),
+    ("link/src", 710),
+    ("server/src", 4_895),
+    ("board/src", 1_925),
     ("capi/src", 950),
-    ("python/src", 520),
-    ("tools/src", 16_385),
+    ("python/src", 516),
+    ("tools/src", 16_380),
     ("tools/trainer/hatchback_trainer", 6_760),
     ("bench/src", 11_240),
     ("tests/src", 6_265),
