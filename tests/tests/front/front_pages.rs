@@ -50,7 +50,7 @@ pub fn infer(door: &FrontDoor, request: &ModelInferRequest) -> Result<ModelInfer
     let message = request.encode_to_vec();
     let framed = [&[0][..], &(message.len() as u32).to_be_bytes(), &message].concat();
     let outcome = on_event_loop(async {
-        Caller::connect(&door.socket()).await?.call("ModelInfer", Bytes::from(framed), None).await
+        Caller::connect(&door.socket()).await?.infer(Bytes::from(framed), None).await
     });
     match outcome.unwrap() {
         Outcome::Answered(bytes) => Ok(ModelInferResponse::decode(bytes.slice(5..)).unwrap()),

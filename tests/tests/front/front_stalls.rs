@@ -61,7 +61,7 @@ impl Stalling {
     fn ask(&self, key: u64, timeout: Option<Duration>) -> Result<[i32; 5], u32> {
         let outcome = on_event_loop(async {
             let mut caller = Caller::connect(&self.door.socket()).await?;
-            caller.call("ModelInfer", self.message(key), timeout).await
+            caller.infer(self.message(key), timeout).await
         });
         match outcome.unwrap() {
             Outcome::Answered(message) => Ok(status_of(&message)),
