@@ -6,7 +6,7 @@ use hatchback_tools::pack::{Overrides, PackJob};
 use hatchback_tools::serve::install;
 use serde_json::Value;
 use std::io::{Read, Write};
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
@@ -76,12 +76,8 @@ impl Machine {
     /// Starts the daemon and waits for its socket.
     fn serve(&self, command: &mut Command) -> Serving {
         let socket = self.path("socket");
-        let daemon = command.arg("serve").arg("--socket").arg(&socket).spawn().unwrap();
-        let serving = Serving { daemon, socket };
-        while UnixStream::connect(&serving.socket).is_err() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        serving
+        let daemon = crate::serve(command.arg("serve").arg("--socket").arg(&socket), &socket);
+        Serving { daemon, socket }
     }
 }
 

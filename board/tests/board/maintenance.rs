@@ -9,7 +9,6 @@ use hatchback_tests::client::Client;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::versions::Versions;
 use serde_json::Value;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -61,10 +60,7 @@ impl Car {
         let socket = self.folder.path().join("socket");
         let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
         command.arg("--target").arg(target).arg("--flash").arg(self.flash_directory());
-        let child = command.arg("serve").arg("--socket").arg(&socket).spawn().unwrap();
-        while UnixStream::connect(&socket).is_err() {
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
+        let child = crate::serve(command.arg("serve").arg("--socket").arg(&socket), &socket);
         (child, socket)
     }
 }

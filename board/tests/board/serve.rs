@@ -80,12 +80,7 @@ impl Car {
 
     /// Runs `command`, which serves, and waits for its socket.
     fn start(&self, mut command: Command) -> Child {
-        let mut child = command.spawn().unwrap();
-        while UnixStream::connect(self.socket()).is_err() {
-            assert!(child.try_wait().unwrap().is_none(), "the daemon ended");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-        child
+        crate::serve(&mut command, &self.socket())
     }
 
     fn connect(&self) -> Client {
@@ -600,10 +595,7 @@ fn the_limit_of_open_files_is_raised() {
         .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
         .arg(daemon.get_program())
         .args(daemon.get_args());
-    let mut daemon = shell.spawn().unwrap();
-    while UnixStream::connect(car.socket()).is_err() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    let mut daemon = crate::serve(&mut shell, &car.socket());
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", daemon.id())).unwrap();
     let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
     let files: Vec<&str> = files.split_whitespace().collect();

@@ -15,7 +15,7 @@ pub mod step_size;
 use crate::flash::live::LiveRecord;
 use crate::flash::{Flash, FlashError};
 use crate::io::daily_bytes::DailyBytes;
-use crate::limits::{DAMAGE_MAX, PAGE_BYTES};
+use crate::limits::PAGE_BYTES;
 use crate::maintenance::catalog::Catalog;
 use crate::maintenance::catalog_entries::CatalogEntries;
 use crate::maintenance::compact::{Compacted, Compaction};
@@ -37,10 +37,9 @@ const PAID_BYTES: u64 = 16 << 20;
 const COMMIT_BYTES: u64 = 8 << 10;
 /// Bytes charged for each damaged page in a commit: most are the text of its fault.
 const DAMAGE_BYTES: u64 = 512;
-/// The least wear of a day with which a merge begins, whatever is damaged: a page, and the commits
+/// The least wear of a day with which a merge begins if nothing is damaged: a page, and the commits
 /// before and after it.
-pub(crate) const WEAR_BYTES_PER_DAY_MIN: u64 =
-    PAGE_BYTES as u64 + 2 * (COMMIT_BYTES + DAMAGE_BYTES * DAMAGE_MAX as u64);
+pub(crate) const WEAR_BYTES_PER_DAY_MIN: u64 = PAGE_BYTES as u64 + 2 * COMMIT_BYTES;
 
 /// Limits and intervals of maintenance: `[maintenance]` of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]

@@ -375,8 +375,8 @@ mod tests {
         ("[maintenance]\ndeltas_max = 64", ["maintenance.deltas_max = 64", "below 64"]),
         ("[maintenance]\nscrub_every_hours = 0", ["scrub_every_hours = 0", "1 or more"]),
         (
-            "[maintenance]\nwear_bytes_per_day_max = 1_069_055",
-            [":5: maintenance.wear_bytes_per_day_max = 1069055", "1069056 or more"],
+            "[maintenance]\nwear_bytes_per_day_max = 20_479",
+            [":5: maintenance.wear_bytes_per_day_max = 20479", "20480 or more"],
         ),
         ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
         ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),
