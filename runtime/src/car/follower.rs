@@ -99,8 +99,8 @@ impl Follower {
     }
 }
 
-/// Opens the directory without its lock, and gives it to `read`. Does so again if the directory
-/// changed while it was opened or read, because a merge removes files.
+/// Opens the directory without its lock, and gives it to `read`. A merge may remove files
+/// meanwhile, so both steps are repeated if the directory changed.
 fn beside_merges<T>(
     disk: &Arc<dyn Disk>,
     directory: &Path,

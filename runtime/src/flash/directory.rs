@@ -543,8 +543,8 @@ fn used_files(directory: &Path, record: &LiveRecord) -> BTreeSet<PathBuf> {
     used
 }
 
-/// Removes the files of `directory` that no generation in `record` uses: all of them without a
-/// record.
+/// Removes the files of `directory` that no generation in `record` uses. Without a record it
+/// removes the files of all generations.
 pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, record: Option<&LiveRecord>) {
     let used = record.map(|record| used_files(directory, record)).unwrap_or_default();
     let folders = disk.list(directory).unwrap_or_default();
@@ -653,7 +653,7 @@ pub(super) fn make_room(
     check_space(disk, directory, bytes)
 }
 
-/// Returns the bytes of the files of `paths` that can be opened.
+/// Returns the sum of the lengths of the files `paths`. A file that does not open counts as empty.
 fn bytes_of<'a>(disk: &dyn Disk, paths: impl Iterator<Item = &'a PathBuf>) -> u64 {
     let bytes = |path: &PathBuf| disk.open_pages(path).and_then(|file| file.bytes()).unwrap_or(0);
     paths.map(bytes).sum()

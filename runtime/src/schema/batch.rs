@@ -257,8 +257,7 @@ impl Batch {
         self.end_request(samples, appended)
     }
 
-    /// Appends a sample of a request, which has this number in it. `append` returns whether it has
-    /// appended a bag.
+    /// Appends `sample` of a request, counted from 0. `append` returns whether it appended a bag.
     fn append_sample<E: From<BatchError>>(
         &mut self,
         schema: &Schema,
