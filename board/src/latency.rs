@@ -1,47 +1,46 @@
-//! Latencies of the requests to each model's live generation, for its probation. The lock is held
-//! only while one latency is counted.
+//! Slow requests to each model's live generation, for its probation. The lock is held only while
+//! one request is counted.
 
-use crate::limits::LATENCY_US_MAX;
 use hatchback::bundle::manifest::Generation;
-use hdrhistogram::Histogram;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The latencies of all models.
-#[derive(Default)]
-pub struct Latencies(Mutex<BTreeMap<String, (Generation, Histogram<u64>)>>);
+/// The requests to all models that took longer than a limit.
+pub struct Latencies {
+    limit: Option<Duration>,
+    slow: Mutex<BTreeMap<String, (Generation, u64)>>,
+}
 
 impl Latencies {
-    fn models(&self) -> MutexGuard<'_, BTreeMap<String, (Generation, Histogram<u64>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns counts of the requests that take longer than `limit_us` µs; 0 for no limit.
+    pub fn new(limit_us: u64) -> Self {
+        let limit = (limit_us > 0).then(|| Duration::from_micros(limit_us));
+        Self { limit, slow: Mutex::default() }
     }
 
-    /// Adds a request to `model` that `generation` answered. A generation other than the last one
-    /// starts a new histogram.
+    fn slow_requests(&self) -> MutexGuard<'_, BTreeMap<String, (Generation, u64)>> {
+        self.slow.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a request to `model` that `generation` answered in `time`. A generation other than the
+    /// last one starts a new count.
     pub fn record(&self, model: &str, generation: &Generation, time: Duration) {
-        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        let mut models = self.models();
+        if self.limit.is_none_or(|limit| time <= limit) {
+            return;
+        }
+        let mut models = self.slow_requests();
         match models.get_mut(model) {
-            Some((of, latencies)) if of == generation => latencies.saturating_record(us),
+            Some((of, slow)) if of == generation => *slow += 1,
             // A new generation must be judged by its own requests.
-            _ => {
-                // The bounds are constants that the library accepts.
-                let Ok(mut latencies) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else {
-                    return;
-                };
-                latencies.saturating_record(us);
-                models.insert(model.to_owned(), (generation.clone(), latencies));
-            }
+            _ => _ = models.insert(model.to_owned(), (generation.clone(), 1)),
         }
     }
 
-    /// Returns the 99th percentile of the requests to `model` that `generation` answered, µs; 0
-    /// without requests.
-    pub fn p99_us(&self, model: &str, generation: &Generation) -> u64 {
-        let models = self.models();
-        let of = models.get(model).filter(|(of, _)| of == generation);
-        of.map_or(0, |(_, latencies)| latencies.value_at_quantile(0.99))
+    /// Returns the number of slow requests to `model` that `generation` answered.
+    pub fn slow(&self, model: &str, generation: &Generation) -> u64 {
+        let models = self.slow_requests();
+        models.get(model).filter(|(of, _)| of == generation).map_or(0, |(_, slow)| *slow)
     }
 }
 
@@ -51,13 +50,17 @@ mod tests {
 
     #[test]
     fn each_generation_has_its_own() {
-        let (latencies, at) =
-            (Latencies::default(), |sequence| Generation { lineage: "m".to_owned(), sequence });
-        (0..99).for_each(|_| latencies.record("m", &at(1), Duration::from_micros(100)));
-        (0..2).for_each(|_| latencies.record("m", &at(1), Duration::from_secs(100)));
-        assert!(latencies.p99_us("m", &at(1)) >= LATENCY_US_MAX - LATENCY_US_MAX / 100);
-        assert_eq!((latencies.p99_us("m", &at(2)), latencies.p99_us("n", &at(1))), (0, 0));
-        latencies.record("m", &at(2), Duration::from_micros(100));
-        assert_eq!((latencies.p99_us("m", &at(2)), latencies.p99_us("m", &at(1))), (100, 0));
+        let at = |sequence| Generation { lineage: "m".to_owned(), sequence };
+        for (limit, expected) in [(0, 0), (100, 2), (200_000, 0)] {
+            let latencies = Latencies::new(limit);
+            (0..99).for_each(|_| latencies.record("m", &at(1), Duration::from_micros(100)));
+            (0..2).for_each(|_| latencies.record("m", &at(1), Duration::from_micros(101)));
+            assert_eq!(latencies.slow("m", &at(1)), expected, "limit {limit}");
+            assert_eq!((latencies.slow("m", &at(2)), latencies.slow("n", &at(1))), (0, 0));
+        }
+
+        let latencies = Latencies::new(100);
+        (1..=2).for_each(|sequence| latencies.record("m", &at(sequence), Duration::from_secs(1)));
+        assert_eq!((latencies.slow("m", &at(2)), latencies.slow("m", &at(1))), (1, 0));
     }
 }

@@ -4,6 +4,7 @@
 use crate::car::Car;
 use crate::cli::{NamedDirectory, ServeArgs};
 use crate::front::{Shown, Token, front};
+use crate::latency::Latencies;
 use crate::maintenance::{MaintenanceThread, Wears};
 use crate::shed::Shed;
 use crate::socket::{Socket, Stop};
@@ -15,6 +16,7 @@ use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
+use hatchback::update::apply::Watched;
 use hatchback::update::program::Program;
 use hatchback_link::daemon::now;
 use hatchback_link::program::explain;
@@ -42,7 +44,7 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
     let on_early_stop = updaters.clone();
     // Before the models are loaded, which takes seconds: a stop in that time must not count as a
     // crash.
-    stop.on_signal(move || on_early_stop.iter().for_each(record_end))?;
+    stop.on_signal(move || on_early_stop.iter().for_each(end_unwatched))?;
 
     let beside = front_bytes(&car.target.server);
     let serving = models::new_serving(car.target, car.target_path, car.device, &beside)?;
@@ -55,7 +57,12 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
 
     // An error here is not the fault of a release: a model that cannot be opened does not end the
     // daemon. So the current trial of a release is recorded as ended normally.
-    served.inspect_err(|_| updaters.iter().for_each(record_end))
+    served.inspect_err(|_| updaters.iter().for_each(end_unwatched))
+}
+
+/// Records that this process ends without having served requests.
+fn end_unwatched(updater: &Updater) {
+    record_end(updater, Watched::default());
 }
 
 /// Loads every model that can be loaded. A model that waits for its first release, or is damaged,
@@ -96,7 +103,7 @@ fn serve_until_stopped(
         [Some(Arc::clone(socket.listener())), tcp_listener(car)?].into_iter().flatten().collect();
     stop.end(&listeners);
     let shown = Shown {
-        latencies: Arc::default(),
+        latencies: Arc::new(Latencies::new(car.target.update.latency_us_p99_max)),
         shed: Arc::new(Shed::default()),
         wears: Wears::default(),
     };

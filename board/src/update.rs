@@ -4,7 +4,7 @@
 use crate::latency::Latencies;
 use anyhow::Result;
 use hatchback::bundle::manifest::Generation;
-use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
+use hatchback::car::update_steps::{ModelUpdates, UpdateSteps};
 use hatchback::maintenance::background::Background;
 use hatchback::request::serving::Serving;
 use hatchback_link::daemon::now;
@@ -69,8 +69,8 @@ impl UpdateThread {
         let stopping = Arc::new(AtomicBool::new(false));
         let (is_stopping, latencies) = (Arc::clone(&stopping), Arc::clone(latencies));
         let (served, busy) = (Arc::clone(serving), update.policy.busy());
-        let p99 = Box::new(move |name: &str, of: &Generation| latencies.p99_us(name, of));
-        let mut steps = UpdateSteps::new(update, Arc::clone(serving), p99);
+        let slow = Box::new(move |name: &str, of: &Generation| latencies.slow(name, of));
+        let mut steps = UpdateSteps::new(update, Arc::clone(serving), slow);
 
         let (stop, stopped) = channel::<()>();
         let (ended, has_ended) = channel::<()>();
@@ -103,7 +103,7 @@ impl UpdateThread {
                 }
             }
             // Otherwise the end of this process would count as a crash of a release on trial.
-            record_end(steps.updater());
+            steps.record_end();
             let _ = ended.send(());
         };
         let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;

@@ -16,6 +16,7 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::vocabulary::Vocabulary;
 use hatchback::schema::{Feature, InputSource, KeySpace, NetworkInput, NetworkOutput, Schema};
 use hatchback::update::accepted::Accepted;
+use hatchback::update::apply::Watched;
 use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer, SetAside};
 use hatchback::update::install_status::{InstallState, InstallStatus, Refused, Repair, Retry};
 use hatchback::update::release::Release;
@@ -236,6 +237,8 @@ fn install_status() -> InstallStatus {
         offer: 3,
         release: Some(golden_release()),
         trials: 3,
+        watched_before: Watched { requests: 300, faults: 2, slow: 1 },
+        watched: Watched { requests: 40, faults: 1, slow: 0 },
         attempts: 2,
         repair: Repair::NewerSnapshot,
         committed: Some(golden_generation()),

@@ -79,16 +79,18 @@ impl ModelUpdates {
     }
 }
 
-/// Records that this process ends normally, or for a reason that is no release's fault.
-pub fn record_end(updater: &Updater) {
-    if let Err(e) = updater.end_process() {
+/// Records that this process ends normally, or for a reason that is no release's fault. `watched`
+/// is what it observed of the live generation.
+pub fn record_end(updater: &Updater, watched: Watched) {
+    if let Err(e) = updater.end_process(watched) {
         let directory = updater.flash.display();
         log::warn!("{directory}: cannot record a normal end, so this start counts as a crash: {e}");
     }
 }
 
-/// Returns the 99th percentile of the latency of a generation of a model, µs.
-pub type LatencyP99 = Box<dyn Fn(&str, &Generation) -> u64 + Send>;
+/// Returns the number of requests to a generation of a model that took longer than the policy's
+/// limit.
+pub type SlowRequests = Box<dyn Fn(&str, &Generation) -> u64 + Send>;
 
 /// Why the live generation is not served.
 struct Failure {
@@ -104,7 +106,9 @@ struct Failure {
 pub struct UpdateSteps {
     update: ModelUpdates,
     serving: Arc<Serving>,
-    latency_us_p99: LatencyP99,
+    slow_requests: SlowRequests,
+    /// The live generation is the one that is served.
+    serves_live: bool,
     /// The release whose network was offered for a plan of TensorRT.
     offered: Option<Hash>,
     /// Why the live generation could not be served at the last look.
@@ -125,11 +129,12 @@ pub struct UpdateSteps {
 
 impl UpdateSteps {
     /// Returns the steps of `update`, which load and swap generations in `serving`.
-    pub fn new(update: ModelUpdates, serving: Arc<Serving>, latency_us_p99: LatencyP99) -> Self {
+    pub fn new(update: ModelUpdates, serving: Arc<Serving>, slow_requests: SlowRequests) -> Self {
         Self {
             update,
             serving,
-            latency_us_p99,
+            slow_requests,
+            serves_live: false,
             offered: None,
             failure: None,
             failed_steps: 0,
@@ -141,9 +146,9 @@ impl UpdateSteps {
         }
     }
 
-    /// Returns the updater, to record the end of the process.
-    pub fn updater(&self) -> &Updater {
-        &self.update.updater
+    /// Records that this process ends normally.
+    pub fn record_end(&self) {
+        record_end(&self.update.updater, self.watched());
     }
 
     /// Serves the live generation and takes one step of the update. Returns whether the update
@@ -151,7 +156,7 @@ impl UpdateSteps {
     /// again after a second. Calls `yield_now` between small pieces of work. `now` is in seconds
     /// since 1970.
     pub fn step(&mut self, now: u64, yield_now: &dyn Fn(Urgency)) -> bool {
-        self.serve_live(yield_now);
+        self.serves_live = self.serve_live(yield_now);
         let stepped = self.try_step(now, &|| yield_now(Urgency::Awaited));
         if !matches!(stepped, Ok(true)) {
             self.looks = (self.looks + 1).min(TRIAL_S);
@@ -264,21 +269,22 @@ impl UpdateSteps {
 
     /// Loads the live generation of the flash directory, or swaps it in. Holds the lock of the
     /// directory until it returns, so that a merge cannot remove segments that are being opened.
-    fn serve_live(&mut self, yield_now: &dyn Fn(Urgency)) {
+    /// Returns whether the live generation is served.
+    fn serve_live(&mut self, yield_now: &dyn Fn(Urgency)) -> bool {
         if !self.update.has_generation() || self.serving.is_unloaded(&self.update.name) {
-            return;
+            return false;
         }
         let opened = self.open_changed();
         let (flash, _lock) = match opened {
             Ok(Some(opened)) => opened,
-            Ok(None) => return,
-            Err(FlashError::Busy { .. }) => return,
+            Ok(None) => return self.failure.is_none(),
+            Err(FlashError::Busy { .. }) => return false,
             Err(e) => {
                 self.report_unserved(&e.to_string());
                 if e.is_damage() {
                     self.require(Repair::AnySnapshot);
                 }
-                return;
+                return false;
             }
         };
 
@@ -303,6 +309,7 @@ impl UpdateSteps {
             }
             Err(e) => self.fail(flash.record().id(), &e),
         }
+        self.failure.is_none()
     }
 
     /// Opens the live generation under the lock of its directory. Returns `None` if it is served
@@ -372,10 +379,11 @@ impl UpdateSteps {
     fn watched(&self) -> Watched {
         let name = &self.update.name;
         match (self.stats(), self.serving.model(name)) {
-            (Some(stats), Some(model)) if self.failure.is_none() => Watched {
+            // Until the swap, the counts are those of the generation before.
+            (Some(stats), Some(model)) if self.serves_live => Watched {
                 requests: stats.requests,
                 faults: stats.failed,
-                latency_us_p99: (self.latency_us_p99)(name, model.generation()),
+                slow: (self.slow_requests)(name, model.generation()),
             },
             _ => Watched::default(),
         }

@@ -26,6 +26,9 @@ use crate::update::verdict::{
 
 pub use crate::update::verdict::{Policy, Watched};
 
+/// Writes of the record, at most, for the requests of a probation.
+const WATCHED_WRITES: u64 = 16;
+
 /// The inputs of a step from the process that applies updates.
 #[derive(Clone, Copy)]
 pub struct Host<'a> {
@@ -117,27 +120,32 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn end_trial(&self) -> Result<(), UpdateError> {
-        self.end_trial_under(Self::lock_install)
+        self.end_trial_under(Self::lock_install, Watched::default())
     }
 
-    /// Ends a trial as passed, because the process ends normally. Waits for a step in progress.
+    /// Ends a trial as passed, because the process ends normally, and stores what it observed of
+    /// the release on probation. Waits for a step in progress.
     ///
     /// # Errors
     /// Those of [`Updater::end_trial`].
-    pub fn end_process(&self) -> Result<(), UpdateError> {
-        self.end_trial_under(Self::lock_consent)
+    pub fn end_process(&self, watched: Watched) -> Result<(), UpdateError> {
+        self.end_trial_under(Self::lock_consent, watched)
     }
 
     fn end_trial_under(
         &self,
         lock: fn(&Self) -> Result<Lock, UpdateError>,
+        watched: Watched,
     ) -> Result<(), UpdateError> {
         self.change_install(lock, |status| {
-            let is_open = status.has_open_trial();
+            let (is_open, stored) = (status.has_open_trial(), status.watched);
             if is_open {
                 status.end_trial();
             }
-            is_open
+            if status.is_on_probation() {
+                status.observe(watched);
+            }
+            is_open || status.watched != stored
         })
     }
 
@@ -577,9 +585,16 @@ impl Updater {
                 Cause::Car => Verdict::Withdraw(reason),
             });
         }
+        let stored = status.watched;
         if let Some(watched) = host.watched
-            && let Some(verdict) = judge_requests(watched, &host.policy)
+            && let Some(verdict) = judge_requests(status.observe(watched), &host.policy)
         {
+            // A car with short drives may never serve so many requests in one of them. The flash
+            // takes few writes of this.
+            let new = status.watched.requests.saturating_sub(stored.requests);
+            if matches!(verdict, Verdict::Wait) && new > host.policy.requests_min / WATCHED_WRITES {
+                self.write_install(status)?;
+            }
             return Ok(verdict);
         }
 

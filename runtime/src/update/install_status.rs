@@ -11,7 +11,9 @@ use crate::update::error::UpdateError;
 use crate::update::fetch_status::Offer;
 use crate::update::history::{UpdateEvent, UpdateState, append, cut, last_order};
 use crate::update::release::Release;
+use crate::update::verdict::Watched;
 use serde::{Deserialize, Serialize};
+use std::mem::take;
 use std::path::Path;
 
 /// The state of the serving process's work on a release.
@@ -145,6 +147,10 @@ pub struct InstallStatus {
     pub install_cuts: u32,
     /// The boot of the machine in which the last install began.
     pub install_boot: u64,
+    /// Observations of the release on probation by earlier processes.
+    pub watched_before: Watched,
+    /// Observations by the current process, as far as they are stored.
+    pub watched: Watched,
     /// Attempts of the release in a row that a fault of the car ended.
     pub attempts: u32,
     /// When the next attempt may come sooner.
@@ -270,6 +276,14 @@ impl InstallStatus {
         (self.installs, self.install_cuts) = (0, 0);
     }
 
+    /// Takes up what the current process observed on probation. Returns the sum over all processes.
+    pub(super) fn observe(&mut self, watched: Watched) -> Watched {
+        // The counts of a model that was unloaded and loaded again start anew. The higher ones are
+        // kept, so that no request counts twice.
+        self.watched = self.watched.combine(watched, u64::max);
+        self.watched_before.combine(self.watched, u64::saturating_add)
+    }
+
     /// Returns whether the release is live and its requests are observed.
     pub(super) fn is_on_probation(&self) -> bool {
         self.state == InstallState::Probation
@@ -292,7 +306,9 @@ impl InstallStatus {
         if is_other {
             version.clone_into(&mut self.version);
         }
-        may_retry || is_other
+        self.watched_before = self.watched_before.combine(self.watched, u64::saturating_add);
+        let was_watched = take(&mut self.watched) != Watched::default();
+        may_retry || is_other || was_watched
     }
 
     /// Makes `offer` the current one. The caller enters a state.
@@ -302,6 +318,7 @@ impl InstallStatus {
             (self.attempts, self.retry) = (0, Retry::AtStart);
         }
         self.offer = offer.number;
+        (self.watched_before, self.watched) = Default::default();
         self.end_trial();
         self.release = Some(offer.release.clone());
     }

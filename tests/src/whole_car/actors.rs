@@ -11,7 +11,7 @@ use crate::whole_car::world::{Process, World, preempt};
 use hatchback::bundle::manifest::Generation;
 use hatchback::car::maintenance_steps::MaintenanceSteps;
 use hatchback::car::sync_steps::SyncSteps;
-use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
+use hatchback::car::update_steps::{ModelUpdates, UpdateSteps};
 use hatchback::clock::Clock;
 use hatchback::flash::Flash;
 use hatchback::maintenance::MaintenanceRules;
@@ -226,8 +226,8 @@ impl World {
             outcome = format!("started, serves {}", flash.manifest().generation.sequence);
         }
 
-        let p99 = Box::new(|_: &str, _: &Generation| 1);
-        *self.update.borrow_mut() = Some(UpdateSteps::new(update, Arc::clone(&serving), p99));
+        let slow = Box::new(|_: &str, _: &Generation| 0);
+        *self.update.borrow_mut() = Some(UpdateSteps::new(update, Arc::clone(&serving), slow));
         *self.serving.borrow_mut() = Some(serving);
         outcome
     }
@@ -292,7 +292,7 @@ impl World {
             let maintenance = self.maintenance.borrow_mut().take();
             let update = self.update.borrow_mut().take();
             self.atomically(|| {
-                update.iter().for_each(|steps| record_end(steps.updater()));
+                update.iter().for_each(UpdateSteps::record_end);
                 maintenance.into_iter().for_each(|steps| steps.end(now));
             });
             self.process(process).borrow_mut().has_answered = true;

@@ -10,7 +10,7 @@ use hatchback::io::paired_record::PairedRecord;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::update::apply::Host;
+use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::Offer;
 use hatchback::update::program::Program;
@@ -290,6 +290,48 @@ fn short_drives_do_not_count_against_an_install() {
     }
     while car.sync.advance(&Host { boot: 25, ..car.host() }, T0 + 13).unwrap() {}
     assert_eq!(car.live(), 2);
+}
+
+/// No drive serves the requests of a probation. They add up, also if each drive ends with a power
+/// cut, and so do faults and slow requests.
+#[test]
+fn the_requests_of_short_drives_add_up() {
+    let before = Fleet::new();
+    let fleet = before.fork();
+    fleet.delta(T0 + 10, 2);
+    let policy =
+        Policy { requests_min: 100, faults_max: 2, latency_us_p99_max: 500, ..Policy::default() };
+    for (faults, slow, drives, ends) in [
+        (0, 0, 4, UpdateState::Committed),
+        (1, 0, 3, UpdateState::Failed),
+        (0, 1, 4, UpdateState::Failed),
+    ] {
+        for is_cut in [false, true] {
+            let mut car = Car::at_first_release(&before);
+            (car.policy, car.watched) = (policy, Some(Watched::default()));
+            car.run(&mut fleet.link(), T0 + 11).unwrap();
+            for drive in 1..=drives {
+                let state = car.sync.status().unwrap().state;
+                assert_eq!(state, UpdateState::Probation, "faults {faults}, slow {slow}: {drive}");
+                car.sync.begin_process(drive, T0 + 20 * drive).unwrap();
+                // The counts start anew where a model is unloaded and loaded again.
+                for requests in [10, 30, 5, 30] {
+                    car.watched = Some(Watched { requests, faults, slow });
+                    car.apply(T0 + 20 * drive + requests);
+                }
+                car.sync.end_trial().unwrap();
+                match is_cut {
+                    true => car.disk.reboot(drive),
+                    false => car.sync.end_process(car.watched.unwrap()).unwrap(),
+                }
+            }
+            let status = car.sync.status().unwrap();
+            assert_eq!(
+                (status.state, status.error.is_some()),
+                (ends, ends != UpdateState::Committed)
+            );
+        }
+    }
 }
 
 /// The pause after a full disk ends when there is room, and that after any fault of the car at the

@@ -36,8 +36,8 @@ fn next_release() -> (Fleet, Fleet) {
     (before, fleet)
 }
 
-fn seen(requests: u64, faults: u64, latency_us_p99: u64) -> Option<Watched> {
-    Some(Watched { requests, faults, latency_us_p99 })
+fn seen(requests: u64, faults: u64, slow: u64) -> Option<Watched> {
+    Some(Watched { requests, faults, slow })
 }
 
 #[test]
@@ -46,10 +46,10 @@ fn probation_ends_as_the_policy_says() {
     let policy =
         Policy { requests_min: 100, faults_max: 1, latency_us_p99_max: 500, ..Policy::default() };
     for (watched, ends, live) in [
-        (seen(100, 1, 500), UpdateState::Committed, 2),
+        (seen(100, 1, 1), UpdateState::Committed, 2),
         (None, UpdateState::Committed, 2),
-        (seen(99, 0, 9_000), UpdateState::Probation, 2),
-        (seen(100, 0, 501), UpdateState::Failed, 1),
+        (seen(99, 0, 99), UpdateState::Probation, 2),
+        (seen(100, 0, 2), UpdateState::Failed, 1),
         (seen(5, 2, 1), UpdateState::Failed, 1),
     ] {
         let mut car = Car::at_first_release(&before);

@@ -4,7 +4,7 @@
 use crate::damage::cases::{Outcome, short};
 use hatchback::car::maintenance_steps::MaintenanceSteps;
 use hatchback::car::sync_steps::SyncSteps;
-use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
+use hatchback::car::update_steps::{ModelUpdates, UpdateSteps};
 use hatchback::clock::Clock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
@@ -168,7 +168,7 @@ impl TestCar {
     /// Ends both processes. The daemon ends normally, the sync process is killed.
     pub fn stop(&mut self) {
         let Some(processes) = self.processes.take() else { return };
-        record_end(processes.updates.updater());
+        processes.updates.record_end();
         if let Some(steps) = processes.maintenance {
             steps.end(Duration::from_secs(self.now));
         }
@@ -205,6 +205,7 @@ impl TestCar {
     /// Lets the update thread and the maintenance thread work.
     pub fn work(&mut self) {
         let (now, flash) = (self.now, self.folder.join("flash"));
+        let updater = Some(self.updater());
         let Processes { updates, maintenance, .. } = self.processes.as_mut().unwrap();
         for _ in 0..100 {
             if !updates.step(now, &|_| {}) {
@@ -215,7 +216,6 @@ impl TestCar {
         if maintenance.is_none() {
             let catalog = Catalog::path_in(&flash);
             let opened = Flash::open(&disk::system(), &flash).ok();
-            let updater = Some(updates.updater().clone());
             *maintenance = opened.map(|flash| {
                 MaintenanceSteps::new(flash, updater, self.rules, Some(&catalog), since_1970)
             });
