@@ -24,7 +24,8 @@ use crate::update::verdict::{
     Verdict, abandon, abandon_for, blames_bundle, judge_probe, judge_requests, judge_trial,
 };
 
-pub use crate::update::verdict::{Policy, Watched};
+pub use crate::update::install_status::Watched;
+pub use crate::update::verdict::Policy;
 
 /// Writes of the record, at most, for the requests of a probation.
 const WATCHED_WRITES: u64 = 16;

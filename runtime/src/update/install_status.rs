@@ -11,7 +11,6 @@ use crate::update::error::UpdateError;
 use crate::update::fetch_status::Offer;
 use crate::update::history::{UpdateEvent, UpdateState, append, cut, last_order};
 use crate::update::release::Release;
-use crate::update::verdict::Watched;
 use serde::{Deserialize, Serialize};
 use std::mem::take;
 use std::path::Path;
@@ -117,6 +116,28 @@ pub enum Repair {
     NewerSnapshot,
     /// It cannot be opened: any snapshot replaces it, even one of the same generation.
     AnySnapshot,
+}
+
+/// Observations of the live generation since the process began to serve it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Watched {
+    /// Requests served.
+    pub requests: u64,
+    /// Requests that failed.
+    pub faults: u64,
+    /// Requests that took longer than the policy's `latency_us_p99_max`.
+    pub slow: u64,
+}
+
+impl Watched {
+    /// Applies `of` to each count of this and of `other`.
+    fn combine(self, other: Self, of: impl Fn(u64, u64) -> u64) -> Self {
+        Self {
+            requests: of(self.requests, other.requests),
+            faults: of(self.faults, other.faults),
+            slow: of(self.slow, other.slow),
+        }
+    }
 }
 
 /// The record.

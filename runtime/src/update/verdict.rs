@@ -5,10 +5,10 @@ use crate::bundle::BundleError;
 use crate::flash::FlashError;
 use crate::flash::segment::SegmentError;
 use crate::maintenance::share::BusyBounds;
-use crate::update::install_status::{InstallState, Repair, Retry};
+use crate::update::install_status::{InstallState, Repair, Retry, Watched};
 use crate::update::probe::{ProbeFault, Probed};
 use crate::update::release::Release;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 /// The conditions that a release must meet before it is committed.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
@@ -52,28 +52,6 @@ impl Default for Policy {
             latency_us_p99_max: 0,
             busy_percent_min: 25,
             busy_percent_max: 100,
-        }
-    }
-}
-
-/// Observations of the live generation since the process began to serve it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Watched {
-    /// Requests served.
-    pub requests: u64,
-    /// Requests that failed.
-    pub faults: u64,
-    /// Requests that took longer than the policy's `latency_us_p99_max`.
-    pub slow: u64,
-}
-
-impl Watched {
-    /// Applies `of` to each count of this and of `other`.
-    pub(super) fn combine(self, other: Self, of: impl Fn(u64, u64) -> u64) -> Self {
-        Self {
-            requests: of(self.requests, other.requests),
-            faults: of(self.faults, other.faults),
-            slow: of(self.slow, other.slow),
         }
     }
 }
