@@ -9,14 +9,14 @@ use crate::pack::read_samples;
 use crate::report::Json;
 use crate::report::input;
 use crate::report::temporary::TemporaryFolder;
-use crate::repository::approval::{approve, withdraw};
+use crate::repository::approval::{APPROVAL_FORMAT, Approval, approve, hash_of, withdraw};
 use crate::repository::restore::with_retired;
 use crate::serve::open_chain;
 use crate::{report, say};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::Manifest;
+use hatchback::bundle::manifest::{Manifest, hex, sha256};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::Model;
@@ -101,6 +101,8 @@ impl GateCheck {
 pub struct GateReport {
     /// The generation of the candidate.
     pub candidate: String,
+    /// SHA-256 of its manifest, hexadecimal.
+    pub manifest: String,
     /// What the fleet holds.
     pub fleet: Option<String>,
     /// Held-out samples.
@@ -245,6 +247,7 @@ pub fn evaluate_gate(
     let quality = &new.first_output;
     Ok(GateReport {
         candidate: new.generation.clone(),
+        manifest: hex(&sha256(reader.manifest_bytes())),
         fleet: held.map(|flash| flash.manifest().generation.to_string()),
         samples: new.samples,
         auc: [quality.auc, old.auc, quality.reference_auc],
@@ -317,13 +320,19 @@ impl GateReport {
 /// A file is refused, or the bundle misses a bound. An earlier approval is withdrawn then.
 pub fn run(args: &GateArgs) -> Result<()> {
     withdraw(&args.bundle)?;
+    let hashes = || anyhow::Ok([hash_of(&args.policy)?, hash_of(&args.samples)?]);
+    let read = hashes()?;
     let policy = GatePolicy::load(&args.policy)?;
     let found = evaluate_gate(&args.bundle, &args.fleet, &args.samples, &policy)?;
     args.json.write(&found, || found.print())?;
 
     let name = args.bundle.display();
     ensure!(found.passed, "{name}: {} is refused: {}", found.candidate, found.refusal());
-    approve(&args.bundle, &args.policy, &args.samples)
+    let (policy, samples) = (args.policy.display(), args.samples.display());
+    ensure!(hashes()? == read, "{policy} or {samples} changed during the evaluation: run it again");
+    let [policy, samples] = read;
+    let format = APPROVAL_FORMAT;
+    approve(&args.bundle, &Approval { format, manifest: found.manifest, policy, samples })
 }
 
 #[cfg(test)]

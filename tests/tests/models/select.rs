@@ -23,6 +23,8 @@ struct Loop {
     packed: Packed,
     /// The trainer's rows by key, for each table.
     rows: Vec<BTreeMap<u64, Vec<f32>>>,
+    /// Those of the first release.
+    first: Vec<BTreeMap<u64, Vec<f32>>>,
     /// What changed since the last window.
     changed: Vec<BTreeSet<u64>>,
     windows: u64,
@@ -60,11 +62,11 @@ impl Loop {
             .iter()
             .map(|table| table.each().map(|(key, row)| (key, row.to_vec())).collect())
             .collect();
-        let changed = vec![BTreeSet::new(); rows.len()];
+        let (changed, first) = (vec![BTreeSet::new(); rows.len()], rows.clone());
         std::fs::create_dir(folder.path().join("windows")).unwrap();
         let (published, random) = (Vec::new(), Random::of(seed, 7));
         let run_time = Duration::from_millis(20);
-        Self { folder, packed, rows, changed, windows: 0, published, car, random, run_time }
+        Self { folder, packed, rows, first, changed, windows: 0, published, car, random, run_time }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -102,6 +104,14 @@ impl Loop {
             _ => *random.pick(&known),
         };
 
+        // A row that returns to its value of the first release is one that the fleet may hold.
+        if random.one_in(4)
+            && let Some(row) = self.first[table].get(&key)
+        {
+            self.rows[table].insert(key, row.clone());
+            self.changed[table].insert(key);
+            return;
+        }
         // A new row is near another one: the codec's unit was chosen for such rows.
         let like = *random.pick(&known);
         let from = if self.rows[table].contains_key(&key) { key } else { like };
@@ -144,6 +154,8 @@ impl Loop {
             lineage: "stream".to_owned(),
             window: self.windows,
             step: 100 * self.windows,
+            // Windows come from machines whose clocks differ.
+            closed_ms: 1_000 * self.windows + self.random.below(1_900),
             ..WindowContent::default()
         };
         let folder = self.path("windows").join(format!("{:012}", self.windows));
@@ -260,13 +272,23 @@ fn stream(seed: u64, rounds: u64) {
             trainer.killed(&args);
         }
         let done = trainer.select(budget);
-        // One delta in four is refused before it is signed.
-        if done.generation.is_some() && !trainer.random.one_in(4) {
-            trainer.publish();
+        let late = trainer.path("late.hatch");
+        // One delta in four is refused before it is signed, and one is published only after the
+        // next selection, in place of that one's.
+        match trainer.random.below(4) {
+            _ if late.exists() => {
+                std::fs::rename(&late, trainer.path("next.hatch")).unwrap();
+                trainer.publish();
+            }
+            _ if done.generation.is_none() => {}
+            0 => {}
+            1 => std::fs::rename(trainer.path("next.hatch"), &late).unwrap(),
+            _ => trainer.publish(),
         }
     }
 
     trainer.close_window(true);
+    let _ = std::fs::remove_file(trainer.path("late.hatch"));
     let mut drained = 0;
     while trainer.select(Some(0.02)).generation.is_some() {
         trainer.publish();
@@ -343,7 +365,7 @@ fn a_state_folder_refuses_what_would_lose_rows() {
     let window = trainer.path("windows").join(format!("{:012}", 1));
     std::fs::remove_dir_all(&window).unwrap();
     let content = WindowContent { lineage: "stream".into(), window: 1, ..Default::default() };
-    let content = WindowContent { closed_ms: 5, ..content };
+    let content = WindowContent { closed_ms: 10_000, ..content };
     write_window(&window, &content, &[], &mut |_, _, _| Ok(())).unwrap();
     assert!(refused(&trainer.args(None)).contains("the trainer numbers its windows anew"));
     std::fs::remove_dir_all(&window).unwrap();

@@ -4,8 +4,7 @@
 
 use crate::report::temporary::write_file;
 use anyhow::{Context, Result, bail, ensure};
-use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{hex, sha256};
+use hatchback::bundle::manifest::{Hash, hex, sha256};
 use hatchback::schema::object::Object;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -43,23 +42,14 @@ pub fn hash_of(path: &Path) -> Result<String> {
     Ok(hex(&sha256(&content)))
 }
 
-fn manifest_hash(bundle: &Path) -> Result<String> {
-    Ok(hex(&sha256(BundleReader::open(bundle)?.manifest_bytes())))
-}
-
-/// Records that `bundle` passed `policy` on `samples`.
+/// Writes `approval` beside `bundle`. Its hashes are those of what was evaluated: another file may
+/// lie at the same path by now.
 ///
 /// # Errors
-/// A file cannot be read, or the approval cannot be written.
-pub fn approve(bundle: &Path, policy: &Path, samples: &Path) -> Result<()> {
-    let approval = Approval {
-        format: APPROVAL_FORMAT,
-        manifest: manifest_hash(bundle)?,
-        policy: hash_of(policy)?,
-        samples: hash_of(samples)?,
-    };
+/// The approval cannot be written.
+pub fn approve(bundle: &Path, approval: &Approval) -> Result<()> {
     let path = approval_path(bundle);
-    let mut text = serde_json::to_vec_pretty(&approval)?;
+    let mut text = serde_json::to_vec_pretty(approval)?;
     text.push(b'\n');
     write_file(&path, &text)
 }
@@ -78,11 +68,12 @@ pub fn withdraw(bundle: &Path) -> Result<()> {
     }
 }
 
-/// Checks that `bundle` passed `policy`.
+/// Checks that the bundle with the SHA-256 `manifest`, which was opened at the path `bundle`, passed
+/// `policy`.
 ///
 /// # Errors
 /// The approval is missing, or is that of another manifest or policy.
-pub fn check_approval(bundle: &Path, policy: &Path) -> Result<()> {
+pub fn check_approval(bundle: &Path, manifest: Hash, policy: &Path) -> Result<()> {
     let path = approval_path(bundle);
     let name = path.display();
     let text = match std::fs::read(&path) {
@@ -100,7 +91,7 @@ pub fn check_approval(bundle: &Path, policy: &Path) -> Result<()> {
     );
 
     for (field, approved, found) in [
-        ("manifest", &approval.manifest, manifest_hash(bundle)?),
+        ("manifest", &approval.manifest, hex(&manifest)),
         ("policy", &approval.policy, hash_of(policy)?),
     ] {
         ensure!(

@@ -87,6 +87,8 @@ pub struct PublishArgs {
 pub struct Change {
     /// Bundles to add.
     pub bundles: Vec<PathBuf>,
+    /// The policy under which `gate` must have approved each of them.
+    pub policy: Option<PathBuf>,
     /// A release to restore, in the form of those to revoke.
     pub restore: Option<String>,
     /// Per cent of the fleet that may fetch them.
@@ -105,6 +107,7 @@ impl Default for Change {
     fn default() -> Self {
         Self {
             bundles: Vec::new(),
+            policy: None,
             restore: None,
             share: 100,
             revoke: Vec::new(),
@@ -148,9 +151,6 @@ pub struct Published {
 /// # Errors
 /// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn run(args: &PublishArgs) -> Result<()> {
-    if let Some(policy) = &args.policy {
-        args.bundles.iter().try_for_each(|bundle| check_approval(bundle, policy))?;
-    }
     let store = match args.bundles.as_slice() {
         [] => Objects::existing(&args.to)?,
         _ => Objects::open(&args.to)?,
@@ -164,6 +164,7 @@ pub fn run(args: &PublishArgs) -> Result<()> {
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let change = Change {
         bundles: args.bundles.clone(),
+        policy: args.policy.clone(),
         restore: args.restore.clone(),
         share: args.share,
         revoke: args.revoke.clone(),
@@ -328,13 +329,20 @@ pub fn check_root(keys: &Path, now: u64) -> Result<()> {
 /// Opens the bundles of `change` and names their releases.
 ///
 /// # Errors
-/// A bundle cannot be read, or its release name was published with other content.
+/// A bundle cannot be read, has no approval, or its release name was published with other content.
 fn open_offers(
     change: &Change,
     names: &mut ReleaseNames,
     state: &RepositoryState,
 ) -> Result<Vec<Offer>> {
-    let open = |path: &PathBuf| Ok(BundleReader::open(path)?);
+    let open = |path: &PathBuf| {
+        let bundle = BundleReader::open(path)?;
+        // That of the bundle that is uploaded, whatever lies at its path later.
+        let manifest = sha256(bundle.manifest_bytes());
+        let policy = change.policy.as_ref();
+        policy.map_or(Ok(()), |policy| check_approval(path, manifest, policy))?;
+        Ok(bundle)
+    };
     let mut readers = change.bundles.iter().map(open).collect::<Result<Vec<_>>>()?;
     let describe = |reader: &mut BundleReader| {
         let needs = needs_of(reader);

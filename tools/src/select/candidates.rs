@@ -18,6 +18,17 @@ pub enum RowChange {
     Delete,
 }
 
+/// Whether the fleet needs a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Need {
+    /// The fleet lacks it.
+    Lacks,
+    /// The fleet lacks it, by less than the floor.
+    BelowFloor,
+    /// The fleet holds it, unless a delta that was written but not installed takes it away.
+    Holds,
+}
+
 /// A change that the fleet may lack.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
@@ -35,8 +46,8 @@ pub struct Candidate {
     pub source: u16,
     /// The kind of change.
     pub change: RowChange,
-    /// Whether the distance is below the floor.
-    pub is_below_floor: bool,
+    /// Whether the fleet needs it.
+    pub need: Need,
 }
 
 /// The windows from which candidates come, oldest first.
@@ -113,7 +124,7 @@ impl Sources<'_> {
             row: row as u32,
             source: source as u16,
             change,
-            is_below_floor: false,
+            need: Need::Lacks,
         };
         for (row, key) in window.words(columns.keys)?.into_iter().enumerate() {
             let mut next = candidate(row, key, &since, RowChange::Insert);

@@ -4,7 +4,7 @@
 //! largest squared distance times traffic per byte. That value is the squared error that the
 //! fleet's lookups sum up to. Never reads a row.
 
-use crate::select::candidates::{Candidate, RowChange, grows};
+use crate::select::candidates::{Candidate, Need, RowChange, grows};
 use crate::select::hot_lists::HotTraffic;
 use hatchback::schema::{KeySpace, Table};
 use std::cmp::Reverse;
@@ -79,6 +79,11 @@ impl TableCandidates {
         Self { candidates, row_cost: 8 + row_bytes + key_bytes, delete_cost: 8, hot }
     }
 
+    /// Returns the candidates that the fleet lacks.
+    pub fn lacking(&self) -> impl Iterator<Item = &Candidate> {
+        self.candidates.iter().filter(|candidate| candidate.need != Need::Holds)
+    }
+
     fn cost(&self, candidate: &Candidate) -> u64 {
         if candidate.change == RowChange::Delete { self.delete_cost } else { self.row_cost }
     }
@@ -102,6 +107,9 @@ impl<'a> Ranking<'a> {
         for (number, table) in tables.iter().enumerate() {
             for (at, candidate) in table.candidates.iter().enumerate() {
                 let pick = Pick { table: number as u32, at: at as u32 };
+                if candidate.need == Need::Holds {
+                    continue;
+                }
                 if grows(&schema[number], candidate.order) {
                     first.push(pick);
                     continue;
@@ -111,7 +119,7 @@ impl<'a> Ranking<'a> {
                     first.push(pick);
                 }
                 let value = Reverse(table.value(candidate).to_bits());
-                let has_rank = !is_hot && !candidate.is_below_floor;
+                let has_rank = !is_hot && candidate.need == Need::Lacks;
                 waiting.push(Ranked { since: candidate.since, value, pick, has_rank });
             }
         }
@@ -154,8 +162,8 @@ impl<'a> Ranking<'a> {
         }
     }
 
-    /// Returns the number of candidates.
+    /// Returns the number of candidates that the fleet lacks.
     pub fn count(&self) -> u64 {
-        self.tables.iter().map(|table| table.candidates.len() as u64).sum()
+        self.tables.iter().map(|table| table.lacking().count() as u64).sum()
     }
 }

@@ -5,7 +5,7 @@
 use crate::pack::ending::Ending;
 use crate::pack::table::write_blob;
 use crate::report::temporary::Claim;
-use crate::select::candidates::{Candidate, RowChange, grows};
+use crate::select::candidates::{Candidate, Need, RowChange, grows};
 use crate::select::choose::{Chosen, Ranking, TableCandidates};
 use crate::window::Window;
 use crate::window::reader::RowBuffer;
@@ -129,7 +129,8 @@ impl Draft<'_> {
         };
         for (table, chosen) in self.tables.iter().zip(&chosen.of) {
             let picks = table.candidates.iter().zip(chosen);
-            for (candidate, _) in picks.filter(|(_, is_chosen)| !**is_chosen) {
+            let is_left = |candidate: &Candidate| candidate.need != Need::Holds;
+            for (candidate, _) in picks.filter(|(c, is_chosen)| !**is_chosen && is_left(c)) {
                 left.rows += 1;
                 left.since = Some(left.since.unwrap_or(u64::MAX).min(candidate.since));
                 left.distance_max = left.distance_max.max(candidate.distance);

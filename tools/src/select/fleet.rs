@@ -3,7 +3,7 @@
 //! are in the order of the pages, so each page of the fleet is read once.
 
 use crate::limits::GROWTH_GAP_MAX;
-use crate::select::candidates::{Candidate, RowChange, Sources, grows, key_of};
+use crate::select::candidates::{Candidate, Need, RowChange, Sources, grows, key_of};
 use crate::window::WindowTable;
 use crate::window::reader::RowBuffer;
 use anyhow::{Context, Result, ensure};
@@ -75,6 +75,9 @@ pub struct Comparison<'a> {
     pub sources: &'a Sources<'a>,
     /// Least distance that counts, as a share of the length of the fleet's row.
     pub floor: f32,
+    /// A delta may follow that was written before the newest windows. What the fleet holds is then
+    /// kept, because that delta may take it away.
+    pub keeps_held: bool,
 }
 
 /// Buffers of a comparison.
@@ -86,7 +89,7 @@ struct Buffers {
 }
 
 impl Comparison<'_> {
-    /// Measures `candidates` and removes those that the fleet holds.
+    /// Measures `candidates` and removes those that the fleet holds, unless it keeps them.
     ///
     /// # Errors
     /// A row cannot be read or encoded.
@@ -134,7 +137,10 @@ impl Comparison<'_> {
                     self.compare_row(&mut candidate, is_held, &mut buffers).with_context(place)?
                 }
             };
-            if is_due {
+            if !is_due {
+                candidate.need = Need::Holds;
+            }
+            if is_due || self.keeps_held {
                 candidates[kept] = candidate;
                 kept += 1;
             }
@@ -159,7 +165,9 @@ impl Comparison<'_> {
         let after = distance(&row.values, decoded);
         candidate.change = if is_held { RowChange::Update } else { RowChange::Insert };
         candidate.distance = before;
-        candidate.is_below_floor = is_held && before < self.floor * length(held);
+        if is_held && before < self.floor * length(held) {
+            candidate.need = Need::BelowFloor;
+        }
         Ok(!is_held || before > after)
     }
 }

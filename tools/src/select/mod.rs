@@ -53,6 +53,9 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Windows that are open at once. Each is an open file.
+const WINDOWS_MAX: usize = 256;
+
 /// Makes a delta of the changes that matter most from a trainer's windows
 #[derive(Args, Clone, Debug)]
 pub struct SelectArgs {
@@ -167,24 +170,33 @@ impl Selection {
 pub fn select(args: &SelectArgs) -> Result<Selection> {
     let _new = claim_new(&args.state)?;
     let mut state = SelectState::open(&args.state, args.base.as_deref(), &args.published)?;
-    let last = state.recorded().and_then(|recorded| recorded.consumed);
-    if let Some(backlog) = &state.backlog {
-        check_numbering(&args.windows, last, backlog)?;
-    }
-    let windows = open_windows(&args.windows, last, &state.fleet)?;
-    if windows.is_empty() && state.backlog.is_none() {
-        return Ok(Selection { parent: state.held().sequence, ..Selection::default() });
-    }
+    // Until the fleet holds another generation, the delta of the last selection may still follow.
+    let keeps_held = state.recorded().is_some_and(|recorded| recorded.held == state.held());
+    let before = state.recorded().map_or(0, |recorded| recorded.selections);
+    let mut taken = 0;
+    let (tables, selections) = loop {
+        let last = state.recorded().and_then(|recorded| recorded.consumed);
+        if let Some(backlog) = &state.backlog {
+            check_numbering(&args.windows, last, backlog)?;
+        }
+        let windows = open_windows(&args.windows, last, &state.fleet)?;
+        if windows.is_empty() && state.backlog.is_none() {
+            return Ok(Selection { parent: state.held().sequence, ..Selection::default() });
+        }
 
-    let tables = measure(&state, &windows, args.floor)?;
-    let selections = state.recorded().map_or(0, |recorded| recorded.selections);
-    let selections = selections + u64::from(!windows.is_empty());
-    write_backlog(&mut state, &windows, &tables, selections)?;
+        let tables = measure(&state, &windows, args.floor, keeps_held)?;
+        taken += windows.len();
+        let selections = before + u64::from(taken > 0);
+        write_backlog(&mut state, &windows, &tables, selections)?;
+        if windows.len() < WINDOWS_MAX {
+            break (tables, selections);
+        }
+    };
 
     let is_refresh = args.refresh_every > 0 && selections.is_multiple_of(args.refresh_every);
     let rules = ChoiceRules { ageing_percent: args.ageing_percent, is_refresh };
     let mut done = write_delta(args, &state, &tables, rules)?;
-    done.windows = windows.len();
+    done.windows = taken;
     Ok(done)
 }
 
@@ -205,11 +217,11 @@ fn check_numbering(folder: &Path, last: Option<u64>, backlog: &Window) -> Result
     Ok(())
 }
 
-/// Opens and verifies the windows of `folder` after window `last`.
+/// Opens and verifies the windows of `folder` after window `last`, `WINDOWS_MAX` at most.
 fn open_windows(folder: &Path, last: Option<u64>, fleet: &Flash) -> Result<Vec<Window>> {
     let schema = &fleet.manifest().schema;
     let mut windows = Vec::new();
-    for closed in windows_after(folder, last)? {
+    for closed in windows_after(folder, last)?.into_iter().take(WINDOWS_MAX) {
         let window = Window::open(&closed.folder)?;
         let refused = |field: &str, value: &dyn std::fmt::Display, why: String| {
             Err(WindowError::field(window.folder(), field, value, why))
@@ -238,14 +250,19 @@ fn open_windows(folder: &Path, last: Option<u64>, fleet: &Flash) -> Result<Vec<W
 }
 
 /// Returns the candidates of each table that the fleet does not hold.
-fn measure(state: &SelectState, windows: &[Window], floor: f32) -> Result<Vec<TableCandidates>> {
+fn measure(
+    state: &SelectState,
+    windows: &[Window],
+    floor: f32,
+    keeps_held: bool,
+) -> Result<Vec<TableCandidates>> {
     let sources = sources_of(state, windows);
     let mut tables = Vec::new();
     for (number, table) in state.fleet.manifest().schema.tables.iter().enumerate() {
         let mut candidates = sources.candidates(table)?;
         if !candidates.is_empty() {
             let format = format_of(table)?;
-            let comparison = Comparison { table, format, sources: &sources, floor };
+            let comparison = Comparison { table, format, sources: &sources, floor, keeps_held };
             comparison.measure(&mut candidates, &mut FleetTable::open(&state.fleet, number)?)?;
             candidates.shrink_to_fit();
         }
@@ -284,13 +301,16 @@ fn write_backlog(
         (dense, probe) = (window.dense()?.or(dense), window.probe()?.or(probe));
     }
 
+    // The clocks of several writers differ, so the newest window may not be the latest.
+    let closed_ms = sources.windows.iter().map(|window| window.head.closed_ms);
+    let closed_ms = closed_ms.max().unwrap_or_default();
     let new = sources.new_windows().last().map(|window| window.head.window);
     let consumed = new.or(state.recorded().and_then(|recorded| recorded.consumed));
     let content = WindowContent {
         lineage: newest.head.lineage.clone(),
         window: number,
         step: newest.head.step,
-        closed_ms: newest.head.closed_ms,
+        closed_ms,
         dense,
         probe,
         backlog: Some(BacklogState { consumed, selections, held: state.held() }),
@@ -410,7 +430,7 @@ fn describe(
         window: state.recorded().and_then(|recorded| recorded.consumed).unwrap_or_default(),
         step: head.map(|head| head.step).unwrap_or_default(),
         closed_ms: head.map(|head| head.closed_ms).unwrap_or_default(),
-        candidates: tables.iter().map(|t| t.candidates.len() as u64).sum(),
+        candidates: tables.iter().map(|t| t.lacking().count() as u64).sum(),
         is_refresh: rules.is_refresh,
         budget_bytes,
         ..Selection::default()
