@@ -10,7 +10,7 @@ use crate::shed::Shed;
 use crate::socket::{Socket, Stop};
 use crate::update::UpdateThread;
 use crate::{machine, models, settings, systemd};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use hatchback::car::plan_thread;
 use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
@@ -161,6 +161,8 @@ fn updates(
     sync: &[NamedDirectory],
     root: Option<&Path>,
 ) -> Result<Vec<ModelUpdates>> {
+    // Otherwise the process that can write the sync directory would choose whose keys to trust.
+    ensure!(sync.is_empty() || root.is_some(), "--sync needs --root FILE, the fleet's first root");
     let root = root.filter(|_| !sync.is_empty());
     let root = root
         .map(|path| std::fs::read(path).with_context(|| path.display().to_string()))

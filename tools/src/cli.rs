@@ -13,7 +13,7 @@ use crate::repository::{keys, prune, publish, releases};
 use crate::{
     demo, eval, explain, gate, image, inspect, install, plan, report, run, say, select, serve, sync,
 };
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use hatchback::schema::{Placement, Table};
 use hatchback::update::probe::Probed;
@@ -216,11 +216,20 @@ pub fn run(cli: Cli) -> Result<()> {
     }
 }
 
+/// Returns whether both paths lead to one file that exists.
+fn same_file(a: &Path, b: &Path) -> bool {
+    a.canonicalize().is_ok_and(|a| b.canonicalize().is_ok_and(|b| a == b))
+}
+
 fn pack_model(args: &PackArgs) -> Result<()> {
     let &PackArgs { codec, placement, min_count, threads, probe_difference_max, .. } = args;
     let probe_difference_max = Some(probe_difference_max);
     let overrides = Overrides { codec, placement, min_count, probe_difference_max, threads };
     let job = PackJob::read(&args.model, overrides)?;
+    let is_out = |path: &&PathBuf| same_file(path, &args.out);
+    if let Some(parent) = args.parent.iter().find(is_out) {
+        bail!("--out {}: is the parent, which the delta needs", parent.display());
+    }
     let scratch = TemporaryFolder::new()?;
     let parent = serve::open_chain("--parent", &args.parent, &scratch.path().join("parent"))?;
 

@@ -47,10 +47,15 @@ pub struct UpdateStatus {
 impl UpdateStatus {
     /// Returns the status from both records. `live` is the live generation.
     pub(super) fn merge(fetch: FetchStatus, install: InstallStatus, live: Option<String>) -> Self {
+        // A poll without news does not hide how the newest release ended.
+        let sequence = install.release.as_ref().map(|release| release.generation.sequence);
+        let is_newest = sequence.is_some() && sequence == fetch.newest;
+        let has_ended = install.state == InstallState::Committed
+            || install.state == InstallState::Failed && is_newest;
         // The later step counts. A fetch while the serving process has a release does not.
         let is_installers = install.state.has_release()
             || last_order(&install.history) > last_order(&fetch.history)
-            || install.state == InstallState::Committed && fetch.state == FetchState::Idle;
+            || has_ended && fetch.state == FetchState::Idle;
         let state = if is_installers { install.state.shown() } else { fetch.state.shown() };
         // A failed poll is an error also while a release is applied or on probation. Otherwise
         // nobody would notice that a revocation of that release cannot arrive.
@@ -111,5 +116,26 @@ mod tests {
         );
         let fetch = FetchStatus { state: FetchState::Idle, ..fetch };
         assert_eq!(UpdateStatus::merge(fetch, install, None).error, None);
+    }
+
+    #[test]
+    fn a_poll_without_news_does_not_hide_a_rejected_release() {
+        let mut release = Release::default();
+        release.generation.sequence = 2;
+        let install = InstallStatus {
+            state: InstallState::Failed,
+            release: Some(release),
+            error: Some("a probe score differs".to_owned()),
+            ..InstallStatus::default()
+        };
+        // The publisher revokes the release, or lists a newer one.
+        for (newest, state) in [(2, UpdateState::Failed), (1, UpdateState::Idle)] {
+            let fetch = FetchStatus { newest: Some(newest), ..FetchStatus::default() };
+            let mut idle = UpdateEvent { state: UpdateState::Idle, ..UpdateEvent::default() };
+            idle.order = 9;
+            let fetch = FetchStatus { history: vec![idle], ..fetch };
+            let status = UpdateStatus::merge(fetch, install.clone(), None);
+            assert_eq!((status.state, status.error.is_some()), (state, newest == 2));
+        }
     }
 }

@@ -339,6 +339,13 @@ fn open_offers(
         let bundle = BundleReader::open(path)?;
         // That of the bundle that is uploaded, whatever lies at its path later.
         let manifest = sha256(bundle.manifest_bytes());
+        if bundle.manifest().probe.is_none() {
+            report::note(format_args!(
+                "{}: has no probe set; a car whose target has `probe_samples_min` above 0 rejects \
+                 it for good",
+                path.display()
+            ));
+        }
         let policy = change.policy.as_ref();
         policy.map_or(Ok(()), |policy| check_approval(path, manifest, policy))?;
         Ok(bundle)

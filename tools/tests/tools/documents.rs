@@ -39,7 +39,8 @@ fn steps_of(page: &str) -> Vec<Step> {
     for (number, line) in text.lines().enumerate() {
         match (line.strip_prefix("```"), language) {
             (Some(""), Some("text")) => {
-                if let Some(last) = steps.last_mut() {
+                // A block follows the commands that it shows, some of which are not run.
+                if let Some(last) = steps.iter_mut().rfind(|step| why_not_run(step).is_none()) {
                     last.printed = Some(std::mem::take(&mut shown));
                 }
                 language = None;
@@ -93,14 +94,19 @@ fn run(command: &str, scratch: &Path) -> Output {
 fn comparable(text: &str) -> Vec<String> {
     let words: Vec<&str> =
         text.split_whitespace().filter(|word| word.chars().any(|c| c != '─')).collect();
-    let with_next = words.iter().zip(words.iter().skip(1).chain([&""]));
-    with_next
-        .map(|(word, next)| {
-            let unit = next.trim_end_matches([',', '.', ';', ')']);
-            let time = word.parse::<f64>().is_ok() && matches!(unit, "s" | "ms" | "µs");
-            if time { "TIME".to_string() } else { word.to_string() }
-        })
-        .collect()
+    let after = |at: usize, by: usize| words.get(at + by).copied().unwrap_or_default();
+    let all = words.iter().enumerate();
+    all.map(|(at, word)| {
+        let next = after(at, 1);
+        // The memory of a network depends on the width of the CPU's vectors.
+        if matches!(after(at, 2), "KiB" | "MiB") && next.parse::<f64>().is_ok() {
+            return format!("{}.0", word.replace(',', ""));
+        }
+        let unit = next.trim_end_matches([',', '.', ';', ')']);
+        let time = word.parse::<f64>().is_ok() && matches!(unit, "s" | "ms" | "µs");
+        if time { "TIME".to_string() } else { word.to_string() }
+    })
+    .collect()
 }
 
 /// Whether a run printed what the page shows. Counts and words must be equal. A figure with one to
@@ -114,13 +120,19 @@ fn agrees(shown: &str, printed: &str) -> bool {
     }
 }
 
+/// Returns why the command of `step` is not run, if it is not.
+fn why_not_run(step: &Step) -> Option<&'static str> {
+    let reason = NOT_RUN.iter().find(|(start, _)| step.command.starts_with(start));
+    reason.map(|(_, why)| *why)
+}
+
 fn run_page(page: &str) {
     let scratch = tempfile::tempdir().unwrap();
     let steps = steps_of(page);
     assert!(!steps.is_empty(), "{page} has no commands");
     for step in steps {
         let place = format!("{page}:{}: {}", step.line, step.command);
-        if let Some((_, why)) = NOT_RUN.iter().find(|(start, _)| step.command.starts_with(start)) {
+        if let Some(why) = why_not_run(&step) {
             println!("SKIPPED: {place}: {why}");
             continue;
         }
