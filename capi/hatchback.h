@@ -219,7 +219,7 @@ hatchback_result hatchback_get_memory(hatchback_process process, hatchback_memor
                                       uint32_t lines_max, uint32_t *count);
 
 /* Returns the error text of this thread's last call that failed; never NULL. The text lives until
- * the thread's next call that fails. Never blocks. */
+ * the thread's next call that fails. It may be empty at exit. Never blocks. */
 const char *hatchback_error(void);
 
 #ifdef __cplusplus
