@@ -224,9 +224,9 @@ extern "C" fn hatchback_load(
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
     answer(|| {
-        let model = model(handle)?;
-        MODELS.close(handle.0);
-        model.unload()
+        model(handle)?;
+        // Only one of two callers takes the handle: the name may be another model's by the second.
+        MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload()
     })
 }
 
