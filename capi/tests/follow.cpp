@@ -84,7 +84,26 @@ hatchback::result score_until_closed(hatchback_model model, const hatchback::sha
     }
 }
 
+/// Closes the process of `context` on another thread, while this one loads a model.
+void close_during_load(int, const char *message, void *context) {
+    if (!std::strstr(message, "dense network of")) return;
+    const auto process = *static_cast<const hatchback_process *>(context);
+    std::thread([process] { (void)hatchback_close(process); }).join();
+}
+
+/// Whether a model whose process is closed during its load is closed too.
+bool is_closed_during_load(char **arguments) {
+    hatchback_process process{0};
+    hatchback_model model{7};
+    if (hatchback_open(arguments[1], &process) != HATCHBACK_OK) return false;
+    hatchback_set_logger(close_during_load, &process);
+    const auto loaded = hatchback_load(process, arguments[2], nullptr, &model);
+    hatchback_set_logger(nullptr, nullptr);
+    return loaded == HATCHBACK_CLOSED && model.handle == 0;
+}
+
 int run(char **arguments) {
+    if (!is_closed_during_load(arguments)) return 3;
     const hatchback::process process(arguments[1]);
     hatchback::model model = process.load(arguments[2], "followed");
     const hatchback::shape shape = model.describe();
