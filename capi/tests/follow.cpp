@@ -2,8 +2,8 @@
 // its callers. Prints `generation SCORE_BITS` for each generation that answered. tests/c.rs compiles
 // this program, once for each sanitizer, and runs it.
 // usage: follow TARGET FLASH SAMPLE
-// SAMPLE has the dense features, then for each sparse feature the number of its keys and the keys.
-// The program ends when its input ends.
+// SAMPLE has the dense features, the shared ones last, then for each sparse feature the number of its
+// keys and the keys. The program ends when its input ends.
 #include "hatchback.hpp"
 
 #include <atomic>
@@ -26,7 +26,8 @@ struct sample {
     std::vector<std::vector<std::uint32_t>> offsets;
     std::vector<hatchback::bags> sparse;
 
-    sample(std::ifstream &file, const hatchback::shape &shape) : dense(shape.dense_features) {
+    sample(std::ifstream &file, const hatchback::shape &shape)
+        : dense(shape.dense_features + shape.shared_dense_features) {
         for (auto &value : dense) file >> value;
         for (std::uint32_t f = 0; f < shape.sparse_features; f++) {
             std::uint32_t count = 0;
