@@ -181,6 +181,12 @@ impl Bags<'_> {
             }
         }
     }
+
+    /// Returns the key at `at` of `integers`; `None` for padding. With offsets no bag is padded,
+    /// and -1 is a key.
+    fn key(&self, integers: Integers<'_>, at: usize) -> Option<u64> {
+        integers.key(at).or(self.offsets.is_some().then_some(u64::MAX))
+    }
 }
 
 /// The columns of a request.
@@ -485,7 +491,7 @@ impl Columns<'_> {
             Some(Keys::Of(values)) => Ok(values.get(range(c).start + i)),
             // The keys of a column without a function are its raw values.
             Some(Keys::Are(integers)) if schema.features[c].key == KeyFunction::Key => {
-                match integers.key(range(c).start + i) {
+                match self.bags[c].key(*integers, range(c).start + i) {
                     Some(key) => Ok(RawValue::Unsigned(key)),
                     None => Err(fault(c, &"padding; send offsets or one key")),
                 }
@@ -518,10 +524,9 @@ fn append_bag(
                 let name = feature.name.escape_debug();
                 Problem::invalid(format!("input `{name}.values`: sample {sample}: {e}"))
             })?,
-            Some(Keys::Are(integers)) => match integers.key(at) {
-                None if bags.offsets.is_none() => continue,
-                // With offsets no bag is padded, and -1 is a key.
-                key => key.unwrap_or(u64::MAX),
+            Some(Keys::Are(integers)) => match bags.key(*integers, at) {
+                None => continue,
+                Some(key) => key,
             },
         };
         keys.push(key);
