@@ -64,8 +64,8 @@ struct Parameters<'a> {
     binary_data_output: bool,
     /// Of an input: the bytes of its binary data.
     binary_data_size: Option<usize>,
-    /// Of an output: whether it is binary data.
-    binary_data: bool,
+    /// Of an output: whether it is binary data, whatever the request says.
+    binary_data: Option<bool>,
     /// Of an output: see [`check_parameter`].
     #[serde(borrow)]
     classification: Option<&'a RawValue>,
@@ -307,7 +307,7 @@ pub fn order<'a>(
         if let Some((parameter, _)) = other.iter().find(|(_, value)| value.is_some()) {
             check_parameter(&name, parameter)?;
         }
-        let want = encoding(binary_data || is_binary);
+        let want = encoding(binary_data.unwrap_or(is_binary));
         order.asked.push(Asked { name, want });
     }
     if !binary.is_empty() {

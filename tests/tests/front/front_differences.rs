@@ -80,6 +80,18 @@ fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
     }
 }
 
+/// The protocol lets the parameter of an output override that of the request.
+#[test]
+fn an_output_that_is_asked_for_as_text_is_text_in_a_binary_answer() {
+    let door = open();
+    let dense = json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH], "data": [0; 7]});
+    let output = json!({"name": "score", "parameters": {"binary_data": false}});
+    let parameters = json!({"binary_data_output": true});
+    let body = json!({"inputs": [dense], "outputs": [output], "parameters": parameters});
+    let (code, answer) = post(&door, "/v2/models/coupon/infer", &body.to_string());
+    assert!(code == 200 && answer["outputs"][0]["data"][0].is_number(), "{answer}");
+}
+
 /// A caller that gets other numbers than it asked for would take them for those.
 #[test]
 fn an_output_in_classes_or_in_shared_memory_is_refused() {
