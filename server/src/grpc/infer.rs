@@ -95,7 +95,7 @@ pub fn read<'a>(message: &'a [u8], memory: &mut Reservation) -> Result<Order<'a>
                 for entry in Fields(output) {
                     let entry = entry?;
                     if entry.number == OUTPUT_PARAMETERS {
-                        check_parameter(name, parameter(entry.bytes()?)?.0)?;
+                        check_parameter("output", name, parameter(entry.bytes()?)?.0)?;
                     }
                 }
                 order.asked.push(Asked { name: name.into(), want: Want::Binary });
@@ -168,7 +168,7 @@ fn input(message: &[u8]) -> Result<(Tensor<'_>, Option<&[u8]>), Problem> {
                     tensor.optional = truth != 0;
                 }
                 ("optional", _) => return Err(tensor.fault("`optional` is no truth value")),
-                _ => {}
+                (other, _) => check_parameter("input", &tensor.name, other)?,
             },
             _ => {}
         }

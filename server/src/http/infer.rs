@@ -66,13 +66,23 @@ struct Parameters<'a> {
     binary_data_size: Option<usize>,
     /// Of an output: whether it is binary data, whatever the request says.
     binary_data: Option<bool>,
-    /// Of an output: see [`check_parameter`].
+    /// Of an input or output: see [`check_parameter`].
     #[serde(borrow)]
     classification: Option<&'a RawValue>,
     #[serde(borrow)]
     shared_memory_region: Option<&'a RawValue>,
     /// Of an input: whether a model that has no such input may ignore it.
     optional: bool,
+}
+
+impl Parameters<'_> {
+    /// Checks those of the `tensor` of this `name`.
+    fn check(&self, tensor: &str, name: &str) -> Result<(), Problem> {
+        let Self { classification, shared_memory_region, .. } = self;
+        let other = [(CLASSIFICATION, classification), (SHARED_MEMORY, shared_memory_region)];
+        let mut other = other.iter().filter(|(_, value)| value.is_some());
+        other.try_for_each(|(parameter, _)| check_parameter(tensor, name, parameter))
+    }
 }
 
 #[derive(Deserialize)]
@@ -302,12 +312,8 @@ pub fn order<'a>(
     }
     for Object(HeadOutput { name, parameters }) in outputs {
         checked(&name)?;
-        let Parameters { classification, shared_memory_region, binary_data, .. } = parameters.0;
-        let other = [(CLASSIFICATION, classification), (SHARED_MEMORY, shared_memory_region)];
-        if let Some((parameter, _)) = other.iter().find(|(_, value)| value.is_some()) {
-            check_parameter(&name, parameter)?;
-        }
-        let want = encoding(binary_data.unwrap_or(is_binary));
+        parameters.0.check("output", &name)?;
+        let want = encoding(parameters.0.binary_data.unwrap_or(is_binary));
         order.asked.push(Asked { name, want });
     }
     if !binary.is_empty() {
@@ -321,6 +327,7 @@ fn tensor<'a>(input: HeadInput<'a>, binary: &mut &'a [u8]) -> Result<Tensor<'a>,
     let HeadInput { name, datatype, shape, parameters: Object(parameters), data } = input;
     checked(&name)?;
     checked(&datatype)?;
+    parameters.check("input", &name)?;
     let optional = parameters.optional;
     let mut tensor = Tensor { name, datatype, optional, ..Tensor::default() };
     shape.into_iter().try_for_each(|side| tensor.add_side(side))?;
