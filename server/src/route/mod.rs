@@ -13,7 +13,9 @@ use crate::grpc::infer as grpc_infer;
 use crate::grpc::reflection::reflect;
 use crate::http::infer::{self as http_infer, Target};
 use crate::http::page::page;
-use crate::http::{Answered, header_text, json_reply, read_body, read_until, refusal, reply};
+use crate::http::{
+    Answered, header_text, json_reply, read_body, read_until, refusal, reply, skip_rest,
+};
 use crate::infer::{Call, Order};
 use crate::limits::{
     CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
@@ -34,7 +36,7 @@ use hatchback::{Schema, Shortened};
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ACCEPT, CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
-use hyper::{Method, Request, StatusCode};
+use hyper::{Method, Request, StatusCode, Version};
 use percent_encoding::percent_decode_str;
 use prost::Message;
 use serde_json::{Map, Value, json};
@@ -60,6 +62,8 @@ pub struct Received {
     memory: Reservation,
     head: Result<Head, Problem>,
     body: Incoming,
+    /// Whether an answer before the end of the body ends the connection.
+    is_http1: bool,
 }
 
 /// What is kept of the headers of a request.
@@ -90,7 +94,8 @@ impl Received {
         let may_change = control::has_right(front, connection, headers);
         let mut memory = connection.share.reservation();
         let head = Head::read(front, connection, protocol, &parts, &mut memory);
-        Self { at, protocol, trace, may_change, memory, head, body }
+        let is_http1 = parts.version < Version::HTTP_2;
+        Self { at, protocol, trace, may_change, memory, head, body, is_http1 }
     }
 }
 
@@ -155,15 +160,16 @@ impl Head {
 /// Answers `request` of `connection`. The answer holds its bytes of the budget until the caller has
 /// taken it.
 pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Received) -> Answered {
-    let Received { at: received, protocol, trace, may_change, memory, head, body } = request;
+    let Received { at: received, protocol, trace, may_change, memory, head, mut body, is_http1 } =
+        request;
     let (model, header, has_body) = (String::new(), trace.clone(), !body.is_end_stream());
     let timeout = head.as_ref().ok().and_then(|head| head.timeout);
     let mut call =
         Call { front, connection, protocol, received, memory, model, trace, timeout, may_change };
     let answered = match (head, protocol) {
         (Err(problem), _) => Err(problem),
-        (Ok(head), Protocol::Grpc) => answer_grpc(&mut call, &head, body).await,
-        (Ok(head), Protocol::Http) => answer_http(&mut call, &head, body).await,
+        (Ok(head), Protocol::Grpc) => answer_grpc(&mut call, &head, &mut body).await,
+        (Ok(head), Protocol::Http) => answer_http(&mut call, &head, &mut body).await,
     };
 
     let Call { model, mut memory, .. } = call;
@@ -190,6 +196,10 @@ pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Receiv
     if let Some(trace) = header {
         answered.headers_mut().insert(TRACEPARENT, trace);
     }
+    if is_http1 {
+        // A caller that still writes would get a broken connection in place of the answer.
+        skip_rest(front, connection, &mut body, received).await;
+    }
     hold(&mut answered, memory);
     answered
 }
@@ -213,7 +223,7 @@ fn hold(answered: &mut Answered, memory: Reservation) {
 async fn answer_grpc(
     call: &mut Call<'_>,
     head: &Head,
-    body: Incoming,
+    body: &mut Incoming,
 ) -> Result<Answered, Problem> {
     if head.path == HEALTH_CHECK {
         let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
@@ -322,7 +332,7 @@ fn is_ready(front: &Front) -> bool {
 async fn answer_http(
     call: &mut Call<'_>,
     head: &Head,
-    body: Incoming,
+    body: &mut Incoming,
 ) -> Result<Answered, Problem> {
     let part = |part| {
         let part = percent_decode_str(part).decode_utf8();
@@ -382,7 +392,7 @@ async fn answer_model(
     target: Target<'_>,
     head: &Head,
     rest: &[&str],
-    body: Incoming,
+    body: &mut Incoming,
 ) -> Result<Answered, Problem> {
     let (front, Target { model, version }) = (call.front, target);
     match rest {
@@ -423,7 +433,7 @@ fn overrides_files(name: &str) -> Problem {
 
 async fn change_http(
     call: &mut Call<'_>,
-    body: Incoming,
+    body: &mut Incoming,
     name: &str,
     change: Change,
 ) -> Result<Answered, Problem> {
