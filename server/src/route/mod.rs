@@ -32,6 +32,7 @@ use crate::proto::{
 use crate::tensors::outputs::Wants;
 use crate::tensors::{Layout, Read, batch_of};
 use hatchback::schema::batch::Batch;
+use hatchback::schema::object::Object;
 use hatchback::{Schema, Shortened};
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ACCEPT, CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
@@ -39,6 +40,8 @@ use hyper::http::request::Parts;
 use hyper::{Method, Request, StatusCode, Version};
 use percent_encoding::percent_decode_str;
 use prost::Message;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -375,7 +378,12 @@ async fn answer_http(
         }
         ["v2", "repository", "index"] => {
             head.check(&Method::POST)?;
-            Ok(reply(StatusCode::OK, JSON_TYPE, front.shown().index))
+            let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
+            let IndexOrder { ready } = read_object(&body)?;
+            Ok(match ready {
+                true => json_reply(&repository::index(front, &[])),
+                false => reply(StatusCode::OK, JSON_TYPE, front.shown().index),
+            })
         }
         ["v2", "repository", "models", name, change @ ("load" | "unload")] => {
             head.check(&Method::POST)?;
@@ -425,6 +433,24 @@ fn ready_reply(is_ready: bool) -> Result<Answered, Problem> {
     ready.ok_or_else(|| Problem::new(Code::Unavailable, "not ready"))
 }
 
+/// The body of a request for the index of models.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct IndexOrder {
+    /// Whether it asks for the models that are served only.
+    ready: bool,
+}
+
+/// Reads the body of a request that is one object of JSON, or empty.
+fn read_object<T: Default + DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    if body.is_empty() {
+        return Ok(T::default());
+    }
+    let Object(object) =
+        serde_json::from_slice(body).map_err(|e| Problem::invalid(e.to_string()))?;
+    Ok(object)
+}
+
 /// Returns the problem of a load whose parameter `name` would replace a file of the model.
 fn overrides_files(name: &str) -> Problem {
     let what = "not supported; a model is loaded from its own files only";
@@ -440,11 +466,8 @@ async fn change_http(
     // Before the body is read: a caller without the right takes no memory.
     check_right(call)?;
     let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
-    let body = if body.is_empty() { b"null" } else { &*body };
-    let parameters: Option<Map<String, Value>> =
-        serde_json::from_slice(body).map_err(|e| Problem::invalid(e.to_string()))?;
-    if parameters.unwrap_or_default().get("parameters").is_some_and(|own| !own["config"].is_null())
-    {
+    let order: Map<String, Value> = read_object(&body)?;
+    if order.get("parameters").is_some_and(|own| !own["config"].is_null()) {
         return Err(overrides_files("config"));
     }
     control::change(call, name, change).await?;

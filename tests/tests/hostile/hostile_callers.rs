@@ -362,13 +362,17 @@ fn nobody_has_the_right_where_there_is_no_token() {
 #[test]
 fn the_index_of_models_is_read_by_no_serving_thread() {
     let open = Open::new();
-    let index = || {
+    let index_of = |body: &str| {
         let mut client = open.client();
-        client.send("/v2/repository/index", Some(b"")).unwrap();
+        client.send("/v2/repository/index", Some(body.as_bytes())).unwrap();
         text(&client.receive().unwrap().body)
     };
+    let index = || index_of("");
     assert!(index().contains("closed") && index().contains("READY"), "{}", index());
+    assert!(index_of("{\"ready\": 1}").contains("error"), "{}", index_of("{\"ready\": 1}"));
     for ready in [false, true] {
+        let listed = index_of(&json!({ "ready": ready }).to_string());
+        assert!(listed.contains("READY") && listed.contains("closed") != ready, "{listed}");
         let answer = open.call("RepositoryIndex", LOCAL, &RepositoryIndexRequest { ready });
         assert_eq!(text(&answer).contains("closed"), !ready, "{}", text(&answer));
     }
