@@ -168,7 +168,7 @@ pub async fn skip_rest(
     body: &mut Incoming,
     received: Instant,
 ) {
-    let bytes_max = u64::from(front.rules.request_bytes_max);
+    let bytes_max = front.rules.request_bytes_max;
     let mut left = Some(bytes_max).filter(|max| body.size_hint().lower() <= *max);
     let rest = async {
         while let Some(most) = left
