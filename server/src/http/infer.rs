@@ -3,7 +3,7 @@
 
 use crate::connections::memory::Reservation;
 use crate::http::{Answered, header_text, reply};
-use crate::infer::{Call, NO_NUMBER, Order, Shown, submit};
+use crate::infer::{Call, NO_NUMBER, Order, Shown, submit, turn};
 use crate::models::describe;
 use crate::problem::{Problem, checked};
 use crate::tensors::outputs::{
@@ -27,7 +27,7 @@ use std::fmt;
 /// The header with the length of the JSON before the binary data.
 pub const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
 /// Most bytes in memory for a byte of JSON. The vectors have twice the room that they need.
-const GROWTH: usize = 32;
+pub const GROWTH: usize = 32;
 const _: () = assert!(2 * size_of::<u64>() <= GROWTH * "1,".len());
 const _: () = assert!(
     2 * (size_of::<HeadOutput<'_>>() + size_of::<Asked<'_>>()) <= GROWTH * r#"{"name":""},"#.len()
@@ -244,7 +244,7 @@ pub async fn infer(
 /// Queues the keys of `body` to prefetch. Returns how many keys fit into the queue.
 ///
 /// # Errors
-/// The request is malformed or does not fit the model.
+/// The request is malformed or does not fit the model, or the car sheds load.
 pub fn prefetch(
     call: &mut Call<'_>,
     target: Target<'_>,
@@ -254,6 +254,8 @@ pub fn prefetch(
     let Target { model, version } = target;
     let served = call.front.served(model)?;
     let opened = describe::version(&served, version)?;
+    // The keys make reads of flash, which a hot car has to shed too.
+    let _turn = turn(call.front, &served)?;
     let order = order(target, json_bytes, body, &mut call.memory)?;
     let layout = call.front.layout(model, opened.schema());
     let batch_max = opened.budget().batch_max as usize;

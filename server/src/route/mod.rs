@@ -418,6 +418,7 @@ async fn answer_model(
             check_right(call)?;
             describe::opened(front, model, version)?;
             let line = read_body(call, body, front.rules.request_bytes_max as usize).await?;
+            call.memory.grow(http_infer::GROWTH * line.len())?;
             Ok(json_reply(&control::explain(call, model, line).await?))
         }
         [] => head.get(|| Ok(json_reply(&describe::model(front, model, version)?))),
