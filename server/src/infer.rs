@@ -219,7 +219,8 @@ impl Submitted<'_> {
         encode: impl FnOnce(&Shown<'_>, &mut Call<'_>) -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         drop(body);
-        call.memory.shrink(REQUEST_BYTES);
+        // The notes stay for the answer, which names them.
+        call.memory.shrink(REQUEST_BYTES + self.view.differences.bytes());
         // `_turn` and `_work` stay in `self`, and so until the request is answered.
         let Self { queued, view, deadline, at: submitted, at_clock, model, .. } = self;
         // The thread reads what its other connections have sent, so that one batch has all of it.

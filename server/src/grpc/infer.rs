@@ -233,6 +233,7 @@ fn response(shown: &Shown<'_>, call: &mut Call<'_>) -> Result<Vec<u8>, Problem> 
     let id = shown.id();
     let outputs = shown.outputs().map(|(output, _, _)| ANSWER_BYTES + output.name.len());
     let names = call.model.len() + id.len() + outputs.sum::<usize>();
+    let names = names + shown.differences().bytes();
     // In memory twice: as fields, and in the frame.
     call.memory.grow(2 * (ANSWER_BYTES + names + NUMBER_BYTES * shown.numbers()))?;
 

@@ -35,6 +35,8 @@ const _: () = assert!(
 /// Bytes of a score or a count in JSON, with its comma, and of any number as binary data, at most.
 const TEXT_BYTES: usize = "-1.17549435e-38,".len();
 const BINARY_BYTES: usize = 8;
+/// Bytes of a character of a name in JSON, at most.
+const ESCAPE_BYTES: usize = r"\u0001".len();
 /// Bytes of an answer beside its numbers and names.
 const ANSWER_BYTES: usize = 1024;
 
@@ -235,7 +237,8 @@ pub async fn infer(
         };
         let numbers_bytes: usize = shown.outputs().map(bytes).sum();
         // In memory twice: a vector that grew, or the binary data and the answer.
-        call.memory.grow(ANSWER_BYTES + shown.id().len() + 2 * numbers_bytes)?;
+        let twice = numbers_bytes + ESCAPE_BYTES * shown.differences().bytes();
+        call.memory.grow(ANSWER_BYTES + shown.id().len() + 2 * twice)?;
         Ok(response(&call.model, shown))
     };
     submitted.answer(call, body, encode).await

@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 /// What is wrong with a tensor of which the feature has another one.
 const TWICE: &str = "occurs twice, or beside the feature's other form";
-/// Bytes of a note of a difference beside its name, which is in memory three times.
+/// Bytes of a note of a difference beside its name.
 const NOTE_BYTES: usize = 64;
 
 /// The part of a request that a tensor holds.
@@ -58,6 +58,11 @@ pub struct Differences {
 }
 
 impl Differences {
+    /// Returns the bytes in memory of the notes.
+    pub fn bytes(&self) -> usize {
+        self.ignored.iter().chain(&self.absent).map(|name| NOTE_BYTES + name.len()).sum()
+    }
+
     /// Returns the parameters of the answer that name them.
     pub fn parameters(&self) -> impl Iterator<Item = (&'static str, String)> {
         let both = [("ignored_inputs", &self.ignored), ("absent_inputs", &self.absent)];
@@ -351,7 +356,7 @@ impl<'a> Columns<'a> {
 
 /// Adds `name` to `notes`, and its bytes to `memory`.
 fn note(notes: &mut Vec<String>, name: &str, memory: &mut Reservation) -> Result<(), Problem> {
-    memory.grow(NOTE_BYTES + 3 * name.len())?;
+    memory.grow(NOTE_BYTES + name.len())?;
     notes.push(name.to_owned());
     Ok(())
 }
