@@ -85,7 +85,8 @@ fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
 #[test]
 fn an_output_that_is_asked_for_as_text_is_text_in_a_binary_answer() {
     let door = open();
-    let dense = json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH], "data": [0; 7]});
+    let dense =
+        json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH], "data": vec![0; WIDTH]});
     let output = json!({"name": "score", "parameters": {"binary_data": false}});
     let parameters = json!({"binary_data_output": true});
     let body = json!({"inputs": [dense], "outputs": [output], "parameters": parameters});
