@@ -126,8 +126,9 @@ typedef void (*hatchback_logger)(int level, const char *message, void *context);
 const char *hatchback_version(void);
 
 /* Passes the library's messages to `logger`, or drops them if it is NULL. `logger` must not call
- * hatchback_close. Another thread may still be in the previous logger; keep its `context` until
- * every process is closed. Never blocks. */
+ * hatchback_open, hatchback_close, hatchback_load, hatchback_unload or hatchback_explain: a message
+ * comes in the middle of such work, and the call would wait for itself. Another thread may still be
+ * in the previous logger; keep its `context` until every process is closed. Never blocks. */
 hatchback_result hatchback_set_logger(hatchback_logger logger, void *context);
 
 /* Opens the budget and the device of the file `target`, and starts the thread that follows flash
@@ -219,7 +220,7 @@ hatchback_result hatchback_get_memory(hatchback_process process, hatchback_memor
                                       uint32_t lines_max, uint32_t *count);
 
 /* Returns the error text of this thread's last call that failed; never NULL. The text lives until
- * the thread's next call that fails. Never blocks. */
+ * the thread's next call that fails. It may be empty at exit. Never blocks. */
 const char *hatchback_error(void);
 
 #ifdef __cplusplus

@@ -82,7 +82,7 @@ using statistics = ::hatchback_statistics;
 /// A call that failed: its result, and the text of the library.
 class error : public std::runtime_error {
 public:
-    explicit error(result code) : std::runtime_error(::hatchback_error()), code_(code) {}
+    explicit error(result code, const char *text = ::hatchback_error()) : std::runtime_error(text), code_(code) {}
 
     /// The result of the call.
     result code() const noexcept { return code_; }
@@ -136,7 +136,7 @@ struct request {
     std::uint32_t samples = 0;
     span<const float> dense; ///< [samples, dense features], then [shared dense features]
     span<const bags> sparse; ///< one for each sparse feature
-    std::chrono::microseconds timeout{0}; ///< 0 waits as long as it takes
+    std::chrono::microseconds timeout{0}; ///< 0 waits as long as it takes; below 0 is too late already
 };
 
 /// Where the answer to a request is written.
@@ -196,7 +196,8 @@ public:
     }
 
     /// Scores `from` into `to`. Returns HATCHBACK_REQUEST if a span does not have the size that the
-    /// shape and the number of samples require. hatchback_error() does not describe that mistake.
+    /// shape and the number of samples require, and HATCHBACK_DEADLINE_EXCEEDED if the timeout is
+    /// below 0. hatchback_error() does not describe these two.
     result try_score(const request &from, answer &to) const noexcept {
         const std::size_t samples = from.samples;
         if (from.dense.size() != dense_size(samples) ||
@@ -204,6 +205,8 @@ public:
             to.scores.size() != samples * shape_.outputs ||
             (to.statuses.size() != 0 && to.statuses.size() != samples))
             return HATCHBACK_REQUEST;
+        // As an unsigned number it would be no limit at all.
+        if (from.timeout.count() < 0) return HATCHBACK_DEADLINE_EXCEEDED;
         return ::hatchback_score(handle_, from.samples, from.dense.data(), from.sparse.data(),
                                  static_cast<std::uint64_t>(from.timeout.count()), to.scores.data(),
                                  to.statuses.size() == 0 ? nullptr : to.statuses.data(), &to.generation);
@@ -217,6 +220,7 @@ public:
         if (from.sparse.size() != shape_.sparse_features) fail(size_error("sparse"));
         if (to.scores.size() != samples * shape_.outputs) fail(size_error("scores"));
         if (to.statuses.size() != 0 && to.statuses.size() != samples) fail(size_error("statuses"));
+        if (from.timeout.count() < 0) fail(error(HATCHBACK_DEADLINE_EXCEEDED, "timeout: below 0"));
         check(try_score(from, to));
     }
 

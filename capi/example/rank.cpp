@@ -27,7 +27,8 @@ int rank(const std::string &target, const std::string &flash, const std::string 
     std::iota(one_each.begin(), one_each.end(), 0);
     std::vector<hatchback::bags> sparse(shape.sparse_features, hatchback::bags{nullptr, none.data(), nullptr});
     sparse[ranked] = {candidates.data(), one_each.data(), nullptr};
-    const std::vector<float> dense(std::size_t{samples} * shape.dense_features, 0.0F);
+    const std::size_t numbers = std::size_t{samples} * shape.dense_features + shape.shared_dense_features;
+    const std::vector<float> dense(numbers, 0.0F);
 
     std::vector<float> scores(std::size_t{samples} * shape.outputs);
     std::vector<hatchback::status> statuses(samples);

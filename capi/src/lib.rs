@@ -216,7 +216,13 @@ extern "C" fn hatchback_load(
         let process = process(handle)?;
         let name = if name.is_null() { None } else { Some(text("name", name)?) };
         let loaded = process.load(Path::new(text("flash", flash)?), name)?;
-        write("model", to, ModelHandle(MODELS.open(Arc::new(loaded))))
+        let model = MODELS.open(Arc::new(loaded));
+        // A close during the load has not seen this handle.
+        if PROCESSES.get(handle.0).is_none() {
+            MODELS.close(model);
+            return Err(closed("process"));
+        }
+        write("model", to, ModelHandle(model))
     })
 }
 
@@ -224,9 +230,9 @@ extern "C" fn hatchback_load(
 #[unsafe(no_mangle)]
 extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
     answer(|| {
-        let model = model(handle)?;
-        MODELS.close(handle.0);
-        model.unload()
+        model(handle)?;
+        // Only one of two callers takes the handle: the name may be another model's by the second.
+        MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload()
     })
 }
 

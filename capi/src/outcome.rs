@@ -97,7 +97,9 @@ pub fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
         Ok(()) => Outcome::Ok,
         Err(Refusal(outcome, text)) => {
             // A C string cannot contain a zero byte.
-            ERROR.set(CString::new(text.replace('\0', " ")).unwrap_or_default());
+            let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+            // At exit a thread's text is freed before static objects, whose destructors may call.
+            let _ = ERROR.try_with(|error| error.replace(text));
             outcome
         }
     }
@@ -112,5 +114,5 @@ pub fn keep_explanation(text: String) -> *const c_char {
 
 /// Returns the text of the calling thread's last error. It lives until the thread's next error.
 pub fn last_error() -> *const c_char {
-    ERROR.with_borrow(|text| text.as_ptr())
+    ERROR.try_with(|error| error.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

@@ -2,8 +2,8 @@
 // its callers. Prints `generation SCORE_BITS` for each generation that answered. tests/c.rs compiles
 // this program, once for each sanitizer, and runs it.
 // usage: follow TARGET FLASH SAMPLE
-// SAMPLE has the dense features, then for each sparse feature the number of its keys and the keys.
-// The program ends when its input ends.
+// SAMPLE has the dense features, the shared ones last, then for each sparse feature the number of its
+// keys and the keys. The program ends when its input ends.
 #include "hatchback.hpp"
 
 #include <atomic>
@@ -26,7 +26,8 @@ struct sample {
     std::vector<std::vector<std::uint32_t>> offsets;
     std::vector<hatchback::bags> sparse;
 
-    sample(std::ifstream &file, const hatchback::shape &shape) : dense(shape.dense_features) {
+    sample(std::ifstream &file, const hatchback::shape &shape)
+        : dense(shape.dense_features + shape.shared_dense_features) {
         for (auto &value : dense) file >> value;
         for (std::uint32_t f = 0; f < shape.sparse_features; f++) {
             std::uint32_t count = 0;
@@ -84,7 +85,26 @@ hatchback::result score_until_closed(hatchback_model model, const hatchback::sha
     }
 }
 
+/// Closes the process of `context` on another thread, while this one loads a model.
+void close_during_load(int, const char *message, void *context) {
+    if (!std::strstr(message, "dense network of")) return;
+    const auto process = *static_cast<const hatchback_process *>(context);
+    std::thread([process] { (void)hatchback_close(process); }).join();
+}
+
+/// Whether a model whose process is closed during its load is closed too.
+bool is_closed_during_load(char **arguments) {
+    hatchback_process process{0};
+    hatchback_model model{7};
+    if (hatchback_open(arguments[1], &process) != HATCHBACK_OK) return false;
+    hatchback_set_logger(close_during_load, &process);
+    const auto loaded = hatchback_load(process, arguments[2], nullptr, &model);
+    hatchback_set_logger(nullptr, nullptr);
+    return loaded == HATCHBACK_CLOSED && model.handle == 0;
+}
+
 int run(char **arguments) {
+    if (!is_closed_during_load(arguments)) return 3;
     const hatchback::process process(arguments[1]);
     hatchback::model model = process.load(arguments[2], "followed");
     const hatchback::shape shape = model.describe();
@@ -106,6 +126,8 @@ int run(char **arguments) {
     request.sparse = one.sparse;
     model.score(request, answer);
     seen.add(answer.generation, scores);
+    request.timeout = std::chrono::microseconds(-1);
+    if (model.try_score(request, answer) != HATCHBACK_DEADLINE_EXCEEDED) return 3;
     request.samples = 2;
     if (model.try_score(request, answer) != HATCHBACK_REQUEST) return 3;
     try {

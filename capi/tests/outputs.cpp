@@ -11,7 +11,7 @@ int main(int count, char **arguments) {
         const hatchback::process process(arguments[1]);
         const hatchback::model model = process.load(arguments[2]);
         const hatchback::shape shape = model.describe();
-        const std::vector<float> dense(shape.dense_features);
+        const std::vector<float> dense(shape.dense_features + shape.shared_dense_features);
         const std::uint32_t none[] = {0, 0};
         const std::vector<hatchback::bags> sparse(shape.sparse_features, {nullptr, none, nullptr});
         std::vector<float> scores(shape.outputs);

@@ -16,6 +16,11 @@ enum { BATCH = 4, KEYS_MAX = 4096 };
 static const hatchback_process no_process = {0};
 static const hatchback_model no_model = {0};
 
+/* A call fails after the C library has freed what belongs to this thread, the error text too. */
+static void close_at_exit(void) {
+    if (hatchback_close(no_process) != HATCHBACK_CLOSED || !hatchback_error()) _exit(4);
+}
+
 /* Keys are queued, and each mistake has its error. */
 static int mistakes_of_prefetch(hatchback_model model, const hatchback_shape *shape) {
     uint64_t keys[2] = {1, 2};
@@ -224,7 +229,7 @@ int main(int count, char **arguments) {
     uint32_t **offsets, f, i, n, read = 0, samples;
     float *dense, *scores;
     FILE *file;
-    if (count != 4 || !(file = fopen(arguments[3], "r"))) return 2;
+    if (count != 4 || !(file = fopen(arguments[3], "r")) || atexit(close_at_exit)) return 2;
     if (hatchback_open(arguments[1], &process) != HATCHBACK_OK) return refused("open");
     if (hatchback_load(process, arguments[2], NULL, &model) != HATCHBACK_OK) return refused("load");
     if (hatchback_describe(model, &shape) != HATCHBACK_OK) return refused("describe");

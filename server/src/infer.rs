@@ -18,7 +18,7 @@ use crate::tensors::values::Tensor;
 use crate::tensors::{Differences, Layout, fill};
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
-use hatchback::{Queued, RequestError, Shortened, Ticket};
+use hatchback::{Queued, RequestError, Served, Shortened, Ticket};
 use hyper::body::Bytes;
 use hyper::header::HeaderValue;
 use std::borrow::Cow;
@@ -141,6 +141,15 @@ pub struct Submitted<'a> {
     _work: Work<'a>,
 }
 
+/// Returns the right to serve a request to the model `served`.
+///
+/// # Errors
+/// The car sheds load.
+pub fn turn<'a>(front: &'a Front, served: &Served) -> Result<Turn<'a>, Problem> {
+    let busy = || Problem::busy("busy: the car sheds load", front.retry_after(served));
+    front.gate.turn().ok_or_else(busy)
+}
+
 /// Submits what `order` asks for.
 ///
 /// # Errors
@@ -153,9 +162,8 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     order.model.clone_into(&mut call.model);
     describe::version(&served, order.version)?;
 
-    let busy = |message: String| Problem::busy(message, front.retry_after(&served));
     let work = call.connection.begin_work()?;
-    let turn = front.gate.turn().ok_or_else(|| busy("busy: the car sheds load".to_owned()))?;
+    let turn = turn(front, &served)?;
 
     let (received, at_clock) = (call.received.elapsed(), front.serving.now());
     let timeout = shorter_timeout(order.timeout, call.timeout);
@@ -176,7 +184,9 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     });
     let queued = queued.map_err(|e| match e {
         // No slot is free. A refusal by the byte budget has a time to wait already.
-        Problem { code: Code::Busy, retry_after: None, message } => busy(message),
+        Problem { code: Code::Busy, retry_after: None, message } => {
+            Problem::busy(message, front.retry_after(&served))
+        }
         e => e,
     })?;
 
@@ -209,7 +219,8 @@ impl Submitted<'_> {
         encode: impl FnOnce(&Shown<'_>, &mut Call<'_>) -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         drop(body);
-        call.memory.shrink(REQUEST_BYTES);
+        // The notes stay for the answer, which names them.
+        call.memory.shrink(REQUEST_BYTES + self.view.differences.bytes());
         // `_turn` and `_work` stay in `self`, and so until the request is answered.
         let Self { queued, view, deadline, at: submitted, at_clock, model, .. } = self;
         // The thread reads what its other connections have sent, so that one batch has all of it.

@@ -39,6 +39,8 @@ pub fn serving(name: &str, flash: &Flash, budget: Budget) -> Serving {
 pub struct FrontDoor {
     /// What serves its models.
     pub serving: Arc<Serving>,
+    /// Lets requests pass.
+    pub gate: Arc<Gate>,
     folder: TempDir,
     stopping: Arc<Stopping>,
     listeners: Vec<Arc<Listener>>,
@@ -65,12 +67,12 @@ impl FrontDoor {
         token: &str,
         folders: Vec<ModelFolder>,
     ) -> io::Result<Self> {
-        let serving = Arc::new(serving);
+        let (serving, gate) = (Arc::new(serving), Arc::new(Gate::default()));
         let front = Front::new(FrontOptions {
             serving: Arc::clone(&serving),
             rules: RULES,
             budget: Budget::default(),
-            gate: Arc::new(Gate::default()),
+            gate: Arc::clone(&gate),
             models: Box::new(move || model_folders(&folders)),
             on_answer: Box::new(|_, _, _| {}),
             facts: Box::new(CarFacts::default),
@@ -83,7 +85,7 @@ impl FrontDoor {
             [Some(unix), listener].into_iter().flatten().map(Arc::new).collect();
         let (theirs, until) = (listeners.clone(), Arc::clone(&stopping));
         let server = std::thread::spawn(move || hatchback_server::serve(&front, &theirs, &until));
-        Ok(Self { serving, folder, stopping, listeners, server: Some(server) })
+        Ok(Self { serving, gate, folder, stopping, listeners, server: Some(server) })
     }
 
     /// Returns the path of the Unix socket.

@@ -3,7 +3,9 @@
 //! updates.
 
 use crate::changing::{DIM, releases, value};
-use crate::programs::{compile, here, library, library_sanitizer, pack_and_install};
+use crate::programs::{
+    changed_coupon, compile, here, library, library_sanitizer, pack_and_install, shared_coupon,
+};
 use clap::Parser;
 use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
@@ -48,22 +50,14 @@ fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
 /// Copies the demo's model to `folder`, with every table in the cache and no hot list, so that the
 /// first request for a key reads flash.
 fn cold_coupon(folder: &Path) -> PathBuf {
-    let model = folder.join("coupon");
-    std::fs::create_dir(&model).unwrap();
-    for file in std::fs::read_dir(here("../tools/demo/coupon")).unwrap() {
-        let file = file.unwrap();
-        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
-    }
-    let spec = model.join("model.toml");
-    let lines = std::fs::read_to_string(&spec).unwrap();
     let without_counts = |line: &str| match line.split_once(", counts") {
         Some((line, _)) => format!("{line} }}\n"),
         None => format!("{line}\n"),
     };
-    let cold: String = lines.lines().map(without_counts).collect();
-    let cached = "keys = \"index\"\nplacement = \"cached\"";
-    std::fs::write(&spec, cold.replace("keys = \"index\"", cached)).unwrap();
-    model
+    changed_coupon(folder, |spec| {
+        let cold: String = spec.lines().map(without_counts).collect();
+        cold.replace("keys = \"index\"", "keys = \"index\"\nplacement = \"cached\"")
+    })
 }
 
 /// Compiles the C program `name` in `folder`, beside a link to the library.
@@ -389,7 +383,8 @@ fn the_example_builds_with_cmake_and_ranks() {
         .args(library_sanitizer().map(|name| format!("-DCMAKE_CXX_FLAGS=-fsanitize={name}"))));
     run(Command::new("cmake").arg("--build").arg(&build));
 
-    let (flash, feature) = pack_and_install("../tools/demo/coupon", folder.path());
+    let model = shared_coupon(folder.path());
+    let (flash, feature) = pack_and_install(model.to_str().unwrap(), folder.path());
     let said = run(Command::new(build.join("rank"))
         .args([&here("../targets/cpu.toml"), &flash])
         .arg(feature)

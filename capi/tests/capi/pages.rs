@@ -1,6 +1,6 @@
 //! The programs of docs/languages.md compile as they are printed, and score the demo's model.
 
-use crate::programs::{compile, here, library, pack_and_install};
+use crate::programs::{compile, here, library, pack_and_install, shared_coupon};
 use std::process::Command;
 
 /// Compiles the page's program in `language` with `compiler`, runs it, and returns what it prints.
@@ -20,7 +20,8 @@ fn run_program(language: &str, compiler: &str, standard: &str) -> String {
     let [source, link, out] = [&source, &link, &out].map(|path| path.to_str().unwrap());
     compile(compiler, &[standard, source, link, &rpath, "-o", out]);
 
-    let (flash, _) = pack_and_install("../tools/demo/coupon", folder.path());
+    let model = shared_coupon(folder.path());
+    let (flash, _) = pack_and_install(model.to_str().unwrap(), folder.path());
     let run = |flash| {
         let mut command = Command::new(out);
         command.args([here("../targets/cpu.toml"), flash]).output().unwrap()

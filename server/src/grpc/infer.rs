@@ -95,7 +95,7 @@ pub fn read<'a>(message: &'a [u8], memory: &mut Reservation) -> Result<Order<'a>
                 for entry in Fields(output) {
                     let entry = entry?;
                     if entry.number == OUTPUT_PARAMETERS {
-                        check_parameter(name, parameter(entry.bytes()?)?.0)?;
+                        check_parameter("output", name, parameter(entry.bytes()?)?.0)?;
                     }
                 }
                 order.asked.push(Asked { name: name.into(), want: Want::Binary });
@@ -168,7 +168,7 @@ fn input(message: &[u8]) -> Result<(Tensor<'_>, Option<&[u8]>), Problem> {
                     tensor.optional = truth != 0;
                 }
                 ("optional", _) => return Err(tensor.fault("`optional` is no truth value")),
-                _ => {}
+                (other, _) => check_parameter("input", &tensor.name, other)?,
             },
             _ => {}
         }
@@ -233,6 +233,7 @@ fn response(shown: &Shown<'_>, call: &mut Call<'_>) -> Result<Vec<u8>, Problem> 
     let id = shown.id();
     let outputs = shown.outputs().map(|(output, _, _)| ANSWER_BYTES + output.name.len());
     let names = call.model.len() + id.len() + outputs.sum::<usize>();
+    let names = names + shown.differences().bytes();
     // In memory twice: as fields, and in the frame.
     call.memory.grow(2 * (ANSWER_BYTES + names + NUMBER_BYTES * shown.numbers()))?;
 

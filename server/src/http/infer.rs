@@ -3,7 +3,7 @@
 
 use crate::connections::memory::Reservation;
 use crate::http::{Answered, header_text, reply};
-use crate::infer::{Call, NO_NUMBER, Order, Shown, submit};
+use crate::infer::{Call, NO_NUMBER, Order, Shown, submit, turn};
 use crate::models::describe;
 use crate::problem::{Problem, checked};
 use crate::tensors::outputs::{
@@ -27,7 +27,7 @@ use std::fmt;
 /// The header with the length of the JSON before the binary data.
 pub const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
 /// Most bytes in memory for a byte of JSON. The vectors have twice the room that they need.
-const GROWTH: usize = 32;
+pub const GROWTH: usize = 32;
 const _: () = assert!(2 * size_of::<u64>() <= GROWTH * "1,".len());
 const _: () = assert!(
     2 * (size_of::<HeadOutput<'_>>() + size_of::<Asked<'_>>()) <= GROWTH * r#"{"name":""},"#.len()
@@ -35,6 +35,8 @@ const _: () = assert!(
 /// Bytes of a score or a count in JSON, with its comma, and of any number as binary data, at most.
 const TEXT_BYTES: usize = "-1.17549435e-38,".len();
 const BINARY_BYTES: usize = 8;
+/// Bytes of a character of a name in JSON, at most.
+const ESCAPE_BYTES: usize = r"\u0001".len();
 /// Bytes of an answer beside its numbers and names.
 const ANSWER_BYTES: usize = 1024;
 
@@ -64,15 +66,25 @@ struct Parameters<'a> {
     binary_data_output: bool,
     /// Of an input: the bytes of its binary data.
     binary_data_size: Option<usize>,
-    /// Of an output: whether it is binary data.
-    binary_data: bool,
-    /// Of an output: see [`check_parameter`].
+    /// Of an output: whether it is binary data, whatever the request says.
+    binary_data: Option<bool>,
+    /// Of an input or output: see [`check_parameter`].
     #[serde(borrow)]
     classification: Option<&'a RawValue>,
     #[serde(borrow)]
     shared_memory_region: Option<&'a RawValue>,
     /// Of an input: whether a model that has no such input may ignore it.
     optional: bool,
+}
+
+impl Parameters<'_> {
+    /// Checks those of the `tensor` of this `name`.
+    fn check(&self, tensor: &str, name: &str) -> Result<(), Problem> {
+        let Self { classification, shared_memory_region, .. } = self;
+        let other = [(CLASSIFICATION, classification), (SHARED_MEMORY, shared_memory_region)];
+        let mut other = other.iter().filter(|(_, value)| value.is_some());
+        other.try_for_each(|(parameter, _)| check_parameter(tensor, name, parameter))
+    }
 }
 
 #[derive(Deserialize)]
@@ -225,7 +237,8 @@ pub async fn infer(
         };
         let numbers_bytes: usize = shown.outputs().map(bytes).sum();
         // In memory twice: a vector that grew, or the binary data and the answer.
-        call.memory.grow(ANSWER_BYTES + shown.id().len() + 2 * numbers_bytes)?;
+        let twice = numbers_bytes + ESCAPE_BYTES * shown.differences().bytes();
+        call.memory.grow(ANSWER_BYTES + shown.id().len() + 2 * twice)?;
         Ok(response(&call.model, shown))
     };
     submitted.answer(call, body, encode).await
@@ -234,7 +247,7 @@ pub async fn infer(
 /// Queues the keys of `body` to prefetch. Returns how many keys fit into the queue.
 ///
 /// # Errors
-/// The request is malformed or does not fit the model.
+/// The request is malformed or does not fit the model, or the car sheds load.
 pub fn prefetch(
     call: &mut Call<'_>,
     target: Target<'_>,
@@ -244,6 +257,8 @@ pub fn prefetch(
     let Target { model, version } = target;
     let served = call.front.served(model)?;
     let opened = describe::version(&served, version)?;
+    // The keys make reads of flash, which a hot car has to shed too.
+    let _turn = turn(call.front, &served)?;
     let order = order(target, json_bytes, body, &mut call.memory)?;
     let layout = call.front.layout(model, opened.schema());
     let batch_max = opened.budget().batch_max as usize;
@@ -302,12 +317,8 @@ pub fn order<'a>(
     }
     for Object(HeadOutput { name, parameters }) in outputs {
         checked(&name)?;
-        let Parameters { classification, shared_memory_region, binary_data, .. } = parameters.0;
-        let other = [(CLASSIFICATION, classification), (SHARED_MEMORY, shared_memory_region)];
-        if let Some((parameter, _)) = other.iter().find(|(_, value)| value.is_some()) {
-            check_parameter(&name, parameter)?;
-        }
-        let want = encoding(binary_data || is_binary);
+        parameters.0.check("output", &name)?;
+        let want = encoding(parameters.0.binary_data.unwrap_or(is_binary));
         order.asked.push(Asked { name, want });
     }
     if !binary.is_empty() {
@@ -321,6 +332,7 @@ fn tensor<'a>(input: HeadInput<'a>, binary: &mut &'a [u8]) -> Result<Tensor<'a>,
     let HeadInput { name, datatype, shape, parameters: Object(parameters), data } = input;
     checked(&name)?;
     checked(&datatype)?;
+    parameters.check("input", &name)?;
     let optional = parameters.optional;
     let mut tensor = Tensor { name, datatype, optional, ..Tensor::default() };
     shape.into_iter().try_for_each(|side| tensor.add_side(side))?;

@@ -3,6 +3,8 @@
 pub mod infer;
 pub mod page;
 
+use crate::connections::Connection;
+use crate::front::Front;
 use crate::infer::Call;
 use crate::limits::BODY_TIME_MAX;
 use crate::problem::{Code, Problem};
@@ -16,6 +18,7 @@ use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 /// The time to wait before a retry, in milliseconds; `retry-after` has whole seconds only.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
@@ -103,7 +106,7 @@ pub fn refusal(problem: &Problem) -> Answered {
 /// The body is longer, the budget has no room for it, or it does not arrive in time.
 pub async fn read_body(
     call: &mut Call<'_>,
-    body: Incoming,
+    body: &mut Incoming,
     bytes_max: usize,
 ) -> Result<Bytes, Problem> {
     read_until(call, body, bytes_max, |_| false).await
@@ -115,7 +118,7 @@ pub async fn read_body(
 /// As for [`read_body`].
 pub async fn read_until(
     call: &mut Call<'_>,
-    mut body: Incoming,
+    body: &mut Incoming,
     bytes_max: usize,
     is_whole: fn(&[u8]) -> bool,
 ) -> Result<Bytes, Problem> {
@@ -130,13 +133,8 @@ pub async fn read_until(
     let read = tokio::time::timeout(BODY_TIME_MAX, async {
         let announced = body.size_hint().exact().map_or(bytes_max, |bytes| bytes as usize);
         let mut read = Vec::new();
-        while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
-            let frame =
-                frame.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
-            let Ok(data) = frame.into_data() else { continue };
-            // With the heads of its frames, unless they are tiny.
-            call.connection.count_used(data.len() + data.len() / 64);
-            call.connection.note_moved(data.len());
+        while let Some(data) = next_data(call.connection, body).await {
+            let data = data.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
             let bytes = read.len() + data.len();
             if bytes > bytes_max {
                 return Err(too_large());
@@ -160,4 +158,40 @@ pub async fn read_until(
         let problem = format!("the body did not arrive within {BODY_TIME_MAX:?}");
         Err(Problem::new(Code::Late, problem))
     })
+}
+
+/// Reads the rest of `body` and drops it, in the time and up to the size that a body may have. The
+/// headers arrived at `received`.
+pub async fn skip_rest(
+    front: &Front,
+    connection: &Connection,
+    body: &mut Incoming,
+    received: Instant,
+) {
+    let bytes_max = front.rules.request_bytes_max;
+    let mut left = Some(bytes_max).filter(|max| body.size_hint().lower() <= *max);
+    let rest = async {
+        while let Some(most) = left
+            && let Some(Ok(data)) = next_data(connection, body).await
+        {
+            left = most.checked_sub(data.len() as u64);
+        }
+    };
+    let _ = tokio::time::timeout(BODY_TIME_MAX.saturating_sub(received.elapsed()), rest).await;
+}
+
+/// Returns the next bytes of `body`, which belong to a request of `connection`.
+async fn next_data(connection: &Connection, body: &mut Incoming) -> Option<hyper::Result<Bytes>> {
+    loop {
+        let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
+        let data = match frame.map(Frame::into_data) {
+            Ok(Ok(data)) => data,
+            Ok(Err(_trailers)) => continue,
+            Err(e) => return Some(Err(e)),
+        };
+        // With the heads of its frames, unless they are tiny.
+        connection.count_used(data.len() + data.len() / 64);
+        connection.note_moved(data.len());
+        return Some(Ok(data));
+    }
 }

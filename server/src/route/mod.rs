@@ -13,7 +13,9 @@ use crate::grpc::infer as grpc_infer;
 use crate::grpc::reflection::reflect;
 use crate::http::infer::{self as http_infer, Target};
 use crate::http::page::page;
-use crate::http::{Answered, header_text, json_reply, read_body, read_until, refusal, reply};
+use crate::http::{
+    Answered, header_text, json_reply, read_body, read_until, refusal, reply, skip_rest,
+};
 use crate::infer::{Call, Order};
 use crate::limits::{
     CONTROL_BYTES_MAX, PATH_BYTES_MAX, REQUEST_BYTES, TRACE_BYTES_MAX, WINDOW_BYTES_MAX,
@@ -30,13 +32,16 @@ use crate::proto::{
 use crate::tensors::outputs::Wants;
 use crate::tensors::{Layout, Read, batch_of};
 use hatchback::schema::batch::Batch;
+use hatchback::schema::object::Object;
 use hatchback::{Schema, Shortened};
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ACCEPT, CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
-use hyper::{Method, Request, StatusCode};
+use hyper::{Method, Request, StatusCode, Version};
 use percent_encoding::percent_decode_str;
 use prost::Message;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,6 +65,8 @@ pub struct Received {
     memory: Reservation,
     head: Result<Head, Problem>,
     body: Incoming,
+    /// Whether an answer before the end of the body ends the connection.
+    is_http1: bool,
 }
 
 /// What is kept of the headers of a request.
@@ -90,7 +97,8 @@ impl Received {
         let may_change = control::has_right(front, connection, headers);
         let mut memory = connection.share.reservation();
         let head = Head::read(front, connection, protocol, &parts, &mut memory);
-        Self { at, protocol, trace, may_change, memory, head, body }
+        let is_http1 = parts.version < Version::HTTP_2;
+        Self { at, protocol, trace, may_change, memory, head, body, is_http1 }
     }
 }
 
@@ -155,15 +163,16 @@ impl Head {
 /// Answers `request` of `connection`. The answer holds its bytes of the budget until the caller has
 /// taken it.
 pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Received) -> Answered {
-    let Received { at: received, protocol, trace, may_change, memory, head, body } = request;
+    let Received { at: received, protocol, trace, may_change, memory, head, mut body, is_http1 } =
+        request;
     let (model, header, has_body) = (String::new(), trace.clone(), !body.is_end_stream());
     let timeout = head.as_ref().ok().and_then(|head| head.timeout);
     let mut call =
         Call { front, connection, protocol, received, memory, model, trace, timeout, may_change };
     let answered = match (head, protocol) {
         (Err(problem), _) => Err(problem),
-        (Ok(head), Protocol::Grpc) => answer_grpc(&mut call, &head, body).await,
-        (Ok(head), Protocol::Http) => answer_http(&mut call, &head, body).await,
+        (Ok(head), Protocol::Grpc) => answer_grpc(&mut call, &head, &mut body).await,
+        (Ok(head), Protocol::Http) => answer_http(&mut call, &head, &mut body).await,
     };
 
     let Call { model, mut memory, .. } = call;
@@ -190,6 +199,10 @@ pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Receiv
     if let Some(trace) = header {
         answered.headers_mut().insert(TRACEPARENT, trace);
     }
+    if is_http1 {
+        // A caller that still writes would get a broken connection in place of the answer.
+        skip_rest(front, connection, &mut body, received).await;
+    }
     hold(&mut answered, memory);
     answered
 }
@@ -213,7 +226,7 @@ fn hold(answered: &mut Answered, memory: Reservation) {
 async fn answer_grpc(
     call: &mut Call<'_>,
     head: &Head,
-    body: Incoming,
+    body: &mut Incoming,
 ) -> Result<Answered, Problem> {
     if head.path == HEALTH_CHECK {
         let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
@@ -322,7 +335,7 @@ fn is_ready(front: &Front) -> bool {
 async fn answer_http(
     call: &mut Call<'_>,
     head: &Head,
-    body: Incoming,
+    body: &mut Incoming,
 ) -> Result<Answered, Problem> {
     let part = |part| {
         let part = percent_decode_str(part).decode_utf8();
@@ -365,7 +378,12 @@ async fn answer_http(
         }
         ["v2", "repository", "index"] => {
             head.check(&Method::POST)?;
-            Ok(reply(StatusCode::OK, JSON_TYPE, front.shown().index))
+            let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
+            let IndexOrder { ready } = read_object(&body)?;
+            Ok(match ready {
+                true => json_reply(&repository::index(front, &[])),
+                false => reply(StatusCode::OK, JSON_TYPE, front.shown().index),
+            })
         }
         ["v2", "repository", "models", name, change @ ("load" | "unload")] => {
             head.check(&Method::POST)?;
@@ -382,7 +400,7 @@ async fn answer_model(
     target: Target<'_>,
     head: &Head,
     rest: &[&str],
-    body: Incoming,
+    body: &mut Incoming,
 ) -> Result<Answered, Problem> {
     let (front, Target { model, version }) = (call.front, target);
     match rest {
@@ -400,6 +418,7 @@ async fn answer_model(
             check_right(call)?;
             describe::opened(front, model, version)?;
             let line = read_body(call, body, front.rules.request_bytes_max as usize).await?;
+            call.memory.grow(http_infer::GROWTH * line.len())?;
             Ok(json_reply(&control::explain(call, model, line).await?))
         }
         [] => head.get(|| Ok(json_reply(&describe::model(front, model, version)?))),
@@ -415,6 +434,24 @@ fn ready_reply(is_ready: bool) -> Result<Answered, Problem> {
     ready.ok_or_else(|| Problem::new(Code::Unavailable, "not ready"))
 }
 
+/// The body of a request for the index of models.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct IndexOrder {
+    /// Whether it asks for the models that are served only.
+    ready: bool,
+}
+
+/// Reads the body of a request that is one object of JSON, or empty.
+fn read_object<T: Default + DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    if body.is_empty() {
+        return Ok(T::default());
+    }
+    let Object(object) =
+        serde_json::from_slice(body).map_err(|e| Problem::invalid(e.to_string()))?;
+    Ok(object)
+}
+
 /// Returns the problem of a load whose parameter `name` would replace a file of the model.
 fn overrides_files(name: &str) -> Problem {
     let what = "not supported; a model is loaded from its own files only";
@@ -423,18 +460,15 @@ fn overrides_files(name: &str) -> Problem {
 
 async fn change_http(
     call: &mut Call<'_>,
-    body: Incoming,
+    body: &mut Incoming,
     name: &str,
     change: Change,
 ) -> Result<Answered, Problem> {
     // Before the body is read: a caller without the right takes no memory.
     check_right(call)?;
     let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
-    let body = if body.is_empty() { b"null" } else { &*body };
-    let parameters: Option<Map<String, Value>> =
-        serde_json::from_slice(body).map_err(|e| Problem::invalid(e.to_string()))?;
-    if parameters.unwrap_or_default().get("parameters").is_some_and(|own| !own["config"].is_null())
-    {
+    let order: Map<String, Value> = read_object(&body)?;
+    if order.get("parameters").is_some_and(|own| !own["config"].is_null()) {
         return Err(overrides_files("config"));
     }
     control::change(call, name, change).await?;

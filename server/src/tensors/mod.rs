@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 /// What is wrong with a tensor of which the feature has another one.
 const TWICE: &str = "occurs twice, or beside the feature's other form";
-/// Bytes of a note of a difference beside its name, which is in memory three times.
+/// Bytes of a note of a difference beside its name.
 const NOTE_BYTES: usize = 64;
 
 /// The part of a request that a tensor holds.
@@ -58,6 +58,11 @@ pub struct Differences {
 }
 
 impl Differences {
+    /// Returns the bytes in memory of the notes.
+    pub fn bytes(&self) -> usize {
+        self.ignored.iter().chain(&self.absent).map(|name| NOTE_BYTES + name.len()).sum()
+    }
+
     /// Returns the parameters of the answer that name them.
     pub fn parameters(&self) -> impl Iterator<Item = (&'static str, String)> {
         let both = [("ignored_inputs", &self.ignored), ("absent_inputs", &self.absent)];
@@ -180,6 +185,12 @@ impl Bags<'_> {
                 offsets.offset(sample).unwrap_or(0)..offsets.offset(sample + 1).unwrap_or(0)
             }
         }
+    }
+
+    /// Returns the key at `at` of `integers`; `None` for padding. With offsets no bag is padded,
+    /// and -1 is a key.
+    fn key(&self, integers: Integers<'_>, at: usize) -> Option<u64> {
+        integers.key(at).or(self.offsets.is_some().then_some(u64::MAX))
     }
 }
 
@@ -345,7 +356,7 @@ impl<'a> Columns<'a> {
 
 /// Adds `name` to `notes`, and its bytes to `memory`.
 fn note(notes: &mut Vec<String>, name: &str, memory: &mut Reservation) -> Result<(), Problem> {
-    memory.grow(NOTE_BYTES + 3 * name.len())?;
+    memory.grow(NOTE_BYTES + name.len())?;
     notes.push(name.to_owned());
     Ok(())
 }
@@ -485,7 +496,7 @@ impl Columns<'_> {
             Some(Keys::Of(values)) => Ok(values.get(range(c).start + i)),
             // The keys of a column without a function are its raw values.
             Some(Keys::Are(integers)) if schema.features[c].key == KeyFunction::Key => {
-                match integers.key(range(c).start + i) {
+                match self.bags[c].key(*integers, range(c).start + i) {
                     Some(key) => Ok(RawValue::Unsigned(key)),
                     None => Err(fault(c, &"padding; send offsets or one key")),
                 }
@@ -518,10 +529,9 @@ fn append_bag(
                 let name = feature.name.escape_debug();
                 Problem::invalid(format!("input `{name}.values`: sample {sample}: {e}"))
             })?,
-            Some(Keys::Are(integers)) => match integers.key(at) {
-                None if bags.offsets.is_none() => continue,
-                // With offsets no bag is padded, and -1 is a key.
-                key => key.unwrap_or(u64::MAX),
+            Some(Keys::Are(integers)) => match bags.key(*integers, at) {
+                None => continue,
+                Some(key) => key,
             },
         };
         keys.push(key);

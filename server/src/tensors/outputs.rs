@@ -20,23 +20,24 @@ const STATUS: &str = "status";
 const GENERATION: &str = "generation";
 /// The output with the position in the request of each sample of the answer, INT32 `[batch]`.
 const POSITION: &str = "position";
-/// Parameters of an output that ask for an answer which the front door does not give.
+/// Parameters of an output that ask for an answer which the front door does not give. The second
+/// one of an input says where its values are.
 pub const CLASSIFICATION: &str = "classification";
 pub const SHARED_MEMORY: &str = "shared_memory_region";
 /// Numbers of a sample's status.
 pub const STATUS_FIELDS: usize = 5;
 
-/// Checks that the `parameter` of the output `name` leaves the answer as it is: a caller that asks
-/// for classes, or for values in shared memory, would read other numbers.
+/// Checks that the `parameter` of `tensor`, an input or output of this `name`, leaves the answer as
+/// it is: a caller that asks for classes, or for values in shared memory, would read other numbers.
 ///
 /// # Errors
 /// `Code::Unimplemented` with the parameter.
-pub fn check_parameter(name: &str, parameter: &str) -> Result<(), Problem> {
+pub fn check_parameter(tensor: &str, name: &str, parameter: &str) -> Result<(), Problem> {
     if ![CLASSIFICATION, SHARED_MEMORY].contains(&parameter) {
         return Ok(());
     }
     let name = Shortened(name);
-    let problem = format!("output `{name}`: the parameter `{parameter}` is not implemented");
+    let problem = format!("{tensor} `{name}`: the parameter `{parameter}` is not implemented");
     Err(Problem::new(Code::Unimplemented, problem))
 }
 

@@ -8,6 +8,7 @@ use hatchback_server::proto::{
 };
 use hatchback_tests::front_door::FrontDoor;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 
 const WIDTH: usize = 7;
 
@@ -80,9 +81,22 @@ fn an_answer_names_what_was_ignored_and_absent_and_the_metrics_count_it() {
     }
 }
 
+/// The protocol lets the parameter of an output override that of the request.
+#[test]
+fn an_output_that_is_asked_for_as_text_is_text_in_a_binary_answer() {
+    let door = open();
+    let dense =
+        json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH], "data": vec![0; WIDTH]});
+    let output = json!({"name": "score", "parameters": {"binary_data": false}});
+    let parameters = json!({"binary_data_output": true});
+    let body = json!({"inputs": [dense], "outputs": [output], "parameters": parameters});
+    let (code, answer) = post(&door, "/v2/models/coupon/infer", &body.to_string());
+    assert!(code == 200 && answer["outputs"][0]["data"][0].is_number(), "{answer}");
+}
+
 /// A caller that gets other numbers than it asked for would take them for those.
 #[test]
-fn an_output_in_classes_or_in_shared_memory_is_refused() {
+fn a_tensor_in_classes_or_in_shared_memory_is_refused() {
     let door = open();
     let dense = json!({"name": "dense", "datatype": "FP32", "shape": [1, WIDTH],
         "data": [0.5, 1, 2, 3, 4, 5, 6]});
@@ -91,22 +105,34 @@ fn an_output_in_classes_or_in_shared_memory_is_refused() {
         ("shared_memory_region", json!("r"), ParameterValue::StringParam("r".to_owned())),
     ];
     for (parameter, value, choice) in values {
-        let output = json!({"name": "score", "parameters": {parameter: value}});
-        let body = json!({"inputs": [dense], "outputs": [output]}).to_string();
-        let (code, answer) = post(&door, "/v2/models/coupon/infer", &body);
-        let said = format!("output `score`: the parameter `{parameter}` is not implemented");
-        assert_eq!((code, answer["error"].as_str()), (501, Some(said.as_str())));
+        let said =
+            |tensor: &str| format!("{tensor}: the parameter `{parameter}` is not implemented");
+        let parameters = json!({parameter: value});
+        let output = json!({"name": "score", "parameters": parameters});
+        let input =
+            json!({"name": "x", "datatype": "FP32", "shape": [1], "parameters": parameters});
+        for (body, tensor) in [
+            (json!({"inputs": [dense], "outputs": [output]}), "output `score`"),
+            (json!({"inputs": [dense, input]}), "input `x`"),
+        ] {
+            let (code, answer) = post(&door, "/v2/models/coupon/infer", &body.to_string());
+            assert_eq!((code, answer["error"].as_str()), (501, Some(said(tensor).as_str())));
+        }
 
         let choice = InferParameter { parameter_choice: Some(choice) };
-        let output = InferRequestedOutputTensor {
-            name: "score".to_owned(),
-            parameters: [(parameter.to_owned(), choice)].into(),
+        let parameters = HashMap::from([(parameter.to_owned(), choice)]);
+        let request = ModelInferRequest { model_name: "coupon".to_owned(), ..Default::default() };
+        let with_output = ModelInferRequest {
+            outputs: vec![InferRequestedOutputTensor {
+                name: "score".to_owned(),
+                parameters: parameters.clone(),
+            }],
+            ..request.clone()
         };
-        let request = ModelInferRequest {
-            model_name: "coupon".to_owned(),
-            outputs: vec![output],
-            ..Default::default()
-        };
-        assert!(infer(&door, &request).unwrap_err().contains(&said));
+        let input = InferInputTensor { name: "x".to_owned(), parameters, ..Default::default() };
+        let with_input = ModelInferRequest { inputs: vec![input], ..request };
+        for (request, tensor) in [(with_output, "output `score`"), (with_input, "input `x`")] {
+            assert!(infer(&door, &request).unwrap_err().contains(&said(tensor)));
+        }
     }
 }

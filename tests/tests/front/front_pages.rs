@@ -9,7 +9,7 @@ use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
 use hatchback_server::ModelFolder;
 use hatchback_server::proto::{ModelInferRequest, ModelInferResponse};
 use hatchback_tests::client::Client;
-use hatchback_tests::front_door::{FrontDoor, TOKEN, serving};
+use hatchback_tests::front_door::{FrontDoor, RULES, TOKEN, serving};
 use hatchback_tests::models::install_spec;
 use hyper::body::Bytes;
 use prost::Message;
@@ -201,8 +201,10 @@ fn the_owner_gets_an_explanation_from_no_serving_thread_and_the_model_does_nothi
         let expected = serde_json::to_string(&explain(&flash, line).unwrap()).unwrap();
         assert_eq!((code, answer), (200, serde_json::from_str(&expected).unwrap()));
     }
+    let long = "{".repeat(RULES.bytes_max as usize / 32);
     for (path, line, code, said) in [
         ("/v2/models/coupon/explain", "{", 400, "EOF"),
+        ("/v2/models/coupon/explain", &*long, 413, "server.bytes_max"),
         ("/v2/models/coupon/explain", "{\"dense\":[1]}", 400, "dense: 1 values"),
         ("/v2/models/coupon/versions/2/explain", "{}", 404, "serves version 1"),
         ("/v2/models/closed/explain", "{}", 404, "closed"),

@@ -7,7 +7,7 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Schema};
 use hatchback_bench::daemon::caller::{Caller, Outcome, infer_request, on_event_loop};
 use hatchback_server::proto::ModelInferResponse;
-use hatchback_tests::client::Client;
+use hatchback_tests::client::{Client, request_of};
 use hatchback_tests::front_door::{FrontDoor, RULES, serving};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, install_on};
 use hatchback_tests::sim_disk::SimDisk;
@@ -15,11 +15,12 @@ use hatchback_tests::stall::Stall;
 use hatchback_tools::pack::spec::CodecChoice;
 use hyper::body::Bytes;
 use prost::Message;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+const LINE: &str = r#"{"dense": [0.5], "sparse": {"f0": [3]}}"#;
 const DEADLINE: Duration = Duration::from_millis(30);
 /// gRPC's status of a request without scores in time.
 const DEADLINE_EXCEEDED: u32 = 4;
@@ -55,6 +56,17 @@ impl Stalling {
     fn message(&self, key: u64) -> Bytes {
         let sample = Sample { dense: vec![0.5], sparse: vec![vec![key]], ..Sample::default() };
         infer_request("m", &self.schema, &[sample]).unwrap()
+    }
+
+    /// Stalls flash, and sends `body` for scores. Returns once a worker has the request.
+    fn stalled(&self, body: &[u8]) -> Client {
+        self.stall.begin();
+        let mut asking = Client::connect(&self.door.socket()).unwrap();
+        asking.send("/v2/models/m/infer", Some(body)).unwrap();
+        while self.door.serving.get("m").unwrap().stats().unwrap().requests == 0 {
+            std::thread::yield_now();
+        }
+        asking
     }
 
     /// Asks for the score of `key` over gRPC. Returns its status, or the status of the refusal.
@@ -117,6 +129,48 @@ fn a_table_with_a_deadline_answers_with_default_rows_that_it_counts_as_late() {
     assert_eq!(model.ask(2, None), Ok([1, 0, 0, 0, 0]));
 }
 
+/// A hot car serves one request at a time. Keys to prefetch make reads as a request does.
+#[test]
+fn a_car_that_sheds_load_takes_no_keys_beside_its_one_request() {
+    let model = Stalling::new(MissPolicy::Wait);
+    let mut client = Client::connect(&model.door.socket()).unwrap();
+    let mut prefetch = || {
+        client.send("/v2/models/m/prefetch", Some(&request_of(LINE).unwrap())).unwrap();
+        client.receive().unwrap().code
+    };
+    model.door.gate.limit(true);
+    let mut asking = model.stalled(&request_of(LINE).unwrap());
+    assert_eq!(prefetch(), 503);
+    model.stall.end();
+    assert!(asking.receive_score().unwrap()["score"].is_array());
+    assert_eq!(prefetch(), 200);
+}
+
+/// The answer names them, so they stay in memory until it is sent.
+#[test]
+fn the_names_of_ignored_inputs_are_counted_while_their_request_waits() {
+    let model = Stalling::new(MissPolicy::Wait);
+    let mut body: Value = serde_json::from_slice(&request_of(LINE).unwrap()).unwrap();
+    let names: Vec<String> = (0..1000).map(|number| format!("{number:0240}")).collect();
+    let others = names.iter().map(|name| {
+        json!({"name": name, "datatype": "", "shape": [], "data": [],
+            "parameters": {"optional": true}})
+    });
+    body["inputs"].as_array_mut().unwrap().extend(others);
+    let mut asking = model.stalled(body.to_string().as_bytes());
+
+    let mut client = Client::connect(&model.door.socket()).unwrap();
+    // A load makes a new status, also if there is no such model.
+    client.send("/v2/repository/models/none/load", Some(b"")).unwrap();
+    assert_eq!(client.receive().unwrap().code, 404);
+    let status = client.get("/status").unwrap().body;
+    let status: Value = serde_json::from_slice(&status).unwrap();
+    assert!(status["server_bytes"].as_u64().unwrap() > 240_000, "{status}");
+    model.stall.end();
+    let answer: Value = serde_json::from_slice(&asking.receive().unwrap().body).unwrap();
+    assert_eq!(answer["parameters"]["ignored_inputs"], names.join(","));
+}
+
 #[test]
 fn a_connection_with_a_request_or_an_unload_in_work_makes_no_room() {
     let model = Stalling::new(MissPolicy::Wait);
@@ -126,10 +180,7 @@ fn a_connection_with_a_request_or_an_unload_in_work_makes_no_room() {
             std::thread::yield_now();
         }
     };
-    model.stall.begin();
-    let mut asking = Client::connect(&socket).unwrap();
-    asking.send_sample("m", r#"{"dense": [0.5], "sparse": {"f0": [3]}}"#).unwrap();
-    wait_until(&|| serving.get("m").unwrap().stats().unwrap().requests == 1);
+    let mut asking = model.stalled(&request_of(LINE).unwrap());
     let mut unloading = Client::connect(&socket).unwrap();
     unloading.send("/v2/repository/models/m/unload", Some(b"{}")).unwrap();
     wait_until(&|| serving.names().is_empty());

@@ -2,6 +2,7 @@
 //! themselves: padded and jagged keys, with weights.
 
 use hatchback::schema::batch::Batch;
+use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{DenseFeature, Feature, Network, Schema};
 use hatchback_server::proto::{InferInputTensor, InferTensorContents, ModelInferRequest};
@@ -277,12 +278,15 @@ fn weights_that_do_not_fit_their_keys_are_refused_by_name() {
 }
 
 #[test]
-fn a_negative_key_is_the_u64_of_the_same_bits_in_each_form() {
-    let schema = schema();
-    let sparse = json!({"plain": [-2], "weighted": [-1, i64::MIN]});
+fn a_negative_key_is_the_u64_of_the_same_bits_in_each_form_and_in_a_cross() {
+    let mut schema = schema();
+    let key = KeyFunction::Cross { columns: vec![1, 2], buckets: 1000, first: 0 };
+    let cross = Feature { key, ..Feature::plain("cross", 2) };
+    Arc::make_mut(&mut schema).features.extend([Feature::plain("other", 1), cross]);
+    let sparse = json!({"plain": [-2], "weighted": [-1, i64::MIN], "other": [7]});
     let line = json!({"dense": [0.5], "sparse": sparse, "weights": {"weighted": [1, 2]}});
     let sample = Sample::from_json(&line.to_string(), &schema).unwrap();
-    assert_eq!(sample.sparse, [vec![u64::MAX - 1], vec![u64::MAX, 1 << 63]]);
+    assert_eq!(sample.sparse[..2], [vec![u64::MAX - 1], vec![u64::MAX, 1 << 63]]);
     let mut expected = Batch::new(&schema, 1);
     expected.push(&schema, &sample).unwrap();
     // -1 is padding in the feature without offsets, and a key in the one with offsets.
@@ -295,6 +299,7 @@ fn a_negative_key_is_the_u64_of_the_same_bits_in_each_form() {
         column("weighted.keys", "INT64", vec![json!(-1), json!(i64::MIN)]),
         column("weighted.offsets", "INT64", vec![json!(0), json!(2)]),
         column("weighted.weights", "FP32", vec![json!(1), json!(2)]),
+        ("other".to_owned(), "INT64", vec![1, 1], vec![json!(7)]),
     ];
     for found in [over_http(&tensors, &schema), over_grpc(&tensors, &schema)] {
         assert_eq!(format!("{:?}", found.unwrap()), format!("{expected:?}"));

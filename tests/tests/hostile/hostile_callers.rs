@@ -108,6 +108,28 @@ fn long_paths_and_compressed_bodies_are_refused_by_name() {
     assert!(answer.contains("send the body uncompressed"), "{answer}");
 }
 
+/// Many clients send the headers and the body in two writes.
+#[test]
+fn an_answer_that_needs_no_body_leaves_the_connection_open_for_the_body() {
+    let open = Open::new();
+    let mut client = open.client();
+    for (path, more, code) in [
+        ("/v2/nothing", "", 404),
+        ("/v2/models/m/ready", "", 405),
+        ("/v2/models/m/infer", "content-encoding: gzip\r\n", 501),
+        ("/v2/repository/index", "", 200),
+    ] {
+        let body = br#"{"ready": true}"#;
+        let length = body.len();
+        let head = format!("POST {path} HTTP/1.1\r\n{LOCAL}{more}content-length: {length}\r\n\r\n");
+        client.stream().write_all(head.as_bytes()).unwrap();
+        // The only thread of the front door has read the headers before it answers this.
+        assert_eq!(open.client().get("/v2").unwrap().code, 200);
+        client.stream().write_all(body).unwrap();
+        assert_eq!(client.receive().unwrap().code, code, "{path}");
+    }
+}
+
 #[test]
 fn a_time_limit_is_a_number_with_a_unit_or_a_parameter_that_is_an_integer() {
     let open = Open::new();
@@ -340,13 +362,17 @@ fn nobody_has_the_right_where_there_is_no_token() {
 #[test]
 fn the_index_of_models_is_read_by_no_serving_thread() {
     let open = Open::new();
-    let index = || {
+    let index_of = |body: &str| {
         let mut client = open.client();
-        client.send("/v2/repository/index", Some(b"")).unwrap();
+        client.send("/v2/repository/index", Some(body.as_bytes())).unwrap();
         text(&client.receive().unwrap().body)
     };
+    let index = || index_of("");
     assert!(index().contains("closed") && index().contains("READY"), "{}", index());
+    assert!(index_of("{\"ready\": 1}").contains("error"), "{}", index_of("{\"ready\": 1}"));
     for ready in [false, true] {
+        let listed = index_of(&json!({ "ready": ready }).to_string());
+        assert!(listed.contains("READY") && listed.contains("closed") != ready, "{listed}");
         let answer = open.call("RepositoryIndex", LOCAL, &RepositoryIndexRequest { ready });
         assert_eq!(text(&answer).contains("closed"), !ready, "{}", text(&answer));
     }

@@ -47,3 +47,27 @@ pub fn pack_and_install(model: &str, folder: &Path) -> (PathBuf, String) {
     install(&bundle, &flash).unwrap();
     (flash, packed.schema.features[0].name.clone())
 }
+
+/// Copies the demo's model to `folder`, with the specification that `change` makes of its own.
+pub fn changed_coupon(folder: &Path, change: impl FnOnce(String) -> String) -> PathBuf {
+    let model = folder.join("coupon");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(here("../tools/demo/coupon")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    let spec = model.join("model.toml");
+    std::fs::write(&spec, change(std::fs::read_to_string(&spec).unwrap())).unwrap();
+    model
+}
+
+/// Copies the demo's model to `folder`, with two dense features that all samples share. A program
+/// that forgets them sends too few values.
+pub fn shared_coupon(folder: &Path) -> PathBuf {
+    changed_coupon(folder, |spec| {
+        ["temperature", "age_years"].into_iter().fold(spec, |spec, name| {
+            let plain = format!("\"{name}\"");
+            spec.replacen(&plain, &format!("{{ name = {plain}, shared = true }}"), 1)
+        })
+    })
+}
