@@ -443,13 +443,10 @@ struct IndexOrder {
 }
 
 /// Reads the body of a request that is one object of JSON, or empty.
-fn read_object<T: Default + DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
-    if body.is_empty() {
-        return Ok(T::default());
-    }
-    let Object(object) =
-        serde_json::from_slice(body).map_err(|e| Problem::invalid(e.to_string()))?;
-    Ok(object)
+fn read_object<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    let body = if body.is_empty() { b"{}" } else { body };
+    let object = serde_json::from_slice(body).map(|Object(object)| object);
+    object.map_err(|e| Problem::invalid(e.to_string()))
 }
 
 /// Returns the problem of a load whose parameter `name` would replace a file of the model.
