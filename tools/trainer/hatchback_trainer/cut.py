@@ -265,7 +265,8 @@ class Cut:
         self.tables[call.table] = call.weight
         for known in self.columns:
             same = known.call and known.call.feature == call.feature
-            if same and known.call.bags == call.bags and known.pooling == call.pooling:
+            bags = (call.bags, call.weights, call.pooling)
+            if same and (known.call.bags, known.call.weights, known.pooling) == bags:
                 column = known
                 break
         else:

@@ -311,7 +311,9 @@ class Exporter:
         bags, weights = {}, {}
         for column in self.made.columns:
             if column.call is not None:
-                call = next(one for one in calls if one.feature == column.call.feature)
+                # Two collections may have a feature of one name, with other bags.
+                call = next(
+                    one for known, one in zip(self.calls, calls) if known is column.call)
                 bags[column.name] = call.bags
                 if call.weights is not None:
                     weights[column.name] = call.weights

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from export_case import CLOSE, ExportCase
 from field_models import B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, unlike_zeros
-from torchrec_models import Collected, Jagged, Sequences
+from torchrec_models import Collected, Jagged, Sequences, TwoCollected
 
 from hatchback_trainer.deploy import run
 
@@ -171,6 +171,28 @@ class Exports(ExportCase):
         self.assertEqual([one.name for one in done.schema.features], ["item"])
         self.assertEqual(list(done.schema.dense_features), ["age"])
         self.assertEqual(done.schema.outputs, ("click", "buy"))
+
+    def test_a_collection_without_weights_ignores_those_of_its_features(self):
+        bags = {"a": [[1, 2], [], [3]], "b": [[4], [4, 4, 7], [49]]}
+        dense, model = torch.randn(3, 2), Collected()
+        done = self.export(model, (dense, Jagged(bags, weight=2.0)))
+        self.assertFalse(any(one.weighted for one in done.schema.features))
+        done.pack(codec="f32")
+        with torch.no_grad():
+            want = torch.sigmoid(model(dense, Jagged(bags)))[:, 0].tolist()
+        found = done.score((dense, Jagged(bags, weight=3.0)))
+        self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
+
+    def test_two_collections_have_features_of_one_name_with_other_bags(self):
+        users = {"a": [[1, 2], [], [3]], "b": [[4], [4, 4, 7], [49]]}
+        items = {"a": [[9], [8, 8], []], "b": [[1, 2, 3], [2], [3, 4]]}
+        model, batch = TwoCollected(), (Jagged(users), Jagged(items))
+        done = self.export(model, batch)
+        done.pack(codec="f32")
+        with torch.no_grad():
+            want = torch.sigmoid(model(*batch[::-1]))[:, 0].tolist()
+        found = done.score(batch[::-1])
+        self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
 
     def test_a_method_is_exported_like_forward(self):
         model = Model(lambda m, item: None, 4)
