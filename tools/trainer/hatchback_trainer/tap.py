@@ -245,7 +245,8 @@ class Tap:
         """Returns why the windows do not tell each row that may differ from the fleet's after a
         restore of `step`; None if they do."""
         if heads and heads[0]["window"] > 1 and heads[0]["step"] > step:
-            return f"windows before {heads[0]['window']} are removed, some perhaps after step {step}"
+            first = heads[0]["window"]
+            return f"windows before {first} are removed, some perhaps after step {step}"
         # This tap has counted what changed since its own window, and no tap before that.
         if not self.has_closed and step > max((one["step"] for one in heads[-1:]), default=0):
             return f"no window has the changes up to step {step}"
