@@ -322,8 +322,9 @@ class Exporter:
             else:
                 values = leaves[column.leaf].tensor
                 values = values.reshape(len(values), -1)[:, list(column.columns)].long().tolist()
+                key_of = lambda raw, n=column.modulus: raw if n is None else raw % n
                 bags[column.name] = [
-                    trimmed([key for key in bag if key != column.skipped], column.padding)
+                    trimmed([one for one in bag if key_of(one) != column.skipped], column.padding)
                     for bag in values
                 ]
         return bags, weights

@@ -48,6 +48,30 @@ class Exports(ExportCase):
         front["history"][:, :3] = KEYS - 1
         self.assert_same(done, model, front, lambda m, b: m(**b))
 
+    def test_a_bag_may_come_with_the_padding_that_its_model_skips(self):
+        for mode, modulus in (("mean", None), ("mean", 10), ("sum", None), ("max", 10)):
+            bag = unlike_zeros(nn.EmbeddingBag(KEYS, 4, mode=mode, padding_idx=0))
+            keys_of = lambda x, modulus=modulus: x if modulus is None else x % modulus
+            model = Model(lambda m, x: m.n(m.bag(keys_of(x))), 4, bag=bag)
+            done = self.export(model, {"x": ids(B, LONG, high=40)})
+            self.assertEqual(done.schema.features[0].padding, 0)
+            done.pack(codec="f32")
+            rows = torch.tensor([[3, 5] + [0] * (LONG - 2), [20, 3] + [30] * (LONG - 2)])
+            with torch.no_grad():
+                want = torch.sigmoid(model.eval()(rows))[:, 0].tolist()
+            found = self.scored(done, *({"sparse": {"x": row}} for row in rows.tolist()))
+            self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
+
+    def test_a_mask_beside_a_bag_that_keeps_its_padding_reads_the_values(self):
+        bag = nn.EmbeddingBag(KEYS, 4, mode="mean")
+        count = lambda x: (x != 0).sum(1, keepdim=True)
+        model = Model(lambda m, x: m.n(torch.cat([m.bag(x), count(x)], 1)), 5, bag=bag)
+        batch = lambda: {"x": ids(B, LONG, high=4)}
+        done = self.export(model, batch())
+        self.assertIn("computes with the values of `x` themselves", done.notes[0])
+        done.pack(codec="f32")
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
+
     def test_a_delta_of_a_model_that_learned_scores_as_the_model(self):
         model, batch, _, _ = cases()["a filter of frequencies"]
         flash, optimizer = self.folder / "flash", torch.optim.SGD(model.parameters(), 0.5)
