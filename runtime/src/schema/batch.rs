@@ -54,7 +54,7 @@ pub struct Batch {
 impl Batch {
     /// Makes an empty batch with room for `capacity` samples.
     pub fn new(schema: &Schema, capacity: usize) -> Self {
-        let jagged = |feature: &Feature| {
+        let jagged = |(f, feature): (usize, &Feature)| {
             let hotness = if feature.retired { 0 } else { feature.hotness_max };
             let keys = capacity * hotness as usize;
             let mut offsets = Vec::with_capacity(capacity + 1);
@@ -65,6 +65,7 @@ impl Batch {
                 offsets,
                 longest: 0,
                 shared: feature.shared,
+                skipped: schema.skipped(f),
             }
         };
         Self {
@@ -74,7 +75,7 @@ impl Batch {
             // Retired and shared columns are in it while a request is read.
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
             shared_dense: Vec::with_capacity(capacity * schema.dense_of(true).count()),
-            features: schema.features.iter().map(jagged).collect(),
+            features: schema.features.iter().enumerate().map(jagged).collect(),
             ends: Vec::with_capacity(if schema.has_shared() { capacity } else { 0 }),
         }
     }
@@ -282,6 +283,7 @@ impl Batch {
             check_bag(schema, keys).map_err(BatchError::from)?;
             let weights = feature.weights.get(start..).unwrap_or_default();
             check_weights(schema, keys, weights).map_err(BatchError::from)?;
+            feature.skip(start);
             feature.offsets.push(feature.keys.len() as u32);
         }
         Ok(())
@@ -439,6 +441,32 @@ mod tests {
         assert_eq!(format!("{by_column:?}"), format!("{by_sample:?}"));
         let full = by_column.push_columns(&schema, 2, &DENSE, both);
         assert_eq!(full, Err(BatchError::Full(5)));
+    }
+
+    #[test]
+    fn a_pooled_bag_leaves_its_padding_out_in_each_form() {
+        let mut schema = schema();
+        schema.features[1].padding = Some(2);
+        for shared in [false, true] {
+            schema.features[1].shared = shared;
+            let y = Bags { keys: &[1, 2, 3, 1, 2, 3], offsets: &[0, 3, 6], weights: &[0.5; 6] };
+            let sample = Sample {
+                dense: vec![0.5, 1.0],
+                sparse: vec![vec![], vec![1, 2, 3]],
+                weights: vec![vec![], vec![0.5; 3]],
+                ..Sample::default()
+            };
+            let (mut by_sample, mut by_column) = (Batch::new(&schema, 2), Batch::new(&schema, 2));
+            by_sample.push_request(&schema, &[sample.clone(), sample]).unwrap();
+            let none = Bags { keys: &[], offsets: &[0, 0, 0], weights: &[] };
+            let bags = |f: usize| Ok::<_, BatchError>(Some([none, y][f]));
+            by_column.push_columns(&schema, 2, &[0.5, 1.0, 0.5, 1.0], bags).unwrap();
+            assert_eq!(format!("{by_column:?}"), format!("{by_sample:?}"));
+            let Bags { keys, offsets, weights } = by_sample.bags(1);
+            let bags = if shared { 1 } else { 2 };
+            assert_eq!((keys, offsets), ([1, 3].repeat(bags).as_slice(), &[0, 2, 4][..=bags]));
+            assert_eq!((weights.len(), by_sample.hotness(1)), (keys.len(), 2));
+        }
     }
 
     #[test]

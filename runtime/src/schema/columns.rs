@@ -34,6 +34,8 @@ pub(super) struct Jagged {
     pub(super) longest: usize,
     /// Whether a request has one bag, and not each of its samples.
     pub(super) shared: bool,
+    /// The key that its bags leave out.
+    pub(super) skipped: Option<u64>,
 }
 
 impl Jagged {
@@ -45,10 +47,33 @@ impl Jagged {
         self.weights.truncate(end);
     }
 
+    /// Removes the skipped key and its weights from the values from `start` on.
+    pub(super) fn skip(&mut self, start: usize) {
+        let Some(skipped) = self.skipped else { return };
+        // A wrong number of weights stays as it is, for the error of the caller.
+        let is_weighted = self.weights.len() == self.keys.len();
+        let mut kept = start;
+        for at in start..self.keys.len() {
+            if self.keys[at] == skipped {
+                continue;
+            }
+            self.keys[kept] = self.keys[at];
+            if is_weighted {
+                self.weights[kept] = self.weights[at];
+            }
+            kept += 1;
+        }
+        self.keys.truncate(kept);
+        if is_weighted {
+            self.weights.truncate(kept);
+        }
+    }
+
     /// Removes the values after the last bag, which repeat it. Returns false if they differ.
     pub(super) fn drop_repeated(&mut self) -> bool {
         let &[.., start, end] = self.offsets.as_slice() else { return false };
         let (start, end) = (start as usize, end as usize);
+        self.skip(end);
         let bits = |weight: &f32| weight.to_bits();
         let (weights, more) = self.weights.split_at(end.min(self.weights.len()));
         let weights = weights.get(start..).unwrap_or_default();
@@ -62,6 +87,16 @@ impl Jagged {
     /// Adds the bags of `samples` samples. The caller has checked the bags.
     pub(super) fn append(&mut self, bags: Bags<'_>, samples: usize) {
         let Bags { keys, offsets, weights } = bags;
+        if self.skipped.is_some() {
+            for ends in offsets[..=samples].windows(2) {
+                let (start, bag) = (self.keys.len(), ends[0] as usize..ends[1] as usize);
+                self.keys.extend_from_slice(&keys[bag.clone()]);
+                self.weights.extend_from_slice(weights.get(bag).unwrap_or_default());
+                self.skip(start);
+                self.offsets.push(self.keys.len() as u32);
+            }
+            return;
+        }
         let (from, before) = (offsets[0], self.keys.len() as u32);
         let read = from as usize..offsets[samples] as usize;
         self.keys.extend_from_slice(&keys[read.clone()]);

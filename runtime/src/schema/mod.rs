@@ -153,7 +153,8 @@ pub struct Feature {
     pub weighted: bool,
     /// How the values of a request become keys.
     pub key: KeyFunction,
-    /// The key that fills a bag up. Its row is looked up, and masks count it as no key.
+    /// The key that fills a bag up. Masks count it as no key, and a bag that is pooled leaves it
+    /// out. With the pooling `none` its row is looked up.
     pub padding: Option<u64>,
     /// The key of a missing value: null, NaN or an empty text. Without it these are values like
     /// any other, and `key` refuses null.

@@ -23,6 +23,12 @@ impl Schema {
         self.lookups.iter().filter(move |lookup| usize::from(lookup.feature) == f)
     }
 
+    /// Returns the key that bags of feature `f` leave out: its padding, if their rows are pooled.
+    pub(crate) fn skipped(&self, f: usize) -> Option<u64> {
+        let is_pooled = self.lookups_of(f).all(|lookup| lookup.pooling != Pooling::None);
+        self.features[f].padding.filter(|_| is_pooled)
+    }
+
     /// Returns the values per sample of the vector of lookup `l`: those of `hotness_max` rows for
     /// the pooling `none`, else those of one row.
     pub fn vector_width(&self, l: usize) -> usize {

@@ -363,6 +363,48 @@ fn beside_a_rival(moment: &'static str) {
     assert_eq!(car.live(), 3);
 }
 
+/// A store that sends each conditional write twice, as a client does whose first answer was lost.
+struct Repeats<'a>(&'a dyn Store);
+
+impl Store for Repeats<'_> {
+    fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
+        self.0.get(path)
+    }
+    fn bytes(&self, path: &str) -> anyhow::Result<Option<u64>> {
+        self.0.bytes(path)
+    }
+    fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.put(path, content)
+    }
+    fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.put_new(path, content.clone())?;
+        self.0.put_new(path, content)
+    }
+    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.replace(path, before, content.clone())?;
+        self.0.replace(path, before, content)
+    }
+    fn list(&self) -> anyhow::Result<Vec<Object>> {
+        self.0.list()
+    }
+    fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.0.delete(path)
+    }
+}
+
+#[test]
+fn a_write_that_was_stored_and_refused_when_repeated_is_no_failure() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let bundles = vec![VERSIONS.deltas[1].clone()];
+    let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
+    assert!(Repeats(&store).put_new("x", vec![1]).is_err(), "the repetition is not refused");
+    publish(&Repeats(&store), &fleet.keys(), &change, T0 + 11).unwrap();
+    car.run(&mut fleet.link(), T0 + 12).unwrap();
+    assert_eq!(car.live(), 2);
+}
+
 const YEAR: u64 = 365 * 24 * 3600;
 
 /// Returns the signed time of the timestamp in force.

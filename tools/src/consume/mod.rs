@@ -8,7 +8,7 @@
 mod group;
 mod reader;
 
-use crate::hps_kafka::{GatheredRows, HpsMessage, KeyWidth, topic_name};
+use crate::hps_kafka::{GatheredRows, HpsMessage, KeyWidth, MessageSource, topic_name};
 use crate::report::args::mib_to_bytes;
 use crate::report::input;
 use crate::window::folder::{closed_windows, window_folder};
@@ -291,7 +291,8 @@ impl<'a> Consumer<'a> {
         if let Some(value) = message.payload() {
             let dim = self.tables[table].dim as usize;
             let decoded = HpsMessage::decode(value, dim, self.args.key_bytes)?;
-            window.take(table, &decoded, message.timestamp().to_millis().unwrap_or(0));
+            let time_ms = message.timestamp().to_millis().unwrap_or(0);
+            window.take(table, &decoded, MessageSource { partition: message.partition(), time_ms });
         }
         Ok(())
     }
@@ -381,8 +382,8 @@ impl<'a> Consumer<'a> {
 }
 
 impl OpenWindow {
-    fn take(&mut self, table: usize, message: &HpsMessage, time_ms: i64) {
-        self.tables[table].take(message, time_ms);
+    fn take(&mut self, table: usize, message: &HpsMessage, source: MessageSource) {
+        self.tables[table].take(message, source);
         self.done.messages += 1;
         if let HpsMessage::Rows { keys, .. } = message {
             self.done.rows_read += keys.len() as u64;

@@ -6,6 +6,6 @@ pub mod gather;
 pub mod message;
 pub mod topic;
 
-pub use gather::GatheredRows;
+pub use gather::{GatheredRows, MessageSource};
 pub use message::{HpsMessage, KeyWidth, MessageError};
 pub use topic::{TopicError, topic_name};

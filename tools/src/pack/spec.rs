@@ -277,7 +277,7 @@ pub struct FeatureSpec {
     pub weights: bool,
     /// How raw values become keys.
     pub key: Option<KeySpec>,
-    /// The key that fills a bag up, which masks count as no key.
+    /// The key that fills a bag up, which masks and pooled bags count as no key.
     pub padding: Option<u64>,
     /// The key of a missing value.
     pub null: Option<u64>,

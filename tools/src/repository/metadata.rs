@@ -4,7 +4,7 @@
 use crate::repository::clock::timestamp;
 use crate::repository::keys::roots;
 use crate::repository::state::{PREVIOUS, RepositoryState};
-use crate::repository::store::Store;
+use crate::repository::store::{Store, confirm};
 use anyhow::{Context, Result};
 use hatchback::update::trust::PUBLISHED;
 use serde_json::Value;
@@ -115,13 +115,14 @@ pub fn upload_metadata(
 
     let targets = format!("{}.targets.json", next.targets);
     for name in [targets, format!("{}.snapshot.json", next.snapshot)] {
-        let uploaded = store.put_new(&format!("metadata/{name}"), read_signed(signed, &name)?);
-        uploaded.with_context(|| {
+        let (path, content) = (format!("metadata/{name}"), read_signed(signed, &name)?);
+        let uploaded = store.put_new(&path, content.clone()).with_context(|| {
             format!(
                 "nothing was published: {name} exists, another publisher may be publishing; \
                  publish again"
             )
-        })?;
+        });
+        confirm(store, &path, &content, uploaded)?;
     }
     Ok(())
 }

@@ -23,7 +23,7 @@ use crate::repository::metadata::{LATE, Signing, next_versions, read_signed, upl
 use crate::repository::offer::{Content, Offer, Uploads};
 use crate::repository::restore::restore;
 use crate::repository::state::{ReleaseNames, RepositoryState, TIMESTAMP};
-use crate::repository::store::{DryRun, Objects, Store};
+use crate::repository::store::{DryRun, Objects, Store, confirm};
 use crate::repository::variants::{self, Bundle};
 use crate::say;
 use anyhow::{Context, Result, bail, ensure};
@@ -267,11 +267,12 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     let stored = store.stored_at(&format!("metadata/{}.snapshot.json", next.snapshot))?;
     check_ahead(&state, now, stored)?;
     let timestamp = read_signed(folder.path(), "timestamp.json")?;
-    let replaced = store.replace(TIMESTAMP, state.stamp.as_deref(), timestamp);
-    replaced.context(
+    let replaced = store.replace(TIMESTAMP, state.stamp.as_deref(), timestamp.clone());
+    let replaced = replaced.context(
         "nothing was published: another publisher may have replaced the timestamp first; \
          publish again",
-    )?;
+    );
+    confirm(store, TIMESTAMP, &timestamp, replaced)?;
     Ok(Published {
         chunks: uploads.chunks,
         chunk_bytes: uploads.chunk_bytes,

@@ -81,6 +81,19 @@ pub trait Store {
     fn delete(&self, path: &str) -> Result<()>;
 }
 
+/// Returns `put`, the result of a conditional write of `content` to `path`, or success if the
+/// store has the content: a server may store an object and then refuse the repeated request.
+///
+/// # Errors
+/// That of `put`, or the store cannot be read after it.
+pub fn confirm(store: &dyn Store, path: &str, content: &[u8], put: Result<()>) -> Result<()> {
+    let Err(error) = put else { return Ok(()) };
+    let stored = store.get(path).with_context(|| {
+        format!("{path} was written or not: the store does not answer; publish again")
+    })?;
+    if stored.as_deref() == Some(content) { Ok(()) } else { Err(error) }
+}
+
 /// A store that the `object_store` crate supports.
 pub struct Objects {
     store: Box<dyn ObjectStore>,

@@ -7,10 +7,17 @@ every function by the scores of the probe set in `pack`.
 
 import bisect
 import math
+import numbers
 from dataclasses import dataclass, field, replace
 
 UNKNOWN = "\\N"  # written for a key of unknown words; no vocabulary of a text column has it
 NOTHING = object()  # what `raw` returns for a key of no value; None is a missing value
+
+
+def text_of(word):
+    """Returns a word as requests have it. pandas makes floats of whole numbers beside NaN."""
+    is_number = isinstance(word, numbers.Real) and not isinstance(word, bool)
+    return str(int(word)) if is_number and word == word // 1 else str(word)
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,14 @@ class Vocabulary:
     null: int | None = None
 
     def __post_init__(self):
-        words = tuple(str(word) for word in self.words)
+        words = tuple(map(text_of, self.words))
         if len(set(words)) < len(words):
             twice = next(word for word in words if words.count(word) > 1)
             raise ValueError(f"the vocabulary has the word `{twice}` twice")
+        for place, word in enumerate(words):
+            # `pack` reads one word a line, and leaves out a byte order mark before the first.
+            if "\n" in word or word.endswith("\r") or place == 0 and word.startswith("\ufeff"):
+                raise ValueError(f"the word {word!r} of the vocabulary is not one line of a file")
         object.__setattr__(self, "words", words)
 
     def raw(self, key):
@@ -200,12 +211,18 @@ class Dense:
             if (self.mean, self.scale, self.clip, self.log1p) != (0.0, 1.0, None, False):
                 raise ValueError("the words of a vocabulary are no scaled values")
             return after if self.missing is None else replace(
-                after, null=after.first + after.words.index(str(self.missing)))
+                after, null=after.first + after.words.index(text_of(self.missing)))
         if after.log1p and (self.log1p or (self.mean, self.scale) != (0.0, 1.0)):
             raise ValueError("log1p comes before mean and scale, and only once")
         missing = self.missing
         if missing is None and after.missing is not None:
             missing = self.raw(after.missing)
+            # The car replaces a missing value first, and then clips it.
+            if not math.isclose(self.value(missing), after.missing, rel_tol=1e-4, abs_tol=1e-4):
+                raise ValueError(
+                    f"{after.missing} replaces missing values behind {self}, which never gives it: "
+                    "put the imputer first"
+                )
         (low, high), clip = self.bounds, self.clip
         if after.clip is not None:
             edges = sorted(self.raw(one) if math.isfinite(one) else one for one in after.bounds)
@@ -241,6 +258,13 @@ def columns_from_ordinal(encoder):
     key = lambda code: int(code) if isinstance(code, (int, float)) and code >= 0 else None
     unknown, null = key(encoder.unknown_value), key(encoder.encoded_missing_value)
     made = []
+    if encoder.max_categories is not None or encoder.min_frequency is not None:
+        for place, rare in enumerate(encoder.infrequent_categories_):
+            if rare is not None:
+                raise ValueError(
+                    f"OrdinalEncoder: column {place}: its infrequent categories, such as "
+                    f"{rare[0]!r}, share one key, which the words of a vocabulary cannot"
+                )
     for words in encoder.categories_:
         known = tuple(word for word in words.tolist() if not is_missing(word))
         made.append(Vocabulary(known, 0, unknown, null if len(known) < len(words) else None))
@@ -249,18 +273,21 @@ def columns_from_ordinal(encoder):
 
 def columns_from_scaler(scaler):
     count = scaler.n_features_in_
-    means = [0.0] * count if scaler.mean_ is None else scaler.mean_.tolist()
-    scales = [1.0] * count if scaler.scale_ is None else scaler.scale_.tolist()
+    # A scaler keeps `mean_` even if it does not subtract it.
+    means = scaler.mean_.tolist() if scaler.with_mean else [0.0] * count
+    scales = scaler.scale_.tolist() if scaler.with_std else [1.0] * count
     return [Dense(*one) for one in zip(means, scales)]
 
 
 def columns_from_range(scaler):
     """Returns the steps of a `MinMaxScaler`, which multiplies and then adds."""
-    ends = zip(scaler.data_min_.tolist(), scaler.data_max_.tolist())
-    return [
-        Dense(-least / scale, 1 / scale, end if scaler.clip else None)
-        for least, scale, end in zip(scaler.min_.tolist(), scaler.scale_.tolist(), ends)
+    made = [
+        Dense(-least / scale, 1 / scale)
+        for least, scale in zip(scaler.min_.tolist(), scaler.scale_.tolist())
     ]
+    # The ends of the data are not those of the clip if all values were equal.
+    ends = lambda step: tuple(step.raw(end) for end in scaler.feature_range)
+    return [replace(one, clip=ends(one)) for one in made] if scaler.clip else made
 
 
 def columns_from_imputer(imputer):

@@ -224,8 +224,7 @@ class Cut:
                 )
             rows = len(self.followed.value[lookup.table])
             size = run[0].modulus or rows - run[0].shift
-            skips = lookup.padding is not None and lookup.padding >= 0
-            skipped = lookup.padding - run[0].shift if skips else None
+            skipped = skipped_by(lookup, run[0].shift)
             column = self.column(run, "sum" if len(run) == 1 else pooling, skipped, table)
             column.size = min(column.size or size, size)
             column.spread = column.spread or run[0].spread
@@ -256,7 +255,8 @@ class Cut:
         place, table = self.followed.placeholders.index(source), self.table_name(lookup.table)
         column = Column(
             self.leaves[place].name, place, (), shift, None, lookup.pooling, None, [table], None,
-            lookup, len(self.followed.value[lookup.table]) - shift
+            lookup, len(self.followed.value[lookup.table]) - shift,
+            skipped=skipped_by(lookup, shift)
         )
         self.columns.append(column)
         self.parts[lookup.node] = [Part(column, table, 1)]
@@ -265,7 +265,8 @@ class Cut:
         self.tables[call.table] = call.weight
         for known in self.columns:
             same = known.call and known.call.feature == call.feature
-            if same and known.call.bags == call.bags and known.pooling == call.pooling:
+            bags = (call.bags, call.weights, call.pooling)
+            if same and (known.call.bags, known.call.weights, known.pooling) == bags:
                 column = known
                 break
         else:
@@ -311,7 +312,9 @@ class Cut:
                     uses.setdefault(id(column), (column, set()))[1].add(compared)
         for column, values in uses.values():
             value = next(iter(values))
-            if len(values) == 1 and value is not None and column.modulus is None and (
+            # A car leaves the padding out of a bag that it pools, and the model may not.
+            fits = column.keeps_rows or column.skipped == value
+            if len(values) == 1 and value is not None and column.modulus is None and fits and (
                     0 <= value < column.size):
                 column.padding = value
             else:
@@ -654,6 +657,12 @@ class Cut:
         name = f"row_{len(self.buffers)}"
         self.buffers[name] = values.detach().clone()
         return self.graph.get_attr(name)
+
+
+def skipped_by(lookup, shift):
+    """Returns the value of a column that an EmbeddingBag leaves out; None if there is none."""
+    padding = -1 if lookup.padding is None else lookup.padding
+    return padding - shift if padding >= shift else None
 
 
 def reference(part):

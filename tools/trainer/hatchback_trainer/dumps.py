@@ -1,8 +1,10 @@
 """Windows from trainers that dump their own changes: SOK (TensorFlow) and dynamicemb (TorchRec).
 
 Each tap asks its trainer for the rows that changed since the last window, and for a little more.
-Rows are whole, so a row that is sent twice does no harm. The trainer's dump function is an
-argument, so this file imports neither library.
+Rows are whole, so a row that is sent twice does no harm. Call `settle` once `WindowWriter.write`
+has written the changes: until then the next call returns them again. A new tap begins at its own
+start. No dump tells of rows that a table evicted, so the fleet keeps them. The trainer's dump
+function is an argument, so this file imports neither library.
 """
 
 from datetime import datetime, timedelta, timezone
@@ -30,21 +32,24 @@ class SokTap:
 
     def __init__(self, dump, variables, margin_s=5.0):
         self.dump, self.variables, self.margin = dump, dict(variables), timedelta(seconds=margin_s)
-        self.since = datetime.now(timezone.utc)
+        self.since = self.asked = datetime.now(timezone.utc)
 
     def changes(self):
-        """Returns the `Changes` of each table since the last call, for `WindowWriter.write`."""
-        now = datetime.now(timezone.utc)
+        """Returns the `Changes` of each table since the last `settle`, for `WindowWriter.write`."""
+        self.asked = datetime.now(timezone.utc)
         keys, rows = self.dump(list(self.variables.values()), self.since - self.margin)
         if len(keys) != len(self.variables) or len(rows) != len(self.variables):
             raise ValueError(
                 f"sok.incremental_model_dump returned {len(keys)} tables "
                 f"for {len(self.variables)} variables"
             )
-        self.since = now
         return {
             name: Changes(*last_of_each(*one)) for name, *one in zip(self.variables, keys, rows)
         }
+
+    def settle(self):
+        """Forgets the changes, because a window has them."""
+        self.since = self.asked
 
 
 class DynamicEmbTap:
@@ -58,9 +63,10 @@ class DynamicEmbTap:
     def __init__(self, dump, model, tables=None):
         self.dump, self.model, self.tables = dump, model, tables
         _, self.scores = dump(model, (1 << 63) - 1)
+        self.reached = self.scores
 
     def changes(self):
-        """Returns the `Changes` of each table since the last call, for `WindowWriter.write`."""
+        """Returns the `Changes` of each table since the last `settle`, for `WindowWriter.write`."""
         dumped, scores = self.dump(self.model, self.scores)
         for collection, tables in scores.items():
             for table, score in tables.items():
@@ -69,7 +75,7 @@ class DynamicEmbTap:
                         f"table `{table}` of `{collection}`: score {score} is below that "
                         "of the last window"
                     )
-        self.scores = scores
+        self.reached = scores
         changes = {}
         for collection, tables in dumped.items():
             for table, (keys, rows) in tables.items():
@@ -80,3 +86,7 @@ class DynamicEmbTap:
                     *last_of_each(keys.cpu().numpy(), rows.float().cpu().numpy())
                 )
         return changes
+
+    def settle(self):
+        """Forgets the changes, because a window has them."""
+        self.scores = self.reached

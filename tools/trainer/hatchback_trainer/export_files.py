@@ -48,7 +48,8 @@ def features_of(exporter, bags, hotness_max, weights, folder, shared):
         longest = max(map(len, bags[column.name]), default=0)
         hotness = hotness_max.get(column.name, column.hotness or max(1, longest))
         table = column.tables[0] if len(column.tables) == 1 else tuple(column.tables)
-        padding = None if column.padding is None else column.padding + column.shift
+        padding = column.skipped if column.padding is None else column.padding
+        padding = None if padding is None else padding + column.shift
         features.append(Feature(
             column.name, table, column.pooling, hotness, column.name in weights,
             key_of(column, exporter.functions, folder), padding,

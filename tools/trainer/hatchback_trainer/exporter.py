@@ -311,7 +311,9 @@ class Exporter:
         bags, weights = {}, {}
         for column in self.made.columns:
             if column.call is not None:
-                call = next(one for one in calls if one.feature == column.call.feature)
+                # Two collections may have a feature of one name, with other bags.
+                call = next(
+                    one for known, one in zip(self.calls, calls) if known is column.call)
                 bags[column.name] = call.bags
                 if call.weights is not None:
                     weights[column.name] = call.weights
@@ -320,8 +322,9 @@ class Exporter:
             else:
                 values = leaves[column.leaf].tensor
                 values = values.reshape(len(values), -1)[:, list(column.columns)].long().tolist()
+                key_of = lambda raw, n=column.modulus: raw if n is None else raw % n
                 bags[column.name] = [
-                    trimmed([key for key in bag if key != column.skipped], column.padding)
+                    trimmed([one for one in bag if key_of(one) != column.skipped], column.padding)
                     for bag in values
                 ]
         return bags, weights

@@ -37,7 +37,7 @@ class Feature:
     # Each key has a weight, which multiplies its row; "max" and "none" take none.
     weighted: bool = False
     key: dict | None = None  # the key function, as in model.toml
-    padding: int | None = None  # key that counts as no key in masks
+    padding: int | None = None  # key that counts as no key, in masks and in pooled bags
     null: int | None = None  # key of a missing value
     shared: bool = False  # all samples of a request share one bag
 

@@ -13,10 +13,11 @@ import warnings
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .model_files import as_i64, write_onnx
-from .window import Changes, WindowWriter, as_u64, closed, read
+from .window import Changes, WindowWriter, as_u64, closed, head, read
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CHUNK_VALUES = 1 << 22  # values of a table that one step of a checksum reads
@@ -76,9 +77,10 @@ def signed(keys):
 
 
 class TableTap:
-    """What one embedding module changed since the last window."""
+    """What one embedding module changed since the last window. `sharing` are all modules with its
+    weights, itself included."""
 
-    def __init__(self, name, module, keys):
+    def __init__(self, name, module, keys, sharing):
         self.name, self.module = name, module
         self.keys = None if keys is None else signed(keys)
         self.rows = module.weight.shape[0]
@@ -86,11 +88,15 @@ class TableTap:
         self.deleted = {}  # keys in order, each once
         self.sums = None  # RowSums, if the optimizer may change untouched rows
         self.sentinels = None
-        module.register_forward_pre_hook(self.record)
+        for one in sharing:
+            try:
+                one.register_forward_pre_hook(self.record, with_kwargs=True)
+            except TypeError:  # torch before 2.0 hides named arguments from hooks
+                one.register_forward_pre_hook(self.record)
 
-    def record(self, module, inputs):
+    def record(self, module, inputs, named=None):
         if module.training and torch.is_grad_enabled():
-            rows = inputs[0].detach().reshape(-1).cpu()
+            rows = (inputs[0] if inputs else named["input"]).detach().reshape(-1).cpu()
             self.grow()
             self.counts += torch.bincount(rows, minlength=self.rows)
 
@@ -100,6 +106,22 @@ class TableTap:
             # A table that was made larger: every added row is new to the fleet.
             self.counts = torch.cat([self.counts, torch.ones(rows - self.rows)])
             self.rows = rows
+
+    def touch(self, keys):
+        """Marks the rows of keys, i64 `[n]`, as changed. Keys without a row are deleted."""
+        if self.keys is None:
+            rows = keys[(keys >= 0) & (keys < self.rows)]
+        else:
+            rows = torch.nonzero(torch.isin(self.keys, keys)).squeeze(1)
+            lacking = keys[~torch.isin(keys, self.keys)]
+            self.deleted.update(dict.fromkeys(lacking.tolist()))
+        self.touch_rows(rows)
+
+    def touch_rows(self, rows):
+        self.counts[rows] += 1
+        if self.sums is not None:
+            # Rows added since the last window are sent anyway.
+            self.sums.stale[rows[rows < len(self.sums.stale)]] = True
 
     def watch_all(self, why):
         if self.sums is None:
@@ -169,9 +191,12 @@ class Tap:
         }
         tables = {name: name for name in named} if tables is None else tables
         keys = keys or {}
+        sharing = lambda module: [one for one in named.values() if one.weight is module.weight]
         self.tables = [
-            TableTap(table, named[module], keys.get(table)) for module, table in tables.items()
+            TableTap(table, named[module], keys.get(table), sharing(named[module]))
+            for module, table in tables.items()
         ]
+        self.has_closed = False  # whether the newest window is this tap's own
         for table in self.tables:
             self.inspect(table)
             table.choose_sentinels()
@@ -180,6 +205,8 @@ class Tap:
         """Finds the optimizer of a table. Warns, and compares all rows, if it may change rows
         that no sample touches."""
         weight = table.module.weight
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            table.watch_all("the other ranks look up rows too")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if any(parameter is weight for parameter in group["params"]):
@@ -198,24 +225,32 @@ class Tap:
     def touch_since(self, step):
         """Marks all keys of windows after `step` as changed. Call it after the model was
         restored from a checkpoint of `step`: the fleet may hold rows of later steps,
-        which the restore undid."""
-        for folder in closed(self.writer.folder):
-            window = read(folder)
-            if window.head["step"] <= step:
-                continue
+        which the restore undid. Marks every row if the windows do not tell them all."""
+        folders = closed(self.writer.folder)
+        heads = list(map(head, folders))
+        if why := self.untold(heads, step):
+            warnings.warn(f"{why}; the next window has every row")
             for table in self.tables:
-                one = window.tables.get(table.name)
-                if one is None or not len(one.keys):
-                    continue
-                keys = torch.from_numpy(one.keys.view("int64"))
-                if table.keys is None:
-                    rows = keys[keys < table.rows]
-                else:
-                    rows = torch.nonzero(torch.isin(table.keys, keys)).squeeze(1)
-                table.counts[rows] += 1
-                if table.sums is not None:
-                    stale = table.sums.stale  # rows added since are sent anyway
-                    stale[rows[rows < len(stale)]] = True
+                table.touch_rows(torch.arange(table.rows))
+        for folder, known in zip(folders, heads):
+            if known["step"] <= step:
+                continue
+            window = read(folder)
+            for table in self.tables:
+                one = window.tables.get(table.name, Changes())
+                for keys in (one.keys, one.deleted):
+                    table.touch(signed(keys))
+
+    def untold(self, heads, step):
+        """Returns why the windows do not tell each row that may differ from the fleet's after a
+        restore of `step`; None if they do."""
+        if heads and heads[0]["window"] > 1 and heads[0]["step"] > step:
+            first = heads[0]["window"]
+            return f"windows before {first} are removed, some perhaps after step {step}"
+        # This tap has counted what changed since its own window, and no tap before that.
+        if not self.has_closed and step > max((one["step"] for one in heads[-1:]), default=0):
+            return f"no window has the changes up to step {step}"
+        return None
 
     def close(self, step, probe=None):
         """Writes the changes since the last window as a window and returns its folder. If that
@@ -225,6 +260,7 @@ class Tap:
         folder = self.writer.write(tables, step, dense, probe)
         for table in self.tables:
             table.settle()
+        self.has_closed = True
         return folder
 
 

@@ -152,7 +152,8 @@ def collection_calls(name, module, features, output):
             jagged = features[feature]
             ends = jagged.offsets().tolist()
             cut = lambda values: [values[a:b].tolist() for a, b in zip(ends, ends[1:])]
-            weights = getattr(jagged, "weights_or_none", lambda: None)()
+            # A collection that is not weighted ignores the weights of its features.
+            weights = jagged.weights_or_none() if module.is_weighted() else None
             if weights is not None and pooling != "sum":
                 raise ValueError(
                     f"collection `{name}`: weights with pooling `{pooling}` of table "

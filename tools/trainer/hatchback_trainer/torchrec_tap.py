@@ -4,6 +4,7 @@ its shards of them.
 Make the model with
 `DistributedModelParallel(..., model_tracker_config=ModelTrackerConfig(consumers=["publisher"]))`.
 Every rank calls `changes` where a window ends; rank 0 gets the whole rows and writes the window.
+Once it is written, every rank calls `settle`: until then `changes` returns the same rows again.
 The tracker records lookups, not changes: optimizers with weight decay or dense moments change more
 rows than it reports, and are refused.
 """
@@ -64,26 +65,33 @@ class TorchRecTap:
     def __init__(self, model, tables=None, consumer=CONSUMER):
         self.model, self.tables, self.consumer = model, tables, consumer
         self.batch = self.tracker().curr_batch_idx
+        self.ids = {}  # the tracker's name of a table -> ids since the last `settle`
         check_optimizer(model)
 
     def tracker(self):
         return self.model.get_model_tracker()
 
     def delta(self):
-        """Returns the ids that this rank looked up since the last call. The tracker fails if
-        there was no batch."""
+        """Returns the ids that this rank looked up since the last `settle`. The tracker fails if
+        there was no batch, and tells of each id once."""
         tracker = self.tracker()
-        if tracker.curr_batch_idx == self.batch:
-            return {}
-        self.batch = tracker.curr_batch_idx
-        return tracker.get_delta(self.consumer)
+        if tracker.curr_batch_idx != self.batch:
+            self.batch = tracker.curr_batch_idx
+            for fqn, delta in tracker.get_delta(self.consumer).items():
+                ids = [delta.ids.cpu(), *([self.ids[fqn]] if fqn in self.ids else [])]
+                self.ids[fqn] = torch.unique(torch.cat(ids))
+        return self.ids
+
+    def settle(self):
+        """Forgets the changes of this rank, because a window has them."""
+        self.ids = {}
 
     def local_pieces(self):
         """Returns {table: (shape, [(keys, first column, rows)])} of this rank's shards."""
         state, pieces = self.model.state_dict(), {}
-        for fqn, delta in self.delta().items():
+        for fqn, ids in self.delta().items():
             name = fqn.rsplit(".", 1)[-1] if self.tables is None else self.tables[fqn]
-            weight, ids = state[f"{fqn}.weight"], torch.unique(delta.ids).cpu()
+            weight = state[f"{fqn}.weight"]
             shards = list(shards_of(weight))
             if len({row for row, _, _ in shards}) > 1:
                 raise ValueError(

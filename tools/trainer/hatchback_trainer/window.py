@@ -157,6 +157,11 @@ def closed(folder):
     return sorted(path for path in named if (path / HEAD).is_file())
 
 
+def head(folder):
+    """Returns the content of window.json of the window in `folder`."""
+    return json.loads((Path(folder) / HEAD).read_text())
+
+
 def last_closed(folder):
     """Returns the number of the newest closed window; 0 without one."""
     return max((int(path.name) for path in closed(folder)), default=0)
@@ -165,7 +170,7 @@ def last_closed(folder):
 def read(folder):
     """Returns the window in `folder`. Checks the hash of every file."""
     folder = Path(folder)
-    window = Window(json.loads((folder / HEAD).read_text()))
+    window = Window(head(folder))
     for one in window.head["files"]:
         content = (folder / one["name"]).read_bytes()
         if hashlib.sha256(content).hexdigest() != one["sha256"]:

@@ -40,6 +40,12 @@ class Columns(ExportCase):
             Vocabulary(("a",)).fields("../city", 0, self.folder)
         self.assertFalse((self.folder / "../city.words.txt").exists())
 
+    def test_a_word_that_is_not_one_line_is_refused(self):
+        for words in (("a", "b\nc"), ("a", "b\r"), ("\ufeffa", "b")):
+            with self.assertRaisesRegex(ValueError, "of the vocabulary is not one line"):
+                Vocabulary(words)
+        self.assertEqual(Vocabulary(("a\rb", "\ufeffa")).words, ("a\rb", "\ufeffa"))
+
     def test_a_missing_category_has_the_key_of_null(self):
         columns = {"city": Vocabulary([f"city {n}" for n in range(9)], first=1, null=0)}
         model = Model(lambda m, city: m.n(m.e(city)), 4)
@@ -103,6 +109,8 @@ class Columns(ExportCase):
         encoder = OrdinalEncoder(encoded_missing_value=2).fit(cities)
         for steps in (
             numbers(), (StandardScaler(), SimpleImputer(), StandardScaler()),
+            (SimpleImputer(), StandardScaler(with_mean=False)),
+            (SimpleImputer(), StandardScaler(with_std=False)),
             (SimpleImputer(), FunctionTransformer(np.log1p), StandardScaler()),
         ):
             pipeline = make_pipeline(*steps).fit(raw)
@@ -123,6 +131,19 @@ class Columns(ExportCase):
             self.assertLess(max(abs(a - b) for a, b in zip(found, want, strict=True)), 1e-5)
         with self.assertRaisesRegex(ValueError, "Binarizer: the car has no such step"):
             columns_from_sklearn(type("Binarizer", (), {})(), names)
+        clipped = make_pipeline(
+            MinMaxScaler(clip=True), SimpleImputer(strategy="constant", fill_value=-1.0)).fit(raw)
+        with self.assertRaisesRegex(ValueError, "-1.0 replaces missing .*: put the imputer first"):
+            columns_from_sklearn(clipped, names)
+        one = MinMaxScaler(clip=True).fit([[4.0], [4.0]])
+        step = columns_from_sklearn(one, ["age"])["age"]
+        self.assertEqual([step.value(x) for x in (3.5, 4.5, 9.0)],
+                         one.transform([[3.5], [4.5], [9.0]])[:, 0].tolist())
+        rare = OrdinalEncoder(max_categories=2).fit(cities)
+        with self.assertRaisesRegex(ValueError, "column 0: its infrequent categories, such as"):
+            columns_from_sklearn(rare, ["city"])
+        codes = OrdinalEncoder().fit([[5.0], [7.0], [9.5], [np.nan]])
+        self.assertEqual(columns_from_sklearn(codes, ["code"])["code"].words, ("5", "7", "9.5"))
 
     def test_columns_of_fuxictr_run_in_the_car(self):
         try:

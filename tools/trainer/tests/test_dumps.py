@@ -35,16 +35,18 @@ class Sok(unittest.TestCase):
         start = datetime(2026, 3, 1, tzinfo=timezone.utc)
         second = timedelta(seconds=1)
         with mock.patch("hatchback_trainer.dumps.datetime") as clock:
-            clock.now.side_effect = [start, start + 10 * second, start + 20 * second]
+            clock.now.side_effect = [start + n * second for n in (0, 10, 20, 30)]
             tap = SokTap(self.dump, {"user": "u", "item": "i"}, margin_s=3)
             changes = tap.changes()
+            tap.changes()  # the window was not written
+            tap.settle()
             tap.changes()
         self.assertEqual(changes["user"].keys.tolist(), [(1 << 64) - 1, 3])
         self.assertEqual(changes["user"].rows.tolist(), [[3.0, 4.0], [5.0, 6.0]])
         self.assertEqual(len(changes["item"].keys), 0)
         self.assertEqual(self.asked[0][0], ["u", "i"])
         times = [since for _, since in self.asked]
-        self.assertEqual(times, [start - 3 * second, start + 7 * second])
+        self.assertEqual(times, [start + n * second for n in (-3, -3, 17)])
 
     def test_a_dump_of_other_tables_is_refused(self):
         with self.assertRaisesRegex(ValueError, "returned 2 tables for 1 variables"):
@@ -69,7 +71,9 @@ class DynamicEmb(unittest.TestCase):
     def test_a_window_has_the_rows_of_its_steps(self):
         tap = DynamicEmbTap(self.dump, None)
         self.step = 12
-        self.assertEqual(tap.changes()["t"].keys.tolist(), [8, 9])
+        for _ in range(2):  # the first window was not written
+            self.assertEqual(tap.changes()["t"].keys.tolist(), [8, 9])
+        tap.settle()
         self.rows[7] = (14, 9.0)
         self.step = 14
         changes = tap.changes()["t"]
@@ -80,6 +84,7 @@ class DynamicEmb(unittest.TestCase):
     def test_a_score_that_falls_is_refused(self):
         tap = DynamicEmbTap(self.dump, None, {("ebc", "t"): "item"})
         self.assertEqual(list(tap.changes()), ["item"])
+        tap.settle()
         self.step = 1
         with self.assertRaisesRegex(ValueError, "score 1 is below"):
             tap.changes()

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from export_case import CLOSE, ExportCase
 from field_models import B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, unlike_zeros
-from torchrec_models import Collected, Jagged, Sequences
+from torchrec_models import Collected, Jagged, Sequences, TwoCollected
 
 from hatchback_trainer.deploy import run
 
@@ -47,6 +47,30 @@ class Exports(ExportCase):
         front = {"history": full["history"].clone()}
         front["history"][:, :3] = KEYS - 1
         self.assert_same(done, model, front, lambda m, b: m(**b))
+
+    def test_a_bag_may_come_with_the_padding_that_its_model_skips(self):
+        for mode, modulus in (("mean", None), ("mean", 10), ("sum", None), ("max", 10)):
+            bag = unlike_zeros(nn.EmbeddingBag(KEYS, 4, mode=mode, padding_idx=0))
+            keys_of = lambda x, modulus=modulus: x if modulus is None else x % modulus
+            model = Model(lambda m, x: m.n(m.bag(keys_of(x))), 4, bag=bag)
+            done = self.export(model, {"x": ids(B, LONG, high=40)})
+            self.assertEqual(done.schema.features[0].padding, 0)
+            done.pack(codec="f32")
+            rows = torch.tensor([[3, 5] + [0] * (LONG - 2), [20, 3] + [30] * (LONG - 2)])
+            with torch.no_grad():
+                want = torch.sigmoid(model.eval()(rows))[:, 0].tolist()
+            found = self.scored(done, *({"sparse": {"x": row}} for row in rows.tolist()))
+            self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
+
+    def test_a_mask_beside_a_bag_that_keeps_its_padding_reads_the_values(self):
+        bag = nn.EmbeddingBag(KEYS, 4, mode="mean")
+        count = lambda x: (x != 0).sum(1, keepdim=True)
+        model = Model(lambda m, x: m.n(torch.cat([m.bag(x), count(x)], 1)), 5, bag=bag)
+        batch = lambda: {"x": ids(B, LONG, high=4)}
+        done = self.export(model, batch())
+        self.assertIn("computes with the values of `x` themselves", done.notes[0])
+        done.pack(codec="f32")
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
 
     def test_a_delta_of_a_model_that_learned_scores_as_the_model(self):
         model, batch, _, _ = cases()["a filter of frequencies"]
@@ -171,6 +195,28 @@ class Exports(ExportCase):
         self.assertEqual([one.name for one in done.schema.features], ["item"])
         self.assertEqual(list(done.schema.dense_features), ["age"])
         self.assertEqual(done.schema.outputs, ("click", "buy"))
+
+    def test_a_collection_without_weights_ignores_those_of_its_features(self):
+        bags = {"a": [[1, 2], [], [3]], "b": [[4], [4, 4, 7], [49]]}
+        dense, model = torch.randn(3, 2), Collected()
+        done = self.export(model, (dense, Jagged(bags, weight=2.0)))
+        self.assertFalse(any(one.weighted for one in done.schema.features))
+        done.pack(codec="f32")
+        with torch.no_grad():
+            want = torch.sigmoid(model(dense, Jagged(bags)))[:, 0].tolist()
+        found = done.score((dense, Jagged(bags, weight=3.0)))
+        self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
+
+    def test_two_collections_have_features_of_one_name_with_other_bags(self):
+        users = {"a": [[1, 2], [], [3]], "b": [[4], [4, 4, 7], [49]]}
+        items = {"a": [[9], [8, 8], []], "b": [[1, 2, 3], [2], [3, 4]]}
+        model, batch = TwoCollected(), (Jagged(users), Jagged(items))
+        done = self.export(model, batch)
+        done.pack(codec="f32")
+        with torch.no_grad():
+            want = torch.sigmoid(model(*batch[::-1]))[:, 0].tolist()
+        found = done.score(batch[::-1])
+        self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
 
     def test_a_method_is_exported_like_forward(self):
         model = Model(lambda m, item: None, 4)

@@ -3,11 +3,13 @@
 Run in tools/trainer: `python3 -m unittest discover tests`.
 """
 
+import shutil
 import sys
 import tempfile
 import unittest
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -236,6 +238,68 @@ class Taps(unittest.TestCase):
                     self.assertEqual(torch.from_numpy(found[name].rows).tolist(), rows.tolist())
                 again = window.read(tap.close(step=3)).tables
                 self.assertEqual(sum(len(one.keys) for one in again.values()), 0)
+
+    def test_a_restore_sends_every_row_if_windows_are_missing(self):
+        model = Model(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tap = Tap(model, self.folder, "m", optimizer)
+        train(model, [optimizer], 1, 0)
+        tap.close(step=1)
+        removed = tap.close(step=2)
+        tap.close(step=3)
+
+        def keys_after(step):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                tap = Tap(model, self.folder, "m", optimizer)
+                tap.touch_since(step)
+            found = window.read(tap.close(step=step)).tables.get("user", window.Changes())
+            return len(found.keys), [str(one.message) for one in said]
+
+        self.assertEqual(keys_after(3), (0, []))
+        size, said = keys_after(4)  # of the changes between the window and the checkpoint
+        self.assertEqual(size, 400)
+        self.assertIn("no window has the changes up to step 4", said[0])
+        for folder in (self.folder / "000000000001", removed):
+            shutil.rmtree(folder)
+        size, said = keys_after(2)
+        self.assertEqual(size, 400)
+        self.assertIn("windows before 3 are removed, some perhaps after step 2", said[0])
+
+    def test_a_restore_takes_back_deletions_and_new_keys(self):
+        table = nn.Embedding(3, 2)
+        model = nn.ModuleDict({"user": table})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        later = Tap(model, self.folder, "m", optimizer, keys={"user": [5, 6, -7]})
+        later.close(step=1)
+        later.delete("user", [5])
+        table(torch.tensor([2]))
+        later.close(step=2)
+
+        tap = Tap(model, self.folder, "m", optimizer, keys={"user": [4, 5, 6]})
+        tap.touch_since(step=1)
+        found = window.read(tap.close(step=1)).tables["user"]
+        self.assertEqual((found.keys.tolist(), found.deleted.view("int64").tolist()), ([5], [-7]))
+
+    def test_a_table_with_two_modules_has_the_changes_of_both(self):
+        model = nn.ModuleDict({name: nn.Embedding(5000, 2) for name in ("item", "target")})
+        model["target"].weight = model["item"].weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tap = Tap(model, self.folder, "m", optimizer, tables={"item": "item"})
+        model["item"](torch.tensor([7]))
+        model["target"](input=torch.tensor([9]))
+        self.assertEqual(window.read(tap.close(step=1)).tables["item"].keys.tolist(), [7, 9])
+
+    def test_every_row_is_compared_if_several_ranks_train(self):
+        model = Model(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mock.patch.multiple(
+                torch.distributed, is_initialized=lambda: True, get_world_size=lambda: 2):
+            with self.assertWarnsRegex(UserWarning, "the other ranks look up rows too"):
+                tap = Tap(model, self.folder, "m", optimizer)
+        with torch.no_grad():
+            model.user.weight[3] += 1
+        self.assertEqual(window.read(tap.close(step=1)).tables["user"].keys.tolist(), [3])
 
     def test_a_restore_after_an_unannounced_optimizer_was_seen_hides_no_row(self):
         model = Model(False)

@@ -11,15 +11,17 @@ from field_models import KEYS, LONG
 class Jagged:
     """The interface of a `KeyedJaggedTensor`."""
 
-    def __init__(self, bags):
-        self.bags = bags
+    def __init__(self, bags, weight=None):
+        self.bags, self.weight = bags, weight  # of every key
 
     def __getitem__(self, key):
         bags = self.bags[key]
         values = torch.tensor([k for bag in bags for k in bag])
         ends = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
+        weights = None if self.weight is None else torch.full(values.shape, self.weight)
         return SimpleNamespace(
-            values=lambda: values, offsets=lambda: ends, lengths=lambda: ends.diff())
+            values=lambda: values, offsets=lambda: ends, lengths=lambda: ends.diff(),
+            weights_or_none=lambda: weights)
 
     def keys(self):
         return list(self.bags)
@@ -33,6 +35,9 @@ class Collection(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding_bags = nn.ModuleDict({"t": nn.EmbeddingBag(KEYS, 4, mode="sum")})
+
+    def is_weighted(self):
+        return False
 
     def embedding_bag_configs(self):
         pooling = SimpleNamespace(name="SUM")
@@ -53,6 +58,16 @@ class Collected(nn.Module):
 
     def forward(self, dense, features):
         return self.top(torch.cat([dense, self.ebc(features).values()], dim=1))
+
+
+class TwoCollected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users, self.items, self.top = Collection(), Collection(), nn.Linear(16, 1)
+
+    def forward(self, users, items):
+        return self.top(
+            torch.cat([self.users(users).values(), self.items(items).values()], dim=1))
 
 
 class SequenceCollection(nn.Module):
