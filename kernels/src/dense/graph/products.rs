@@ -277,6 +277,9 @@ impl Builder<'_> {
         let Some((inputs, out)) = equation.split_once("->") else {
             return Err(unsupported(node, &format!("`{equation}`")));
         };
+        if inputs.split(',').nth(2).is_some() {
+            return Err(unsupported(node, "of over two operands"));
+        }
         let named = |stop| in_operator(node, stop);
         let mut sides = Vec::new();
         for (i, labels) in inputs.split(',').enumerate() {
@@ -300,7 +303,7 @@ impl Builder<'_> {
         let result = match sides.as_slice() {
             [one] => one.clone(),
             [left, right] => self.contract(left, right, out).map_err(named)?,
-            _ => return Err(unsupported(node, "of over two operands")),
+            _ => return Err(unsupported(node, "of no operands")),
         };
         let perm: Option<Vec<usize>> = out.chars().map(|l| result.axis(l)).collect();
         let is_whole = |p: &Vec<usize>| (0..result.labels.len()).all(|axis| p.contains(&axis));
@@ -374,8 +377,7 @@ impl Labelled {
         let labels: Vec<char> = labels.chars().collect();
         let is_new = |(i, l): (usize, &char)| l.is_alphabetic() && !labels[..i].contains(l);
         let is_plain = labels.len() == tensor.shape.len() && tensor.kind == Kind::Float;
-        let all_new = labels.iter().enumerate().all(is_new);
-        (is_plain && all_new).then_some(Self { tensor, labels })
+        (is_plain && labels.iter().enumerate().all(is_new)).then_some(Self { tensor, labels })
     }
 
     fn axis(&self, label: char) -> Option<usize> {

@@ -19,6 +19,8 @@ pub(crate) enum Positions {
 impl Builder<'_> {
     /// Returns `x` with `positions` of one axis.
     pub fn take(&mut self, x: &Tensor, axis: usize, positions: &[usize]) -> Result<Tensor, Stop> {
+        // Beside an empty axis they make no values, but a list of them took its time.
+        self.pack(positions.len())?;
         let mut shape = x.shape.clone();
         shape[axis] = positions.len();
         let own = strides(&x.shape);
@@ -44,11 +46,12 @@ impl Builder<'_> {
 
     /// Returns the known positions that integers have along an axis of `n` values.
     pub fn known_positions(
-        &self,
+        &mut self,
         node: &NodeProto,
         sizes: &[Size],
         n: usize,
     ) -> Result<Vec<usize>, Stop> {
+        self.pack(sizes.len())?;
         let position = |s: &Size| match s.constant() {
             Some(i) => {
                 let from_start = if i < 0 { i.saturating_add(n as i64) } else { i };
@@ -283,11 +286,7 @@ impl Builder<'_> {
         if let Some(ends) = node.ints("ends") {
             return Ok(Some(ends.iter().map(|&e| Size::fixed(e)).collect()));
         }
-        let tensor = self.input(node, 2)?;
-        match tensor.known_values().map(|v| &**v) {
-            Some(Values::Ints(sizes)) => Ok(Some(sizes.clone())),
-            _ => Err(unsupported(node, "by computed integers")),
-        }
+        self.sizes(node, 2)
     }
 
     /// Translates `Split`.
