@@ -111,6 +111,80 @@ fn results_without_end_are_refused_by_name() {
     refused(ended(square, "big"), vec![], &["MatMul", "samples"]);
 }
 
+/// Each node makes as many values again, which no file has.
+#[test]
+fn values_that_the_load_computes_are_counted() {
+    let many = |count: usize, op: &str, inputs: &[&str], to: &[(&str, &[i64])]| {
+        let made = |i: usize| node("ConstantOfShape", &["n"], &[["f", "i"][i]], &[]);
+        let mut integers = made(1);
+        integers.attribute.push(AttributeProto {
+            name: Some("value".to_owned()),
+            t: Some(ints("", &[7])),
+            r#type: Some(4),
+            ..AttributeProto::default()
+        });
+        // A result without a name is dropped, but counted.
+        let each = (0..count).map(|_| node(op, inputs, &[""], to));
+        let tensors = vec![
+            ints("n", &[1 << 22]),
+            TensorProto {
+                data_type: Some(INT8),
+                raw_data: Some(vec![1; 1 << 22].into()),
+                ..tensor("q", &[1 << 22], &[])
+            },
+            floats("scale", &[], &[0.5]),
+        ];
+        refused([made(0), integers].into_iter().chain(each).collect(), tensors, &[op, "weights"]);
+    };
+    many(70, "Cast", &["f"], &[("to", &[10])]);
+    many(70, "Cast", &["i"], &[("to", &[1])]);
+    many(20, "Cast", &["i"], &[("to", &[6])]);
+    many(20, "Cast", &["f"], &[("to", &[7])]);
+    many(20, "Neg", &["i"], &[]);
+    many(70, "DequantizeLinear", &["q", "scale"], &[]);
+
+    let truths = TensorProto {
+        data_type: Some(BOOL),
+        raw_data: Some(vec![1; 1 << 22].into()),
+        ..tensor("", &[1 << 22], &[])
+    };
+    let constant = |_| NodeProto {
+        attribute: vec![AttributeProto {
+            name: Some("value".to_owned()),
+            t: Some(truths.clone()),
+            r#type: Some(4),
+            ..AttributeProto::default()
+        }],
+        ..node("Constant", &[], &[""], &[])
+    };
+    refused((0..5).map(constant).collect(), vec![], &["Constant", "over 16777216 values"]);
+
+    // A product of no terms has a value for each row and column.
+    let product = ended(vec![node("MatMul", &["a", "b"], &["big"], &[])], "big");
+    let empty = |name: &str, dims: [i64; 2]| floats(name, &dims, &[]);
+    refused(product, vec![empty("a", [1 << 24, 0]), empty("b", [0, 1 << 24])], &["over 2684"]);
+}
+
+#[test]
+fn a_list_longer_than_the_axes_is_refused_before_it_is_read() {
+    let long = || vec![ints("n", &[1 << 22]), ints("all", &vec![0; 65])];
+    for (op, inputs) in [
+        ("ReduceSum", ["x", "all"]),
+        ("Trilu", ["x", "all"]),
+        ("Reshape", ["x", "all"]),
+        ("Tile", ["x", "all"]),
+        ("Pad", ["x", "all"]),
+        ("Unsqueeze", ["x", "all"]),
+    ] {
+        refused(vec![node(op, &inputs, &["out"], &[])], long(), &[op, "by 65 integers, node"]);
+    }
+    let slice = node("Slice", &["x", "n", "all"], &["out"], &[]);
+    refused(vec![slice], long(), &["Slice by 65 integers"]);
+    let named = node(&"Long".repeat(1 << 18), &["x"], &["out"], &[]);
+    let error = load(&network(vec![named], vec![])).err().expect("a refusal").to_string();
+    assert!(error.contains("LongLong") && error.len() < 4_000, "{} bytes", error.len());
+}
+
 /// The engine walks the axes beside an empty one, and allocates by them.
 #[test]
 fn empty_tensors_with_other_axes_of_any_size_are_refused_by_name() {

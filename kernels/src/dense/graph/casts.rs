@@ -33,6 +33,7 @@ impl Builder<'_> {
             (Kind::Half, _) => stop(),
             (_, Kind::Half) => match x.known_values().and_then(|v| v.floats()) {
                 Some(values) => {
+                    self.keep(to, values.len())?;
                     let round = |x: f32| f16::from_f32(x).into();
                     let values = Values::Floats(values.into_iter().map(round).collect());
                     Ok(folded(to, x.shape, x.batch, values))
@@ -59,6 +60,7 @@ impl Builder<'_> {
         let Some(values) = x.known_values() else {
             return Ok(Tensor { kind: Kind::Float, ..x.clone() });
         };
+        self.keep(Kind::Float, values.len())?;
         let Values::Ints(values) = &**values else { return Err(malformed("Cast of no integers")) };
         let float = |s: &Size| s.constant().map(|n| n as f32);
         match values.iter().map(float).collect::<Option<Vec<_>>>() {
@@ -71,6 +73,7 @@ impl Builder<'_> {
     pub fn map_to_int(&mut self, x: &Tensor, map: Map) -> Result<Tensor, Stop> {
         let result = self.map(x, map)?;
         let Some(values) = result.known_values() else { return Ok(result) };
+        self.keep(Kind::Int64, values.len())?;
         let values = match &**values {
             Values::Floats(v) => v.iter().map(|&x| Size::fixed(x as i64)).collect(),
             Values::Ints(v) => v.clone(),
@@ -90,6 +93,7 @@ impl Builder<'_> {
             Some(Tensor::known(Kind::Float, tensor.sizes(), Values::Floats(values)))
         });
         let tensor = values.ok_or_else(|| unsupported(node, "of such operands"))?;
+        self.keep(tensor.kind, tensor.width())?;
         let weights = if is_ours(node) { Weights::Int8 } else { Weights::F32 };
         Ok(Tensor { weights, ..tensor })
     }

@@ -18,6 +18,7 @@ impl Builder<'_> {
         let Some(depth) = depth.filter(|n| (1..=LIST_MAX).contains(n)) else {
             return Err(unsupported(node, "of such a depth"));
         };
+        self.keep(Kind::Int64, depth)?;
         let rank = indices.shape.len();
         let axis = axis_of(node, node.int("axis", -1), rank + 1)?;
         if values.shape != [2] || values.batch.is_some() || indices.kind == Kind::Bool {

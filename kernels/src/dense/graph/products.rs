@@ -148,7 +148,9 @@ impl Builder<'_> {
         let lead = broadcast(&[&lead(a), &lead(b)]).filter(|_| is_plain).ok_or_else(form)?.0;
         let (m, k, n) = (a.shape[rank - 2], a.shape[rank - 1], b.shape[rank - 1]);
         let shape = [lead.as_slice(), &[m, n]].concat();
-        self.pack(product(&shape).and_then(|all| all.checked_mul(k)).unwrap_or(usize::MAX))?;
+        // A product of no terms still has values.
+        let terms = product(&shape).and_then(|all| all.checked_mul(k.max(1)));
+        self.pack(terms.unwrap_or(usize::MAX))?;
         let a = self.expand_to(a, &[lead.as_slice(), &[m, k]].concat(), None)?;
         let b = self.expand_to(b, &[lead.as_slice(), &[k, n]].concat(), None)?;
         let floats = |t: &Tensor| t.known_values().and_then(|v| v.floats());

@@ -155,7 +155,7 @@ impl Builder<'_> {
         let mut result = x.clone();
         for &axis in axes {
             let Some(values) = result.known_values().map(Rc::clone) else { return Err(of_type(x)) };
-            self.pack(values.len())?;
+            self.keep(x.kind, values.len())?;
             let (n, inner) = (result.shape[axis], result.shape[axis + 1..].iter().product());
             let values = match &*values {
                 Values::Floats(v) => {

@@ -351,7 +351,7 @@ impl Builder<'_> {
         };
         let shape = self.known_shape(node, &target)?;
         let zero = Tensor::known(Kind::Float, vec![1], Values::Floats(vec![0.0]));
-        let value = node.tensor("value").map_or(Ok(zero), crate::dense::graph::stored::stored)?;
+        let value = node.tensor("value").map_or(Ok(zero), |proto| self.stored_tensor(proto))?;
         let Some(values) = value.known_values().filter(|v| v.len() == 1) else {
             return Err(malformed("ConstantOfShape of several values"));
         };
