@@ -363,8 +363,30 @@ pub(crate) fn slice_range([start, end, step]: [i64; 3], n: usize) -> Option<(i64
     let len = n as i64;
     let absolute = |i: i64| if i < 0 { i.saturating_add(len) } else { i };
     let (least, most) = if step > 0 { (0, len) } else { (-1, len - 1) };
-    let (first, end) = (absolute(start).clamp(least, most), absolute(end).clamp(least, most));
+    // Backwards, a start before the first value is the first value. Only an end may be before it.
+    let first = absolute(start).clamp(least.max(0).min(most), most);
+    let end = absolute(end).clamp(least, most);
     let span = if step > 0 { end - first } else { first - end };
     let steps = (span.max(0) as u64).checked_next_multiple_of(step.unsigned_abs())?;
     Some((first, (steps / step.unsigned_abs()) as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slice_backwards_starts_at_the_first_value_or_later() {
+        for (bounds, n, range) in [
+            ([-100, -200, -1], 4, Some((0, 1))),
+            ([100, -200, -2], 4, Some((3, 2))),
+            ([-1, 0, -1], 4, Some((3, 3))),
+            ([2, 1, -1], 0, Some((-1, 0))),
+            ([-100, 200, 3], 4, Some((0, 2))),
+            ([200, 300, 1], 4, Some((4, 0))),
+            ([0, 1, 0], 4, None),
+        ] {
+            assert_eq!(slice_range(bounds, n), range, "{bounds:?} of {n}");
+        }
+    }
 }
