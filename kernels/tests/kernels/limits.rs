@@ -599,6 +599,19 @@ fn a_refusal_has_the_words_of_onnx_and_of_its_user() {
     let cast = |to| node("Cast", &["x"], &["out"], &[("to", &[to])]);
     says(vec![cast(16)], vec![], "Cast to type BFLOAT16, node `out`");
     says(vec![cast(99)], vec![], "Cast to type unknown");
+    let brain = TensorProto {
+        data_type: Some(BFLOAT16),
+        int64_data: vec![],
+        int32_data: vec![0],
+        ..tensor("b", &[1], &[])
+    };
+    let like = node("CastLike", &["x", "b"], &["out"], &[]);
+    says(vec![like], vec![brain], "CastLike to type BFLOAT16");
+    let far = vec![
+        node("Cast", &["w"], &["far"], &[("to", &[6])]),
+        node("Tile", &["x", "far"], &["out"], &[]),
+    ];
+    says(far, vec![floats("w", &[2], &[1.0, 3e9])], "Cast of such a constant to INT32");
     let pick = node("Gather", &["x", "at"], &["out"], &[("axis", &[1])]);
     says(vec![pick], vec![ints("at", &[-5])], "Gather: index -5 is out of range, the axis has 4");
     let reshape = node("Reshape", &["x", "shape"], &["out"], &[]);

@@ -2,8 +2,8 @@
 //! its type demands, so an integer or a truth value is exact.
 
 use crate::dense::graph::forms::{Scale, dequantize, is_ours};
-use crate::dense::graph::functions::Map;
-use crate::dense::graph::onnx::{NodeProto, kind_of, type_name};
+use crate::dense::graph::functions::{Map, Zip};
+use crate::dense::graph::onnx::{BFLOAT16, NodeProto, kind_of, type_name};
 use crate::dense::graph::onnx_graph::{Builder, Stop, folded, malformed, unsupported};
 use crate::dense::graph::tensor::{Kind, Size, Tensor, Values};
 use crate::dense::weights::Weights;
@@ -11,12 +11,21 @@ use half::f16;
 
 /// The least and the greatest f32 that is an int32.
 const INT32_RANGE: [f32; 2] = [-2_147_483_648.0, 2_147_483_520.0];
+/// The least and the greatest f32 that is an int64.
+const INT64_RANGE: [f32; 2] = [-9_223_372_036_854_775_808.0, 9_223_371_487_098_961_920.0];
 
 impl Builder<'_> {
     /// Translates `Cast` and `CastLike`.
     pub fn cast(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let x = self.input(node, 0)?;
+        // Its values are f32 here, so the type of the tensor is lost.
+        let is_brain = |name: &String| {
+            self.stored.get(name.as_str()).is_some_and(|t| t.data_type() == BFLOAT16)
+        };
         let to = match node.op_type() {
+            "CastLike" if node.input.get(1).is_some_and(is_brain) => {
+                return Err(unsupported(node, "to type BFLOAT16"));
+            }
             "CastLike" => Some(self.input(node, 1)?.kind),
             _ => kind_of(node.int("to", 0)),
         };
@@ -47,10 +56,23 @@ impl Builder<'_> {
                 Ok(Tensor { kind: to, ..self.check(&x, INT32_RANGE)? })
             }
             (Kind::Bool | Kind::Int32, Kind::Int64 | Kind::Int32) => relabelled,
-            (Kind::Int64, Kind::Int32) => relabelled,
+            (Kind::Int64, Kind::Int32) => match x.known_values().map(|v| &**v) {
+                Some(Values::Ints(values)) => {
+                    self.keep(to, values.len())?;
+                    let values = Values::Ints(values.iter().map(|s| s.wrapped(to)).collect());
+                    Ok(folded(to, x.shape, x.batch, values))
+                }
+                _ => relabelled,
+            },
             (_, Kind::Float) => self.cast_to_float(node, &x),
             (_, Kind::Bool) => Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::NotZero)? }),
             (_, Kind::Int64 | Kind::Int32) => {
+                if let Some(Values::Floats(values)) = x.known_values().map(|v| &**v) {
+                    let [least, most] = if to == Kind::Int32 { INT32_RANGE } else { INT64_RANGE };
+                    if !values.iter().all(|x| (least..=most).contains(&x.trunc())) {
+                        return Err(unsupported(node, &format!("of such a constant to {to:?}")));
+                    }
+                }
                 Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::Trunc)? })
             }
         }

@@ -283,7 +283,9 @@ impl Builder<'_> {
                 })
             }
             (Values::Ints(a), Values::Ints(b)) if !is_float => {
-                let all = a.iter().zip(b).map(|(a, b)| zip_sizes(zip, [*a, *b]));
+                let kind = sides[0].kind;
+                let one = |(a, b): (&Size, &Size)| Some(zip_sizes(zip, [*a, *b])?.wrapped(kind));
+                let all = a.iter().zip(b).map(one);
                 let all = all.collect::<Option<Vec<_>>>();
                 all.map(Values::Ints).ok_or_else(|| Stop::Unsupported("by the batch".to_owned()))
             }

@@ -162,7 +162,8 @@ impl Builder<'_> {
                     fold_axis(v, n, inner, |a, b| Some(zip.apply(a, b))).map(Values::Floats)
                 }
                 Values::Ints(v) => {
-                    fold_axis(v, n, inner, |a, b| zip_sizes(zip, [a, b])).map(Values::Ints)
+                    let both = |a, b| Some(zip_sizes(zip, [a, b])?.wrapped(x.kind));
+                    fold_axis(v, n, inner, both).map(Values::Ints)
                 }
             };
             let by_batch = || Stop::Unsupported("by the batch".to_owned());
