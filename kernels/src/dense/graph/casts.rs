@@ -80,7 +80,10 @@ impl Builder<'_> {
 
     fn cast_to_float(&mut self, node: &NodeProto, x: &Tensor) -> Result<Tensor, Stop> {
         let Some(values) = x.known_values() else {
-            return Ok(Tensor { kind: Kind::Float, ..x.clone() });
+            // The product of 0 and a negative integer is -0, which an integer is not.
+            let zero = Tensor::known(Kind::Float, Vec::new(), Values::Floats(vec![0.0]));
+            let plain = if x.kind.is_int() { self.zip(Zip::Add, [x, &zero])? } else { x.clone() };
+            return Ok(Tensor { kind: Kind::Float, ..plain });
         };
         self.keep(Kind::Float, values.len())?;
         let Values::Ints(values) = &**values else { return Err(malformed("Cast of no integers")) };
