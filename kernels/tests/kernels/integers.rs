@@ -91,6 +91,66 @@ fn integers_are_exact_or_their_sample_has_no_score() {
     assert_eq!(sums, [Some(10.0), None]);
 }
 
+/// A product of 0 and a negative number is -0 as a float. An integer has no sign of 0.
+#[test]
+fn a_zero_that_was_an_integer_is_positive() {
+    for (op, inputs) in [("Mul", &["i", "n"][..]), ("Mod", &["i", "n"]), ("Neg", &["i"])] {
+        let nodes = [
+            node(op, inputs, &["r"], &[]),
+            node("Cast", &["r"], &["f"], &[("to", &[1])]),
+            node("Reciprocal", &["f"], &["large"], &[]),
+            node("Clip", &["large", "low", "high"], &["out"], &[]),
+        ];
+        let bound = |name: &str, value: f32| floats(name, &[], &[value]);
+        let constants = [ints("n", &[-3]), bound("low", -1.0), bound("high", 1.0)];
+        assert_eq!(of_integers(&nodes, &constants, [0.0, -0.0]), [Some(1.0); 2], "{op}");
+    }
+}
+
+#[test]
+fn known_integers_of_32_bits_wrap_around() {
+    let nodes = vec![
+        node("Cast", &["wide"], &["cut"], &[("to", &[6])]),
+        node("Mul", &["n", "n"], &["square"], &[]),
+        node("Concat", &["cut", "square"], &["both"], &[("axis", &[0])]),
+        node("Cast", &["both"], &["f"], &[("to", &[1])]),
+        node("Mul", &["x", "zeros"], &["none"], &[]),
+        node("Add", &["none", "f"], &["out"], &[]),
+    ];
+    let n = TensorProto {
+        data_type: Some(INT32),
+        int64_data: Vec::new(),
+        int32_data: vec![100_000],
+        ..tensor("n", &[1], &[])
+    };
+    let wide = ints("wide", &[(1 << 32) + 3, i64::MAX, 5]);
+    let zeros = floats("zeros", &[4], &[0.0; 4]);
+    let found = scores(nodes, vec![wide, n, zeros], [1.0; 8]);
+    assert_eq!(found[..4], [3.0, -1.0, 5.0, 1_410_065_408.0]);
+}
+
+#[test]
+fn a_running_sum_has_no_infinity_before_the_first_one() {
+    let less = [
+        node("Log", &["x"], &["logs"], &[]),
+        node("CumSum", &["logs", "axis"], &["sums"], &[]),
+        node("Less", &["sums", "none"], &["c"], &[]),
+        output("c"),
+    ];
+    let constants = || vec![tensor("axis", &[], &[1]), floats("none", &[], &[0.0])];
+    let x = [0.5, 0.5, 0.0, 1.0, 0.5, 4.0, 0.0, 1.0];
+    assert_eq!(scores(less.to_vec(), constants(), x), [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]);
+    for (exclusive, reverse, sums) in
+        [(0, 1, [10.0, 9.0, 7.0, 4.0]), (1, 0, [0.0, 1.0, 3.0, 6.0]), (1, 1, [9.0, 7.0, 4.0, 0.0])]
+    {
+        let attributes: [(&str, &[i64]); 2] =
+            [("exclusive", &[exclusive]), ("reverse", &[reverse])];
+        let nodes = vec![node("CumSum", &["x", "axis"], &["out"], &attributes)];
+        let found = scores(nodes, constants(), [1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0]);
+        assert_eq!(found[..4], sums);
+    }
+}
+
 #[test]
 fn a_length_out_of_range_leaves_only_its_sample_without_a_score() {
     let nodes = [

@@ -111,6 +111,80 @@ fn results_without_end_are_refused_by_name() {
     refused(ended(square, "big"), vec![], &["MatMul", "samples"]);
 }
 
+/// Each node makes as many values again, which no file has.
+#[test]
+fn values_that_the_load_computes_are_counted() {
+    let many = |count: usize, op: &str, inputs: &[&str], to: &[(&str, &[i64])]| {
+        let made = |i: usize| node("ConstantOfShape", &["n"], &[["f", "i"][i]], &[]);
+        let mut integers = made(1);
+        integers.attribute.push(AttributeProto {
+            name: Some("value".to_owned()),
+            t: Some(ints("", &[7])),
+            r#type: Some(4),
+            ..AttributeProto::default()
+        });
+        // A result without a name is dropped, but counted.
+        let each = (0..count).map(|_| node(op, inputs, &[""], to));
+        let tensors = vec![
+            ints("n", &[1 << 22]),
+            TensorProto {
+                data_type: Some(INT8),
+                raw_data: Some(vec![1; 1 << 22].into()),
+                ..tensor("q", &[1 << 22], &[])
+            },
+            floats("scale", &[], &[0.5]),
+        ];
+        refused([made(0), integers].into_iter().chain(each).collect(), tensors, &[op, "weights"]);
+    };
+    many(70, "Cast", &["f"], &[("to", &[10])]);
+    many(70, "Cast", &["i"], &[("to", &[1])]);
+    many(20, "Cast", &["i"], &[("to", &[6])]);
+    many(20, "Cast", &["f"], &[("to", &[7])]);
+    many(20, "Neg", &["i"], &[]);
+    many(70, "DequantizeLinear", &["q", "scale"], &[]);
+
+    let truths = TensorProto {
+        data_type: Some(BOOL),
+        raw_data: Some(vec![1; 1 << 22].into()),
+        ..tensor("", &[1 << 22], &[])
+    };
+    let constant = |_| NodeProto {
+        attribute: vec![AttributeProto {
+            name: Some("value".to_owned()),
+            t: Some(truths.clone()),
+            r#type: Some(4),
+            ..AttributeProto::default()
+        }],
+        ..node("Constant", &[], &[""], &[])
+    };
+    refused((0..5).map(constant).collect(), vec![], &["Constant", "over 16777216 values"]);
+
+    // A product of no terms has a value for each row and column.
+    let product = ended(vec![node("MatMul", &["a", "b"], &["big"], &[])], "big");
+    let empty = |name: &str, dims: [i64; 2]| floats(name, &dims, &[]);
+    refused(product, vec![empty("a", [1 << 24, 0]), empty("b", [0, 1 << 24])], &["over 2684"]);
+}
+
+#[test]
+fn a_list_longer_than_the_axes_is_refused_before_it_is_read() {
+    let long = || vec![ints("n", &[1 << 22]), ints("all", &vec![0; 65])];
+    for (op, inputs) in [
+        ("ReduceSum", ["x", "all"]),
+        ("Trilu", ["x", "all"]),
+        ("Reshape", ["x", "all"]),
+        ("Tile", ["x", "all"]),
+        ("Pad", ["x", "all"]),
+        ("Unsqueeze", ["x", "all"]),
+    ] {
+        refused(vec![node(op, &inputs, &["out"], &[])], long(), &[op, "by 65 integers, node"]);
+    }
+    let slice = node("Slice", &["x", "n", "all"], &["out"], &[]);
+    refused(vec![slice], long(), &["Slice by 65 integers"]);
+    let named = node(&"Long".repeat(1 << 18), &["x"], &["out"], &[]);
+    let error = load(&network(vec![named], vec![])).err().expect("a refusal").to_string();
+    assert!(error.contains("LongLong") && error.len() < 4_000, "{} bytes", error.len());
+}
+
 /// The engine walks the axes beside an empty one, and allocates by them.
 #[test]
 fn empty_tensors_with_other_axes_of_any_size_are_refused_by_name() {
@@ -525,6 +599,19 @@ fn a_refusal_has_the_words_of_onnx_and_of_its_user() {
     let cast = |to| node("Cast", &["x"], &["out"], &[("to", &[to])]);
     says(vec![cast(16)], vec![], "Cast to type BFLOAT16, node `out`");
     says(vec![cast(99)], vec![], "Cast to type unknown");
+    let brain = TensorProto {
+        data_type: Some(BFLOAT16),
+        int64_data: vec![],
+        int32_data: vec![0],
+        ..tensor("b", &[1], &[])
+    };
+    let like = node("CastLike", &["x", "b"], &["out"], &[]);
+    says(vec![like], vec![brain], "CastLike to type BFLOAT16");
+    let far = vec![
+        node("Cast", &["w"], &["far"], &[("to", &[6])]),
+        node("Tile", &["x", "far"], &["out"], &[]),
+    ];
+    says(far, vec![floats("w", &[2], &[1.0, 3e9])], "Cast of such a constant to INT32");
     let pick = node("Gather", &["x", "at"], &["out"], &[("axis", &[1])]);
     says(vec![pick], vec![ints("at", &[-5])], "Gather: index -5 is out of range, the axis has 4");
     let reshape = node("Reshape", &["x", "shape"], &["out"], &[]);

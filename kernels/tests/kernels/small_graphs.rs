@@ -9,11 +9,17 @@ use rten::{ModelOptions, ValueOrView, ValueView};
 
 /// Returns an input of floats, `[batch, shape]`.
 fn input(name: &str, shape: &[i64]) -> ValueInfoProto {
-    let open = Dimension { dim_value: None, dim_param: Some("batch".to_owned()) };
     let fixed = |&n: &i64| Dimension { dim_value: Some(n), dim_param: None };
-    let shape =
-        TensorShapeProto { dim: std::iter::once(open).chain(shape.iter().map(fixed)).collect() };
-    let tensor_type = Some(TensorTypeProto { elem_type: Some(FLOAT), shape: Some(shape) });
+    input_of(name, std::iter::once(open("batch")).chain(shape.iter().map(fixed)).collect())
+}
+
+fn open(name: &str) -> Dimension {
+    Dimension { dim_value: None, dim_param: Some(name.to_owned()) }
+}
+
+fn input_of(name: &str, dim: Vec<Dimension>) -> ValueInfoProto {
+    let shape = Some(TensorShapeProto { dim });
+    let tensor_type = Some(TensorTypeProto { elem_type: Some(FLOAT), shape });
     ValueInfoProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type }) }
 }
 
@@ -380,6 +386,35 @@ fn an_input_that_is_no_float_is_refused() {
         Some(INT64);
     let error = load(&model).err().expect("an input of integers");
     assert!(matches!(error, DenseError::InputType { of: "INT64", .. }), "{error}");
+}
+
+#[test]
+fn one_open_axis_follows_from_the_width_and_others_are_refused() {
+    let four = || Dimension { dim_value: Some(4), dim_param: None };
+    let load_with = |dim: Vec<Dimension>, width: usize| {
+        let nodes = [
+            node("ReduceMax", &["y", "last"], &["most"], &[("keepdims", &[0])]),
+            node("ReduceSum", &["most", "one"], &["out"], &[("keepdims", &[0])]),
+        ];
+        let constants = vec![ints("last", &[2]), ints("one", &[1])];
+        let inputs = vec![input("x", &[4]), input_of("y", dim)];
+        let model = model(13, inputs, nodes.to_vec(), constants).encode_to_vec();
+        DenseEngine::load(model, &[("x", 4), ("y", width)], "out", Activation::None)
+    };
+    let engine = load_with(vec![open("batch"), open("steps"), four()], 12).unwrap();
+    let y = vec![1.0, 9.0, 2.0, 0.0, 5.0, 5.0, 5.0, 5.0, -1.0, -2.0, -3.0, -4.0];
+    let mut scores = [0.0];
+    engine.run(1, &[vec![0.0; 4], y], &mut scores, &mut engine.scratch(1)).unwrap();
+    assert_eq!(scores, [13.0]);
+
+    for (dim, width, problem) in [
+        (vec![open("batch"), open("steps"), four()], 13, "`y` takes 12 values a sample, the sch"),
+        (vec![open("steps"), open("batch"), four()], 12, "`y` with the batch, `batch`, on another"),
+        (vec![open("batch"), open("steps"), open("dim")], 12, "`y` with 2 open axes after the"),
+    ] {
+        let error = load_with(dim, width).err().expect("a refusal").to_string();
+        assert!(error.contains(problem), "{error}");
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use hatchback::limits::DENSE_BYTES_MAX;
 use hatchback_kernels::dense::DenseError;
 use hatchback_kernels::dense::graph::onnx::{GraphProto, ModelProto, TensorProto, parse};
 use prost::Message;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::path::{Component, Path};
 
@@ -73,8 +73,8 @@ const DYNAMIC: &str = "export with a dynamic first axis: `dynamic_shapes`, or `d
 fn fixed_batch(model: &ModelProto, least: i64) -> Option<(&str, i64)> {
     let graph = model.graph.as_ref()?;
     // Older files list their initializers among the inputs.
-    let stored = |name: &str| graph.initializer.iter().any(|tensor| tensor.name() == name);
-    let mut inputs = graph.input.iter().filter(|input| !stored(input.name()));
+    let stored: HashSet<&str> = graph.initializer.iter().map(TensorProto::name).collect();
+    let mut inputs = graph.input.iter().filter(|input| !stored.contains(input.name()));
     let large = |size: &i64| *size >= least;
     inputs.find_map(|input| Some((input.name(), input.fixed_batch().filter(large)?)))
 }

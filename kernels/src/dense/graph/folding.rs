@@ -61,7 +61,9 @@ pub(crate) fn zip_sizes(zip: Zip, [a, b]: [Size; 2]) -> Option<Size> {
             let rest = a.fixed.checked_rem(divisor)?;
             let is_other = zip == Zip::Modulo && rest != 0 && (rest < 0) != (divisor < 0);
             let rest = if is_other { rest + divisor } else { rest };
-            (a.batches.checked_rem(divisor)? == 0).then(|| Size::fixed(rest))
+            // A truncated remainder has the sign of the whole, which may be another one.
+            let follows = zip == Zip::Modulo || rest.signum() * a.batches.signum() >= 0;
+            (a.batches.checked_rem(divisor)? == 0 && follows).then(|| Size::fixed(rest))
         }
         Zip::Equal => Some(truth(difference()?.is_zero()?)),
         Zip::Less => Some(truth(difference()?.is_negative()?)),
@@ -69,5 +71,20 @@ pub(crate) fn zip_sizes(zip: Zip, [a, b]: [Size; 2]) -> Option<Size> {
             let d = difference()?;
             Some(truth(Size { fixed: d.fixed.checked_sub(1)?, ..d }.is_negative()?))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_remainder_whose_sign_the_batch_decides_does_not_exist() {
+        let four = Size::fixed(4);
+        let rest = |zip, fixed, batches| zip_sizes(zip, [Size { fixed, batches }, four]);
+        assert_eq!(rest(Zip::Remainder, -1, 4), None);
+        assert_eq!(rest(Zip::Remainder, 1, 4), Some(Size::fixed(1)));
+        assert_eq!(rest(Zip::Remainder, -1, 0), Some(Size::fixed(-1)));
+        assert_eq!(rest(Zip::Modulo, -1, 4), Some(Size::fixed(3)));
     }
 }

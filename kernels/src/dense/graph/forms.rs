@@ -248,14 +248,18 @@ fn axes_of_outputs(graph: &GraphProto) -> HashMap<String, usize> {
         .chain(graph.initializer.iter().map(|t| t.name()))
         .chain(graph.output.iter().map(|v| v.name()))
         .collect();
-    let is_output = |name: &str| graph.output.iter().any(|v| v.name() == name);
+    let outputs: HashSet<&str> = graph.output.iter().map(|v| v.name()).collect();
 
     let axis = |tensor: &TensorProto| {
         let (name, rank) = (tensor.name(), tensor.dims.len());
         let weights = tensor.sizes().iter().product::<usize>();
         let is_free = !taken.contains(stored_name(name).as_str())
             && !taken.contains(scale_name(name).as_str());
-        if tensor.data_type() != FLOAT || weights < WEIGHTS_MIN || !is_free || is_output(name) {
+        if tensor.data_type() != FLOAT
+            || weights < WEIGHTS_MIN
+            || !is_free
+            || outputs.contains(name)
+        {
             return None;
         }
         let mut axes = readers.get(name)?.iter().map(|&(node, input)| match node.op_type() {

@@ -18,6 +18,7 @@ impl Builder<'_> {
         let Some(depth) = depth.filter(|n| (1..=LIST_MAX).contains(n)) else {
             return Err(unsupported(node, "of such a depth"));
         };
+        self.keep(Kind::Int64, depth)?;
         let rank = indices.shape.len();
         let axis = axis_of(node, node.int("axis", -1), rank + 1)?;
         if values.shape != [2] || values.batch.is_some() || indices.kind == Kind::Bool {
@@ -207,33 +208,41 @@ impl Builder<'_> {
         self.pick_all(&both, &x.shape, x.batch, picks)
     }
 
-    /// Translates `CumSum`: a product by a triangle of ones, in the order of the values.
+    /// Translates `CumSum`: sums in the order of the values. A product by a triangle of ones would
+    /// multiply an infinity by 0.
     pub fn running_sum(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
         let x = self.input(node, 0)?;
         let axis = self.integers(node, 1, "")?.filter(|axis| axis.len() == 1);
         let axis = axis.ok_or_else(|| malformed("CumSum without an axis"))?[0];
         let axis = axis_of(node, axis, x.shape.len())?;
-        if x.is_batch(axis) || x.known_values().is_some() {
+        let n = x.shape[axis];
+        if x.is_batch(axis) || x.known_values().is_some() || n == 0 {
             return Err(unsupported(node, "of the batch"));
         }
-        let n = x.shape[axis];
-        self.spend(n.saturating_mul(n))?;
         let (exclusive, reverse) = (node.int("exclusive", 0) != 0, node.int("reverse", 0) != 0);
-        let is_summed = |i: usize, j: usize| match (reverse, exclusive) {
-            (false, false) => i <= j,
-            (false, true) => i < j,
-            (true, false) => i >= j,
-            (true, true) => i > j,
-        };
-        let ones = each_index(&[n, n], |at| f32::from(u8::from(is_summed(at[0], at[1]))));
-        let ones = Tensor::known(Kind::Float, vec![n, n], Values::Floats(ones));
-
         let x = self.summable(&x, n)?;
-        let mut perm: Vec<usize> = (0..x.shape.len()).collect();
-        perm.swap(axis, x.shape.len() - 1);
-        let turned = self.transpose(&x, &perm)?;
-        let sums = self.matmul(&turned, &ones)?;
-        let sums = self.transpose(&sums, &perm)?;
-        Ok(Tensor { kind: x.kind, ..sums })
+        let place = |i: usize| if reverse { n - 1 - i } else { i };
+        let first = self.take(&x, axis, &[place(0)])?;
+        let mut sums = Vec::new();
+        if exclusive {
+            let zero = if x.kind == Kind::Float {
+                Values::Floats(vec![0.0; first.width()])
+            } else {
+                Values::Ints(vec![Size::fixed(0); first.width()])
+            };
+            self.spend(first.width())?;
+            sums.push(folded(x.kind, first.shape.clone(), x.batch, zero));
+        }
+        sums.push(first);
+        while sums.len() < n {
+            let next = self.take(&x, axis, &[place(sums.len() - usize::from(exclusive))])?;
+            let sum = self.zip(Zip::Add, [&sums[sums.len() - 1], &next])?;
+            sums.push(sum);
+        }
+        sums.truncate(n);
+        if reverse {
+            sums.reverse();
+        }
+        self.join(&sums, axis)
     }
 }

@@ -411,18 +411,14 @@ impl ValueInfoProto {
         self.r#type.as_ref()?.tensor_type.as_ref()?.elem_type
     }
 
-    /// Returns the size of the first axis, that of the batch; `None` if it is not fixed.
-    pub fn fixed_batch(&self) -> Option<i64> {
-        let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
-        shape.dim.first()?.dim_value
+    /// Returns the axes; none if the file does not say them.
+    pub fn axes(&self) -> &[Dimension] {
+        let of = self.r#type.as_ref().and_then(|t| t.tensor_type.as_ref()?.shape.as_ref());
+        of.map_or(&[], |shape| &shape.dim)
     }
 
-    /// Returns the size of each axis after the batch; `None` if a size is not fixed.
-    pub fn sizes(&self) -> Option<Vec<usize>> {
-        let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
-        if shape.dim.is_empty() {
-            return None;
-        }
-        shape.dim.iter().skip(1).map(|d| usize::try_from(d.dim_value?).ok()).collect()
+    /// Returns the size of the first axis, that of the batch; `None` if it is not fixed.
+    pub fn fixed_batch(&self) -> Option<i64> {
+        self.axes().first()?.dim_value
     }
 }

@@ -7,9 +7,8 @@ use crate::dense::error::DenseError;
 use crate::dense::graph::finite::check_scores;
 use crate::dense::graph::functions::Zip;
 use crate::dense::graph::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
-use crate::dense::graph::stored::stored;
 use crate::dense::graph::tensor::{
-    Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product, strides,
+    Batch, Data, Id, Kind, Layout, RANK_MAX, Size, Tensor, Values, product, strides,
 };
 use crate::dense::matrix::gemm::Matrix;
 use crate::dense::matrix::tiling::padded;
@@ -208,11 +207,19 @@ impl<'a> Builder<'a> {
         if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
     }
 
+    /// Counts `n` known values of type `kind` that a node makes of others. They stay until the
+    /// graph is built.
+    pub fn keep(&mut self, kind: Kind, n: usize) -> Result<(), Stop> {
+        let is_float = matches!(kind, Kind::Float | Kind::Half);
+        let weights = if is_float { 1 } else { size_of::<Size>() / size_of::<f32>() };
+        self.pack(n.saturating_mul(weights))
+    }
+
     /// Counts `width` values that are made of `tensor`. Known values that do not become more are as
     /// many as the file has.
     pub fn count(&mut self, tensor: &Tensor, width: usize) -> Result<(), Stop> {
         match &tensor.data {
-            Data::Known(values) if width <= values.len() => self.pack(width),
+            Data::Known(values) if width <= values.len() => self.keep(tensor.kind, width),
             _ => self.spend(width),
         }
     }
@@ -371,11 +378,7 @@ impl<'a> Builder<'a> {
             return Ok(Some(tensor.clone()));
         }
         let Some(proto) = self.stored.get(name).copied() else { return Ok(None) };
-        // Integers take more memory here than in the file.
-        if proto.kind().is_some_and(|kind| kind.is_int() || kind == Kind::Bool) {
-            self.spend(proto.sizes().iter().product())?;
-        }
-        let tensor = stored(proto)?;
+        let tensor = self.stored_tensor(proto)?;
         self.tensors.insert(name.to_owned(), tensor.clone());
         Ok(Some(tensor))
     }

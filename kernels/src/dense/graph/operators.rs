@@ -7,7 +7,6 @@ use crate::dense::graph::functions::{Map, Zip};
 use crate::dense::graph::onnx::NodeProto;
 use crate::dense::graph::onnx_graph::{Builder, Op, Operand, Stop, folded, malformed, unsupported};
 use crate::dense::graph::products::in_operator;
-use crate::dense::graph::stored;
 use crate::dense::graph::tensor::{
     Data, Id, Kind, Size, Tensor, Values, broadcast, broadcast_layout, product,
 };
@@ -31,7 +30,7 @@ impl Builder<'_> {
         }
 
         let one = match node.op_type() {
-            "Constant" => stored::constant(node).ok_or_else(|| unsupported(node, "of text"))?,
+            "Constant" => self.constant(node),
             "Identity" => self.input(node, 0),
             "Dropout" => self.dropout(node),
             "Cast" | "CastLike" => self.cast(node),
@@ -173,7 +172,7 @@ impl Builder<'_> {
                 let Some(values) = values.floats() else {
                     return Err(Stop::Unsupported("a function of such integers".to_owned()));
                 };
-                self.pack(values.len())?;
+                self.keep(kind, values.len())?;
                 let values: Vec<f32> = values.into_iter().map(|x| map.apply(x)).collect();
                 let values = if kind == Kind::Float {
                     Values::Floats(values)
@@ -275,15 +274,18 @@ impl Builder<'_> {
         match (&*left, &*right) {
             (Values::Floats(a), Values::Floats(b)) => {
                 let all = a.iter().zip(b).map(|(a, b)| zip.apply(*a, *b));
-                let truths = |all: Vec<f32>| all.iter().map(|&x| Size::fixed(x as i64)).collect();
-                let all: Vec<f32> = all.collect();
                 Ok(match zip {
-                    Zip::Equal | Zip::Less | Zip::LessEqual => Values::Ints(truths(all)),
-                    _ => Values::Floats(all),
+                    Zip::Equal | Zip::Less | Zip::LessEqual => {
+                        self.keep(Kind::Bool, a.len())?;
+                        Values::Ints(all.map(|x| Size::fixed(x as i64)).collect())
+                    }
+                    _ => Values::Floats(all.collect()),
                 })
             }
             (Values::Ints(a), Values::Ints(b)) if !is_float => {
-                let all = a.iter().zip(b).map(|(a, b)| zip_sizes(zip, [*a, *b]));
+                let kind = sides[0].kind;
+                let one = |(a, b): (&Size, &Size)| Some(zip_sizes(zip, [*a, *b])?.wrapped(kind));
+                let all = a.iter().zip(b).map(one);
                 let all = all.collect::<Option<Vec<_>>>();
                 all.map(Values::Ints).ok_or_else(|| Stop::Unsupported("by the batch".to_owned()))
             }

@@ -148,7 +148,9 @@ impl Builder<'_> {
         let lead = broadcast(&[&lead(a), &lead(b)]).filter(|_| is_plain).ok_or_else(form)?.0;
         let (m, k, n) = (a.shape[rank - 2], a.shape[rank - 1], b.shape[rank - 1]);
         let shape = [lead.as_slice(), &[m, n]].concat();
-        self.pack(product(&shape).and_then(|all| all.checked_mul(k)).unwrap_or(usize::MAX))?;
+        // A product of no terms still has values.
+        let terms = product(&shape).and_then(|all| all.checked_mul(k.max(1)));
+        self.pack(terms.unwrap_or(usize::MAX))?;
         let a = self.expand_to(a, &[lead.as_slice(), &[m, k]].concat(), None)?;
         let b = self.expand_to(b, &[lead.as_slice(), &[k, n]].concat(), None)?;
         let floats = |t: &Tensor| t.known_values().and_then(|v| v.floats());
@@ -277,6 +279,9 @@ impl Builder<'_> {
         let Some((inputs, out)) = equation.split_once("->") else {
             return Err(unsupported(node, &format!("`{equation}`")));
         };
+        if inputs.split(',').nth(2).is_some() {
+            return Err(unsupported(node, "of over two operands"));
+        }
         let named = |stop| in_operator(node, stop);
         let mut sides = Vec::new();
         for (i, labels) in inputs.split(',').enumerate() {
@@ -300,7 +305,7 @@ impl Builder<'_> {
         let result = match sides.as_slice() {
             [one] => one.clone(),
             [left, right] => self.contract(left, right, out).map_err(named)?,
-            _ => return Err(unsupported(node, "of over two operands")),
+            _ => return Err(unsupported(node, "of no operands")),
         };
         let perm: Option<Vec<usize>> = out.chars().map(|l| result.axis(l)).collect();
         let is_whole = |p: &Vec<usize>| (0..result.labels.len()).all(|axis| p.contains(&axis));
@@ -374,8 +379,7 @@ impl Labelled {
         let labels: Vec<char> = labels.chars().collect();
         let is_new = |(i, l): (usize, &char)| l.is_alphabetic() && !labels[..i].contains(l);
         let is_plain = labels.len() == tensor.shape.len() && tensor.kind == Kind::Float;
-        let all_new = labels.iter().enumerate().all(is_new);
-        (is_plain && all_new).then_some(Self { tensor, labels })
+        (is_plain && labels.iter().enumerate().all(is_new)).then_some(Self { tensor, labels })
     }
 
     fn axis(&self, label: char) -> Option<usize> {

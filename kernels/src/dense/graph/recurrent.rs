@@ -204,14 +204,17 @@ impl Builder<'_> {
         hidden: usize,
     ) -> Result<Option<Id>, Stop> {
         let Some(first) = self.maybe(node, i)? else { return Ok(None) };
+        let form = || unsupported(node, "with such a first state");
+        if first.shape != [count, 1, hidden] {
+            return Err(form());
+        }
         if let Some(Values::Floats(values)) = first.known_values().map(|v| &**v)
             && values.iter().all(|&x| x == 0.0)
         {
             return Ok(None);
         }
-        let by_directions = Batch { axis: 1, outer: 1 };
-        if first.shape != [count, 1, hidden] || first.batch != Some(by_directions) {
-            return Err(unsupported(node, "with such a first state"));
+        if first.batch != Some(Batch { axis: 1, outer: 1 }) {
+            return Err(form());
         }
         let own = self.take(&first, 0, &[number])?;
         self.computed(&own).map(Some)

@@ -155,14 +155,15 @@ impl Builder<'_> {
         let mut result = x.clone();
         for &axis in axes {
             let Some(values) = result.known_values().map(Rc::clone) else { return Err(of_type(x)) };
-            self.pack(values.len())?;
+            self.keep(x.kind, values.len())?;
             let (n, inner) = (result.shape[axis], result.shape[axis + 1..].iter().product());
             let values = match &*values {
                 Values::Floats(v) => {
                     fold_axis(v, n, inner, |a, b| Some(zip.apply(a, b))).map(Values::Floats)
                 }
                 Values::Ints(v) => {
-                    fold_axis(v, n, inner, |a, b| zip_sizes(zip, [a, b])).map(Values::Ints)
+                    let both = |a, b| Some(zip_sizes(zip, [a, b])?.wrapped(x.kind));
+                    fold_axis(v, n, inner, both).map(Values::Ints)
                 }
             };
             let by_batch = || Stop::Unsupported("by the batch".to_owned());

@@ -19,6 +19,8 @@ pub(crate) enum Positions {
 impl Builder<'_> {
     /// Returns `x` with `positions` of one axis.
     pub fn take(&mut self, x: &Tensor, axis: usize, positions: &[usize]) -> Result<Tensor, Stop> {
+        // Beside an empty axis they make no values, but a list of them took its time.
+        self.pack(positions.len())?;
         let mut shape = x.shape.clone();
         shape[axis] = positions.len();
         let own = strides(&x.shape);
@@ -44,11 +46,12 @@ impl Builder<'_> {
 
     /// Returns the known positions that integers have along an axis of `n` values.
     pub fn known_positions(
-        &self,
+        &mut self,
         node: &NodeProto,
         sizes: &[Size],
         n: usize,
     ) -> Result<Vec<usize>, Stop> {
+        self.pack(sizes.len())?;
         let position = |s: &Size| match s.constant() {
             Some(i) => {
                 let from_start = if i < 0 { i.saturating_add(n as i64) } else { i };
@@ -283,11 +286,7 @@ impl Builder<'_> {
         if let Some(ends) = node.ints("ends") {
             return Ok(Some(ends.iter().map(|&e| Size::fixed(e)).collect()));
         }
-        let tensor = self.input(node, 2)?;
-        match tensor.known_values().map(|v| &**v) {
-            Some(Values::Ints(sizes)) => Ok(Some(sizes.clone())),
-            _ => Err(unsupported(node, "by computed integers")),
-        }
+        self.sizes(node, 2)
     }
 
     /// Translates `Split`.
@@ -364,8 +363,30 @@ pub(crate) fn slice_range([start, end, step]: [i64; 3], n: usize) -> Option<(i64
     let len = n as i64;
     let absolute = |i: i64| if i < 0 { i.saturating_add(len) } else { i };
     let (least, most) = if step > 0 { (0, len) } else { (-1, len - 1) };
-    let (first, end) = (absolute(start).clamp(least, most), absolute(end).clamp(least, most));
+    // Backwards, a start before the first value is the first value. Only an end may be before it.
+    let first = absolute(start).clamp(least.max(0).min(most), most);
+    let end = absolute(end).clamp(least, most);
     let span = if step > 0 { end - first } else { first - end };
     let steps = (span.max(0) as u64).checked_next_multiple_of(step.unsigned_abs())?;
     Some((first, (steps / step.unsigned_abs()) as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slice_backwards_starts_at_the_first_value_or_later() {
+        for (bounds, n, range) in [
+            ([-100, -200, -1], 4, Some((0, 1))),
+            ([100, -200, -2], 4, Some((3, 2))),
+            ([-1, 0, -1], 4, Some((3, 3))),
+            ([2, 1, -1], 0, Some((-1, 0))),
+            ([-100, 200, 3], 4, Some((0, 2))),
+            ([200, 300, 1], 4, Some((4, 0))),
+            ([0, 1, 0], 4, None),
+        ] {
+            assert_eq!(slice_range(bounds, n), range, "{bounds:?} of {n}");
+        }
+    }
 }

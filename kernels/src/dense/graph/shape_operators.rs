@@ -60,6 +60,7 @@ impl Builder<'_> {
         name: &str,
     ) -> Result<Option<Vec<i64>>, Stop> {
         if let Some(ints) = node.ints(name) {
+            check_length(node, ints.len())?;
             return Ok(Some(ints.to_vec()));
         }
         let Some(sizes) = self.sizes(node, i)? else { return Ok(None) };
@@ -68,10 +69,13 @@ impl Builder<'_> {
     }
 
     /// Returns the integers of input `i`, the batch among them.
-    fn sizes(&mut self, node: &NodeProto, i: usize) -> Result<Option<Vec<Size>>, Stop> {
+    pub fn sizes(&mut self, node: &NodeProto, i: usize) -> Result<Option<Vec<Size>>, Stop> {
         let Some(tensor) = self.maybe(node, i)? else { return Ok(None) };
         match (tensor.kind.is_int(), tensor.known_values().map(|v| &**v)) {
-            (true, Some(Values::Ints(sizes))) => Ok(Some(sizes.clone())),
+            (true, Some(Values::Ints(sizes))) => {
+                check_length(node, sizes.len())?;
+                Ok(Some(sizes.clone()))
+            }
             _ => Err(unsupported(node, "by computed integers")),
         }
     }
@@ -152,6 +156,10 @@ impl Builder<'_> {
         let rank = x.shape.len();
         let perm: Vec<usize> = match node.ints("perm") {
             None => (0..rank).rev().collect(),
+            Some(perm) if perm.len() != rank => {
+                let n = perm.len();
+                return Err(malformed(&format!("Transpose of {rank} axes by {n} numbers")));
+            }
             Some(perm) => perm.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<_, _>>()?,
         };
         let mut sorted = perm.clone();
@@ -343,7 +351,7 @@ impl Builder<'_> {
         };
         let shape = self.known_shape(node, &target)?;
         let zero = Tensor::known(Kind::Float, vec![1], Values::Floats(vec![0.0]));
-        let value = node.tensor("value").map_or(Ok(zero), crate::dense::graph::stored::stored)?;
+        let value = node.tensor("value").map_or(Ok(zero), |proto| self.stored_tensor(proto))?;
         let Some(values) = value.known_values().filter(|v| v.len() == 1) else {
             return Err(malformed("ConstantOfShape of several values"));
         };
@@ -405,6 +413,14 @@ impl Builder<'_> {
         };
         self.choose([mask, x.clone(), Tensor::known(x.kind, Vec::new(), zero)])
     }
+}
+
+/// Refuses a list of more numbers than there are axes, or results, before it is copied: each node
+/// of a file may read the same one.
+fn check_length(node: &NodeProto, n: usize) -> Result<(), Stop> {
+    // `Pad` has two numbers for each axis, `Split` has one for each result.
+    let most = (2 * RANK_MAX).max(node.output.len());
+    if n <= most { Ok(()) } else { Err(unsupported(node, &format!("by {n} integers"))) }
 }
 
 /// Returns `x` without `axes`, which have one value each.

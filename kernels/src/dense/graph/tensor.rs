@@ -92,6 +92,14 @@ impl Size {
         (self.batches == 0).then_some(self.fixed)
     }
 
+    /// Returns the number as a value of type `kind`, in whose range ONNX wraps it around.
+    pub fn wrapped(self, kind: Kind) -> Self {
+        match (kind, self.constant()) {
+            (Kind::Int32, Some(n)) => Self::fixed(i64::from(n as i32)),
+            _ => self,
+        }
+    }
+
     /// Returns whether the number is below 0 for every batch; `None` if the batch decides.
     pub fn is_negative(self) -> Option<bool> {
         let least = self.fixed.checked_add(self.batches)?;
