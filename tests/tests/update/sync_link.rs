@@ -323,18 +323,18 @@ fn a_download_resumes_after_a_pause_of_three_days() {
     assert!(before + wire2.bytes < total + largest.unwrap() + 20_000);
 }
 
-/// A link that sends whole objects only, and breaks off once within a chunk.
-struct Rangeless(DirectoryLink, bool);
+/// A link that sends whole objects only, and breaks off so many times within a chunk.
+struct Rangeless(DirectoryLink, u32);
 
 impl Link for Rangeless {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
         if from > 0 {
             return Err(LinkError::NoRanges);
         }
-        if self.1 || !path.starts_with("chunks/") {
+        if self.1 == 0 || !path.starts_with("chunks/") {
             return self.0.get(path, 0, take);
         }
-        self.1 = true;
+        self.1 -= 1;
         self.0.get(path, 0, &mut |piece| {
             let _ = take(&piece[..piece.len() / 2]);
             ControlFlow::Break(())
@@ -347,9 +347,19 @@ impl Link for Rangeless {
 fn a_link_without_ranges_sends_an_object_again() {
     let fleet = Fleet::new();
     let car = Car::new(&fleet);
-    let mut link = Rangeless(fleet.link(), false);
+    let mut link = Rangeless(fleet.link(), 1);
     car.run(&mut link, T0 + 1).unwrap();
-    assert!(link.1 && car.live() == 1);
+    assert_eq!((link.1, car.live()), (0, 1));
+}
+
+#[test]
+fn an_object_is_not_sent_again_beyond_the_byte_budget() {
+    let fleet = Fleet::new();
+    let mut link = Rangeless(fleet.link(), 2);
+    let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
+    let error = Car::new(&fleet).run_timed(&mut link, T0 + 1, &Ticks::still(), limits);
+    assert!(matches!(error, Err(UpdateError::ByteBudget { bytes_max: 1 })), "{error:?}");
+    assert_eq!(link.1, 1, "the chunk began again");
 }
 
 /// Chunks that arrived before the end of a run survive a power cut. If one is damaged then, it is
