@@ -3,12 +3,12 @@
 use crate::bundle::BundleError;
 use crate::bundle::manifest::{Generation, ManifestError};
 use crate::flash::segment::SegmentError;
-use crate::io::disk::is_damage;
+use crate::io::disk::{is_damage, is_full};
 use crate::io::field_error::FieldError;
 use crate::io::paired_record::CopyError;
 use crate::schema::probe_set::ProbeError;
 use hatchback_kernels::dense::DenseError;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// The error of a flash directory or of an install. The live generation is unchanged.
@@ -118,10 +118,9 @@ impl FlashError {
 
     /// Returns whether the file system has too little room.
     pub(crate) fn is_lack_of_room(&self) -> bool {
-        let is_full = |kind| matches!(kind, ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
         match self {
             Self::Space { .. } => true,
-            Self::Io { source, .. } => is_full(source.kind()),
+            Self::Io { source, .. } => is_full(source),
             _ => false,
         }
     }

@@ -135,6 +135,11 @@ pub fn is_damage(error: &io::Error) -> bool {
     )
 }
 
+/// Returns whether `error` shows that the file system or a quota is full.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
 /// A held lock. The system releases the lock when the process ends, even after a crash.
 pub type Lock = Box<dyn Send>;
 

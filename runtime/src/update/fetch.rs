@@ -3,6 +3,7 @@
 //! generation.
 
 use crate::bundle::manifest::Generation;
+use crate::io::disk::is_full;
 use crate::limits::CHUNK_BYTES;
 use crate::schema::change::check_change;
 use crate::update::error::UpdateError;
@@ -16,6 +17,7 @@ use crate::update::staging::Staging;
 use crate::update::status::UpdateStatus;
 use crate::update::trust::Trust;
 use crate::update::updater::{Updater, lock_fetch};
+use sigstore_tuf::Targets;
 use std::cmp::Reverse;
 use std::time::Duration;
 
@@ -129,9 +131,15 @@ impl Updater {
         let charged = fetcher.bytes();
         let mut run = Run { updater: self, status, now, charged };
         run.status.cohort = self.cohort;
-        run.charge()?;
 
-        let ran = self.stage_next(fetcher, &mut run, &mut progress);
+        let refreshed = run.charge().and_then(|()| self.refresh(fetcher, now));
+        if let Err(UpdateError::Io { source, .. }) = &refreshed
+            && is_full(source)
+        {
+            self.free_staged(&mut run)?;
+        }
+        let ran = refreshed
+            .and_then(|targets| self.stage_next(&targets, fetcher, &mut run, &mut progress));
 
         run.settle(fetcher.bytes());
         if let Err(e) = &ran {
@@ -147,18 +155,40 @@ impl Updater {
         self.status()
     }
 
+    fn refresh(&self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, UpdateError> {
+        Trust::open(&self.disk, &self.directory)?.refresh(fetcher, now)
+    }
+
+    /// Removes staged bundles from a full file system. It refuses the records of each poll before
+    /// `choose` can remove what no release needs any more.
+    fn free_staged(&self, run: &mut Run<'_>) -> Result<(), UpdateError> {
+        let directory = self.directory.join("staged");
+        let staging = Staging::open(self.disk.as_ref(), &directory)?;
+        let install = self.install_status()?;
+        let open = run.status.offer.as_ref().filter(|offer| is_open(offer, &install));
+        staging.reclaim(open.map(|offer| &offer.release).into_iter());
+        match run.save() {
+            Err(UpdateError::Io { source, .. }) if is_full(&source) => {
+                run.status.offer = None;
+                staging.reclaim(std::iter::empty());
+                Ok(())
+            }
+            saved => saved,
+        }
+    }
+
     fn stage_next(
         &self,
+        targets: &Targets,
         fetcher: &mut Fetcher<'_>,
         run: &mut Run<'_>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<(), UpdateError> {
-        let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
         // A snapshot is fetched where a delta would do, so each poll warns once.
         let live = self.find_live(log::Level::Warn)?;
         let staging = Staging::open(self.disk.as_ref(), &directory)?.beside(live);
-        let listed = releases(&targets, &self.program);
+        let listed = releases(targets, &self.program);
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };
         let (mut first, mut last) = (None, 0);
@@ -262,12 +292,8 @@ impl Updater {
             return Ok(None);
         }
 
-        let is_open = |offer: &&Offer| {
-            // An offer is taken once the serving process has recorded its number. One that waits
-            // for consent may still be replaced.
-            offer.number != install.offer || install.state == InstallState::AwaitConsent
-        };
-        let waiting = run.status.offer.as_ref().filter(is_open).map(|offer| offer.release.clone());
+        let waiting = run.status.offer.as_ref().filter(|offer| is_open(offer, &install));
+        let waiting = waiting.map(|offer| offer.release.clone());
         let waiting = waiting.filter(|release| listing.has(release));
         let next = next_release(&listing, &install, &run.status);
         // Before `next?`: without a path, files of withdrawn releases must go too.
@@ -320,6 +346,12 @@ impl Updater {
         let eligible = listed.into_iter().filter(is_eligible).collect();
         Ok(Listing { live, base, least, lineage, eligible })
     }
+}
+
+/// Returns whether the serving process may still read the bundle of `offer`. It has taken an offer
+/// once it has recorded its number. One that waits for consent may still be replaced.
+fn is_open(offer: &Offer, install: &InstallStatus) -> bool {
+    offer.number != install.offer || install.state.has_release()
 }
 
 /// Returns the release to fetch next. Releases that are set aside, or that the car fails to
