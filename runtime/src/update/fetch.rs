@@ -155,6 +155,24 @@ impl Updater {
         self.status()
     }
 
+    /// Returns the bytes of `bytes_per_day_max` that a fetch may still receive at `now`. If none are
+    /// left, stores the time: after a clock that was ahead, the stored times count the day.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be written.
+    pub fn bytes_left(&self, bytes_per_day_max: u64, now: u64) -> Result<u64, UpdateError> {
+        let now = Duration::from_secs(now);
+        let left = |status: &mut FetchStatus| status.received.left(bytes_per_day_max, now);
+        if let bytes @ 1.. = left(&mut self.fetch_status()) {
+            return Ok(bytes);
+        }
+        let _fetching = lock_fetch(self.disk.as_ref(), &self.directory)?;
+        let mut status = self.fetch_status();
+        let bytes = left(&mut status);
+        self.write_fetch(&mut status)?;
+        Ok(bytes)
+    }
+
     fn refresh(&self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, UpdateError> {
         Trust::open(&self.disk, &self.directory)?.refresh(fetcher, now)
     }

@@ -2,9 +2,10 @@
 //! resumes where it broke, and every received byte is counted.
 
 use hatchback::bundle::BundleReader;
+use hatchback::car::sync_steps::SyncSteps;
 use hatchback::io::disk::Disk;
 use hatchback::update::error::UpdateError;
-use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
+use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, LinkRules, Take};
 use hatchback::update::staging::Staging;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS, first_release};
@@ -217,6 +218,24 @@ fn a_byte_budget_stops_a_run_and_the_next_run_continues() {
         runs_until_live(&fleet, &car, limits, |e| matches!(e, UpdateError::OutsideHours)),
         runs
     );
+}
+
+/// The clock was ahead when the bytes of its day were spent. A day of polls by the right clock ends
+/// that day, although each poll is of another process.
+#[test]
+fn bytes_that_a_clock_ahead_spent_cost_a_day() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let rules =
+        LinkRules { poll_minutes: 60, bytes_per_day_max: 1, bytes_per_s_max: 0, hours: [0, 24] };
+    let is_over = |now| {
+        let mut steps = SyncSteps::new(car.sync.clone(), None, rules);
+        let polled = steps.poll(&mut fleet.link(), &Ticks::still(), now, 0.5);
+        matches!(polled, Err(UpdateError::ByteBudget { .. }))
+    };
+    assert!(!is_over(T0 + 10 * 24 * 3600));
+    let hours = (0..100).find(|hour| !is_over(T0 + hour * 3600));
+    assert_eq!(hours, Some(24));
 }
 
 /// Returns the runs within `limits` that a new car needs. Each ends as `ends` accepts.
