@@ -2,7 +2,7 @@
 //! files that no generation uses. Never writes a segment.
 
 use crate::bundle::manifest::{Generation, Hash, Manifest, hex, sha256};
-use crate::flash::error::{FlashError, io_error};
+use crate::flash::error::{FlashError, SPARE_BYTES, io_error};
 use crate::flash::live::{LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
     folder_of, hot_name, is_generation_folder, kind_of, lock_path, part_name, segment_name,
@@ -20,9 +20,6 @@ use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Free space that is left for records, folders and the file system.
-const SPARE_BYTES: u64 = 1 << 20;
 
 /// An open flash directory and its live generation.
 pub struct Flash {
