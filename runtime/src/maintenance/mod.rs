@@ -294,7 +294,9 @@ impl Maintenance {
 
     /// Returns the current compaction, or starts the most urgent one that is due.
     fn next_compaction(&mut self, flash: &Flash) -> Result<Option<Compaction>, FlashError> {
-        if let Some(compaction) = self.compaction.take() {
+        if let Some(compaction) = self.compaction.take()
+            && !compaction.is_removed(flash)
+        {
             return Ok(Some(compaction));
         }
 
