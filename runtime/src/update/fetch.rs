@@ -25,8 +25,8 @@ use std::time::Duration;
 const CHARGE_BYTES: u64 = 4 * CHUNK_BYTES as u64;
 
 /// One run of the sync process: its record, and the bytes that it has charged to the daily budget.
-/// The run charges bytes before it receives them, so a killed run has charged too much, never too
-/// little.
+/// The run charges bytes before it receives them. So a killed run has charged too much, or too
+/// little by what one object repeated.
 struct Run<'a> {
     updater: &'a Updater,
     status: FetchStatus,
@@ -95,6 +95,19 @@ impl Listing {
     fn withdraws_live(&self) -> bool {
         let newest = self.eligible.iter().map(|r| r.generation.sequence).max();
         self.live.as_ref().is_some_and(|live| newest < Some(live.sequence))
+    }
+
+    /// Adds to a lack of a path that the live generation takes no delta before a merge.
+    fn explain(&self, error: UpdateError) -> UpdateError {
+        match error {
+            UpdateError::NoPath { live, newest, lineage }
+                if self.live.is_some() && self.base.is_none() =>
+            {
+                let live = format!("{live} (a merge of its deltas is due)");
+                UpdateError::NoPath { live, newest, lineage }
+            }
+            error => error,
+        }
     }
 
     /// Returns why `program` skips the newest release, if it cannot read any bundle of it.
@@ -314,6 +327,7 @@ impl Updater {
         let waiting = waiting.map(|offer| offer.release.clone());
         let waiting = waiting.filter(|release| listing.has(release));
         let next = next_release(&listing, &install, &run.status);
+        let next = next.map_err(|error| listing.explain(error));
         // Before `next?`: without a path, files of withdrawn releases must go too.
         staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting));
 
