@@ -380,7 +380,7 @@ fn locks_that_are_held_for_ever_stop_neither_the_daemon_nor_its_updates() {
     let mut scene = Scene::at(2);
     scene.fleet.publish(vec![RELEASES.delta(3)]);
     assert!(scene.car.sync_from(&scene.fleet.repository()).0.wait().unwrap().success());
-    let hold = "cd \"$S\"; for f in lock fetching *; do \
+    let hold = "cd \"$S\"; for f in lock fetching * \"$F/lock\" \"$F/updating\"; do \
                 [ -d \"$f\" ] || flock -o \"$f\" sleep 600 & done; wait";
     let attacker = attack(&scene.car, hold);
     let (lock, since) = (scene.car.sync_directory().join("lock"), Instant::now());

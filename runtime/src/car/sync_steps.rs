@@ -77,7 +77,7 @@ impl SyncSteps {
             Trust::init(self.updater.disk.as_ref(), &self.updater.directory, root)?;
         }
         let bytes_max = self.rules.bytes_per_day_max;
-        let left = self.updater.fetch_status().received.left(bytes_max, Duration::from_secs(now));
+        let left = self.updater.bytes_left(bytes_max, now)?;
         if left == 0 {
             return Err(UpdateError::ByteBudget { bytes_max });
         }

@@ -2,7 +2,7 @@
 //! files that no generation uses. Never writes a segment.
 
 use crate::bundle::manifest::{Generation, Hash, Manifest, hex, sha256};
-use crate::flash::error::{FlashError, io_error};
+use crate::flash::error::{FlashError, SPARE_BYTES, io_error};
 use crate::flash::live::{LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
     folder_of, hot_name, is_generation_folder, kind_of, lock_path, part_name, segment_name,
@@ -20,9 +20,6 @@ use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Free space that is left for records, folders and the file system.
-const SPARE_BYTES: u64 = 1 << 20;
 
 /// An open flash directory and its live generation.
 pub struct Flash {
@@ -523,13 +520,16 @@ fn compaction_part(directory: &Path, record: &LiveRecord, number: usize) -> Path
     folder.join(part_name(number, &hash))
 }
 
-/// Returns the paths of all files that the live or the previous generation uses, and of the
-/// unfinished bases of compactions of the live generation.
+/// Returns the paths of the unfinished bases of compactions of the live generation.
+fn compaction_parts(directory: &Path, record: &LiveRecord) -> impl Iterator<Item = PathBuf> {
+    let tables = 0..record.live.tables.len();
+    tables.map(|number| compaction_part(directory, record, number))
+}
+
+/// Returns the paths of all files that the live or the previous generation uses.
 fn used_files(directory: &Path, record: &LiveRecord) -> BTreeSet<PathBuf> {
     let folder = |sequence| folder_of(directory, record.rebuilds, sequence);
-    let tables = 0..record.live.tables.len();
-    let mut used: BTreeSet<PathBuf> =
-        tables.map(|number| compaction_part(directory, record, number)).collect();
+    let mut used = BTreeSet::new();
 
     for state in std::iter::once(&record.live).chain(&record.previous) {
         let own = folder(state.generation.sequence);
@@ -543,10 +543,11 @@ fn used_files(directory: &Path, record: &LiveRecord) -> BTreeSet<PathBuf> {
     used
 }
 
-/// Removes the files of `directory` that no generation in `record` uses. Without a record it
-/// removes the files of all generations.
+/// Removes the files of `directory` that no generation in `record` uses, and no compaction of the
+/// live one. Without a record it removes the files of all generations.
 pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, record: Option<&LiveRecord>) {
-    let used = record.map(|record| used_files(directory, record)).unwrap_or_default();
+    let mut used = record.map(|record| used_files(directory, record)).unwrap_or_default();
+    used.extend(record.into_iter().flat_map(|record| compaction_parts(directory, record)));
     let folders = disk.list(directory).unwrap_or_default();
 
     for folder in folders.iter().filter(|path| is_generation_folder(path)) {
@@ -608,9 +609,9 @@ pub(super) fn stored_record(
     }
 }
 
-/// Makes room for `bytes` more. Removes first what no generation uses, then the generation before
-/// the live one, and at last the live one unless it is `servable`. Removes no generation if there
-/// would be too little room all the same.
+/// Makes room for `bytes` more. Removes first what no generation uses, then unfinished merges, the
+/// generation before the live one, and at last the live one unless it is `servable`. Removes no
+/// merge and no generation if there would be too little room all the same.
 ///
 /// # Errors
 /// [`FlashError::Space`] if that is not enough, [`FlashError::Io`] if the device refuses.
@@ -635,11 +636,20 @@ pub(super) fn make_room(
     // close. And after a power cut, or if the new one is refused, the car would have nothing to
     // serve.
     let live_bytes = if servable { 0 } else { bytes_of(disk, kept.iter()) };
-    if free + previous_bytes + live_bytes < needed {
+    let generation_bytes = previous_bytes + live_bytes;
+    let merges: Vec<PathBuf> = compaction_parts(directory, value).collect();
+    if free + bytes_of(disk, merges.iter()) + generation_bytes < needed {
         return check_space(disk, directory, bytes);
     }
 
-    if value.previous.is_some() {
+    // A merge costs only time. One in progress keeps its room until it finds its file gone.
+    merges.iter().for_each(|part| drop(disk.remove_file(part)));
+    let free = disk.free_bytes(directory).map_err(io_error(directory))?;
+    if free + generation_bytes < needed {
+        return check_space(disk, directory, bytes);
+    }
+
+    if free < needed && value.previous.is_some() {
         // The record lets go first, because a rollback to missing files would leave nothing to
         // serve.
         *writes += 1;

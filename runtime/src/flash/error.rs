@@ -3,13 +3,16 @@
 use crate::bundle::BundleError;
 use crate::bundle::manifest::{Generation, ManifestError};
 use crate::flash::segment::SegmentError;
-use crate::io::disk::is_damage;
+use crate::io::disk::{is_damage, is_full};
 use crate::io::field_error::FieldError;
 use crate::io::paired_record::CopyError;
 use crate::schema::probe_set::ProbeError;
 use hatchback_kernels::dense::DenseError;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::{Path, PathBuf};
+
+/// Free space that an install leaves for records, folders and the file system.
+pub(super) const SPARE_BYTES: u64 = 1 << 20;
 
 /// The error of a flash directory or of an install. The live generation is unchanged.
 #[derive(thiserror::Error)]
@@ -116,13 +119,12 @@ impl FlashError {
         }
     }
 
-    /// Returns whether the file system has too little room.
-    pub(crate) fn is_lack_of_room(&self) -> bool {
-        let is_full = |kind| matches!(kind, ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+    /// Returns the bytes that the file system lacks, at least; `None` for another error.
+    pub(crate) fn missing_bytes(&self) -> Option<u64> {
         match self {
-            Self::Space { .. } => true,
-            Self::Io { source, .. } => is_full(source.kind()),
-            _ => false,
+            Self::Space { needed, free, .. } => Some(needed.saturating_sub(*free)),
+            Self::Io { source, .. } if is_full(source) => Some(SPARE_BYTES),
+            _ => None,
         }
     }
 

@@ -8,10 +8,10 @@ use crate::io::reader::{PageFile, ReadMethod, read_at};
 use crate::limits::PAGE_BYTES;
 use rustix::fs::{Advice, FlockOperation, OFlags, fadvise, flock};
 use rustix::io::{Errno, preadv};
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, BufWriter, IoSliceMut, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
@@ -19,6 +19,9 @@ use std::time::{Duration, Instant};
 
 /// Pause between two attempts to take a lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
+
+/// The rights of group and others to read a file.
+const OTHERS_READ: u32 = 0o044;
 
 /// Files and directories. Every method returns the system's error if the system refuses.
 pub trait Disk: Send + Sync {
@@ -130,6 +133,11 @@ pub fn is_damage(error: &io::Error) -> bool {
         error.kind(),
         NotFound | PermissionDenied | IsADirectory | NotADirectory | InvalidData | UnexpectedEof
     )
+}
+
+/// Returns whether `error` shows that the file system or a quota is full.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// A held lock. The system releases the lock when the process ends, even after a crash.
@@ -300,9 +308,20 @@ fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Opens the lock file at `path` and replaces anything else that is there.
+/// Opens the lock file at `path` and replaces anything else that is there. `flock` asks for no right
+/// to write, so only those who may write the file may open it.
 fn open_lock(path: &Path) -> io::Result<File> {
-    let open = || open_regular(path, OpenOptions::new().create(true).truncate(false).write(true));
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).write(true).mode(0o666 & !OTHERS_READ);
+    let open = || {
+        let file = open_regular(path, &mut options.clone())?;
+        let mode = file.metadata()?.permissions().mode();
+        if mode & OTHERS_READ != 0 {
+            // Fails for a file of another user, who narrows it at the next lock.
+            let _ = file.set_permissions(Permissions::from_mode(mode & !OTHERS_READ));
+        }
+        Ok(file)
+    };
     match open() {
         Err(e) if is_damage(&e) && clear(path).is_ok() => open(),
         opened => opened,
@@ -494,6 +513,21 @@ mod tests {
         drop(lock);
         assert!(try_lock(&path).unwrap().is_some());
         drop(copy);
+    }
+
+    #[test]
+    fn only_who_may_write_a_lock_may_read_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        drop(try_lock(&path).unwrap().unwrap());
+        assert_eq!(mode() & OTHERS_READ, 0);
+
+        for (earlier, now) in [(0o640, 0o600), (0o644, 0o600), (0o664, 0o620), (0o600, 0o600)] {
+            fs::set_permissions(&path, Permissions::from_mode(earlier)).unwrap();
+            drop(try_lock(&path).unwrap().unwrap());
+            assert_eq!(mode(), now, "{earlier:o}");
+        }
     }
 
     #[test]

@@ -9,8 +9,9 @@ use crate::limits::QUARANTINED_CATALOGS_MAX;
 use crate::maintenance::catalog_entries::CatalogEntries;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -212,6 +213,9 @@ impl Catalog {
     }
 
     fn open_sled(directory: &Path) -> Result<Self, CatalogError> {
+        // Who may read the database could hold its lock.
+        let private = Permissions::from_mode(0o700);
+        fs::set_permissions(directory, private).map_err(io_error(directory))?;
         let config =
             // No flushes by a thread of sled: `write` makes each commit durable, and its caller
             // counts the wear.

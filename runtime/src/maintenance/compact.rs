@@ -18,6 +18,7 @@ use crate::io::page::AlignedPage;
 use crate::io::reader::PageFile;
 use crate::limits::PAGE_BYTES;
 use crate::schema::KeySpace;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -110,6 +111,12 @@ impl Compaction {
     /// Returns the number of the table.
     pub fn table(&self) -> usize {
         self.number
+    }
+
+    /// Returns whether an install removed the unfinished base to make room.
+    pub(super) fn is_removed(&self, flash: &Flash) -> bool {
+        let is_missing = |e: io::Error| e.kind() == io::ErrorKind::NotFound;
+        self.writer.is_some() && flash.disk().open_pages(&self.part).err().is_some_and(is_missing)
     }
 
     /// Returns the number of pages that an earlier attempt had written.

@@ -37,6 +37,8 @@ const PAID_BYTES: u64 = 16 << 20;
 const COMMIT_BYTES: u64 = 8 << 10;
 /// Bytes charged for each damaged page in a commit: most are the text of its fault.
 const DAMAGE_BYTES: u64 = 512;
+/// Time after which a merge is tried again whose error may pass, such as a lack of room.
+const MERGE_PAUSE: Duration = Duration::from_secs(HOUR);
 /// The least wear of a day with which a merge begins if nothing is damaged: a page, and the commits
 /// before and after it.
 pub(crate) const WEAR_BYTES_PER_DAY_MIN: u64 = PAGE_BYTES as u64 + 2 * COMMIT_BYTES;
@@ -165,6 +167,8 @@ pub struct Maintenance {
     /// The live record at the last step.
     live: Option<LiveRecord>,
     loads: BTreeMap<usize, MergeLoad>,
+    /// The tables whose merge failed and may succeed later, with the time of the failure.
+    failed: BTreeMap<usize, Duration>,
     compaction: Option<Compaction>,
     /// Bytes charged to the budget of `paid_day` and not yet written.
     paid: u64,
@@ -185,6 +189,7 @@ impl Maintenance {
             entries,
             live: None,
             loads: BTreeMap::new(),
+            failed: BTreeMap::new(),
             compaction: None,
             paid: 0,
             paid_day: None,
@@ -238,18 +243,12 @@ impl Maintenance {
         pages: u64,
     ) -> Result<StepOutcome, FlashError> {
         self.follow(flash, now);
-        let Some(mut compaction) = self.next_compaction(flash)? else {
+        let Some(mut compaction) = self.next_compaction(flash, now)? else {
             return Ok(self.scrub(flash, now, pages));
         };
 
         let table = compaction.table();
-        let bytes = compaction.next_bytes();
-        if bytes.is_err() {
-            // A damaged page would stop this merge each time. Without its load the table waits for
-            // a repair.
-            self.loads.remove(&table);
-        }
-        let bytes = bytes?;
+        let bytes = compaction.next_bytes().inspect_err(|e| self.skip(table, e, now))?;
         if self.pay(now, bytes) {
             return self.merge(compaction, flash, now, pages);
         }
@@ -271,17 +270,20 @@ impl Maintenance {
     fn follow(&mut self, flash: &Flash, now: Duration) {
         let record = flash.record();
         if self.live.as_ref() == Some(record) {
+            // If the clock went back, the age of a failure is unknown.
+            let is_over = |at: Duration| now < at || now - at >= MERGE_PAUSE;
+            let over = self.failed.iter().find(|(_, at)| is_over(**at));
+            if let Some((&table, _)) = over {
+                self.failed.remove(&table);
+                self.weigh(flash, table, now);
+            }
             return;
         }
 
         (self.compaction, self.unsynced) = (None, 0);
         self.loads.clear();
-        for number in 0..record.live.tables.len() {
-            match MergeLoad::of(flash, number) {
-                Ok(load) => drop(self.loads.insert(number, load)),
-                Err(e) => log::warn!("table {number} is not merged before its repair: {e}"),
-            }
-        }
+        self.failed.clear();
+        (0..record.live.tables.len()).for_each(|table| self.weigh(flash, table, now));
 
         if self.live.as_ref().is_some_and(|live| live.rebuilds != record.rebuilds) {
             // A rebuild has other files of the same numbers.
@@ -292,20 +294,42 @@ impl Maintenance {
         self.record(now);
     }
 
+    /// Finds out how much a merge of `table` would remove.
+    fn weigh(&mut self, flash: &Flash, table: usize, now: Duration) {
+        match MergeLoad::of(flash, table) {
+            Ok(load) => drop(self.loads.insert(table, load)),
+            Err(e) => {
+                log::warn!("table {table} is not merged now: {e}");
+                self.skip(table, &e, now);
+            }
+        }
+    }
+
+    /// Skips the merge of `table` after `error`. A damaged page would stop it each time, so it then
+    /// waits for a repair.
+    fn skip(&mut self, table: usize, error: &FlashError, now: Duration) {
+        self.loads.remove(&table);
+        if !error.is_damage() {
+            self.failed.insert(table, now);
+        }
+    }
+
     /// Returns the current compaction, or starts the most urgent one that is due.
-    fn next_compaction(&mut self, flash: &Flash) -> Result<Option<Compaction>, FlashError> {
-        if let Some(compaction) = self.compaction.take() {
+    fn next_compaction(
+        &mut self,
+        flash: &Flash,
+        now: Duration,
+    ) -> Result<Option<Compaction>, FlashError> {
+        if let Some(compaction) = self.compaction.take()
+            && !compaction.is_removed(flash)
+        {
             return Ok(Some(compaction));
         }
 
         let due = self.loads.iter().filter(|(_, load)| load.is_due(&self.rules));
         let Some((&table, _)) = due.max_by_key(|(_, load)| load.urgency()) else { return Ok(None) };
-        let started = Compaction::begin(flash, table);
-        if !matches!(started, Ok(Some(_))) {
-            // Otherwise each step would choose this table again.
-            self.loads.remove(&table);
-        }
-        started
+        // Otherwise each step would choose this table again.
+        Compaction::begin(flash, table).inspect_err(|e| self.skip(table, e, now))
     }
 
     /// Returns whether `bytes` may be written now. Charges the budget before the first write, so a
@@ -341,9 +365,8 @@ impl Maintenance {
     }
 
     /// Merges some pages, and finishes the compaction after the last ones. A table whose merge
-    /// fails is skipped until the live state changes or the process restarts, because the same page
-    /// would stop the merge again. The pages merged so far stay on flash for a merge after the
-    /// repair.
+    /// fails is skipped for [`MERGE_PAUSE`]. After damage it is skipped until the live state changes
+    /// or the process restarts. The pages merged so far stay on flash for the next attempt.
     fn merge(
         &mut self,
         mut compaction: Compaction,
@@ -388,11 +411,9 @@ impl Maintenance {
             Err(e) => Err(e),
         };
 
-        // Also after an error. `follow` makes the loads anew when the live state changes.
-        self.loads.remove(&table);
         self.unsynced = 0;
         self.refund();
-        let compacted = finished?;
+        let compacted = finished.inspect_err(|e| self.skip(table, e, now))?;
         self.follow(flash, now);
         Ok(StepOutcome::Compacted { table, compacted })
     }

@@ -340,7 +340,9 @@ impl Updater {
                     log::warn!("the space of the attempt is not free yet: {e}");
                 }
                 status.retry = match retry {
-                    Retry::WithRoom(_) => Retry::WithRoom(self.free_bytes()),
+                    Retry::WithRoom(missing) => {
+                        Retry::WithRoom(self.free_bytes().saturating_add(missing))
+                    }
                     retry => retry,
                 };
                 (InstallState::Failed, Some(reason))
@@ -556,11 +558,10 @@ impl Updater {
             }
             e @ FlashError::Base(_) => abandon_for(e.to_string(), Repair::AnySnapshot).into(),
             e if blames_bundle(&e) => Verdict::Unreadable(e.to_string()).into(),
-            e if e.is_lack_of_room() => {
-                let (reason, retry) = (e.to_string(), Retry::WithRoom(0));
-                Verdict::Abandon { reason, repair: Repair::None, retry }.into()
+            e => {
+                let retry = e.missing_bytes().map_or(Retry::AtStart, Retry::WithRoom);
+                Verdict::Abandon { reason: e.to_string(), repair: Repair::None, retry }.into()
             }
-            e => abandon(e.to_string()).into(),
         })
     }
 

@@ -3,6 +3,7 @@
 //! generation.
 
 use crate::bundle::manifest::Generation;
+use crate::io::disk::is_full;
 use crate::limits::CHUNK_BYTES;
 use crate::schema::change::check_change;
 use crate::update::error::UpdateError;
@@ -16,6 +17,7 @@ use crate::update::staging::Staging;
 use crate::update::status::UpdateStatus;
 use crate::update::trust::Trust;
 use crate::update::updater::{Updater, lock_fetch};
+use sigstore_tuf::Targets;
 use std::cmp::Reverse;
 use std::time::Duration;
 
@@ -23,8 +25,8 @@ use std::time::Duration;
 const CHARGE_BYTES: u64 = 4 * CHUNK_BYTES as u64;
 
 /// One run of the sync process: its record, and the bytes that it has charged to the daily budget.
-/// The run charges bytes before it receives them, so a killed run has charged too much, never too
-/// little.
+/// The run charges bytes before it receives them. So a killed run has charged too much, or too
+/// little by what one object repeated.
 struct Run<'a> {
     updater: &'a Updater,
     status: FetchStatus,
@@ -95,6 +97,19 @@ impl Listing {
         self.live.as_ref().is_some_and(|live| newest < Some(live.sequence))
     }
 
+    /// Adds to a lack of a path that the live generation takes no delta before a merge.
+    fn explain(&self, error: UpdateError) -> UpdateError {
+        match error {
+            UpdateError::NoPath { live, newest, lineage }
+                if self.live.is_some() && self.base.is_none() =>
+            {
+                let live = format!("{live} (a merge of its deltas is due)");
+                UpdateError::NoPath { live, newest, lineage }
+            }
+            error => error,
+        }
+    }
+
     /// Returns why `program` skips the newest release, if it cannot read any bundle of it.
     fn skipped(&self, program: &Program) -> Option<String> {
         let known = self.newest().max(self.live.as_ref().map(|live| live.sequence));
@@ -129,9 +144,15 @@ impl Updater {
         let charged = fetcher.bytes();
         let mut run = Run { updater: self, status, now, charged };
         run.status.cohort = self.cohort;
-        run.charge()?;
 
-        let ran = self.stage_next(fetcher, &mut run, &mut progress);
+        let refreshed = run.charge().and_then(|()| self.refresh(fetcher, now));
+        if let Err(UpdateError::Io { source, .. }) = &refreshed
+            && is_full(source)
+        {
+            self.free_staged(&mut run)?;
+        }
+        let ran = refreshed
+            .and_then(|targets| self.stage_next(&targets, fetcher, &mut run, &mut progress));
 
         run.settle(fetcher.bytes());
         if let Err(e) = &ran {
@@ -147,18 +168,58 @@ impl Updater {
         self.status()
     }
 
+    /// Returns the bytes of `bytes_per_day_max` that a fetch may still receive at `now`. If none are
+    /// left, stores the time: after a clock that was ahead, the stored times count the day.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be written.
+    pub fn bytes_left(&self, bytes_per_day_max: u64, now: u64) -> Result<u64, UpdateError> {
+        let now = Duration::from_secs(now);
+        let left = |status: &mut FetchStatus| status.received.left(bytes_per_day_max, now);
+        if let bytes @ 1.. = left(&mut self.fetch_status()) {
+            return Ok(bytes);
+        }
+        let _fetching = lock_fetch(self.disk.as_ref(), &self.directory)?;
+        let mut status = self.fetch_status();
+        let bytes = left(&mut status);
+        self.write_fetch(&mut status)?;
+        Ok(bytes)
+    }
+
+    fn refresh(&self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, UpdateError> {
+        Trust::open(&self.disk, &self.directory)?.refresh(fetcher, now)
+    }
+
+    /// Removes staged bundles from a full file system. It refuses the records of each poll before
+    /// `choose` can remove what no release needs any more.
+    fn free_staged(&self, run: &mut Run<'_>) -> Result<(), UpdateError> {
+        let directory = self.directory.join("staged");
+        let staging = Staging::open(self.disk.as_ref(), &directory)?;
+        let install = self.install_status()?;
+        let open = run.status.offer.as_ref().filter(|offer| is_open(offer, &install));
+        staging.reclaim(open.map(|offer| &offer.release).into_iter());
+        match run.save() {
+            Err(UpdateError::Io { source, .. }) if is_full(&source) => {
+                run.status.offer = None;
+                staging.reclaim(std::iter::empty());
+                Ok(())
+            }
+            saved => saved,
+        }
+    }
+
     fn stage_next(
         &self,
+        targets: &Targets,
         fetcher: &mut Fetcher<'_>,
         run: &mut Run<'_>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<(), UpdateError> {
-        let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
         // A snapshot is fetched where a delta would do, so each poll warns once.
         let live = self.find_live(log::Level::Warn)?;
         let staging = Staging::open(self.disk.as_ref(), &directory)?.beside(live);
-        let listed = releases(&targets, &self.program);
+        let listed = releases(targets, &self.program);
 
         let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };
         let (mut first, mut last) = (None, 0);
@@ -262,14 +323,11 @@ impl Updater {
             return Ok(None);
         }
 
-        let is_open = |offer: &&Offer| {
-            // An offer is taken once the serving process has recorded its number. One that waits
-            // for consent may still be replaced.
-            offer.number != install.offer || install.state == InstallState::AwaitConsent
-        };
-        let waiting = run.status.offer.as_ref().filter(is_open).map(|offer| offer.release.clone());
+        let waiting = run.status.offer.as_ref().filter(|offer| is_open(offer, &install));
+        let waiting = waiting.map(|offer| offer.release.clone());
         let waiting = waiting.filter(|release| listing.has(release));
         let next = next_release(&listing, &install, &run.status);
+        let next = next.map_err(|error| listing.explain(error));
         // Before `next?`: without a path, files of withdrawn releases must go too.
         staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting));
 
@@ -320,6 +378,12 @@ impl Updater {
         let eligible = listed.into_iter().filter(is_eligible).collect();
         Ok(Listing { live, base, least, lineage, eligible })
     }
+}
+
+/// Returns whether the serving process may still read the bundle of `offer`. It has taken an offer
+/// once it has recorded its number. One that waits for consent may still be replaced.
+fn is_open(offer: &Offer, install: &InstallStatus) -> bool {
+    offer.number != install.offer || install.state.has_release()
 }
 
 /// Returns the release to fetch next. Releases that are set aside, or that the car fails to

@@ -100,7 +100,7 @@ pub enum Retry {
     /// At the next start of the process.
     #[default]
     AtStart,
-    /// Also as soon as the flash directory has more than this many free bytes.
+    /// Also as soon as the flash directory has this many free bytes.
     WithRoom(u64),
     /// After the pause only: the process ended during the attempts.
     AfterPause,

@@ -153,7 +153,8 @@ impl<'a> Fetcher<'a> {
     /// Returns the object at `path`, of at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// `UpdateError::{NotFound, EndlessData, SlowRetrieval, LinkBroken}`, with the address.
+    /// `UpdateError::{NotFound, EndlessData, SlowRetrieval, LinkBroken}`, with the address. Those
+    /// of [`Self::check_limits`] if the object must be sent again from its start.
     pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
         let start = Start { time: self.clock.now(), bytes: self.bytes };
         let (mut content, mut longest, mut stalls) = (Vec::new(), 0, 0);
@@ -168,7 +169,11 @@ impl<'a> Fetcher<'a> {
                 LinkError::NotFound => {
                     return Err(UpdateError::NotFound { path: self.address(path) });
                 }
-                LinkError::NoRanges => content.clear(),
+                LinkError::NoRanges => {
+                    // All bytes come again, so the budget may end here.
+                    self.check_limits()?;
+                    content.clear();
+                }
                 // A transfer that gets further than any before is not stalled.
                 LinkError::Broken(_) if content.len() > longest => {
                     (longest, stalls) = (content.len(), 0)

@@ -152,8 +152,8 @@ impl Updater {
         if install.state.has_release() || !fetch.offer.as_ref().is_some_and(is_paused) {
             return Ok(false);
         }
-        let Retry::WithRoom(before) = install.retry else { return Ok(true) };
-        Ok(self.free_bytes() <= before)
+        let Retry::WithRoom(needed) = install.retry else { return Ok(true) };
+        Ok(self.free_bytes() < needed)
     }
 }
 

@@ -11,6 +11,7 @@ use hatchback_tests::mutate::mutated;
 use hatchback_tests::random::Random;
 use hatchback_tests::versions::Versions;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -107,6 +108,16 @@ fn committed_entries_are_found_at_the_next_open() {
     let written = filled(&car, 50);
     let (_, entries, found) = car.open();
     assert_eq!((entries, found), (written, CatalogState::Kept));
+}
+
+#[test]
+fn other_users_cannot_hold_the_lock_of_a_catalog() {
+    let car = Car::new();
+    drop(car.open());
+    fs::set_permissions(car.catalog(), fs::Permissions::from_mode(0o750)).unwrap();
+    drop(car.open());
+    let mode = fs::metadata(car.catalog()).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o700);
 }
 
 #[test]

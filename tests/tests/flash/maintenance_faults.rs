@@ -131,6 +131,54 @@ fn a_page_that_both_generations_share_is_left_as_it_is() {
     assert!(matches!(flash.repair_from_retained(&maintenance.damage()[0]), Ok(false)));
 }
 
+/// An install on a full disk removes the unfinished base of a merge in progress.
+#[test]
+fn a_merge_whose_file_is_gone_begins_again() {
+    let versions = Versions::new(2, 3000, 81);
+    let disk = SimDisk::default();
+    drop(disk.install(&versions.deltas[0]).unwrap());
+    let mut flash = disk.install(&versions.deltas[1]).unwrap();
+    let mut maintenance = Maintenance::new(eager(), None, CatalogEntries::default());
+    let (mut merged, mut lost) = (0, None);
+    while merged < 2 {
+        match maintenance.step(&mut flash, NOW, 3).unwrap() {
+            StepOutcome::Compacted { .. } => merged += 1,
+            StepOutcome::Merged { .. } if lost.is_none() => {
+                let is_part = |path: &PathBuf| path.extension().is_some_and(|e| e == "part");
+                lost = disk.paths().into_iter().find(is_part);
+                lost.iter().for_each(|part| disk.lose(part));
+            }
+            _ => {}
+        }
+    }
+    assert!(lost.is_some());
+    whole_generation(&flash, &versions, "merged");
+}
+
+#[test]
+fn a_merge_without_room_is_tried_again_after_an_hour() {
+    const MINUTE: Duration = Duration::from_secs(60);
+    let versions = Versions::new(2, 3000, 81);
+    let disk = SimDisk::default();
+    drop(disk.install(&versions.deltas[0]).unwrap());
+    let mut flash = disk.install(&versions.deltas[1]).unwrap();
+    let rules = MaintenanceRules { deltas_max: 0, ..MaintenanceRules::default() };
+    let mut maintenance = Maintenance::new(rules, None, CatalogEntries::default());
+    let mut is_merged = |now| loop {
+        match maintenance.step(&mut flash, now, 100) {
+            Ok(StepOutcome::Compacted { .. }) => return true,
+            Ok(StepOutcome::Nothing) => return false,
+            _ => {}
+        }
+    };
+
+    disk.set_capacity(Some(disk.used()));
+    assert!(!is_merged(NOW));
+    disk.set_capacity(None);
+    assert!(!is_merged(NOW + 59 * MINUTE));
+    assert!(is_merged(NOW + 60 * MINUTE));
+}
+
 /// Maintenance stays below its share of the time and one step stays short, for any duration of the
 /// disk's calls. The share is the car's, in the ordinary class.
 #[test]

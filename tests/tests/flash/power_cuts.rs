@@ -367,6 +367,29 @@ fn short_disk(versions: &Versions, snapshots: &[usize]) -> SimDisk {
     disk
 }
 
+/// Damage may stop a merge until the snapshot that replaces its table is installed.
+#[test]
+fn an_unfinished_merge_makes_room_before_a_generation() {
+    let versions = Versions::new(3, 900, 19);
+    let disk = SimDisk::default();
+    disk.install(&versions.deltas[0]).unwrap();
+    let flash = disk.install(&versions.deltas[1]).unwrap();
+    let used = disk.used();
+    let mut merge = Compaction::begin(&flash, 0).unwrap().unwrap();
+    while merge.step(&flash, 4, u64::MAX).unwrap() {}
+    merge.sync().unwrap();
+    drop(merge);
+    assert!(disk.used() > used);
+
+    let bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
+    let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    disk.set_capacity(Some(used + bytes + (1 << 20)));
+    disk.install(&versions.snapshots[2]).unwrap();
+    check(&disk, &versions, &[3], "in the room of a merge");
+    let flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
+    assert!(flash.record().previous.is_some(), "the merge alone made enough room");
+}
+
 #[test]
 fn a_generation_that_can_be_served_never_makes_room() {
     let versions = Versions::new(3, 900, 17);

@@ -354,6 +354,8 @@ fn a_pause_ends_with_its_cause() {
         assert!(status.error.as_ref().unwrap().contains("bytes are needed"), "{status:?}");
         fetch(T0 + 310);
         assert!(car.sync.is_paused(T0 + 310).unwrap(), "the third attempt failed just now");
+        car.disk.set_room(&car.sync.flash, Some(1 << 20));
+        assert!(car.sync.is_paused(T0 + 310).unwrap(), "more room is not enough");
 
         if has_restarted {
             car.sync.begin_process(1, T0 + 311).unwrap();

@@ -332,6 +332,37 @@ fn a_release_without_room_is_not_fetched() {
     assert_eq!(car.live(), 2);
 }
 
+/// A full file system cannot keep the record of a poll, which alone removes what fills it.
+#[test]
+fn a_full_sync_directory_gives_up_unfinished_bundles_then_its_offer() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let staged = || car.disk.list(&car.sync.directory.join("staged")).unwrap();
+    let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
+    let part = |now| car.run_timed(&mut fleet.link(), now, &Ticks::still(), limits).unwrap_err();
+    let whole = |now| drop(car.poll(&mut fleet.link(), now).unwrap());
+    for is_offered in [false, true] {
+        if is_offered {
+            whole(T0 + 20)
+        } else {
+            drop(part(T0 + 11))
+        }
+        assert!(!staged().is_empty());
+        car.disk.set_capacity(Some(car.disk.used()));
+        let error = car.poll(&mut fleet.link(), T0 + 21).unwrap_err();
+        assert!(matches!(error, UpdateError::Io { .. }), "{error:?}");
+        assert!(staged().is_empty(), "{:?}", staged());
+        assert_eq!(car.sync.fetch_status().error, Some(error.to_string()));
+
+        let error = car.poll(&mut fleet.link(), T0 + 22).unwrap_err();
+        assert!(matches!(error, UpdateError::Flash(FlashError::Space { .. })), "{error:?}");
+        car.disk.set_capacity(None);
+    }
+    car.run(&mut fleet.link(), T0 + 23).unwrap();
+    assert_eq!(car.live(), 2);
+}
+
 #[test]
 fn slow_retrieval() {
     let fleet = Fleet::new();

@@ -8,7 +8,7 @@ use hatchback::flash::live::LiveRecord;
 use hatchback::io::disk::Disk;
 use hatchback::io::page::PageBytes;
 use hatchback::io::paired_record::PairedRecord;
-use hatchback::limits::{CHUNK_BYTES, DELTAS_MAX};
+use hatchback::limits::{CHUNK_BYTES, DELTAS_MAX, TARGETS_BYTES_MAX};
 use hatchback::update::error::UpdateError;
 use hatchback::update::release::manifest_path;
 use hatchback::update::status::UpdateState;
@@ -130,13 +130,19 @@ fn a_network_that_is_none() {
 
 /// Signs the manifest of `bundle` under the target name `name`, with the fleet's keys.
 fn sign_as(fleet: &Fleet, now: u64, bundle: &Path, name: &str) {
-    let (bundle, version) = (BundleReader::open(bundle).unwrap(), NonZeroU64::new(2).unwrap());
-    let (content, expires) = (bundle.manifest_bytes(), timestamp(now + FRESH_S).unwrap());
+    let bundle = BundleReader::open(bundle).unwrap();
+    let content = bundle.manifest_bytes();
     let hash = sha256(content);
     let hashes = Hashes { sha256: hash.to_vec().into(), _extra: HashMap::new() };
     let (custom, _extra) = (HashMap::new(), HashMap::new());
     let target = Target { length: content.len() as u64, hashes, custom, _extra };
     std::fs::write(fleet.file(&manifest_path(name, &hash)), content).unwrap();
+    sign_target(fleet, now, name, target);
+}
+
+/// Signs `target` under the name `name`, with the fleet's keys.
+fn sign_target(fleet: &Fleet, now: u64, name: &str, target: Target) {
+    let (version, expires) = (NonZeroU64::new(2).unwrap(), timestamp(now + FRESH_S).unwrap());
     let signed = std::fs::read(fleet.file("metadata/1.targets.json")).unwrap();
     let work = async {
         let mut editor = RepositoryEditor::new(fleet.keys().join("1.root.json")).await.unwrap();
@@ -149,6 +155,25 @@ fn sign_as(fleet: &Fleet, now: u64, bundle: &Path, name: &str) {
         signed.write(fleet.file("metadata")).await.unwrap();
     };
     block_on(work).unwrap();
+}
+
+/// Cars would take targets metadata that they do not read for endless data, at each poll.
+#[test]
+fn metadata_longer_than_cars_read_is_not_published() {
+    let fleet = Fleet::new();
+    let hashes = Hashes { sha256: vec![7; 32].into(), _extra: HashMap::new() };
+    let padding = "x".repeat(TARGETS_BYTES_MAX as usize).into();
+    let custom = HashMap::from([("padding".to_owned(), padding)]);
+    let target = Target { length: 1, hashes, custom, _extra: HashMap::new() };
+    sign_target(&fleet, T0 + 10, "padding", target);
+
+    let before = std::fs::read(fleet.file("metadata/timestamp.json")).unwrap();
+    let refused = fleet.try_change(T0 + 12, Change::default()).unwrap_err();
+    assert!(refused.contains("3.targets.json has"), "{refused}");
+    assert_eq!(std::fs::read(fleet.file("metadata/timestamp.json")).unwrap(), before);
+    let revoke = vec!["padding".to_owned()];
+    fleet.try_change(T0 + 13, Change { revoke, ..Change::default() }).unwrap();
+    Car::new(&fleet).run(&mut fleet.link(), T0 + 14).unwrap();
 }
 
 #[test]
@@ -266,6 +291,7 @@ fn a_chain_of_deltas_that_is_full() {
         let mut wire = Wire::new(fleet.link(), Faults::default());
         let error = car.run(&mut wire, T0 + 15).unwrap_err();
         assert!(matches!(error, UpdateError::NoPath { newest: 3, .. }), "{error:?}");
+        assert!(error.to_string().contains("sequence 2 (a merge of its deltas is due)"), "{error}");
         assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
         let newest = if merged {
             write_live(&car, &before);

@@ -2,9 +2,10 @@
 //! resumes where it broke, and every received byte is counted.
 
 use hatchback::bundle::BundleReader;
+use hatchback::car::sync_steps::SyncSteps;
 use hatchback::io::disk::Disk;
 use hatchback::update::error::UpdateError;
-use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
+use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, LinkRules, Take};
 use hatchback::update::staging::Staging;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS, first_release};
@@ -219,6 +220,24 @@ fn a_byte_budget_stops_a_run_and_the_next_run_continues() {
     );
 }
 
+/// The clock was ahead when the bytes of its day were spent. A day of polls by the right clock ends
+/// that day, although each poll is of another process.
+#[test]
+fn bytes_that_a_clock_ahead_spent_cost_a_day() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let rules =
+        LinkRules { poll_minutes: 60, bytes_per_day_max: 1, bytes_per_s_max: 0, hours: [0, 24] };
+    let is_over = |now| {
+        let mut steps = SyncSteps::new(car.sync.clone(), None, rules);
+        let polled = steps.poll(&mut fleet.link(), &Ticks::still(), now, 0.5);
+        matches!(polled, Err(UpdateError::ByteBudget { .. }))
+    };
+    assert!(!is_over(T0 + 10 * 24 * 3600));
+    let hours = (0..100).find(|hour| !is_over(T0 + hour * 3600));
+    assert_eq!(hours, Some(24));
+}
+
 /// Returns the runs within `limits` that a new car needs. Each ends as `ends` accepts.
 fn runs_until_live(
     fleet: &Fleet,
@@ -323,18 +342,18 @@ fn a_download_resumes_after_a_pause_of_three_days() {
     assert!(before + wire2.bytes < total + largest.unwrap() + 20_000);
 }
 
-/// A link that sends whole objects only, and breaks off once within a chunk.
-struct Rangeless(DirectoryLink, bool);
+/// A link that sends whole objects only, and breaks off so many times within a chunk.
+struct Rangeless(DirectoryLink, u32);
 
 impl Link for Rangeless {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
         if from > 0 {
             return Err(LinkError::NoRanges);
         }
-        if self.1 || !path.starts_with("chunks/") {
+        if self.1 == 0 || !path.starts_with("chunks/") {
             return self.0.get(path, 0, take);
         }
-        self.1 = true;
+        self.1 -= 1;
         self.0.get(path, 0, &mut |piece| {
             let _ = take(&piece[..piece.len() / 2]);
             ControlFlow::Break(())
@@ -347,9 +366,19 @@ impl Link for Rangeless {
 fn a_link_without_ranges_sends_an_object_again() {
     let fleet = Fleet::new();
     let car = Car::new(&fleet);
-    let mut link = Rangeless(fleet.link(), false);
+    let mut link = Rangeless(fleet.link(), 1);
     car.run(&mut link, T0 + 1).unwrap();
-    assert!(link.1 && car.live() == 1);
+    assert_eq!((link.1, car.live()), (0, 1));
+}
+
+#[test]
+fn an_object_is_not_sent_again_beyond_the_byte_budget() {
+    let fleet = Fleet::new();
+    let mut link = Rangeless(fleet.link(), 2);
+    let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
+    let error = Car::new(&fleet).run_timed(&mut link, T0 + 1, &Ticks::still(), limits);
+    assert!(matches!(error, Err(UpdateError::ByteBudget { bytes_max: 1 })), "{error:?}");
+    assert_eq!(link.1, 1, "the chunk began again");
 }
 
 /// Chunks that arrived before the end of a run survive a power cut. If one is damaged then, it is

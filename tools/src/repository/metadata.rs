@@ -1,11 +1,15 @@
 //! The metadata of a publish: its versions, its signing and its upload. Never replaces the
 //! timestamp, which makes a publish visible.
 
+use crate::report;
 use crate::repository::clock::timestamp;
 use crate::repository::keys::roots;
 use crate::repository::state::{PREVIOUS, RepositoryState};
 use crate::repository::store::{Store, confirm};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use hatchback::limits::{
+    ROOT_BYTES_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX, TIMESTAMP_BYTES_MAX,
+};
 use hatchback::update::trust::PUBLISHED;
 use serde_json::Value;
 use std::num::NonZeroU64;
@@ -93,8 +97,33 @@ impl Signing<'_> {
         }
 
         editor.sign(&self.signers).await?.write(folder).await?;
+        let Versions { targets, snapshot, .. } = self.next;
+        for (name, bytes_max) in [
+            (format!("{targets}.targets.json"), TARGETS_BYTES_MAX),
+            (format!("{snapshot}.snapshot.json"), SNAPSHOT_BYTES_MAX),
+            ("timestamp.json".to_owned(), TIMESTAMP_BYTES_MAX),
+        ] {
+            check_length(&name, &read_signed(folder, &name)?, bytes_max)?;
+        }
         Ok(())
     }
+}
+
+/// Checks that cars read all of `content`, the metadata file `name`. Prints a note if it is long.
+///
+/// # Errors
+/// Cars would refuse it at each poll, and with it every later release.
+fn check_length(name: &str, content: &[u8], bytes_max: u64) -> Result<()> {
+    let bytes = content.len() as u64;
+    ensure!(
+        bytes <= bytes_max,
+        "nothing was published: {name} has {bytes} bytes, and cars read {bytes_max}; revoke old \
+         releases with --revoke"
+    );
+    if bytes > bytes_max / 2 {
+        report::note(format_args!("{name} has {bytes} of the {bytes_max} bytes that cars read"));
+    }
+    Ok(())
 }
 
 /// Uploads the roots that the store lacks, then the targets and snapshot metadata of the folder
@@ -108,6 +137,7 @@ pub fn upload_metadata(
     for root in roots(keys)? {
         let name = format!("metadata/{}.root.json", root.version);
         let content = std::fs::read(&root.path).with_context(|| root.path.display().to_string())?;
+        check_length(&name, &content, ROOT_BYTES_MAX)?;
         if store.bytes(&name)? != Some(content.len() as u64) {
             store.put(&name, content)?;
         }
