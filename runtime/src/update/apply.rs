@@ -99,21 +99,44 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn begin_process(&self, boot: u64, now: u64) -> Result<(), UpdateError> {
-        self.change_install(Self::lock_install, |status| {
-            if status.writes == 0 {
-                return false;
-            }
-            let is_changed = status.begin_process(&self.program.version);
-            if !status.is_on_probation() {
-                return is_changed;
-            }
-            if let Some(reason) = status.count_trial(boot) {
-                status.blame = Blame::Release;
-                let known = last_order(&self.fetch_status().history);
-                status.enter(InstallState::RollingBack, now, known, Some(reason));
-            }
-            true
-        })
+        let _lock = self.lock_install()?;
+        let mut status = self.known_status()?;
+        let is_known = status.writes > 0;
+        status.begin_process(&self.program.version);
+        let known = last_order(&self.fetch_status().history);
+        // The process ended between the commit and the record of it. The live release passed its
+        // probe, and its starts count from here on.
+        if self.is_committed(&status)? {
+            status.end_trial();
+            status.enter(InstallState::Probation, now, known, None);
+        }
+        if !status.is_on_probation() {
+            return if is_known { self.write_install(&mut status) } else { Ok(()) };
+        }
+        if let Some(reason) = status.count_trial(boot) {
+            status.blame = Blame::Release;
+            status.enter(InstallState::RollingBack, now, known, Some(reason));
+        }
+        self.write_install(&mut status)
+    }
+
+    /// Returns whether the release that is being applied is live already, and served.
+    fn is_committed(&self, status: &InstallStatus) -> Result<bool, UpdateError> {
+        // A snapshot of the live release may have to replace its damaged files first.
+        if status.state != InstallState::Applying || status.repair >= Repair::AnySnapshot {
+            return Ok(false);
+        }
+        let Some(release) = &status.release else { return Ok(false) };
+        let is_it = |live: &Flash| live.record().live.manifest == release.manifest;
+        Ok(self.live()?.is_some_and(|live| is_it(&live) && live.record().may_serve()))
+    }
+
+    /// Records that the start has loaded the model.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn record_loaded(&self) -> Result<(), UpdateError> {
+        self.change_install(Self::lock_install, InstallStatus::end_load)
     }
 
     /// Ends a trial as passed: the release answered requests.
