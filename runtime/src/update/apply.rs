@@ -356,16 +356,16 @@ impl Updater {
                 (InstallState::RollingBack, Some(reason))
             }
             Verdict::Abandon { reason, repair, retry } => {
-                status.attempts = status.attempts.saturating_add(1);
                 status.repair = status.repair.max(repair);
                 // The next attempt, perhaps of another release, needs this one's space.
                 if let Err(e) = Flash::reclaim_in(&self.disk, &self.flash) {
                     log::warn!("the space of the attempt is not free yet: {e}");
                 }
-                status.retry = match retry {
+                let retry = match retry {
                     Retry::WithRoom(_) => Retry::WithRoom(self.free_bytes()),
                     retry => retry,
                 };
+                status.count_attempt(retry, now);
                 (InstallState::Failed, Some(reason))
             }
         };
@@ -701,7 +701,7 @@ fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) 
 /// Records that the current release passed its probation.
 fn commit(status: &mut InstallStatus) {
     status.end_trial();
-    status.attempts = 0;
+    status.attempted.clear();
     let Some(release) = &status.release else { return };
     if release.parent.is_none() {
         status.repair = Repair::None;

@@ -152,7 +152,8 @@ impl Updater {
         if install.state.has_release() || !fetch.offer.as_ref().is_some_and(is_paused) {
             return Ok(false);
         }
-        let Retry::WithRoom(before) = install.retry else { return Ok(true) };
+        let retry = fetch.offer.and_then(|offer| Some(install.attempted(&offer.release)?.retry));
+        let Some(Retry::WithRoom(before)) = retry else { return Ok(true) };
         Ok(self.free_bytes() <= before)
     }
 }
