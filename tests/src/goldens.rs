@@ -239,8 +239,8 @@ fn install_status() -> InstallStatus {
         offer: 3,
         release: Some(golden_release()),
         trials: 3,
-        watched_before: Watched { requests: 300, faults: 2, slow: 1 },
-        watched: Watched { requests: 40, faults: 1, slow: 0 },
+        watched_before: Watched { requests: 300, faults: 2, slow: 1, car_faults: 3 },
+        watched: Watched { requests: 40, faults: 1, slow: 0, car_faults: 0 },
         attempted: vec![Attempted {
             manifest: sha256(b"attempted"),
             attempts: 2,

@@ -382,7 +382,8 @@ impl UpdateSteps {
             // Until the swap, the counts are those of the generation before.
             (Some(stats), Some(model)) if self.serves_live => Watched {
                 requests: stats.requests,
-                faults: stats.failed,
+                faults: stats.failed.saturating_sub(stats.failed_by_car),
+                car_faults: stats.failed_by_car,
                 slow: (self.slow_requests)(name, model.generation()),
             },
             _ => Watched::default(),

@@ -136,10 +136,12 @@ pub enum Repair {
 pub struct Watched {
     /// Requests served.
     pub requests: u64,
-    /// Requests that failed.
+    /// Requests that failed, by no fault of the car.
     pub faults: u64,
     /// Requests that took longer than the policy's `latency_us_p99_max`.
     pub slow: u64,
+    /// Requests that failed because the GPU failed or a worker panicked.
+    pub car_faults: u64,
 }
 
 impl Watched {
@@ -149,6 +151,7 @@ impl Watched {
             requests: of(self.requests, other.requests),
             faults: of(self.faults, other.faults),
             slow: of(self.slow, other.slow),
+            car_faults: of(self.car_faults, other.car_faults),
         }
     }
 }

@@ -316,7 +316,7 @@ fn the_requests_of_short_drives_add_up() {
                 car.sync.begin_process(drive, T0 + 20 * drive).unwrap();
                 // The counts start anew where a model is unloaded and loaded again.
                 for requests in [10, 30, 5, 30] {
-                    car.watched = Some(Watched { requests, faults, slow });
+                    car.watched = Some(Watched { requests, faults, slow, ..Watched::default() });
                     car.apply(T0 + 20 * drive + requests);
                 }
                 car.sync.end_trial().unwrap();
