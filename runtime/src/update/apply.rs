@@ -253,9 +253,10 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn record_whole(&self) -> Result<(), UpdateError> {
-        self.change_repair(
-            |repair| if repair == Repair::NewerSnapshot { Repair::None } else { repair },
-        )
+        self.change_repair(|repair| match repair {
+            Repair::NewerSnapshot | Repair::Replacement => Repair::None,
+            repair => repair,
+        })
     }
 
     /// Records that the live generation was opened, so that it needs no snapshot to be served.
@@ -263,7 +264,10 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn record_opened(&self) -> Result<(), UpdateError> {
-        self.change_repair(|repair| repair.min(Repair::NewerSnapshot))
+        self.change_repair(|repair| match repair {
+            Repair::AnySnapshot => Repair::NewerSnapshot,
+            repair => repair,
+        })
     }
 
     /// Records which snapshot would repair the live generation.
@@ -487,6 +491,7 @@ impl Updater {
             return Ok(Some(rebuild));
         }
         let is_served = host.watched.is_some() && unservable.is_none();
+        let is_replaced = status.repair == Repair::Replacement;
 
         // A merge must not remove segments while they are opened here.
         let _lock = live.lock().map_err(UpdateError::from)?;
@@ -499,8 +504,11 @@ impl Updater {
                 let servable = is_served || live.is_servable().map_err(UpdateError::from)?;
                 Ok(Some(Rebuild { servable, ..rebuild }))
             }
-            // No delta on its damaged rows can be proven, so only a snapshot leads on.
-            Ok(probed) if probed.is_unproven() => Ok(Some(Rebuild { servable: true, ..rebuild })),
+            // No delta on its damaged rows can be proven, so only a snapshot leads on. Its own
+            // probe may use other rows than that of the delta.
+            Ok(probed) if is_replaced || probed.is_unproven() => {
+                Ok(Some(Rebuild { servable: true, ..rebuild }))
+            }
             // The program is older than the one that installed the live generation.
             Err(ProbeFault::Version(_)) => Ok(Some(rebuild)),
             // The device may read the files later. A newer snapshot is installed without them.

@@ -387,7 +387,7 @@ fn first_step(
     let found = match (live, repair) {
         (None, _) => rebuilt(),
         // One less, so that a snapshot of the damaged generation's own number counts as newer.
-        (Some(live), Repair::AnySnapshot) => {
+        (Some(live), Repair::AnySnapshot | Repair::Replacement) => {
             or_else(path(live.checked_sub(1), None, usable), &rebuilt)
         }
         // No newer snapshot may be listed yet. Until then deltas keep the model up to date.

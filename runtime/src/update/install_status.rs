@@ -129,6 +129,8 @@ pub enum Repair {
     NewerSnapshot,
     /// It cannot be opened: any snapshot replaces it, even one of the same generation.
     AnySnapshot,
+    /// No delta on its damaged rows can be proven: any snapshot replaces it, although it opens.
+    Replacement,
 }
 
 /// Observations of the live generation since the process began to serve it.

@@ -113,7 +113,7 @@ pub(super) fn judge_trial(
         // An unproven release must not pass, and no delta on these rows can ever be proven. An
         // older snapshot and the deltas after it lead past them.
         let is_stuck = probed.is_unproven();
-        let repair = if is_stuck { Repair::AnySnapshot } else { Repair::NewerSnapshot };
+        let repair = if is_stuck { Repair::Replacement } else { Repair::NewerSnapshot };
         return Err(abandon_for(reason, repair));
     }
     judge_probe(probed, policy).map_or(Ok(()), |reason| Err(Verdict::Reject(reason)))
