@@ -113,6 +113,9 @@ pub struct UpdateSteps {
     offered: Option<Hash>,
     /// Why the live generation could not be served at the last look.
     failure: Option<Failure>,
+    /// Looks in a row at which the device refused the live record or the manifest. Such an error
+    /// that persists is treated like a lost file.
+    refused_looks: u32,
     /// Calls of [`UpdateSteps::step`] in a row that failed.
     failed_steps: u32,
     /// Looks since the start, up to `TRIAL_S`: about one a second.
@@ -137,6 +140,7 @@ impl UpdateSteps {
             serves_live: false,
             offered: None,
             failure: None,
+            refused_looks: 0,
             failed_steps: 0,
             looks: 0,
             pages_damaged: 0,
@@ -275,13 +279,20 @@ impl UpdateSteps {
             return false;
         }
         let opened = self.open_changed();
+        if opened.is_ok() {
+            self.refused_looks = 0;
+        }
         let (flash, _lock) = match opened {
             Ok(Some(opened)) => opened,
             Ok(None) => return self.failure.is_none(),
             Err(FlashError::Busy { .. }) => return false,
             Err(e) => {
                 self.report_unserved(&e.to_string());
-                if e.is_damage() {
+                self.refused_looks = match &e {
+                    FlashError::Io { .. } => self.refused_looks.saturating_add(1),
+                    _ => 0,
+                };
+                if e.is_damage() || self.refused_looks >= FAILED_STEPS_MAX {
                     self.require(Repair::AnySnapshot);
                 }
                 return false;

@@ -1,11 +1,11 @@
 //! One car's update: its directories, its two records and their locks. Never decides which release
 //! comes next (`fetch.rs`) and never changes the live generation (`apply.rs`).
 
-use crate::flash::{Flash, Found};
+use crate::flash::{Flash, FlashError, Found};
 use crate::io::disk::{Disk, Lock};
 use crate::update::error::{UpdateError, io_error};
 use crate::update::fetch_status::{FetchStatus, Offer};
-use crate::update::install_status::{InstallStatus, Retry};
+use crate::update::install_status::{InstallStatus, Repair, Retry};
 use crate::update::program::Program;
 use crate::update::release::Release;
 use crate::update::status::UpdateStatus;
@@ -98,7 +98,8 @@ impl Updater {
     }
 
     /// Opens the live generation. Returns `None` if no generation is live, or if damage keeps it
-    /// from being opened.
+    /// from being opened. An error of the device counts as damage while the record says that the
+    /// generation cannot be opened: a block that cannot be read is lost.
     ///
     /// # Errors
     /// `UpdateError::Flash` if the device refused.
@@ -111,14 +112,20 @@ impl Updater {
     /// # Errors
     /// As [`Self::live`].
     pub(super) fn find_live(&self, level: log::Level) -> Result<Option<Flash>, UpdateError> {
-        match Flash::find(&self.disk, &self.flash)? {
-            Found::Live(flash) => Ok(Some(*flash)),
-            Found::Nothing => Ok(None),
-            Found::Damaged(e) => {
-                log::log!(level, "{}: counts as empty: {e}", self.flash.display());
-                Ok(None)
-            }
-        }
+        let damage = match Flash::find(&self.disk, &self.flash) {
+            Ok(Found::Live(flash)) => return Ok(Some(*flash)),
+            Ok(Found::Nothing) => return Ok(None),
+            Ok(Found::Damaged(e)) => e,
+            Err(e @ FlashError::Io { .. }) if self.is_unopened()? => e,
+            Err(e) => return Err(e.into()),
+        };
+        log::log!(level, "{}: counts as empty: {damage}", self.flash.display());
+        Ok(None)
+    }
+
+    /// Returns whether the record says that the live generation cannot be opened.
+    fn is_unopened(&self) -> Result<bool, UpdateError> {
+        Ok(self.install_status()?.repair == Repair::AnySnapshot)
     }
 
     /// Returns whether `release` is live, by the hash of its manifest.
