@@ -175,7 +175,11 @@ impl UpdateSteps {
                 entered
             }
             Err(e) => {
-                self.wait(&e.to_string(), now);
+                self.report_wait(&e.to_string());
+                // Another process holds a lock, which ends by itself.
+                if !e.is_busy() {
+                    self.count_failure(&e.to_string(), now);
+                }
                 false
             }
         }
@@ -183,20 +187,24 @@ impl UpdateSteps {
 
     /// Records that a call of [`UpdateSteps::step`] panicked: this counts as a failed step.
     pub fn record_panic(&mut self, now: u64) {
-        self.wait("a step panicked", now);
+        self.report_wait("a step panicked");
+        self.count_failure("a step panicked", now);
     }
 
-    /// Logs why a step could not be taken. Abandons the attempt after [`FAILED_STEPS_MAX`] failures
-    /// in a row.
-    fn wait(&mut self, reason: &str, now: u64) {
+    /// Logs why a step could not be taken, once.
+    fn report_wait(&mut self, reason: &str) {
         if self.wait_logged != reason {
             log::warn!("update of `{}` waits: {reason}", self.update.name);
             reason.clone_into(&mut self.wait_logged);
         }
+    }
+
+    /// Counts a failed step. Abandons the attempt after [`FAILED_STEPS_MAX`] in a row.
+    fn count_failure(&mut self, reason: &str, now: u64) {
         self.failed_steps += 1;
         if self.failed_steps >= FAILED_STEPS_MAX {
             self.failed_steps = 0;
-            if let Err(e) = self.update.updater.abandon(reason, Repair::None, now) {
+            if let Err(e) = self.update.updater.abandon(reason, now) {
                 log::debug!("the attempt is not abandoned yet: {e}");
             }
         }

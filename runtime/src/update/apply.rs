@@ -239,13 +239,17 @@ impl Updater {
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be written.
-    pub fn abandon(&self, reason: &str, repair: Repair, now: u64) -> Result<(), UpdateError> {
+    pub fn abandon(&self, reason: &str, now: u64) -> Result<(), UpdateError> {
         let _lock = self.lock_install()?;
         let (mut status, fetch) = (self.install_status()?, self.fetch_status());
-        if !status.state.is_active() {
-            return Ok(());
-        }
-        self.conclude(&mut status, &fetch, abandon_for(reason, repair), now)
+        let verdict = match status.state {
+            InstallState::Applying => abandon(reason),
+            // It would stay live without a verdict, and its revocation would do nothing.
+            InstallState::Probation => Verdict::Withdraw(reason.to_owned()),
+            // A rollback is tried until it succeeds: nothing else takes a rejected release away.
+            _ => return Ok(()),
+        };
+        self.conclude(&mut status, &fetch, verdict, now)
     }
 
     /// Records that a scrub found every page of the live generation whole.
