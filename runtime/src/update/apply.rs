@@ -607,7 +607,7 @@ impl Updater {
         host: &Host<'_>,
     ) -> Result<Verdict, UpdateError> {
         let Some(flash) = self.live()? else {
-            return Ok(abandon_for("its files on flash are damaged", Repair::AnySnapshot));
+            return self.give_up_damaged("it cannot be opened");
         };
         if flash.record().live.manifest != release.manifest {
             return Ok(abandon("another generation became live during probation"));
@@ -615,11 +615,11 @@ impl Updater {
         let unservable = host.unservable.filter(|u| u.id == flash.record().id());
         if let Some(Unservable { reason, cause, .. }) = unservable {
             let reason = format!("it could not be served: {reason}");
-            return Ok(match cause {
-                Cause::Release => Verdict::Unreadable(reason),
-                Cause::Flash => abandon_for(reason, Repair::AnySnapshot),
-                Cause::Car => Verdict::Withdraw(reason),
-            });
+            return match cause {
+                Cause::Release => Ok(Verdict::Unreadable(reason)),
+                Cause::Flash => self.give_up_damaged(&reason),
+                Cause::Car => Ok(Verdict::Withdraw(reason)),
+            };
         }
         let stored = status.watched;
         if let Some(watched) = host.watched
@@ -639,9 +639,7 @@ impl Updater {
         match probe(&Flash::open(&self.disk, &self.flash)?, host.budget, host.yield_now) {
             Err(ProbeFault::Release(problem)) => Ok(Verdict::Reject(problem)),
             Err(ProbeFault::Version(problem)) => Ok(Verdict::Unreadable(problem)),
-            Err(ProbeFault::Car { problem, is_damage: true }) => {
-                Ok(abandon_for(problem, Repair::AnySnapshot))
-            }
+            Err(ProbeFault::Car { problem, is_damage: true }) => self.give_up_damaged(&problem),
             Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }),
             Ok(probed) => {
                 if probed.damaged > 0 {
@@ -653,6 +651,19 @@ impl Updater {
                 })
             }
         }
+    }
+
+    /// Returns the verdict on a release whose files on flash are damaged, as `problem` says. If the
+    /// next start could not serve it, but the generation before, the car waits for no snapshot.
+    fn give_up_damaged(&self, problem: &str) -> Result<Verdict, UpdateError> {
+        let is_servable = self.live()?.map_or(Ok(false), |live| live.is_servable())?;
+        let leads_back = !is_servable && Flash::has_servable_previous(&self.disk, &self.flash)?;
+        let reason = format!("its files on flash are damaged: {problem}");
+        Ok(if leads_back {
+            Verdict::Withdraw(reason)
+        } else {
+            abandon_for(reason, Repair::AnySnapshot)
+        })
     }
 
     /// Makes the previous generation live again. If the release is to blame, that is recorded
@@ -668,15 +679,16 @@ impl Updater {
             self.write_install(status)?;
         }
 
-        let Some(flash) = self.live()?.filter(|f| f.record().live.manifest == release.manifest)
-        else {
+        // The record alone: the manifest of the live generation may be damaged.
+        let record = Flash::last_record(self.disk.as_ref(), &self.flash)?;
+        let Some(record) = record.filter(|record| record.live.manifest == release.manifest) else {
             return Ok(abandon(reason));
         };
-        if flash.record().previous.is_none() {
+        if record.previous.is_none() {
             let reason = format!("{reason}; no previous generation exists, so it stays live");
             return Ok(abandon(reason));
         }
-        flash.rollback()?;
+        Flash::rollback_in(&self.disk, &self.flash)?;
         Ok(abandon(reason))
     }
 }

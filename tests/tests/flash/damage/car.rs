@@ -289,7 +289,11 @@ impl TestCar {
     /// Returns the recorded mark against a release, if any. Every release of this test is good.
     pub fn marked(&self) -> Option<String> {
         let status = self.updater().status().unwrap_or_default();
-        let rolled = status.history.iter().find(|e| e.state == UpdateState::RollingBack);
+        let is_damaged = |e: &hatchback::UpdateEvent| {
+            e.note.as_deref().is_some_and(|note| note.starts_with("its files on flash are"))
+        };
+        let mut rolled = status.history.iter().filter(|e| e.state == UpdateState::RollingBack);
+        let rolled = rolled.find(|e| !is_damaged(e));
         let note = |e: &hatchback::UpdateEvent| e.note.clone().unwrap_or_default();
         rolled.map(note).or(status.refused.first().cloned())
     }
