@@ -7,7 +7,7 @@ use crate::car::follower::{Changed, open_changed};
 use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Lock;
-use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
+use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S, TRIALS_MAX};
 use crate::maintenance::share::Urgency;
 use crate::model::OpenError;
 use crate::model::budget::Budget;
@@ -18,7 +18,6 @@ use crate::update::Updater;
 use crate::update::apply::{Cause, Host, Policy, Unservable, Watched};
 use crate::update::error::UpdateError;
 use crate::update::install_status::{InstallState, Repair};
-use std::path::Path;
 use std::sync::Arc;
 
 /// One model with its updates, as the daemon describes it.
@@ -49,6 +48,9 @@ impl ModelUpdates {
         if !self.has_generation() {
             let name = &self.name;
             log::info!("`{name}`: no generation is live yet; waiting for the first release");
+        } else if self.updater.is_held_back() {
+            let name = &self.name;
+            log::error!("`{name}`: {TRIALS_MAX} starts ended in its load; waiting for a release");
         }
     }
 
@@ -69,9 +71,18 @@ impl ModelUpdates {
         Ok(())
     }
 
-    /// Returns whether `flash` is this model's directory and has no live generation yet.
-    pub fn awaits_first_release_at(&self, flash: &Path) -> bool {
-        self.updater.flash == flash && !self.has_generation()
+    /// Returns whether no start loads the model: no generation is live yet, or the live one ended
+    /// too many starts.
+    pub fn awaits_release(&self) -> bool {
+        !self.has_generation() || self.updater.is_held_back()
+    }
+
+    /// Records that the start has loaded what it can. An error is logged.
+    pub fn record_loaded(&self) {
+        if let Err(e) = self.updater.record_loaded() {
+            let name = &self.name;
+            log::warn!("`{name}`: cannot record the load, so this start counts as a crash: {e}");
+        }
     }
 
     fn has_generation(&self) -> bool {
@@ -283,7 +294,7 @@ impl UpdateSteps {
     /// directory until it returns, so that a merge cannot remove segments that are being opened.
     /// Returns whether the live generation is served.
     fn serve_live(&mut self, yield_now: &dyn Fn(Urgency)) -> bool {
-        if !self.update.has_generation() || self.serving.is_unloaded(&self.update.name) {
+        if self.update.awaits_release() || self.serving.is_unloaded(&self.update.name) {
             return false;
         }
         let opened = self.open_changed();

@@ -103,6 +103,7 @@ impl Updater {
         let mut status = self.known_status()?;
         let is_known = status.writes > 0;
         status.begin_process(&self.program.version);
+        status.count_load(boot, self.live_manifest());
         let known = last_order(&self.fetch_status().history);
         // The process ended between the commit and the record of it. The live release passed its
         // probe, and its starts count from here on.
@@ -111,6 +112,7 @@ impl Updater {
             status.enter(InstallState::Probation, now, known, None);
         }
         if !status.is_on_probation() {
+            // Without a record `adopt_unjudged` must still act, so none is made here.
             return if is_known { self.write_install(&mut status) } else { Ok(()) };
         }
         if let Some(reason) = status.count_trial(boot) {
@@ -162,10 +164,11 @@ impl Updater {
         watched: Watched,
     ) -> Result<(), UpdateError> {
         self.change_install(lock, |status| {
-            let (is_open, stored) = (status.has_open_trial(), status.watched);
-            if is_open {
+            let (has_trial, stored) = (status.has_open_trial(), status.watched);
+            if has_trial {
                 status.end_trial();
             }
+            let is_open = status.end_load() || has_trial;
             if status.is_on_probation() {
                 status.observe(watched);
             }

@@ -186,6 +186,12 @@ pub struct InstallStatus {
     pub install_cuts: u32,
     /// The boot of the machine in which the last install began.
     pub install_boot: u64,
+    /// Starts in a row, in one boot, that ended before the model was loaded, and the open one.
+    pub loads: u32,
+    /// The boot of the machine in which the last start began.
+    pub load_boot: u64,
+    /// SHA-256 of the manifest that was live then.
+    pub load_of: Option<Hash>,
     /// Observations of the release on probation by earlier processes.
     pub watched_before: Watched,
     /// Observations by the current process, as far as they are stored.
@@ -322,6 +328,22 @@ impl InstallStatus {
         }
         (self.cuts > TRIAL_CUTS_MAX)
             .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times {trial}"))
+    }
+
+    /// Counts a start in the boot `boot`, at which the manifest `live` is live.
+    pub(super) fn count_load(&mut self, boot: u64, live: Option<Hash>) {
+        let is_same = (self.load_boot, self.load_of) == (boot, live);
+        self.loads = if is_same { self.loads.saturating_add(1) } else { 1 };
+        (self.load_boot, self.load_of) = (boot, live);
+    }
+
+    /// Ends the open start as one that loaded the model. Returns whether it was open.
+    pub(super) fn end_load(&mut self) -> bool {
+        let is_open = (1..=TRIALS_MAX).contains(&self.loads);
+        if is_open {
+            self.loads = 0;
+        }
+        is_open
     }
 
     /// Ends the open install and trial as passed.

@@ -1,8 +1,10 @@
 //! One car's update: its directories, its two records and their locks. Never decides which release
 //! comes next (`fetch.rs`) and never changes the live generation (`apply.rs`).
 
+use crate::bundle::manifest::Hash;
 use crate::flash::{Flash, FlashError, Found};
 use crate::io::disk::{Disk, Lock};
+use crate::limits::TRIALS_MAX;
 use crate::update::error::{UpdateError, io_error};
 use crate::update::fetch_status::{FetchStatus, Offer};
 use crate::update::install_status::{InstallStatus, Repair, Retry};
@@ -131,6 +133,19 @@ impl Updater {
     /// Returns whether `release` is live, by the hash of its manifest.
     pub(super) fn is_live(&self, release: &Release) -> Result<bool, UpdateError> {
         Ok(self.live()?.is_some_and(|flash| flash.record().live.manifest == release.manifest))
+    }
+
+    /// Returns whether the live generation ended too many starts of this boot to be loaded. Updates
+    /// run without it, and another generation may become live.
+    pub(crate) fn is_held_back(&self) -> bool {
+        let install = self.install_status().unwrap_or_default();
+        install.loads > TRIALS_MAX && install.load_of == self.live_manifest()
+    }
+
+    /// Returns the hash of the live manifest by the live record, as far as it can be read.
+    pub(super) fn live_manifest(&self) -> Option<Hash> {
+        let record = Flash::last_record(self.disk.as_ref(), &self.flash).ok().flatten();
+        record.map(|record| record.live.manifest)
     }
 
     /// Returns the free bytes of the flash directory's file system; 0 if it cannot tell.

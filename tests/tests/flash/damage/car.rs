@@ -155,12 +155,13 @@ impl TestCar {
         let (name, root) = (NAME.to_owned(), Some(self.root.clone()));
         let update = ModelUpdates { name, updater: self.updater(), budget, policy, root, boot: 1 };
         update.begin(self.now);
-        if !update.awaits_first_release_at(&self.folder.join("flash"))
+        if !update.awaits_release()
             && let Ok(flash) = Flash::open(&disk::system(), &self.folder.join("flash"))
             && let Err(e) = serving.load(NAME, &flash, budget)
         {
             log::error!("hatchbackd does not serve: {e}");
         }
+        update.record_loaded();
         let updates = UpdateSteps::new(update, Arc::clone(&serving), Box::new(|_, _| 0));
         self.processes = Some(Processes { serving, updates, maintenance: None, sync: None });
     }
