@@ -48,8 +48,6 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
 
     let beside = front_bytes(&car.target.server);
     let serving = models::new_serving(car.target, car.target_path, car.device, &beside)?;
-    // Before the models are opened, so that a crash in `open` counts against a release on trial.
-    updates.iter().for_each(|update| update.begin(now()));
     let served = load_models(car, &updates, &serving).and_then(|()| {
         models::log_memory(&serving);
         serve_until_stopped(car, &serving, updates, args, &stop)
@@ -65,17 +63,23 @@ fn end_unwatched(updater: &Updater) {
     record_end(updater, Watched::default());
 }
 
-/// Loads every model that can be loaded. A model that waits for its first release, or is damaged,
-/// does not keep the others from being served.
+/// Loads every model that can be loaded. A model that waits for a release, or is damaged, does not
+/// keep the others from being served.
 ///
 /// # Errors
 /// No model can be loaded, and no model has updates that may change that.
 fn load_models(car: &Car<'_>, updates: &[ModelUpdates], serving: &Serving) -> Result<()> {
-    let is_awaited = |model: &&NamedDirectory| {
-        updates.iter().any(|update| update.awaits_first_release_at(&model.directory))
-    };
-    let (mut loaded, mut fault) = (0, None);
-    for model in car.models.iter().filter(|model| !is_awaited(model)) {
+    let (mut loaded, mut fault, mut begun) = (0, None, BTreeSet::new());
+    for model in &car.models {
+        let own = || updates.iter().filter(|update| update.updater.flash == model.directory);
+        // Just before the model is opened: a crash in `open` counts against this release only. Two
+        // models may name one directory.
+        if begun.insert(&model.directory) {
+            own().for_each(|update| update.begin(now()));
+        }
+        if own().any(ModelUpdates::awaits_release) {
+            continue;
+        }
         match models::load(serving, car.target, model) {
             Ok(_) => loaded += 1,
             Err(e) => {
@@ -83,6 +87,7 @@ fn load_models(car: &Car<'_>, updates: &[ModelUpdates], serving: &Serving) -> Re
                 fault = Some(e);
             }
         }
+        own().for_each(ModelUpdates::record_loaded);
     }
     fault.filter(|_| loaded == 0 && updates.is_empty()).map_or(Ok(()), Err)
 }

@@ -169,6 +169,8 @@ pub const SET_ASIDE_POLLS_MAX: u32 = 64;
 pub const NOTE_BYTES_MAX: usize = 1024;
 /// Attempts of a release that faults of the car ended, after which another path is preferred.
 pub const ATTEMPTS_MAX: u32 = 4;
+/// Releases of which the car remembers such attempts.
+pub const ATTEMPTED_MAX: usize = 8;
 /// Bytes of the fields that later formats may append to a record, each as short as it can be.
 pub const APPENDED_BYTES_MAX: usize = 256;
 /// Bytes of a status record of an update.

@@ -18,7 +18,9 @@ use hatchback::schema::{Feature, InputSource, KeySpace, NetworkInput, NetworkOut
 use hatchback::update::accepted::Accepted;
 use hatchback::update::apply::Watched;
 use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer, SetAside};
-use hatchback::update::install_status::{InstallState, InstallStatus, Refused, Repair, Retry};
+use hatchback::update::install_status::{
+    Attempted, InstallState, InstallStatus, Refused, Repair, Retry,
+};
 use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::{UpdateEvent, UpdateState};
@@ -237,9 +239,14 @@ fn install_status() -> InstallStatus {
         offer: 3,
         release: Some(golden_release()),
         trials: 3,
-        watched_before: Watched { requests: 300, faults: 2, slow: 1 },
-        watched: Watched { requests: 40, faults: 1, slow: 0 },
-        attempts: 2,
+        watched_before: Watched { requests: 300, faults: 2, slow: 1, car_faults: 3 },
+        watched: Watched { requests: 40, faults: 1, slow: 0, car_faults: 0 },
+        attempted: vec![Attempted {
+            manifest: sha256(b"attempted"),
+            attempts: 2,
+            at: 1_800_000_000,
+            retry: Retry::WithRoom(1 << 30),
+        }],
         repair: Repair::NewerSnapshot,
         committed: Some(golden_generation()),
         refused: vec![
@@ -247,7 +254,6 @@ fn install_status() -> InstallStatus {
             Refused { manifest: sha256(b"unreadable"), by: Some("0.1.0".to_owned()) },
         ],
         version: "0.1.0".to_owned(),
-        retry: Retry::WithRoom(1 << 30),
         history: golden_history(),
         ..InstallStatus::default()
     }

@@ -207,7 +207,8 @@ impl Driver {
 
         let bad = live(&self.car) == 3;
         self.met_bad |= bad;
-        self.car.watched = Some(Watched { requests: 100, faults: u64::from(bad), slow: 0 });
+        self.car.watched =
+            Some(Watched { requests: 100, faults: u64::from(bad), ..Watched::default() });
         self.car.apply(now);
         // The status names the live generation after the next poll, which follows immediately.
         let _ = self.car.run(link, now);

@@ -7,7 +7,7 @@ use crate::car::follower::{Changed, open_changed};
 use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
 use crate::io::disk::Lock;
-use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
+use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S, TRIALS_MAX};
 use crate::maintenance::share::Urgency;
 use crate::model::OpenError;
 use crate::model::budget::Budget;
@@ -18,7 +18,6 @@ use crate::update::Updater;
 use crate::update::apply::{Cause, Host, Policy, Unservable, Watched};
 use crate::update::error::UpdateError;
 use crate::update::install_status::{InstallState, Repair};
-use std::path::Path;
 use std::sync::Arc;
 
 /// One model with its updates, as the daemon describes it.
@@ -49,6 +48,9 @@ impl ModelUpdates {
         if !self.has_generation() {
             let name = &self.name;
             log::info!("`{name}`: no generation is live yet; waiting for the first release");
+        } else if self.updater.is_held_back() {
+            let name = &self.name;
+            log::error!("`{name}`: {TRIALS_MAX} starts ended in its load; waiting for a release");
         }
     }
 
@@ -69,9 +71,18 @@ impl ModelUpdates {
         Ok(())
     }
 
-    /// Returns whether `flash` is this model's directory and has no live generation yet.
-    pub fn awaits_first_release_at(&self, flash: &Path) -> bool {
-        self.updater.flash == flash && !self.has_generation()
+    /// Returns whether no start loads the model: no generation is live yet, or the live one ended
+    /// too many starts.
+    pub fn awaits_release(&self) -> bool {
+        !self.has_generation() || self.updater.is_held_back()
+    }
+
+    /// Records that the start has loaded what it can. An error is logged.
+    pub fn record_loaded(&self) {
+        if let Err(e) = self.updater.record_loaded() {
+            let name = &self.name;
+            log::warn!("`{name}`: cannot record the load, so this start counts as a crash: {e}");
+        }
     }
 
     fn has_generation(&self) -> bool {
@@ -113,6 +124,9 @@ pub struct UpdateSteps {
     offered: Option<Hash>,
     /// Why the live generation could not be served at the last look.
     failure: Option<Failure>,
+    /// Looks in a row at which the device refused the live record or the manifest. Such an error
+    /// that persists is treated like a lost file.
+    refused_looks: u32,
     /// Calls of [`UpdateSteps::step`] in a row that failed.
     failed_steps: u32,
     /// Looks since the start, up to `TRIAL_S`: about one a second.
@@ -137,6 +151,7 @@ impl UpdateSteps {
             serves_live: false,
             offered: None,
             failure: None,
+            refused_looks: 0,
             failed_steps: 0,
             looks: 0,
             pages_damaged: 0,
@@ -171,7 +186,11 @@ impl UpdateSteps {
                 entered
             }
             Err(e) => {
-                self.wait(&e.to_string(), now);
+                self.report_wait(&e.to_string());
+                // Another process holds a lock, which ends by itself.
+                if !e.is_busy() {
+                    self.count_failure(&e.to_string(), now);
+                }
                 false
             }
         }
@@ -179,20 +198,24 @@ impl UpdateSteps {
 
     /// Records that a call of [`UpdateSteps::step`] panicked: this counts as a failed step.
     pub fn record_panic(&mut self, now: u64) {
-        self.wait("a step panicked", now);
+        self.report_wait("a step panicked");
+        self.count_failure("a step panicked", now);
     }
 
-    /// Logs why a step could not be taken. Abandons the attempt after [`FAILED_STEPS_MAX`] failures
-    /// in a row.
-    fn wait(&mut self, reason: &str, now: u64) {
+    /// Logs why a step could not be taken, once.
+    fn report_wait(&mut self, reason: &str) {
         if self.wait_logged != reason {
             log::warn!("update of `{}` waits: {reason}", self.update.name);
             reason.clone_into(&mut self.wait_logged);
         }
+    }
+
+    /// Counts a failed step. Abandons the attempt after [`FAILED_STEPS_MAX`] in a row.
+    fn count_failure(&mut self, reason: &str, now: u64) {
         self.failed_steps += 1;
         if self.failed_steps >= FAILED_STEPS_MAX {
             self.failed_steps = 0;
-            if let Err(e) = self.update.updater.abandon(reason, Repair::None, now) {
+            if let Err(e) = self.update.updater.abandon(reason, now) {
                 log::debug!("the attempt is not abandoned yet: {e}");
             }
         }
@@ -271,17 +294,24 @@ impl UpdateSteps {
     /// directory until it returns, so that a merge cannot remove segments that are being opened.
     /// Returns whether the live generation is served.
     fn serve_live(&mut self, yield_now: &dyn Fn(Urgency)) -> bool {
-        if !self.update.has_generation() || self.serving.is_unloaded(&self.update.name) {
+        if self.update.awaits_release() || self.serving.is_unloaded(&self.update.name) {
             return false;
         }
         let opened = self.open_changed();
+        if opened.is_ok() {
+            self.refused_looks = 0;
+        }
         let (flash, _lock) = match opened {
             Ok(Some(opened)) => opened,
             Ok(None) => return self.failure.is_none(),
             Err(FlashError::Busy { .. }) => return false,
             Err(e) => {
                 self.report_unserved(&e.to_string());
-                if e.is_damage() {
+                self.refused_looks = match &e {
+                    FlashError::Io { .. } => self.refused_looks.saturating_add(1),
+                    _ => 0,
+                };
+                if e.is_damage() || self.refused_looks >= FAILED_STEPS_MAX {
                     self.require(Repair::AnySnapshot);
                 }
                 return false;
@@ -382,7 +412,8 @@ impl UpdateSteps {
             // Until the swap, the counts are those of the generation before.
             (Some(stats), Some(model)) if self.serves_live => Watched {
                 requests: stats.requests,
-                faults: stats.failed,
+                faults: stats.failed.saturating_sub(stats.failed_by_car),
+                car_faults: stats.failed_by_car,
                 slow: (self.slow_requests)(name, model.generation()),
             },
             _ => Watched::default(),

@@ -73,8 +73,16 @@ impl Flash {
             let nothing = || FlashError::field(directory, "live", "no generation is live here");
             return Err(not_flash(disk.as_ref(), directory).unwrap_or_else(nothing));
         };
-        let Stored { value: record, writes, .. } = stored;
+        Self::of_record(disk, directory, stored)
+    }
 
+    /// Opens the generation that `stored`, a live record of `directory`, names as live.
+    fn of_record(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+        stored: Stored<LiveRecord>,
+    ) -> Result<Self, FlashError> {
+        let Stored { value: record, writes, .. } = stored;
         let folder = folder_of(directory, record.rebuilds, record.live.generation.sequence);
         let path = folder.join("manifest");
         let bytes = disk.read(&path, MANIFEST_BYTES_MAX as u64).map_err(io_error(&path))?;
@@ -199,23 +207,44 @@ impl Flash {
     /// # Errors
     /// [`FlashError::Field`] if there is no previous generation, [`FlashError::Busy`] if another
     /// process changes the directory, [`FlashError::Io`] if the record cannot be written.
-    pub fn rollback(mut self) -> Result<Self, FlashError> {
-        let _lock = self.lock()?;
-        // The record may have been replaced between the open and the lock.
-        self.refresh()?;
-        let Some(previous) = self.record.previous.clone() else {
+    pub fn rollback(self) -> Result<Self, FlashError> {
+        Self::rollback_in(&self.disk, &self.directory)
+    }
+
+    /// Rolls `directory` back as [`Flash::rollback`] does. The live generation may be damaged.
+    ///
+    /// # Errors
+    /// Those of [`Flash::rollback`].
+    pub(crate) fn rollback_in(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, FlashError> {
+        let _lock = lock(disk.as_ref(), directory)?;
+        let Some(Stored { value, writes, .. }) = before_live(disk.as_ref(), directory)? else {
             let problem = "no previous generation is kept for a rollback";
-            return Err(FlashError::field(&self.directory, "previous", problem));
+            return Err(FlashError::field(directory, "previous", problem));
         };
-
         // The generation that failed is not kept: the next `reclaim` frees its files.
-        let record = LiveRecord { live: previous, previous: None, ..self.record };
-        record.store(self.disk.as_ref(), &self.directory, self.writes + 1)?;
+        value.store(disk.as_ref(), directory, writes + 1)?;
 
-        let flash = Self::open(&self.disk, &self.directory)?;
+        let flash = Self::open(disk, directory)?;
         // Only after the open: if the previous generation does not open, no file has been removed.
         flash.reclaim();
         Ok(flash)
+    }
+
+    /// Returns whether a rollback of `directory` leads to a generation that can be served, so far
+    /// as [`Flash::is_servable`] tells.
+    ///
+    /// # Errors
+    /// [`FlashError`] if the device refuses a file.
+    pub(crate) fn has_servable_previous(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+    ) -> Result<bool, FlashError> {
+        let Some(previous) = before_live(disk.as_ref(), directory)? else { return Ok(false) };
+        match Self::of_record(disk, directory, previous) {
+            Ok(previous) => previous.is_servable(),
+            Err(e) if e.is_damage() => Ok(false),
+            Err(e) => Err(e),
+        }
     }
 
     /// Returns the path of the flash directory.
@@ -607,6 +636,19 @@ pub(super) fn stored_record(
         Err(e) if e.is_damage() => Ok(None),
         stored => stored,
     }
+}
+
+/// Returns the live record with the previous generation as the live one; `None` if there is none.
+fn before_live(
+    disk: &dyn Disk,
+    directory: &Path,
+) -> Result<Option<Stored<LiveRecord>>, FlashError> {
+    let Some(stored) = stored_record(disk, directory)? else { return Ok(None) };
+    let previous = stored.value.previous.clone();
+    Ok(previous.map(|live| {
+        let value = LiveRecord { live, previous: None, ..stored.value };
+        Stored { value, ..stored }
+    }))
 }
 
 /// Makes room for `bytes` more. Removes first what no generation uses, then unfinished merges, the

@@ -75,6 +75,18 @@ pub enum RequestError {
 
 debug_as_display!(RequestError);
 
+impl RequestError {
+    /// Returns whether the GPU failed or the worker panicked. Neither is held against a release:
+    /// the same request may succeed on this car later.
+    pub(crate) fn is_fault_of_car(&self) -> bool {
+        match self {
+            Self::Panicked => true,
+            Self::Score(e) => matches!(**e, ScoreError::Cuda(_)),
+            _ => false,
+        }
+    }
+}
+
 impl From<ScoreError> for RequestError {
     fn from(e: ScoreError) -> Self {
         match e {

@@ -35,6 +35,8 @@ pub struct Stats {
     pub busy: u64,
     /// Requests that a worker answered with an error, such as a score that is not a number.
     pub failed: u64,
+    /// Those of `failed` for which the GPU failed or the worker panicked.
+    pub failed_by_car: u64,
     /// Requests that ended without scores because their deadline had passed.
     pub expired: u64,
     /// Requests that wait now.
@@ -348,7 +350,11 @@ impl RequestQueue {
     /// Ends the request in `slot` with `error`. Counts it as failed if the current generation
     /// caused the error.
     pub fn fail(&self, slot: u16, error: RequestError, is_current: bool) {
-        lock(&self.queue).stats.failed += u64::from(is_current);
+        let is_of_car = is_current && error.is_fault_of_car();
+        let mut queue = lock(&self.queue);
+        queue.stats.failed += u64::from(is_current);
+        queue.stats.failed_by_car += u64::from(is_of_car);
+        drop(queue);
         self.finish(slot, Err(error), |_| ());
     }
 

@@ -99,21 +99,46 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn begin_process(&self, boot: u64, now: u64) -> Result<(), UpdateError> {
-        self.change_install(Self::lock_install, |status| {
-            if status.writes == 0 {
-                return false;
-            }
-            let is_changed = status.begin_process(&self.program.version);
-            if !status.is_on_probation() {
-                return is_changed;
-            }
-            if let Some(reason) = status.count_trial(boot) {
-                status.blame = Blame::Release;
-                let known = last_order(&self.fetch_status().history);
-                status.enter(InstallState::RollingBack, now, known, Some(reason));
-            }
-            true
-        })
+        let _lock = self.lock_install()?;
+        let mut status = self.known_status()?;
+        let is_known = status.writes > 0;
+        status.begin_process(&self.program.version);
+        status.count_load(boot, self.live_manifest());
+        let known = last_order(&self.fetch_status().history);
+        // The process ended between the commit and the record of it. The live release passed its
+        // probe, and its starts count from here on.
+        if self.is_committed(&status)? {
+            status.end_trial();
+            status.enter(InstallState::Probation, now, known, None);
+        }
+        if !status.is_on_probation() {
+            // Without a record `adopt_unjudged` must still act, so none is made here.
+            return if is_known { self.write_install(&mut status) } else { Ok(()) };
+        }
+        if let Some(reason) = status.count_trial(boot) {
+            status.blame = Blame::Release;
+            status.enter(InstallState::RollingBack, now, known, Some(reason));
+        }
+        self.write_install(&mut status)
+    }
+
+    /// Returns whether the release that is being applied is live already, and served.
+    fn is_committed(&self, status: &InstallStatus) -> Result<bool, UpdateError> {
+        // A snapshot of the live release may have to replace its damaged files first.
+        if status.state != InstallState::Applying || status.repair >= Repair::AnySnapshot {
+            return Ok(false);
+        }
+        let Some(release) = &status.release else { return Ok(false) };
+        let is_it = |live: &Flash| live.record().live.manifest == release.manifest;
+        Ok(self.live()?.is_some_and(|live| is_it(&live) && live.record().may_serve()))
+    }
+
+    /// Records that the start has loaded the model.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn record_loaded(&self) -> Result<(), UpdateError> {
+        self.change_install(Self::lock_install, InstallStatus::end_load)
     }
 
     /// Ends a trial as passed: the release answered requests.
@@ -139,10 +164,11 @@ impl Updater {
         watched: Watched,
     ) -> Result<(), UpdateError> {
         self.change_install(lock, |status| {
-            let (is_open, stored) = (status.has_open_trial(), status.watched);
-            if is_open {
+            let (has_trial, stored) = (status.has_open_trial(), status.watched);
+            if has_trial {
                 status.end_trial();
             }
+            let is_open = status.end_load() || has_trial;
             if status.is_on_probation() {
                 status.observe(watched);
             }
@@ -216,13 +242,17 @@ impl Updater {
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be written.
-    pub fn abandon(&self, reason: &str, repair: Repair, now: u64) -> Result<(), UpdateError> {
+    pub fn abandon(&self, reason: &str, now: u64) -> Result<(), UpdateError> {
         let _lock = self.lock_install()?;
         let (mut status, fetch) = (self.install_status()?, self.fetch_status());
-        if !status.state.is_active() {
-            return Ok(());
-        }
-        self.conclude(&mut status, &fetch, abandon_for(reason, repair), now)
+        let verdict = match status.state {
+            InstallState::Applying => abandon(reason),
+            // It would stay live without a verdict, and its revocation would do nothing.
+            InstallState::Probation => Verdict::Withdraw(reason.to_owned()),
+            // A rollback is tried until it succeeds: nothing else takes a rejected release away.
+            _ => return Ok(()),
+        };
+        self.conclude(&mut status, &fetch, verdict, now)
     }
 
     /// Records that a scrub found every page of the live generation whole.
@@ -230,9 +260,10 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn record_whole(&self) -> Result<(), UpdateError> {
-        self.change_repair(
-            |repair| if repair == Repair::NewerSnapshot { Repair::None } else { repair },
-        )
+        self.change_repair(|repair| match repair {
+            Repair::NewerSnapshot | Repair::Replacement => Repair::None,
+            repair => repair,
+        })
     }
 
     /// Records that the live generation was opened, so that it needs no snapshot to be served.
@@ -240,7 +271,10 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn record_opened(&self) -> Result<(), UpdateError> {
-        self.change_repair(|repair| repair.min(Repair::NewerSnapshot))
+        self.change_repair(|repair| match repair {
+            Repair::AnySnapshot => Repair::NewerSnapshot,
+            repair => repair,
+        })
     }
 
     /// Records which snapshot would repair the live generation.
@@ -333,18 +367,18 @@ impl Updater {
                 (InstallState::RollingBack, Some(reason))
             }
             Verdict::Abandon { reason, repair, retry } => {
-                status.attempts = status.attempts.saturating_add(1);
                 status.repair = status.repair.max(repair);
                 // The next attempt, perhaps of another release, needs this one's space.
                 if let Err(e) = Flash::reclaim_in(&self.disk, &self.flash) {
                     log::warn!("the space of the attempt is not free yet: {e}");
                 }
-                status.retry = match retry {
+                let retry = match retry {
                     Retry::WithRoom(missing) => {
                         Retry::WithRoom(self.free_bytes().saturating_add(missing))
                     }
                     retry => retry,
                 };
+                status.count_attempt(retry, now);
                 (InstallState::Failed, Some(reason))
             }
         };
@@ -466,6 +500,7 @@ impl Updater {
             return Ok(Some(rebuild));
         }
         let is_served = host.watched.is_some() && unservable.is_none();
+        let is_replaced = status.repair == Repair::Replacement;
 
         // A merge must not remove segments while they are opened here.
         let _lock = live.lock().map_err(UpdateError::from)?;
@@ -478,8 +513,11 @@ impl Updater {
                 let servable = is_served || live.is_servable().map_err(UpdateError::from)?;
                 Ok(Some(Rebuild { servable, ..rebuild }))
             }
-            // No delta on its damaged rows can be proven, so only a snapshot leads on.
-            Ok(probed) if probed.is_unproven() => Ok(Some(Rebuild { servable: true, ..rebuild })),
+            // No delta on its damaged rows can be proven, so only a snapshot leads on. Its own
+            // probe may use other rows than that of the delta.
+            Ok(probed) if is_replaced || probed.is_unproven() => {
+                Ok(Some(Rebuild { servable: true, ..rebuild }))
+            }
             // The program is older than the one that installed the live generation.
             Err(ProbeFault::Version(_)) => Ok(Some(rebuild)),
             // The device may read the files later. A newer snapshot is installed without them.
@@ -573,7 +611,7 @@ impl Updater {
         host: &Host<'_>,
     ) -> Result<Verdict, UpdateError> {
         let Some(flash) = self.live()? else {
-            return Ok(abandon_for("its files on flash are damaged", Repair::AnySnapshot));
+            return self.give_up_damaged("it cannot be opened");
         };
         if flash.record().live.manifest != release.manifest {
             return Ok(abandon("another generation became live during probation"));
@@ -581,11 +619,11 @@ impl Updater {
         let unservable = host.unservable.filter(|u| u.id == flash.record().id());
         if let Some(Unservable { reason, cause, .. }) = unservable {
             let reason = format!("it could not be served: {reason}");
-            return Ok(match cause {
-                Cause::Release => Verdict::Unreadable(reason),
-                Cause::Flash => abandon_for(reason, Repair::AnySnapshot),
-                Cause::Car => Verdict::Withdraw(reason),
-            });
+            return match cause {
+                Cause::Release => Ok(Verdict::Unreadable(reason)),
+                Cause::Flash => self.give_up_damaged(&reason),
+                Cause::Car => Ok(Verdict::Withdraw(reason)),
+            };
         }
         let stored = status.watched;
         if let Some(watched) = host.watched
@@ -605,9 +643,7 @@ impl Updater {
         match probe(&Flash::open(&self.disk, &self.flash)?, host.budget, host.yield_now) {
             Err(ProbeFault::Release(problem)) => Ok(Verdict::Reject(problem)),
             Err(ProbeFault::Version(problem)) => Ok(Verdict::Unreadable(problem)),
-            Err(ProbeFault::Car { problem, is_damage: true }) => {
-                Ok(abandon_for(problem, Repair::AnySnapshot))
-            }
+            Err(ProbeFault::Car { problem, is_damage: true }) => self.give_up_damaged(&problem),
             Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }),
             Ok(probed) => {
                 if probed.damaged > 0 {
@@ -619,6 +655,19 @@ impl Updater {
                 })
             }
         }
+    }
+
+    /// Returns the verdict on a release whose files on flash are damaged, as `problem` says. If the
+    /// next start could not serve it, but the generation before, the car waits for no snapshot.
+    fn give_up_damaged(&self, problem: &str) -> Result<Verdict, UpdateError> {
+        let is_servable = self.live()?.map_or(Ok(false), |live| live.is_servable())?;
+        let leads_back = !is_servable && Flash::has_servable_previous(&self.disk, &self.flash)?;
+        let reason = format!("its files on flash are damaged: {problem}");
+        Ok(if leads_back {
+            Verdict::Withdraw(reason)
+        } else {
+            abandon_for(reason, Repair::AnySnapshot)
+        })
     }
 
     /// Makes the previous generation live again. If the release is to blame, that is recorded
@@ -634,15 +683,16 @@ impl Updater {
             self.write_install(status)?;
         }
 
-        let Some(flash) = self.live()?.filter(|f| f.record().live.manifest == release.manifest)
-        else {
+        // The record alone: the manifest of the live generation may be damaged.
+        let record = Flash::last_record(self.disk.as_ref(), &self.flash)?;
+        let Some(record) = record.filter(|record| record.live.manifest == release.manifest) else {
             return Ok(abandon(reason));
         };
-        if flash.record().previous.is_none() {
+        if record.previous.is_none() {
             let reason = format!("{reason}; no previous generation exists, so it stays live");
             return Ok(abandon(reason));
         }
-        flash.rollback()?;
+        Flash::rollback_in(&self.disk, &self.flash)?;
         Ok(abandon(reason))
     }
 }
@@ -679,7 +729,7 @@ fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) 
 /// Records that the current release passed its probation.
 fn commit(status: &mut InstallStatus) {
     status.end_trial();
-    status.attempts = 0;
+    status.attempted.clear();
     let Some(release) = &status.release else { return };
     if release.parent.is_none() {
         status.repair = Repair::None;

@@ -143,6 +143,11 @@ impl UpdateError {
         )
     }
 
+    /// Returns whether another process holds a lock.
+    pub(crate) fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy { .. } | Self::Flash(FlashError::Busy { .. }))
+    }
+
     /// Returns how much the failed fetch of a release counts against that release: the failure is
     /// its own, perhaps its own, or not.
     pub(super) fn weight(&self) -> u32 {

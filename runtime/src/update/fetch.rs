@@ -3,6 +3,7 @@
 //! generation.
 
 use crate::bundle::manifest::Generation;
+use crate::flash::FlashError;
 use crate::io::disk::is_full;
 use crate::limits::CHUNK_BYTES;
 use crate::schema::change::check_change;
@@ -234,6 +235,11 @@ impl Updater {
         };
         let fetched = allowed.and_then(stage);
         if let Err(e) = fetched {
+            if matches!(e, UpdateError::Flash(FlashError::Space { .. })) {
+                // The next poll finds the room of the bundles that were kept for a later attempt.
+                let waiting = run.status.offer.as_ref().map(|offer| &offer.release);
+                staging.reclaim(std::iter::once(&release).chain(waiting));
+            }
             // A link that breaks off, but brings some chunks each time, will bring them all.
             let has_progress = first.is_some_and(|first| first < last);
             let weight = e.weight();
@@ -328,8 +334,11 @@ impl Updater {
         let waiting = waiting.filter(|release| listing.has(release));
         let next = next_release(&listing, &install, &run.status);
         let next = next.map_err(|error| listing.explain(error));
+        // The bundle of a release that gives way stays, or the two ways would be fetched in turn.
+        let is_kept = |r: &&Release| install.attempted(r).is_some() && !install.is_refused(r);
+        let kept = listing.eligible.iter().filter(is_kept);
         // Before `next?`: without a path, files of withdrawn releases must go too.
-        staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting));
+        staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting).chain(kept));
 
         let next = next?;
         if waiting.is_none() {
@@ -442,7 +451,7 @@ fn first_step(
     let found = match (live, repair) {
         (None, _) => rebuilt(),
         // One less, so that a snapshot of the damaged generation's own number counts as newer.
-        (Some(live), Repair::AnySnapshot) => {
+        (Some(live), Repair::AnySnapshot | Repair::Replacement) => {
             or_else(path(live.checked_sub(1), None, usable), &rebuilt)
         }
         // No newer snapshot may be listed yet. Until then deltas keep the model up to date.

@@ -5,14 +5,14 @@ use crate::bundle::manifest::{Generation, Hash};
 use crate::io::disk::Disk;
 use crate::io::paired_record::PairedRecord;
 use crate::limits::{
-    ATTEMPTS_MAX, REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX, TRIALS_MAX,
+    ATTEMPTED_MAX, ATTEMPTS_MAX, REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX,
+    TRIALS_MAX,
 };
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::Offer;
 use crate::update::history::{UpdateEvent, UpdateState, append, cut, last_order};
 use crate::update::release::Release;
 use serde::{Deserialize, Serialize};
-use std::mem::take;
 use std::path::Path;
 
 /// The state of the serving process's work on a release.
@@ -106,6 +106,19 @@ pub enum Retry {
     AfterPause,
 }
 
+/// The attempts of a release that faults of the car ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attempted {
+    /// SHA-256 of its manifest.
+    pub manifest: Hash,
+    /// Attempts in a row; 0 once it may be tried again as if for the first time.
+    pub attempts: u32,
+    /// Time of the last one, seconds since 1970.
+    pub at: u64,
+    /// When the next attempt may come sooner.
+    pub retry: Retry,
+}
+
 /// The snapshot that would repair the live generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Repair {
@@ -116,6 +129,8 @@ pub enum Repair {
     NewerSnapshot,
     /// It cannot be opened: any snapshot replaces it, even one of the same generation.
     AnySnapshot,
+    /// No delta on its damaged rows can be proven: any snapshot replaces it, although it opens.
+    Replacement,
 }
 
 /// Observations of the live generation since the process began to serve it.
@@ -123,10 +138,12 @@ pub enum Repair {
 pub struct Watched {
     /// Requests served.
     pub requests: u64,
-    /// Requests that failed.
+    /// Requests that failed, by no fault of the car.
     pub faults: u64,
     /// Requests that took longer than the policy's `latency_us_p99_max`.
     pub slow: u64,
+    /// Requests that failed because the GPU failed or a worker panicked.
+    pub car_faults: u64,
 }
 
 impl Watched {
@@ -136,6 +153,7 @@ impl Watched {
             requests: of(self.requests, other.requests),
             faults: of(self.faults, other.faults),
             slow: of(self.slow, other.slow),
+            car_faults: of(self.car_faults, other.car_faults),
         }
     }
 }
@@ -168,14 +186,19 @@ pub struct InstallStatus {
     pub install_cuts: u32,
     /// The boot of the machine in which the last install began.
     pub install_boot: u64,
+    /// Starts in a row, in one boot, that ended before the model was loaded, and the open one.
+    pub loads: u32,
+    /// The boot of the machine in which the last start began.
+    pub load_boot: u64,
+    /// SHA-256 of the manifest that was live then.
+    pub load_of: Option<Hash>,
     /// Observations of the release on probation by earlier processes.
     pub watched_before: Watched,
     /// Observations by the current process, as far as they are stored.
     pub watched: Watched,
-    /// Attempts of the release in a row that a fault of the car ended.
-    pub attempts: u32,
-    /// When the next attempt may come sooner.
-    pub retry: Retry,
+    /// The releases that faults of the car stopped since the last commit, oldest first; at most
+    /// `ATTEMPTED_MAX`.
+    pub attempted: Vec<Attempted>,
     /// The snapshot that the live generation needs.
     pub repair: Repair,
     /// The newest generation that passed probation.
@@ -265,13 +288,29 @@ impl InstallStatus {
         self.installs = self.installs.saturating_sub(1);
     }
 
+    /// Returns the attempts of `release` that faults of the car ended, if there were any since the
+    /// last commit.
+    pub(super) fn attempted(&self, release: &Release) -> Option<&Attempted> {
+        self.attempted.iter().find(|a| a.manifest == release.manifest)
+    }
+
+    /// Counts an attempt of the current release that a fault of the car ended at `at`.
+    pub(super) fn count_attempt(&mut self, retry: Retry, at: u64) {
+        let Some(manifest) = self.release.as_ref().map(|release| release.manifest) else { return };
+        let before = self.attempted.iter().position(|a| a.manifest == manifest);
+        let before = before.map_or(0, |at| self.attempted.remove(at).attempts);
+        let attempts = before.saturating_add(1);
+        self.attempted.push(Attempted { manifest, attempts, at, retry });
+        let excess = self.attempted.len().saturating_sub(ATTEMPTED_MAX);
+        self.attempted.drain(..excess);
+    }
+
     /// Returns whether another path is preferred to one over `release`: the car's attempts to
     /// install it keep failing.
     pub(super) fn gives_way(&self, release: &Release) -> bool {
-        let is_it = self.release.as_ref().is_some_and(|r| r.manifest == release.manifest);
-        let has_failed =
-            self.attempts >= ATTEMPTS_MAX || self.attempts > 0 && self.retry == Retry::AfterPause;
-        is_it && has_failed
+        self.attempted(release).is_some_and(|Attempted { attempts, retry, .. }| {
+            *attempts >= ATTEMPTS_MAX || *attempts > 0 && *retry == Retry::AfterPause
+        })
     }
 
     /// Counts the start of a trial in the boot `boot`. If crashes or restarts of the machine ended
@@ -289,6 +328,22 @@ impl InstallStatus {
         }
         (self.cuts > TRIAL_CUTS_MAX)
             .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times {trial}"))
+    }
+
+    /// Counts a start in the boot `boot`, at which the manifest `live` is live.
+    pub(super) fn count_load(&mut self, boot: u64, live: Option<Hash>) {
+        let is_same = (self.load_boot, self.load_of) == (boot, live);
+        self.loads = if is_same { self.loads.saturating_add(1) } else { 1 };
+        (self.load_boot, self.load_of) = (boot, live);
+    }
+
+    /// Ends the open start as one that loaded the model. Returns whether it was open.
+    pub(super) fn end_load(&mut self) -> bool {
+        let is_open = (1..=TRIALS_MAX).contains(&self.loads);
+        if is_open {
+            self.loads = 0;
+        }
+        is_open
     }
 
     /// Ends the open install and trial as passed.
@@ -317,27 +372,23 @@ impl InstallStatus {
     }
 
     /// Begins a run of the program's `version`. A new process has its memory, its target and its
-    /// version, so what they prevented is tried again. Returns whether the record changed.
-    pub(super) fn begin_process(&mut self, version: &str) -> bool {
+    /// version, so what they prevented is tried again.
+    pub(super) fn begin_process(&mut self, version: &str) {
         let is_other = self.version != version;
-        let may_retry = self.attempts > 0 && (self.retry != Retry::AfterPause || is_other);
-        if may_retry {
-            self.attempts = 0;
+        for failed in &mut self.attempted {
+            if failed.retry != Retry::AfterPause || is_other {
+                failed.attempts = 0;
+            }
         }
         if is_other {
             version.clone_into(&mut self.version);
         }
         self.watched_before = self.watched_before.combine(self.watched, u64::saturating_add);
-        let was_watched = take(&mut self.watched) != Watched::default();
-        may_retry || is_other || was_watched
+        self.watched = Watched::default();
     }
 
     /// Makes `offer` the current one. The caller enters a state.
     pub(super) fn take_up(&mut self, offer: &Offer) {
-        let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
-        if !is_same {
-            (self.attempts, self.retry) = (0, Retry::AtStart);
-        }
         self.offer = offer.number;
         (self.watched_before, self.watched) = Default::default();
         self.end_trial();
@@ -347,12 +398,12 @@ impl InstallStatus {
     /// Returns the time before which `offer` is not tried again, if a fault of the car ended its
     /// last attempts. If the clock went back, the pause ends.
     pub fn retry_at(&self, offer: &Offer, now: u64) -> Option<u64> {
-        let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
-        if !is_same || self.attempts == 0 || now < self.at {
+        let Attempted { attempts, at, .. } = self.attempted(&offer.release)?;
+        if *attempts == 0 || now < *at {
             return None;
         }
-        let pause = 60u64.checked_shl(self.attempts - 1).unwrap_or(RETRY_S_MAX).min(RETRY_S_MAX);
-        Some(self.at.saturating_add(pause)).filter(|at| now < *at)
+        let pause = 60u64.checked_shl(attempts - 1).unwrap_or(RETRY_S_MAX).min(RETRY_S_MAX);
+        Some(at.saturating_add(pause)).filter(|at| now < *at)
     }
 
     /// Enters `state` and records the step, with a number above `known` and all earlier steps. The
@@ -406,10 +457,9 @@ mod tests {
         let generation = Generation { lineage: "m".to_owned(), sequence: 7 };
         let release = Release { generation, share: 100, ..Release::default() };
         let offer = Offer { number: 2, release: release.clone() };
+        let (manifest, at, retry) = (release.manifest, 1000, Retry::AtStart);
         let after = |attempts| InstallStatus {
-            at: 1000,
-            attempts,
-            release: Some(release.clone()),
+            attempted: vec![Attempted { manifest, attempts, at, retry }],
             ..InstallStatus::default()
         };
         assert_eq!(after(0).retry_at(&offer, 1000), None);

@@ -1,11 +1,13 @@
 //! One car's update: its directories, its two records and their locks. Never decides which release
 //! comes next (`fetch.rs`) and never changes the live generation (`apply.rs`).
 
-use crate::flash::{Flash, Found};
+use crate::bundle::manifest::Hash;
+use crate::flash::{Flash, FlashError, Found};
 use crate::io::disk::{Disk, Lock};
+use crate::limits::TRIALS_MAX;
 use crate::update::error::{UpdateError, io_error};
 use crate::update::fetch_status::{FetchStatus, Offer};
-use crate::update::install_status::{InstallStatus, Retry};
+use crate::update::install_status::{InstallStatus, Repair, Retry};
 use crate::update::program::Program;
 use crate::update::release::Release;
 use crate::update::status::UpdateStatus;
@@ -98,7 +100,8 @@ impl Updater {
     }
 
     /// Opens the live generation. Returns `None` if no generation is live, or if damage keeps it
-    /// from being opened.
+    /// from being opened. An error of the device counts as damage while the record says that the
+    /// generation cannot be opened: a block that cannot be read is lost.
     ///
     /// # Errors
     /// `UpdateError::Flash` if the device refused.
@@ -111,19 +114,38 @@ impl Updater {
     /// # Errors
     /// As [`Self::live`].
     pub(super) fn find_live(&self, level: log::Level) -> Result<Option<Flash>, UpdateError> {
-        match Flash::find(&self.disk, &self.flash)? {
-            Found::Live(flash) => Ok(Some(*flash)),
-            Found::Nothing => Ok(None),
-            Found::Damaged(e) => {
-                log::log!(level, "{}: counts as empty: {e}", self.flash.display());
-                Ok(None)
-            }
-        }
+        let damage = match Flash::find(&self.disk, &self.flash) {
+            Ok(Found::Live(flash)) => return Ok(Some(*flash)),
+            Ok(Found::Nothing) => return Ok(None),
+            Ok(Found::Damaged(e)) => e,
+            Err(e @ FlashError::Io { .. }) if self.is_unopened()? => e,
+            Err(e) => return Err(e.into()),
+        };
+        log::log!(level, "{}: counts as empty: {damage}", self.flash.display());
+        Ok(None)
+    }
+
+    /// Returns whether the record says that the live generation cannot be opened.
+    fn is_unopened(&self) -> Result<bool, UpdateError> {
+        Ok(self.install_status()?.repair == Repair::AnySnapshot)
     }
 
     /// Returns whether `release` is live, by the hash of its manifest.
     pub(super) fn is_live(&self, release: &Release) -> Result<bool, UpdateError> {
         Ok(self.live()?.is_some_and(|flash| flash.record().live.manifest == release.manifest))
+    }
+
+    /// Returns whether the live generation ended too many starts of this boot to be loaded. Updates
+    /// run without it, and another generation may become live.
+    pub(crate) fn is_held_back(&self) -> bool {
+        let install = self.install_status().unwrap_or_default();
+        install.loads > TRIALS_MAX && install.load_of == self.live_manifest()
+    }
+
+    /// Returns the hash of the live manifest by the live record, as far as it can be read.
+    pub(super) fn live_manifest(&self) -> Option<Hash> {
+        let record = Flash::last_record(self.disk.as_ref(), &self.flash).ok().flatten();
+        record.map(|record| record.live.manifest)
     }
 
     /// Returns the free bytes of the flash directory's file system; 0 if it cannot tell.
@@ -152,7 +174,8 @@ impl Updater {
         if install.state.has_release() || !fetch.offer.as_ref().is_some_and(is_paused) {
             return Ok(false);
         }
-        let Retry::WithRoom(needed) = install.retry else { return Ok(true) };
+        let retry = fetch.offer.and_then(|offer| Some(install.attempted(&offer.release)?.retry));
+        let Some(Retry::WithRoom(needed)) = retry else { return Ok(true) };
         Ok(self.free_bytes() < needed)
     }
 }

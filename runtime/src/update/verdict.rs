@@ -113,7 +113,7 @@ pub(super) fn judge_trial(
         // An unproven release must not pass, and no delta on these rows can ever be proven. An
         // older snapshot and the deltas after it lead past them.
         let is_stuck = probed.is_unproven();
-        let repair = if is_stuck { Repair::AnySnapshot } else { Repair::NewerSnapshot };
+        let repair = if is_stuck { Repair::Replacement } else { Repair::NewerSnapshot };
         return Err(abandon_for(reason, repair));
     }
     judge_probe(probed, policy).map_or(Ok(()), |reason| Err(Verdict::Reject(reason)))
@@ -121,11 +121,17 @@ pub(super) fn judge_trial(
 
 /// Returns the verdict on the requests of a probation, or `None` if the probe set decides.
 pub(super) fn judge_requests(watched: Watched, policy: &Policy) -> Option<Verdict> {
-    let Watched { requests, faults, slow } = watched;
+    let Watched { requests, faults, slow, car_faults } = watched;
     let Policy { faults_max, latency_us_p99_max, .. } = *policy;
     if faults > faults_max {
         return Some(Verdict::Reject(format!(
             "{faults} faults in {requests} requests on probation; the policy allows {faults_max}"
+        )));
+    }
+    if car_faults > faults_max {
+        return Some(Verdict::Withdraw(format!(
+            "{car_faults} faults of the car in {requests} requests on probation; the policy allows \
+             {faults_max}"
         )));
     }
     if requests < policy.requests_min {

@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     let (mut link, clock) = (DirectoryLink(repository.into()), SystemClock::default());
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };
-    let watched = Some(Watched { requests: 10, faults, slow: 0 });
+    let watched = Some(Watched { requests: 10, faults, ..Watched::default() });
     let states = Arc::new(States { sync: sync.clone(), before: Mutex::default() });
     let host = Host {
         policy,

@@ -219,13 +219,14 @@ impl World {
 
         update.begin(self.now(Process::Daemon));
         let mut outcome = "started, serves nothing".to_owned();
-        if !update.awaits_first_release_at(Path::new(FLASH))
+        if !update.awaits_release()
             && let Ok(flash) = Flash::open(&disk.shared(), Path::new(FLASH))
             && serving.load(LINEAGE, &flash, BUDGET).is_ok()
         {
             outcome = format!("started, serves {}", flash.manifest().generation.sequence);
         }
 
+        update.record_loaded();
         let slow = Box::new(|_: &str, _: &Generation| 0);
         *self.update.borrow_mut() = Some(UpdateSteps::new(update, Arc::clone(&serving), slow));
         *self.serving.borrow_mut() = Some(serving);

@@ -9,7 +9,7 @@ use crate::whole_car::world::{Process, World};
 use hatchback::bundle::manifest::Hash;
 use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
-use hatchback::update::status::{UpdateState, UpdateStatus};
+use hatchback::update::status::{UpdateEvent, UpdateState, UpdateStatus};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -186,8 +186,17 @@ impl World {
         }
     }
 
-    /// Returns whether a release may be rolled back: it is bad, or the publisher revoked it.
+    /// Returns whether a release may be rolled back: it is bad, the publisher revoked it, or its
+    /// files were damaged on probation.
     fn may_roll_back(&self, sequence: u64) -> bool {
+        let status = self.updater(&self.disk).status().unwrap_or_default();
+        let is_damaged = |event: &UpdateEvent| {
+            let note = event.note.as_deref().unwrap_or_default();
+            event.state == UpdateState::RollingBack && note.starts_with("its files on flash are")
+        };
+        if status.history.iter().any(is_damaged) {
+            return true;
+        }
         let history = self.history();
         let of_it = |hash: &&Hash| history.signed[*hash].sequence == sequence;
         if history.signed.values().any(|s| s.sequence == sequence && s.flaw != Flaw::None) {

@@ -13,6 +13,7 @@ use hatchback::model::{Model, OpenError};
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::Offer;
+use hatchback::update::probe::probe;
 use hatchback::update::program::Program;
 use hatchback::update::release::manifest_path;
 use hatchback::update::status::UpdateState;
@@ -98,6 +99,49 @@ fn damage_under_every_probe_sample() {
     let errors: Vec<String> = polls.filter_map(|poll| Some(poll.err()?.to_string())).collect();
     assert_eq!(live().manifest().generation.sequence, 3, "{errors:?}");
     assert!((0..2).all(|table| rows_of(&live(), table).len() > 200), "every row is whole");
+}
+
+/// Every sample of the delta's probe set uses damaged rows, and one of the live generation's does
+/// not. The only snapshot is that of the live generation, which replaces itself.
+#[test]
+fn damage_under_every_probe_sample_of_the_next_release() {
+    let generations = Generations::new();
+    let fleet = Fleet::of(&generations.pack(BundlePlan {
+        from: None,
+        to: 1,
+        // More samples than those of the next release, and no other flaw here.
+        flaw: Flaw::Endless,
+        level: 1,
+        over: None,
+    }));
+    let delta = plain(&generations, Some(1), 2);
+    let segments = ["t0000-0000.seg", "t0001-0000.seg"];
+    let mut cases = 0;
+    for pages in 1..1 << 6 {
+        let car = Car::at_first_release(&fleet);
+        for page in (0..6).filter(|page| pages >> page & 1 == 1) {
+            let path = car.sync.flash.join("g000000000001").join(segments[page / 3]);
+            let bit = (page % 3 * PAGE_BYTES + 100) * 8;
+            if bit / 8 < car.disk.content(&path).unwrap().len() {
+                car.disk.flip(&path, bit);
+            }
+        }
+        let probed = probe(&car.flash(), Budget::default(), &|| {});
+        if !probed.is_ok_and(|probed| probed.damaged >= 4 && probed.samples > 0) {
+            continue;
+        }
+        let fleet = fleet.fork();
+        fleet.publish(T0 + 20, &delta);
+        let error = car.run(&mut fleet.link(), T0 + 21).unwrap_err().to_string();
+        if !error.contains("4 probe samples use damaged rows") {
+            continue;
+        }
+        cases += 1;
+        let polls = (22..26).map(|second| car.run(&mut fleet.link(), T0 + second));
+        let errors: Vec<String> = polls.filter_map(|poll| Some(poll.err()?.to_string())).collect();
+        assert_eq!(car.flash().manifest().generation.sequence, 2, "{errors:?}");
+    }
+    assert!(cases > 0, "no damage hits the samples of the next release alone");
 }
 
 #[test]
@@ -316,7 +360,7 @@ fn the_requests_of_short_drives_add_up() {
                 car.sync.begin_process(drive, T0 + 20 * drive).unwrap();
                 // The counts start anew where a model is unloaded and loaded again.
                 for requests in [10, 30, 5, 30] {
-                    car.watched = Some(Watched { requests, faults, slow });
+                    car.watched = Some(Watched { requests, faults, slow, ..Watched::default() });
                     car.apply(T0 + 20 * drive + requests);
                 }
                 car.sync.end_trial().unwrap();

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod car_faults;
 mod changes;
 mod changing;
 mod lockout;

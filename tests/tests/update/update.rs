@@ -37,7 +37,7 @@ fn next_release() -> (Fleet, Fleet) {
 }
 
 fn seen(requests: u64, faults: u64, slow: u64) -> Option<Watched> {
-    Some(Watched { requests, faults, slow })
+    Some(Watched { requests, faults, slow, ..Watched::default() })
 }
 
 #[test]

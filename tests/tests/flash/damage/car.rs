@@ -155,12 +155,13 @@ impl TestCar {
         let (name, root) = (NAME.to_owned(), Some(self.root.clone()));
         let update = ModelUpdates { name, updater: self.updater(), budget, policy, root, boot: 1 };
         update.begin(self.now);
-        if !update.awaits_first_release_at(&self.folder.join("flash"))
+        if !update.awaits_release()
             && let Ok(flash) = Flash::open(&disk::system(), &self.folder.join("flash"))
             && let Err(e) = serving.load(NAME, &flash, budget)
         {
             log::error!("hatchbackd does not serve: {e}");
         }
+        update.record_loaded();
         let updates = UpdateSteps::new(update, Arc::clone(&serving), Box::new(|_, _| 0));
         self.processes = Some(Processes { serving, updates, maintenance: None, sync: None });
     }
@@ -289,7 +290,11 @@ impl TestCar {
     /// Returns the recorded mark against a release, if any. Every release of this test is good.
     pub fn marked(&self) -> Option<String> {
         let status = self.updater().status().unwrap_or_default();
-        let rolled = status.history.iter().find(|e| e.state == UpdateState::RollingBack);
+        let is_damaged = |e: &hatchback::UpdateEvent| {
+            e.note.as_deref().is_some_and(|note| note.starts_with("its files on flash are"))
+        };
+        let mut rolled = status.history.iter().filter(|e| e.state == UpdateState::RollingBack);
+        let rolled = rolled.find(|e| !is_damaged(e));
         let note = |e: &hatchback::UpdateEvent| e.note.clone().unwrap_or_default();
         rolled.map(note).or(status.refused.first().cloned())
     }
