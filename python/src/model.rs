@@ -429,6 +429,8 @@ fn raw(value: &Bound<'_, PyAny>) -> PyResult<RawValue<'static>> {
         RawValue::from(value)
     } else if let Ok(value) = value.extract::<u64>() {
         RawValue::from(value)
+    } else if value.get_type().name()? == "float32" {
+        RawValue::Float32(value.extract::<f32>()?)
     } else {
         RawValue::from(value.extract::<f64>()?)
     })

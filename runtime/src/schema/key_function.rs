@@ -184,9 +184,14 @@ impl KeyFunction {
             }
             Self::Buckets { boundaries, first, side } => {
                 let number = number(value).ok_or_else(|| refuse(value, "a finite number"))?;
+                // The f32 of 0.7 is below the f64 of 0.7, so both sides are compared as f32.
+                let rounded = |boundary: f64| match value {
+                    RawValue::Float32(_) => f64::from(boundary as f32),
+                    _ => boundary,
+                };
                 let is_below = |boundary: &f64| match side {
-                    Side::Above => *boundary <= number,
-                    Side::Below => *boundary < number,
+                    Side::Above => rounded(*boundary) <= number,
+                    Side::Below => rounded(*boundary) < number,
                 };
                 Ok(first + boundaries.partition_point(is_below) as u64)
             }
@@ -330,7 +335,7 @@ fn murmur3(value: &RawValue<'_>, seed: u32, integer: IntegerType) -> Result<u32,
         RawValue::Text(text) => return check_text(text).map(|text| of(text.as_bytes())),
         RawValue::Unsigned(n) => i128::from(*n),
         RawValue::Negative(n) => i128::from(*n),
-        RawValue::Float(_) | RawValue::Null => {
+        RawValue::Float(_) | RawValue::Float32(_) | RawValue::Null => {
             return Err(refuse(value, "a text or an integer of 64 bits"));
         }
     };
@@ -352,7 +357,7 @@ fn with_text<T>(value: &RawValue<'_>, take: impl FnOnce(&str) -> T) -> Result<T,
         RawValue::Text(text) => return check_text(text).map(take),
         RawValue::Unsigned(n) => write!(decimal, "{n}"),
         RawValue::Negative(n) => write!(decimal, "{n}"),
-        RawValue::Float(_) | RawValue::Null => {
+        RawValue::Float(_) | RawValue::Float32(_) | RawValue::Null => {
             return Err(refuse(value, "a text or an integer of 64 bits"));
         }
     };
@@ -374,6 +379,7 @@ fn number(value: &RawValue<'_>) -> Option<f64> {
         RawValue::Unsigned(n) => Some(*n as f64),
         RawValue::Negative(n) => Some(*n as f64),
         RawValue::Float(x) => x.is_finite().then_some(*x),
+        RawValue::Float32(x) => x.is_finite().then_some(f64::from(*x)),
     }
 }
 
@@ -463,6 +469,15 @@ mod tests {
         assert_eq!(of(IntegerType::Int32, (-7i64).into()), bytes(&(-7i32).to_le_bytes()));
         let error = of(IntegerType::Int32, (1u64 << 31).into()).unwrap_err().to_string();
         assert_eq!(error, "2147483648 is not an integer of 32 bits");
+    }
+
+    #[test]
+    fn a_number_that_is_a_boundary_has_the_same_bucket_as_f32_and_as_f64() {
+        for (side, bucket) in [(Side::Above, 1), (Side::Below, 0)] {
+            let buckets = KeyFunction::Buckets { boundaries: vec![0.7], first: 0, side };
+            let key = |value: RawValue<'_>| buckets.apply(&value).unwrap();
+            assert_eq!([key(0.7.into()), key(RawValue::Float32(0.7))], [bucket; 2], "{side:?}");
+        }
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub enum RawValue<'a> {
     Negative(i64),
     /// Any other number.
     Float(f64),
+    /// A number that its caller has as f32.
+    Float32(f32),
     /// No value.
     Null,
 }
@@ -50,6 +52,7 @@ impl RawValue<'_> {
             Self::Null => true,
             Self::Text(text) => text.is_empty(),
             Self::Float(x) => x.is_nan(),
+            Self::Float32(x) => x.is_nan(),
             Self::Unsigned(_) | Self::Negative(_) => false,
         }
     }
@@ -64,6 +67,7 @@ impl fmt::Display for RawValue<'_> {
             // A larger integer of JSON was rounded.
             Self::Float(x) if x.abs() >= 2f64.powi(53) => write!(f, "about {x:?}"),
             Self::Float(x) => write!(f, "{x:?}"),
+            Self::Float32(x) => write!(f, "{x:?}"),
             Self::Null => f.write_str("null"),
         }
     }

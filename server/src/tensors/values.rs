@@ -220,7 +220,7 @@ impl<'a> RawValues<'a> {
                 Ok(value) => RawValue::Unsigned(value),
                 Err(negative) => RawValue::Negative(negative),
             },
-            Self::F32(floats) => RawValue::Float(floats.get(at).into()),
+            Self::F32(floats) => RawValue::Float32(floats.get(at)),
             Self::F64(b) => RawValue::Float(f64::from_le_bytes(bytes_at(b, at))),
             Self::Texts(texts) => texts[at].map_or(RawValue::Null, RawValue::from),
         }
