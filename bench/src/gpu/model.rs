@@ -167,7 +167,8 @@ impl GpuModel {
             )
         };
         let (tables, engine) = (&self.tables.on_gpu, &self.engine);
-        let part = |input| InputPart { input, width: self.widths[input], shared: false };
+        let part =
+            |input| InputPart { input, width: self.widths[input], shared: false, vectors: true };
         let inputs = StepInputs { parts: &[part(0), part(1)], copies: &[] };
         Ok(Step::new(tables, engine, inputs, features_of, limits)?)
     }

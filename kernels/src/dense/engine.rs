@@ -76,7 +76,7 @@ impl DenseEngine {
         divide_inputs(&mut graph, parts);
         let shared: Vec<bool> = parts.iter().map(|part| part.shared).collect();
         let widths: Vec<usize> = parts.iter().map(|part| part.width).collect();
-        let plan = Plan::new(Layout::for_cpu(graph, &shared), isa);
+        let plan = Plan::new(Layout::for_cpu(graph, parts), isa);
         let zeros: Vec<Vec<f32>> = widths.iter().map(|w| vec![0.0; *w]).collect();
         plan.run(1, &zeros, &mut vec![0.0; plan.outputs()], &mut plan.scratch(1));
         Ok(Self { plan, widths, shared, activation, isa })

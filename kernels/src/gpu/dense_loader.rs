@@ -179,11 +179,10 @@ impl Loader<'_> {
         let layout = match Graph::build(self.model, self.inputs, self.network.output) {
             Ok(mut graph) => {
                 divide_inputs(&mut graph, self.parts);
-                let shared: Vec<bool> = self.parts.iter().map(|part| part.shared).collect();
                 // cuBLAS takes one operand.
                 let (own_products, fits_pairs) = (precision.factors().is_none(), PairShape::fits);
-                let (shared, fed, narrow) = (shared.as_slice(), self.fed, NARROW);
-                let on = GpuLayout { shared, fed, own_products, narrow, fits_pairs };
+                let (parts, fed, narrow) = (self.parts, self.fed, NARROW);
+                let on = GpuLayout { parts, fed, own_products, narrow, fits_pairs };
                 Layout::for_gpu(graph, &on)
             }
             Err(Stop::Refused(e)) => return Err(e.into()),

@@ -2,8 +2,10 @@
 //! each sample has a copy of the shared values, and such a run allocates nothing.
 
 use crate::dense::{ALLOCATIONS, NETWORKS, bits, inputs, load_sharing};
+use crate::onnx_files::{floats, info, ints, model, node};
 use hatchback_kernels::dense::{Activation, DenseEngine, InputPart, Weights};
 use hatchback_kernels::simd::isa::Isa;
+use prost::Message;
 
 /// The ends of the samples of some requests: a long one, several short ones, one without samples.
 const ENDS: [&[usize]; 6] =
@@ -65,7 +67,7 @@ fn divided(inputs: &[(&str, usize)], seed: usize) -> Vec<InputPart> {
         for end in ends {
             if end > start {
                 let shared = (parts.len() + seed).is_multiple_of(2);
-                parts.push(InputPart { input, width: end - start, shared });
+                parts.push(InputPart { input, width: end - start, shared, vectors: true });
                 start = end;
             }
         }
@@ -160,8 +162,7 @@ fn the_shared_columns_of_an_input_are_computed_once_as_an_input_of_their_own_is(
     // The dense features and the first two of six vectors of a DLRM are the driver's.
     let network = ("tests/data/families/dlrm", NETWORKS[0].1);
     let counted = |widths: &[(usize, usize, bool)]| {
-        let part =
-            |&(input, width, shared): &(usize, usize, bool)| InputPart { input, width, shared };
+        let part = |&(input, width, shared)| InputPart { input, width, shared, vectors: true };
         let parts: Vec<InputPart> = widths.iter().map(part).collect();
         load_sharing(network, Isa::detect(), Weights::F32, &parts).multiply_adds()
     };
@@ -173,6 +174,35 @@ fn the_shared_columns_of_an_input_are_computed_once_as_an_input_of_their_own_is(
     // Of half of the dense features nothing is left but the sums that they begin.
     let half = counted(&[(0, 1, false), (0, 2, true), (1, 48, false)]);
     assert!(half.sample < none.sample && half.request > 0, "{half:?}");
+}
+
+#[test]
+fn the_difference_of_large_values_keeps_its_digits() {
+    let nodes = vec![
+        node("Reshape", &["history", "steps"], &["h"], &[]),
+        node("Reshape", &["candidate", "one"], &["c"], &[]),
+        node("Tile", &["c", "times"], &["all"], &[]),
+        node("Sub", &["h", "all"], &["d"], &[]),
+        node("Concat", &["h", "all", "d"], &["parts"], &[("axis", &[2])]),
+        node("MatMul", &["parts", "w"], &["p"], &[]),
+        node("ReduceSum", &["p", "axes"], &["out"], &[("keepdims", &[0])]),
+    ];
+    let tensors = vec![
+        ints("steps", &[-1, 2, 1]),
+        ints("one", &[-1, 1, 1]),
+        ints("times", &[1, 2, 1]),
+        ints("axes", &[1]),
+        floats("w", &[3, 1], &[0.0, 0.0, 0.1]),
+    ];
+    let onnx = model(17, vec![info("history"), info("candidate")], nodes, tensors).encode_to_vec();
+    let inputs = [("history", 2), ("candidate", 1)];
+    let part = |input, width, shared| InputPart { input, width, shared, vectors: false };
+    let (parts, none) = ([part(0, 2, true), part(1, 1, false)], Activation::None);
+    let isa = Isa::detect();
+    let engine = DenseEngine::load_for(isa, onnx, &inputs, &parts, "out", none).unwrap();
+    let (values, mut scores) = ([vec![1e6, 1e6 - 1.0], vec![1e6 + 1.0]], [0.0]);
+    engine.run_requests(&[1], &values, &mut scores, &mut engine.scratch(1)).unwrap();
+    assert!((scores[0] + 0.3).abs() < 1e-6, "{scores:?}");
 }
 
 #[test]

@@ -30,10 +30,11 @@ impl Schema {
     pub(crate) fn placed_inputs(&self) -> (Vec<InputPart>, Vec<(Item, InputColumn)>) {
         let (mut parts, mut placed) = (Vec::<InputPart>::new(), Vec::new());
         for (input, declared) in self.network.inputs.iter().enumerate() {
+            let vectors = matches!(declared.source, InputSource::Vectors(_));
             for (item, width, shared) in self.items(declared) {
                 match parts.last_mut().filter(|p| p.input == input && p.shared == shared) {
                     Some(part) => part.width += width,
-                    None => parts.push(InputPart { input, width, shared }),
+                    None => parts.push(InputPart { input, width, shared, vectors }),
                 }
                 let part = parts.len() - 1;
                 placed.push((item, InputColumn { part, column: parts[part].width - width }));

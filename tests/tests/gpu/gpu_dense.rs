@@ -340,7 +340,7 @@ fn random_networks_with_shared_inputs_give_the_cpus_bits() {
         let (inputs, activation) = ([("x", 4), ("y", 12)], Activation::None);
         let shared = [[true, false], [false, true], [true, true]][seed as usize % 3];
         let isa = Isa::detect();
-        let part = |input, width, shared| InputPart { input, width, shared };
+        let part = |input, width, shared| InputPart { input, width, shared, vectors: true };
         let parts = match seed % 4 {
             0 => vec![part(0, 1, true), part(0, 3, false), part(1, 8, true), part(1, 4, false)],
             _ => InputPart::whole(&inputs, &shared),

@@ -246,7 +246,7 @@ fn an_engine_takes_shared_inputs_once_for_each_sample() {
     let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 5)],
-        parts: &[InputPart { input: 0, width: 5, shared: true }],
+        parts: &[InputPart { input: 0, width: 5, shared: true, vectors: true }],
         output: "sum",
         activation: Activation::None,
     };
@@ -266,8 +266,12 @@ fn an_engine_takes_shared_inputs_once_for_each_sample() {
     assert_eq!(found, [10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 35.0, 35.0]);
 
     // Two columns of the input are the request's.
-    let parts =
-        [(2, true), (3, false)].map(|(width, shared)| InputPart { input: 0, width, shared });
+    let parts = [(2, true), (3, false)].map(|(width, shared)| InputPart {
+        input: 0,
+        width,
+        shared,
+        vectors: true,
+    });
     let network = DenseNetwork { parts: &parts, ..network };
     let engine = built(&gpu, &network, &options(false, folder.path()));
     let mut scratch = engine.scratch(40).unwrap();

@@ -9,7 +9,7 @@ use crate::dense::graph::onnx_graph::Graph;
 use crate::dense::graph::tensor::Id;
 use crate::dense::matrix::pairs::pair;
 use crate::dense::run::moves::Pattern;
-use crate::dense::run::sharing;
+use crate::dense::run::sharing::{self, InputPart};
 use std::collections::{HashMap, HashSet};
 
 /// The location of a value: an input of the network or a buffer, by its number.
@@ -37,8 +37,8 @@ pub(crate) struct Layout {
 
 /// Which inputs a GPU's layout has, and what its kernels can do.
 pub(crate) struct GpuLayout<'a> {
-    /// Of each input, whether a request has one value.
-    pub shared: &'a [bool],
+    /// What is fed, one part for each input.
+    pub parts: &'a [InputPart],
     /// The inputs that the host fills. Lookups fill the others.
     pub fed: &'a [usize],
     /// Whether our kernels compute the products by weights: these take two operands side by side,
@@ -51,16 +51,15 @@ pub(crate) struct GpuLayout<'a> {
 }
 
 impl Layout {
-    /// Fuses the nodes of `graph` and assigns buffers, for the CPU. `shared` says of each input
-    /// whether a request has one value.
-    pub fn for_cpu(mut graph: Graph, shared: &[bool]) -> Self {
+    /// Fuses the nodes of `graph`, whose inputs are `parts`, and assigns buffers, for the CPU.
+    pub fn for_cpu(mut graph: Graph, parts: &[InputPart]) -> Self {
         drop_unused(&mut graph);
         fuse_pairs(&mut graph);
         fuse_silu(&mut graph);
         fuse(&mut graph);
         drop_unused(&mut graph);
-        let shared = match shared.contains(&true) {
-            true => sharing::split(&mut graph, shared),
+        let shared = match parts.iter().any(|part| part.shared) {
+            true => sharing::split(&mut graph, parts),
             false => vec![false; graph.widths.len()],
         };
         fuse_rows(&mut graph, &shared);
@@ -77,8 +76,8 @@ impl Layout {
         fuse_pairs(&mut graph);
         fuse(&mut graph);
         drop_unused(&mut graph);
-        let mut shared = match on.shared.contains(&true) {
-            true => sharing::split(&mut graph, on.shared),
+        let mut shared = match on.parts.iter().any(|part| part.shared) {
+            true => sharing::split(&mut graph, on.parts),
             false => vec![false; graph.widths.len()],
         };
         drop_unused(&mut graph);
@@ -440,13 +439,13 @@ fn delay(graph: &mut Graph) {
 /// samples before other nodes run.
 fn bring_forward(graph: &mut Graph, shared: &[bool], on: &GpuLayout<'_>) -> usize {
     let mut awaits = vec![false; graph.widths.len()];
-    (0..on.shared.len()).for_each(|input| awaits[input] = !on.fed.contains(&input));
+    (0..on.parts.len()).for_each(|input| awaits[input] = !on.fed.contains(&input));
     for node in &graph.nodes {
         awaits[node.output] = node.inputs.iter().any(|&id| awaits[id]);
     }
     // Before buffers are assigned: a later order would let two values live in one buffer.
     graph.nodes.sort_by_key(|node| (!shared[node.output], awaits[node.output]));
-    let is_first = on.shared.contains(&true);
+    let is_first = on.parts.iter().any(|part| part.shared);
     let is_early = |node: &&Node| shared[node.output] == is_first && !awaits[node.output];
     graph.nodes.iter().take_while(is_early).count()
 }

@@ -35,13 +35,15 @@ pub struct InputPart {
     pub width: usize,
     /// Whether all samples of a request have the same values.
     pub shared: bool,
+    /// Whether the columns are vectors of lookups. Other values may be large, as a time in days is.
+    pub vectors: bool,
 }
 
 impl InputPart {
-    /// Returns one part for each of `inputs`, names and widths.
+    /// Returns one part of vectors for each of `inputs`, names and widths.
     pub fn whole(inputs: &[(&str, usize)], shared: &[bool]) -> Vec<Self> {
         let each = inputs.iter().zip(shared).enumerate();
-        each.map(|(input, ((_, width), shared))| Self { input, width: *width, shared: *shared })
+        each.map(|(input, (&(_, width), &shared))| Self { input, width, shared, vectors: true })
             .collect()
     }
 }
@@ -94,6 +96,8 @@ struct Sides {
 struct Split {
     widths: Vec<usize>,
     shared: Vec<bool>,
+    /// Whether only vectors of lookups and constants reach a value.
+    of_vectors: Vec<bool>,
     nodes: Vec<Node>,
     /// The parts of own values.
     parts: HashMap<Id, Parts>,
@@ -102,15 +106,17 @@ struct Split {
 }
 
 /// Splits the products of `graph` that mix both sides and puts the nodes of shared values first.
-/// The first values are the inputs, and `shared` says which of them are shared. Returns it for
-/// every value.
-pub(in crate::dense) fn split(graph: &mut Graph, shared: &[bool]) -> Vec<bool> {
+/// The first values are the inputs, one for each of `parts`. Returns of every value whether it is
+/// shared.
+pub(in crate::dense) fn split(graph: &mut Graph, parts: &[InputPart]) -> Vec<bool> {
     let widths = std::mem::take(&mut graph.widths);
-    let mut marks = vec![false; widths.len()];
-    marks[..shared.len()].copy_from_slice(shared);
+    let (mut marks, mut of_vectors) = (vec![false; widths.len()], vec![false; widths.len()]);
+    for (input, part) in parts.iter().enumerate() {
+        (marks[input], of_vectors[input]) = (part.shared, part.vectors);
+    }
     let nodes = Vec::with_capacity(graph.nodes.len());
     let (parts, sides) = (HashMap::new(), HashMap::new());
-    let mut split = Split { widths, shared: marks, nodes, parts, sides };
+    let mut split = Split { widths, shared: marks, of_vectors, nodes, parts, sides };
     graph.nodes.drain(..).for_each(|node| split.add(node));
 
     let Split { widths, shared, mut nodes, .. } = split;
@@ -124,6 +130,7 @@ impl Split {
     fn add(&mut self, mut node: Node) {
         self.pick_shared(&mut node);
         self.shared[node.output] = node.inputs.iter().all(|&id| self.shared[id]);
+        self.of_vectors[node.output] = node.inputs.iter().all(|&id| self.of_vectors[id]);
         if !self.shared[node.output] {
             self.pick_apart(&mut node);
             self.record(&node);
@@ -137,6 +144,7 @@ impl Split {
     /// Adds a node with a value of this width. Returns the value.
     fn node(&mut self, inputs: Vec<Id>, op: Op, width: usize) -> Id {
         let (output, is_shared) = (self.widths.len(), inputs.iter().all(|&id| self.shared[id]));
+        self.of_vectors.push(inputs.iter().all(|&id| self.of_vectors[id]));
         self.widths.push(width);
         self.shared.push(is_shared);
         self.nodes.push(Node { inputs, op, output });
@@ -325,7 +333,7 @@ impl Split {
     }
 
     /// Returns the shared parts, those that are equal in all rows of a sample, and the own ones. A
-    /// difference of a shared value and such a row is two parts: its product is the sum of theirs.
+    /// difference of a shared value and such a row can be two parts, whose products are added.
     fn columns(&mut self, all: &[(Id, Vec<usize>)], outer: usize) -> [Vec<(Id, Vec<usize>)>; 3] {
         let [mut shared, mut repeated, mut own] = [const { Vec::new() }; 3];
         for (id, columns) in all {
@@ -359,7 +367,8 @@ impl Split {
         Some(self.node(vec![from], Op::Pick(row), width))
     }
 
-    /// Returns the shared value and the repeated row whose sum is the difference `id`.
+    /// Returns the shared value and the repeated row whose sum is the difference `id`. Both are
+    /// made of vectors: the products of large values would lose the digits of their difference.
     fn difference(&mut self, id: Id, outer: usize) -> Option<[Id; 2]> {
         let Node { inputs, op: Op::Zip { zip: Zip::Sub, left, right }, .. } = self.writer(id)?
         else {
@@ -370,6 +379,9 @@ impl Split {
             Operand::Constant(_) => None,
         };
         let ((left, left_picks), (right, right_picks)) = (side(left)?, side(right)?);
+        if !self.of_vectors[left] || !self.of_vectors[right] {
+            return None;
+        }
         if self.shared[left] {
             let row = self.row(right, right_picks.as_deref(), outer)?;
             return Some([left, self.negated(row)]);
