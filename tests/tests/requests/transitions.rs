@@ -225,6 +225,23 @@ fn a_rollback_brings_the_old_rows_back() {
     }
 }
 
+/// A sparse base has a page for each key, so the page alone says that an added row is gone again.
+#[test]
+fn a_rollback_takes_away_the_rows_that_a_delta_only_added() {
+    for kind in kinds().filter(|kind| kind.changes_keys) {
+        let car = Car::new(Versions::of(kind, &[84], 40, 9));
+        let [before, after] = [0, 1].map(|generation| &car.versions.rows[generation][1]);
+        assert!(before.keys().all(|key| after.contains_key(key)) && before.len() < after.len());
+        let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        let two = car.flash(&car.versions.deltas[1]);
+        for (to, generation) in [(&two, 2), (&one, 1), (&two, 2)] {
+            car.swap(to);
+            car.score_everything();
+            assert_eq!(car.score(&car.pairs[..1]), generation);
+        }
+    }
+}
+
 /// A snapshot has other files, so each cached row is compared before the swap.
 #[test]
 fn a_snapshot_keeps_the_rows_that_are_equal() {
