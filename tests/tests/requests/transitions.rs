@@ -14,7 +14,7 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{Placement, Schema};
 use hatchback::unmix;
 use hatchback_tests::models::install;
-use hatchback_tests::versions::{Kind, Rows, Versions};
+use hatchback_tests::versions::{Kind, Rows, Versions, copy};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -239,6 +239,27 @@ fn a_rollback_takes_away_the_rows_that_a_delta_only_added() {
             car.score_everything();
             assert_eq!(car.score(&car.pairs[..1]), generation);
         }
+    }
+}
+
+/// A follower serves release 3, which leads from release 1 as release 2 does. It then finds release
+/// 2 live, and has not seen the rollback to release 1.
+#[test]
+fn a_lower_release_of_another_branch_brings_its_own_rows() {
+    for kind in kinds() {
+        let mut versions = Versions::of(kind, &[12, 12], 2000, 63);
+        versions.rows[2] = versions.rows[0].clone();
+        let car = Car::new(versions);
+        let branch = tempfile::tempdir().unwrap();
+        copy(car.folder.path(), branch.path());
+        let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        car.score_everything();
+        car.swap(&car.flash(&car.versions.over(&one, 3, 1)));
+        car.score_everything();
+        assert_eq!(car.score(&car.pairs[..1]), 3);
+        car.swap(&install(branch.path(), &car.versions.deltas[1]));
+        car.score_everything();
+        assert_eq!(car.score(&car.pairs[..1]), 2);
     }
 }
 
