@@ -111,7 +111,8 @@ impl TableRows {
         self.overlays.remove(at + 1);
     }
 
-    /// Returns the page to read for `key`; `None` if the table does not have the key.
+    /// Returns the page to read for `key`; `None` if the table cannot have the key. The page may
+    /// lack the key: a sparse base has a page for every key.
     pub fn locate(&self, key: u64) -> Option<RowLocation> {
         let mut location = [None];
         self.locate_all(&[key], &mut location);

@@ -38,9 +38,8 @@ impl GenerationChange {
             _ if is_same => Ok(TableChange::Keys(Vec::new())),
             _ if is_unrelated => Ok(TableChange::All),
             true => changed_since(before.sequence, new),
-            // After a rollback the live generation is the older one. What the newer one changed
-            // differs in both directions.
-            false => changed_since(after.sequence, old),
+            // After a rollback the live generation is the older one.
+            false => changed_beyond(new, old),
         });
         Ok(Self { tables: tables.collect::<Result<_, _>>()? })
     }
@@ -77,6 +76,18 @@ fn changed_since(sequence: u64, later: &ServedTable) -> Result<TableChange, Segm
     let deltas = later.segments.deltas.iter().enumerate();
     let newer = deltas.filter(|(_, delta)| delta.sequence > sequence).map(|(number, _)| number);
     newest_keys(&later.rows, newer).map(TableChange::Keys)
+}
+
+/// Returns the rows of `later` that may differ from those of `earlier`. A lower sequence makes
+/// `earlier` no ancestor: the live record may have taken another branch since. Only equal segments
+/// prove that `later` came from it.
+fn changed_beyond(earlier: &ServedTable, later: &ServedTable) -> Result<TableChange, SegmentError> {
+    let (before, after) = (&earlier.segments, &later.segments);
+    if before.base != after.base || !after.deltas.starts_with(&before.deltas) {
+        return Ok(TableChange::All);
+    }
+    let own = before.deltas.len()..after.deltas.len();
+    newest_keys(&later.rows, own).map(TableChange::Keys)
 }
 
 /// Returns the keys of the `deltas` of a table, ascending.

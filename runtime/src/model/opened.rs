@@ -269,7 +269,7 @@ impl Model {
         &self.tables[usize::from(table)].rows
     }
 
-    /// Returns the location of a row on flash; `None` if its table does not have it.
+    /// Returns the location of a row on flash; `None` if its table cannot have it.
     pub(crate) fn locate(&self, row: RowKey) -> Option<RowLocation> {
         self.rows(row.table).locate(row.key)
     }

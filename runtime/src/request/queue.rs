@@ -12,6 +12,7 @@ use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::limits::{CALLER_SCORE_US_MAX, DEADLINE_WAIT_US, PREFETCH_MAX, SLOTS_MAX};
 use crate::locks::lock;
+use crate::model::Model;
 use crate::request::error::RequestError;
 use crate::request::slot::{Request, Slot};
 use crate::request::worker::live_model::LiveModel;
@@ -76,6 +77,8 @@ struct Queue {
     changes: u64,
     /// Whether a caller's thread left requests to a worker, and no worker has called `next` since.
     is_left: bool,
+    /// Calls of `next` by workers that can score.
+    turns: u64,
     stats: Stats,
 }
 
@@ -115,6 +118,7 @@ impl RequestQueue {
             is_closing: false,
             changes: 0,
             is_left: false,
+            turns: 0,
             stats: Stats::default(),
         };
         Self {
@@ -139,17 +143,19 @@ impl RequestQueue {
         self.clock.now()
     }
 
-    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot. Does
-    /// not notify a worker. If `fill` fails, returns its error, and the slot is free again.
+    /// Queues a request in a free slot, whose empty batch `fill` fills for the live model. Returns
+    /// the slot and notifies no worker. If `fill` fails, returns its error, and the slot is free.
     pub fn submit<E: From<RequestError>>(
         &self,
         deadline: Option<Duration>,
-        fill: impl FnOnce(&mut Batch) -> Result<(), E>,
+        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
     ) -> Result<u16, E> {
+        // In this order: a swap in between makes the version too low, never too high.
+        let (version, model) = (self.live.version(), self.live.model());
         let taken = self.take_slot().ok_or(RequestError::Busy(self.slots.len()))?;
         // `fill` may decode a whole message, so it runs without the lock of the queue. Other
         // callers and the workers go on meanwhile.
-        let samples = self.slots[usize::from(taken.slot)].begin(fill)?;
+        let samples = self.slots[usize::from(taken.slot)].begin(|batch| fill(&model, batch))?;
         let slot = taken.keep();
 
         // A request with a deadline has no time to wait for others.
@@ -160,7 +166,7 @@ impl RequestQueue {
         queue.samples += samples;
         let samples = samples as u32;
         let needs_thread = false;
-        let request = Waiting { slot, samples, deadline, ready_at, needs_thread };
+        let request = Waiting { slot, samples, deadline, version, ready_at, needs_thread };
         assert!(queue.waiting.push_back(request).is_ok(), "the queue has room for every slot");
         Ok(slot)
     }
@@ -218,6 +224,14 @@ impl RequestQueue {
         // can leave it.
         lock(&self.queue).changes += 1;
         self.work.notify_all();
+    }
+
+    /// Wakes the workers. Returns how often workers that can score have looked for work.
+    pub fn turns(&self) -> u64 {
+        // Before the wake: the turns that it brings are for the next call.
+        let turns = lock(&self.queue).turns;
+        self.wake();
+        turns
     }
 
     /// Starts the statistics anew.
@@ -375,6 +389,7 @@ impl RequestQueue {
     pub fn next(&self, state: &mut WorkerState) -> Next {
         let WorkerState { worker, counted, keys, in_flight, .. } = state;
         let mut queue = lock(&self.queue);
+        queue.turns += u64::from(worker.failure().is_none());
         self.count(&mut queue, worker, counted);
         if in_flight.is_prefetching && worker.deferred_len() == 0 {
             (in_flight.is_prefetching, queue.prefetching) = (false, 0);

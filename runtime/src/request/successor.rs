@@ -9,7 +9,7 @@ use crate::model::budget::Budget;
 use crate::model::generation_change::{GenerationChange, TableChange};
 use crate::model::preload::Preloader;
 use crate::model::row_writer::{ResidentPatch, RowWriter, copies_of, resident_slots};
-use crate::model::served_tables::{ResidentBytes, Storage, load_resident};
+use crate::model::served_tables::{ResidentBytes, ServedTable, Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
 use crate::request::changed_rows::{KEYS_PER_READ, list_bytes, read_bytes};
 use crate::request::memory::{Backing, ModelSizes, own_bytes, own_index_bytes, plan_memory};
@@ -36,7 +36,7 @@ struct ChangedResident<'a> {
 
 /// The work on a resident table.
 enum ResidentWork<'a> {
-    /// The rows of `keys` are replaced, in these slots.
+    /// The rows of `keys` are replaced, in these slots, if all of them still exist.
     Patch { keys: &'a [u64], slots: Vec<Option<u32>> },
     /// Its keys changed, so it is read whole. It is in memory twice until the transition has ended.
     Replace,
@@ -48,6 +48,8 @@ struct ResidentChanges {
     patches: Vec<ResidentPatch>,
     /// Whole tables, by their numbers.
     replaced: Vec<(usize, Resident)>,
+    /// Bytes of those tables that were to be patched.
+    unplanned: u64,
 }
 
 /// Returns whether a segment that both generations list is the same file. This is false if a
@@ -113,7 +115,10 @@ pub(crate) fn open(
     };
     check_room(&budget, &model, own + taken)?;
 
-    let ResidentChanges { patches, replaced } = read_residents(&model, changed, yield_now)?;
+    let check = |more| check_room(&budget, &model, own + taken + more);
+    let ResidentChanges { patches, replaced, unplanned } =
+        read_residents(old, &model, changed, check, yield_now)?;
+    let taken = taken + unplanned;
     let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
     let backend = share_tables(old.backend(), &model, replaced)?;
     let model = model.with_storage(&storage, backend, *old.budget());
@@ -153,6 +158,8 @@ fn changed_residents<'a>(
             TableChange::Keys(keys) if keys.is_empty() => continue,
             TableChange::Keys(keys) => {
                 let slots = resident_slots(old.backend(), number, keys)?;
+                // A sparse base only says on which page a key would be. `read_residents` finds the
+                // keys that are not there.
                 let exists = |&key: &u64| new.tables()[table].rows.locate(key).is_some();
                 let mut both = keys.iter().zip(&slots);
                 match both.all(|(key, slot)| slot.is_some() == exists(key)) {
@@ -192,31 +199,52 @@ fn resident_bytes(old: &Model, new: &Model, changed: &[ChangedResident<'_>]) -> 
     ResidentBytes { tables, loading: slot_bytes + loading }
 }
 
-/// Reads the rows of `changed`.
+/// Reads the rows of `changed`. Calls `check` with the bytes that it takes beyond
+/// [`resident_bytes`], before it takes them.
 fn read_residents(
+    old: &Model,
     new: &Model,
     changed: Vec<ChangedResident<'_>>,
+    check: impl Fn(u64) -> Result<(), OpenError>,
     yield_now: &dyn Fn(),
 ) -> Result<ResidentChanges, OpenError> {
     let mut changes = ResidentChanges::default();
     let mut preloader = Preloader::new(new, Some(yield_now));
     for ChangedResident { table, number, work } in changed {
-        let served = &new.tables()[table];
-        let ResidentWork::Patch { keys, slots } = work else {
-            changes.replaced.push((number, load_resident(served, &new.schema().tables[table])?));
-            continue;
-        };
-        let mut patch = ResidentPatch { number, rows: Vec::with_capacity(keys.len()) };
-        for (keys, slots) in keys.chunks(KEYS_PER_READ).zip(slots.chunks(KEYS_PER_READ)) {
-            preloader.read_rows(&served.rows, keys, |key, bytes| {
-                let slot = keys.binary_search(&key).ok().and_then(|at| slots[at]);
-                patch.rows.extend(slot.map(|slot| (slot, bytes.to_vec())));
-            })?;
+        let (served, schema) = (&new.tables()[table], &new.schema().tables[table]);
+        if let ResidentWork::Patch { keys, slots } = work {
+            let rows = read_patch(&mut preloader, served, keys, &slots)?;
+            if rows.len() == slots.iter().flatten().count() {
+                changes.patches.push(ResidentPatch { number, rows });
+                continue;
+            }
+            // After a rollback a key of the newer generation may exist in no other. A patch cannot
+            // remove its row.
+            let (bytes, loading) = served.resident_bytes(schema);
+            changes.unplanned += bytes * copies_of(old.backend()) as u64;
+            check(changes.unplanned + loading)?;
         }
-        patch.rows.sort_unstable_by_key(|(slot, _)| *slot);
-        changes.patches.push(patch);
+        changes.replaced.push((number, load_resident(served, schema)?));
     }
     Ok(changes)
+}
+
+/// Reads the rows of `keys` that exist, each with its slot in `slots`, in ascending order of slots.
+fn read_patch(
+    preloader: &mut Preloader<'_>,
+    served: &ServedTable,
+    keys: &[u64],
+    slots: &[Option<u32>],
+) -> Result<Vec<(u32, Vec<u8>)>, OpenError> {
+    let mut rows = Vec::with_capacity(keys.len());
+    for (keys, slots) in keys.chunks(KEYS_PER_READ).zip(slots.chunks(KEYS_PER_READ)) {
+        preloader.read_rows(&served.rows, keys, |key, bytes| {
+            let slot = keys.binary_search(&key).ok().and_then(|at| slots[at]);
+            rows.extend(slot.map(|slot| (slot, bytes.to_vec())));
+        })?;
+    }
+    rows.sort_unstable_by_key(|(slot, _)| *slot);
+    Ok(rows)
 }
 
 /// Returns a backend with the caches of `old` and the dense network of `new`, which is in host

@@ -84,6 +84,35 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     assert!(serving.memory()[0].1.opening_bytes() > 0);
 }
 
+/// A rollback takes away a row that only the newer generation has, also from the copy on the GPU.
+#[test]
+fn a_rollback_takes_added_rows_from_a_resident_table_on_the_gpu() {
+    let _turn = standin::alone();
+    let _shared = COUNTING.read().unwrap_or_else(PoisonError::into_inner);
+    let kind = Kind { placement: Placement::Resident, changes_keys: true };
+    let versions = Versions::of(kind, &[84], 40, 9);
+    let [before, after] = [0, 1].map(|generation| &versions.rows[generation][1]);
+    let added: Vec<u64> = after.keys().filter(|o| !before.contains_key(o)).copied().collect();
+    assert!(before.keys().all(|order| after.contains_key(order)) && !added.is_empty());
+
+    let folder = tempfile::tempdir().unwrap();
+    let budget = Budget { cache_bytes_max: 1 << 20, batch_max: 64, ..Budget::default() };
+    let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+    let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
+    let one = install(folder.path(), &versions.snapshots[0]);
+    let served = serving.load("m", &one, budget).unwrap();
+    let two = install(folder.path(), &versions.deltas[1]);
+    let mut batch = Batch::new(served.model().unwrap().schema(), 1);
+    let sparse = vec![vec![], vec![hatchback::unmix(added[0])]];
+    batch.push(served.model().unwrap().schema(), &Sample { sparse, ..Sample::default() }).unwrap();
+    for (to, has_row) in [(&two, true), (&one, false)] {
+        serving.swap("m", to, budget, &|_| ()).unwrap();
+        let ticket = served.submit(&batch, None).unwrap();
+        let is_zero = ticket.wait().unwrap().scores().values.iter().all(|value| *value == 0.0);
+        assert_eq!(is_zero, !has_row);
+    }
+}
+
 /// A swap asks the GPU for launches and copies in proportion to the cached rows that changed. Rows
 /// of resident tables are copied together before lookups pause; however many there are, the pause
 /// has one launch and no wait. When the swap ends, the memory of the old generation is free.

@@ -14,7 +14,7 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{Placement, Schema};
 use hatchback::unmix;
 use hatchback_tests::models::install;
-use hatchback_tests::versions::{Kind, Rows, Versions};
+use hatchback_tests::versions::{Kind, Rows, Versions, copy};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -222,6 +222,44 @@ fn a_rollback_brings_the_old_rows_back() {
         assert_eq!(car.score(&car.pairs[..1]), 1);
         // Keys that only the first generation has come back uncached.
         assert!(car.missed(1) <= 0.05, "{kind:?}");
+    }
+}
+
+/// A sparse base has a page for each key, so the page alone says that an added row is gone again.
+#[test]
+fn a_rollback_takes_away_the_rows_that_a_delta_only_added() {
+    for kind in kinds().filter(|kind| kind.changes_keys) {
+        let car = Car::new(Versions::of(kind, &[84], 40, 9));
+        let [before, after] = [0, 1].map(|generation| &car.versions.rows[generation][1]);
+        assert!(before.keys().all(|key| after.contains_key(key)) && before.len() < after.len());
+        let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        let two = car.flash(&car.versions.deltas[1]);
+        for (to, generation) in [(&two, 2), (&one, 1), (&two, 2)] {
+            car.swap(to);
+            car.score_everything();
+            assert_eq!(car.score(&car.pairs[..1]), generation);
+        }
+    }
+}
+
+/// A follower serves release 3, which leads from release 1 as release 2 does. It then finds release
+/// 2 live, and has not seen the rollback to release 1.
+#[test]
+fn a_lower_release_of_another_branch_brings_its_own_rows() {
+    for kind in kinds() {
+        let mut versions = Versions::of(kind, &[12, 12], 2000, 63);
+        versions.rows[2] = versions.rows[0].clone();
+        let car = Car::new(versions);
+        let branch = tempfile::tempdir().unwrap();
+        copy(car.folder.path(), branch.path());
+        let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        car.score_everything();
+        car.swap(&car.flash(&car.versions.over(&one, 3, 1)));
+        car.score_everything();
+        assert_eq!(car.score(&car.pairs[..1]), 3);
+        car.swap(&install(branch.path(), &car.versions.deltas[1]));
+        car.score_everything();
+        assert_eq!(car.score(&car.pairs[..1]), 2);
     }
 }
 

@@ -31,6 +31,7 @@ use hatchback_kernels::cuda::HostMemory;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::MissList;
+use std::cmp::Ordering;
 use std::ops::Range;
 use std::sync::{Arc, RwLockReadGuard};
 use std::time::Duration;
@@ -68,17 +69,37 @@ impl Scores<'_> {
 /// samples to `best` and returns them, best first. Of equal scores the first is better. Returns
 /// fewer than `best` has room for if there are fewer samples.
 pub fn top_k<'b>(scores: &[f32], outputs: usize, column: usize, best: &'b mut [u32]) -> &'b [u32] {
-    let score = |sample: u32| scores[sample as usize * outputs + column];
-    let mut count = 0;
-    for sample in 0..(scores.len() / outputs.max(1)) as u32 {
-        let place = best[..count].partition_point(|better| score(*better) >= score(sample));
-        if place < best.len() {
-            count = best.len().min(count + 1);
-            best[place..count].rotate_right(1);
-            best[place] = sample;
+    // The sum makes a zero of a negative zero, which is as good.
+    let score = |sample: u32| scores[sample as usize * outputs + column] + 0.0;
+    let order = |a: &u32, b: &u32| score(*b).total_cmp(&score(*a)).then(a.cmp(b));
+    let samples = (scores.len() / outputs.max(1)) as u32;
+    let count = best.len().min(samples as usize);
+    let best = &mut best[..count];
+    best.iter_mut().zip(0..).for_each(|(place, sample)| *place = sample);
+
+    // A heap with the worst at its root. A sorted list would move all its samples for a better one.
+    (0..count / 2).rev().for_each(|root| sift_down(best, root, order));
+    for sample in count as u32..samples {
+        if let Some(worst) = best.first_mut().filter(|worst| order(&sample, worst).is_lt()) {
+            *worst = sample;
+            sift_down(best, 0, order);
         }
     }
-    &best[..count]
+    best.sort_unstable_by(order);
+    best
+}
+
+/// Moves the sample at `at` of a heap down until no worse one is below it.
+fn sift_down(heap: &mut [u32], mut at: usize, order: impl Fn(&u32, &u32) -> Ordering) {
+    loop {
+        let children = (2 * at + 1..heap.len()).take(2);
+        let Some(worst) = children.max_by(|a, b| order(&heap[*a], &heap[*b])) else { return };
+        if order(&heap[at], &heap[worst]).is_gt() {
+            return;
+        }
+        heap.swap(at, worst);
+        at = worst;
+    }
 }
 
 /// Scores of one batch, which may hold several requests. A caller reads one request at a time.
@@ -90,12 +111,18 @@ pub struct BatchScores<'a> {
     statuses: &'a [LookupStatus],
     outputs: usize,
     generation: &'a Arc<Generation>,
+    filled_since: u64,
 }
 
 impl<'a> BatchScores<'a> {
     /// Returns the generation that computed the scores.
     pub fn generation(&self) -> &Arc<Generation> {
         self.generation
+    }
+
+    /// Returns the first version of the live model that fills requests as the one that scored.
+    pub(crate) fn filled_since(&self) -> u64 {
+        self.filled_since
     }
 
     /// Returns the scores of the request that has `samples` of the batch.
@@ -122,6 +149,7 @@ pub struct Worker {
 struct ModelState {
     /// The version of the live model that the worker has seen last.
     version: u64,
+    filled_since: u64,
     users: Arc<()>,
     model: Arc<Model>,
     /// Dropped before the fetcher: the drop waits for inserts, which read rows staged there.
@@ -299,6 +327,7 @@ impl ModelState {
         };
         Self {
             version: current.version,
+            filled_since: current.filled_since,
             users: Arc::clone(&current.users),
             backend,
             fetcher: RowFetcher::new(&model, misses, live.new_table_counters(), clock),
@@ -335,6 +364,7 @@ impl ModelState {
             self.fetcher.forget_generation();
             self.model = Arc::clone(&current.model);
         }
+        self.filled_since = current.filled_since;
         // Last: the swap then frees what was retired.
         (self.version, self.users) = (current.version, Arc::clone(&current.users));
     }
@@ -345,7 +375,8 @@ impl ModelState {
         let values = &mut self.scores[..samples * outputs];
         self.backend.run_dense(samples, values)?;
         let (statuses, generation) = (&self.statuses[..samples], self.model.generation());
-        Ok(BatchScores { values, statuses, outputs, generation })
+        let filled_since = self.filled_since;
+        Ok(BatchScores { values, statuses, outputs, generation, filled_since })
     }
 
     /// Looks the batch up, fetches the missing rows and pools the bags that waited for them.
