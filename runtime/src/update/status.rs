@@ -130,10 +130,10 @@ mod tests {
         };
         // The publisher revokes the release, or lists a newer one.
         for (newest, state) in [(2, UpdateState::Failed), (1, UpdateState::Idle)] {
-            let fetch = FetchStatus { newest: Some(newest), ..FetchStatus::default() };
-            let mut idle = UpdateEvent { state: UpdateState::Idle, ..UpdateEvent::default() };
-            idle.order = 9;
-            let fetch = FetchStatus { history: vec![idle], ..fetch };
+            let (at, note, release) = (0, None, None);
+            let idle = UpdateEvent { order: 9, at, state: UpdateState::Idle, release, note };
+            let history = vec![idle];
+            let fetch = FetchStatus { newest: Some(newest), history, ..FetchStatus::default() };
             let status = UpdateStatus::merge(fetch, install.clone(), None);
             assert_eq!((status.state, status.error.is_some()), (state, newest == 2));
         }
