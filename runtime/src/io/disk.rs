@@ -308,8 +308,8 @@ fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Opens the lock file at `path` and replaces anything else that is there. `flock` asks for no right
-/// to write, so only those who may write the file may open it.
+/// Opens the lock file at `path` and replaces anything else that is there. `flock` asks for no
+/// right to write, so only those who may write the file may open it.
 fn open_lock(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).write(true).mode(0o666 & !OTHERS_READ);

@@ -365,8 +365,8 @@ impl Maintenance {
     }
 
     /// Merges some pages, and finishes the compaction after the last ones. A table whose merge
-    /// fails is skipped for [`MERGE_PAUSE`]. After damage it is skipped until the live state changes
-    /// or the process restarts. The pages merged so far stay on flash for the next attempt.
+    /// fails is skipped for [`MERGE_PAUSE`]. After damage it is skipped until the live state
+    /// changes or the process restarts. The pages merged so far stay on flash for the next attempt.
     fn merge(
         &mut self,
         mut compaction: Compaction,

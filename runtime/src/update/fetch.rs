@@ -169,8 +169,8 @@ impl Updater {
         self.status()
     }
 
-    /// Returns the bytes of `bytes_per_day_max` that a fetch may still receive at `now`. If none are
-    /// left, stores the time: after a clock that was ahead, the stored times count the day.
+    /// Returns the bytes of `bytes_per_day_max` that a fetch may still receive at `now`. If none
+    /// are left, stores the time: after a clock that was ahead, the stored times count the day.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be written.
