@@ -371,7 +371,7 @@ fn the_watchdog_is_fed_and_counts_as_no_request() {
     let metrics = Client::connect(&serving.socket).unwrap().get("/metrics").unwrap().body;
     let metrics = String::from_utf8(metrics).unwrap();
     let mut counts = metrics.lines().filter(|l| l.starts_with("hatchback_pipeline_requests_total"));
-    assert!(counts.next().unwrap().ends_with(" 0"), "the watchdog is no caller: {metrics}");
+    assert!(counts.next().unwrap().ends_with(" 0.0"), "the watchdog is no caller: {metrics}");
     drop(serving);
     while next() != "STOPPING=1" {}
 }
