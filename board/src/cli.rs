@@ -22,7 +22,7 @@ use std::str::FromStr;
 /// When the machine is too hot or draws too much power (section `shed` of the target), maintenance
 /// of the flash waits first. Then one request at a time is served, and the others receive `busy`.
 ///
-/// Under systemd, the daemon feeds the watchdog only while each model scores a sample.
+/// Under systemd, the daemon feeds the watchdog only while each model's workers look for work.
 #[derive(Debug, Parser)]
 #[command(
     name = "hatchbackd",

@@ -352,7 +352,7 @@ fn a_hot_machine_serves_one_at_a_time_and_says_busy() {
 }
 
 #[test]
-fn the_watchdog_is_fed_while_models_score() {
+fn the_watchdog_is_fed_and_counts_as_no_request() {
     let machine = Machine::new("cpu", "").with_model();
     let place = machine.path("notify");
     let notifications = UnixDatagram::bind(&place).unwrap();
@@ -368,6 +368,10 @@ fn the_watchdog_is_fed_while_models_score() {
     for _ in 0..3 {
         assert_eq!(next(), "WATCHDOG=1");
     }
+    let metrics = Client::connect(&serving.socket).unwrap().get("/metrics").unwrap().body;
+    let metrics = String::from_utf8(metrics).unwrap();
+    let mut counts = metrics.lines().filter(|l| l.starts_with("hatchback_pipeline_requests_total"));
+    assert!(counts.next().unwrap().ends_with(" 0.0"), "the watchdog is no caller: {metrics}");
     drop(serving);
     while next() != "STOPPING=1" {}
 }

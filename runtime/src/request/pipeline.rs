@@ -197,6 +197,12 @@ impl Pipeline {
         self.live.table_counts()
     }
 
+    /// Wakes the workers. Returns how often workers that can score have looked for work. A later
+    /// call returns another number, unless all of them hang or their GPU failed.
+    pub fn turns(&self) -> u64 {
+        self.workers.queue.turns()
+    }
+
     /// Returns the statistics since the current model was opened or swapped in.
     pub fn stats(&self) -> Stats {
         self.workers.queue.stats()

@@ -74,6 +74,8 @@ struct Queue {
     changes: u64,
     /// Whether a caller's thread left requests to a worker, and no worker has called `next` since.
     is_left: bool,
+    /// Calls of `next` by workers that can score.
+    turns: u64,
     stats: Stats,
 }
 
@@ -113,6 +115,7 @@ impl RequestQueue {
             is_closing: false,
             changes: 0,
             is_left: false,
+            turns: 0,
             stats: Stats::default(),
         };
         Self {
@@ -216,6 +219,14 @@ impl RequestQueue {
         // can leave it.
         lock(&self.queue).changes += 1;
         self.work.notify_all();
+    }
+
+    /// Wakes the workers. Returns how often workers that can score have looked for work.
+    pub fn turns(&self) -> u64 {
+        // Before the wake: the turns that it brings are for the next call.
+        let turns = lock(&self.queue).turns;
+        self.wake();
+        turns
     }
 
     /// Starts the statistics anew.
@@ -369,6 +380,7 @@ impl RequestQueue {
     pub fn next(&self, state: &mut WorkerState) -> Next {
         let WorkerState { worker, counted, keys, in_flight, .. } = state;
         let mut queue = lock(&self.queue);
+        queue.turns += u64::from(worker.failure().is_none());
         self.count(&mut queue, worker, counted);
         if in_flight.is_prefetching && worker.deferred_len() == 0 {
             (in_flight.is_prefetching, queue.prefetching) = (false, 0);

@@ -132,6 +132,11 @@ impl Served {
         self.with(|p| p.prefetch(feature, keys)).unwrap_or(0)
     }
 
+    /// Wakes the workers and returns their turns, as [`Pipeline::turns`] does.
+    pub fn turns(&self) -> Option<u64> {
+        self.with(Pipeline::turns)
+    }
+
     /// Returns the statistics since the model was loaded or swapped.
     pub fn stats(&self) -> Option<Stats> {
         self.with(Pipeline::stats)

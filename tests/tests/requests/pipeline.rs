@@ -371,6 +371,38 @@ fn a_greedy_caller_starves_no_other() {
     assert_eq!(pipeline.stats().busy, 0);
 }
 
+/// The watchdog looks at turns. They need no request, stop while every worker hangs, and count
+/// neither as requests nor as faults.
+#[test]
+fn workers_take_turns_until_all_of_them_hang() {
+    let (fixture, gate) = (Fixture::new(MissPolicy::Wait), Arc::new(Gate::default()));
+    let budget = Budget { workers: 2, ..Budget::default() };
+    let pipeline = fixture.open(budget, gate.clone());
+    let wait_for_a_turn = || {
+        let before = pipeline.turns();
+        while pipeline.turns() == before {
+            std::thread::yield_now();
+        }
+    };
+    wait_for_a_turn();
+    assert_eq!((pipeline.stats().requests, pipeline.stats().failed), (0, 0));
+
+    gate.set_closed(true);
+    let samples = fixture.known(0, 1);
+    let tickets = [1, 2].map(|taken| {
+        let ticket = submit(&pipeline, &samples, None).unwrap();
+        while pipeline.stats().requests < taken {
+            std::thread::yield_now();
+        }
+        ticket
+    });
+    let hanging = pipeline.turns();
+    assert_eq!(pipeline.turns(), hanging);
+    gate.set_closed(false);
+    wait_for_a_turn();
+    tickets.iter().for_each(|ticket| check(ticket, &fixture.reference, &samples));
+}
+
 #[test]
 fn a_dropped_ticket_frees_its_slot() {
     let fixture = Fixture::new(MissPolicy::Deadline);
