@@ -31,6 +31,7 @@ use hatchback_kernels::cuda::HostMemory;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::MissList;
+use std::cmp::Ordering;
 use std::ops::Range;
 use std::sync::{Arc, RwLockReadGuard};
 use std::time::Duration;
@@ -68,17 +69,37 @@ impl Scores<'_> {
 /// samples to `best` and returns them, best first. Of equal scores the first is better. Returns
 /// fewer than `best` has room for if there are fewer samples.
 pub fn top_k<'b>(scores: &[f32], outputs: usize, column: usize, best: &'b mut [u32]) -> &'b [u32] {
-    let score = |sample: u32| scores[sample as usize * outputs + column];
-    let mut count = 0;
-    for sample in 0..(scores.len() / outputs.max(1)) as u32 {
-        let place = best[..count].partition_point(|better| score(*better) >= score(sample));
-        if place < best.len() {
-            count = best.len().min(count + 1);
-            best[place..count].rotate_right(1);
-            best[place] = sample;
+    // The sum makes a zero of a negative zero, which is as good.
+    let score = |sample: u32| scores[sample as usize * outputs + column] + 0.0;
+    let order = |a: &u32, b: &u32| score(*b).total_cmp(&score(*a)).then(a.cmp(b));
+    let samples = (scores.len() / outputs.max(1)) as u32;
+    let count = best.len().min(samples as usize);
+    let best = &mut best[..count];
+    best.iter_mut().zip(0..).for_each(|(place, sample)| *place = sample);
+
+    // A heap with the worst at its root. A sorted list would move all its samples for a better one.
+    (0..count / 2).rev().for_each(|root| sift_down(best, root, order));
+    for sample in count as u32..samples {
+        if let Some(worst) = best.first_mut().filter(|worst| order(&sample, worst).is_lt()) {
+            *worst = sample;
+            sift_down(best, 0, order);
         }
     }
-    &best[..count]
+    best.sort_unstable_by(order);
+    best
+}
+
+/// Moves the sample at `at` of a heap down until no worse one is below it.
+fn sift_down(heap: &mut [u32], mut at: usize, order: impl Fn(&u32, &u32) -> Ordering) {
+    loop {
+        let children = (2 * at + 1..heap.len()).take(2);
+        let Some(worst) = children.max_by(|a, b| order(&heap[*a], &heap[*b])) else { return };
+        if order(&heap[at], &heap[worst]).is_gt() {
+            return;
+        }
+        heap.swap(at, worst);
+        at = worst;
+    }
 }
 
 /// Scores of one batch, which may hold several requests. A caller reads one request at a time.
