@@ -122,6 +122,8 @@ fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> Optio
 /// The outputs that the answer will contain.
 struct View {
     id: String,
+    /// Empty for the version that answers.
+    version: String,
     layout: Arc<Layout>,
     wants: Wants,
     top_k: Option<usize>,
@@ -171,7 +173,8 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         let batch_max = model.budget().batch_max as usize;
         let differences = fill(batch, &layout, &order.tensors, batch_max, memory)?;
         let (id, top_k) = (order.id.clone().into_owned(), order.top_k);
-        view = Some(View { id, layout, wants, top_k, differences });
+        let version = order.version.to_owned();
+        view = Some(View { id, version, layout, wants, top_k, differences });
         Ok::<(), Problem>(())
     });
     let queued = queued.map_err(|e| match e {
@@ -219,6 +222,8 @@ impl Submitted<'_> {
         let done = Instant::now();
 
         let answer = ticket.wait()?;
+        // A swap may have come after the check in `submit`.
+        describe::check_version(&call.model, answer.generation().sequence, &view.version)?;
         let statuses = answer.scores().statuses;
         let (samples, late) = (statuses.len(), statuses.iter().filter(|s| s.late).count());
         let ranked = view.top_k.map(|k| k.min(samples));

@@ -44,10 +44,19 @@ pub fn server() -> ServerMetadataResponse {
 pub fn version(served: &Served, version: &str) -> Result<Arc<Model>, Problem> {
     let name = served.name();
     let model = served.model().ok_or_else(|| not_served(name))?;
-    if version.is_empty() || version == version_of(&model) {
-        return Ok(model);
+    check_version(name, model.generation().sequence, version)?;
+    Ok(model)
+}
+
+/// Checks that the `sequence` of the generation of model `name` is `version`, if one is given.
+///
+/// # Errors
+/// `version` is another one.
+pub fn check_version(name: &str, sequence: u64, version: &str) -> Result<(), Problem> {
+    if version.is_empty() || version == sequence.to_string() {
+        return Ok(());
     }
-    let (sequence, version) = (version_of(&model), Shortened(version));
+    let version = Shortened(version);
     let message = format!("model `{name}` serves version {sequence}, not `{version}`");
     Err(Problem::new(Code::NotFound, message))
 }

@@ -1,21 +1,26 @@
 //! What every caller may read: the status page, and the metrics that dashboard and alerts use.
 
-use hatchback::Program;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
+use hatchback::maintenance::share::Urgency;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::explain;
+use hatchback::{Program, Serving};
 use hatchback_bench::daemon::caller::{Caller, Outcome, on_event_loop};
 use hatchback_server::ModelFolder;
 use hatchback_server::proto::{ModelInferRequest, ModelInferResponse};
 use hatchback_tests::client::Client;
 use hatchback_tests::front_door::{FrontDoor, TOKEN, serving};
-use hatchback_tests::models::install_spec;
+use hatchback_tests::models::{install, install_spec};
+use hatchback_tests::versions::{Kind, Versions};
 use hyper::body::Bytes;
 use prost::Message;
-use serde_json::Value;
+use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io::Write;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const ALERTS: &str = include_str!("../../../server/monitoring/alerts.yml");
@@ -56,6 +61,52 @@ pub fn infer(door: &FrontDoor, request: &ModelInferRequest) -> Result<ModelInfer
         Outcome::Answered(bytes) => Ok(ModelInferResponse::decode(bytes.slice(5..)).unwrap()),
         Outcome::Refused(refusal) => Err(refusal.message),
     }
+}
+
+/// A caller asks for version 1 while version 2 replaces it. No answer has scores of version 2.
+#[test]
+fn a_version_that_the_caller_names_answers_or_nothing_does() {
+    let versions = Versions::of(Kind::default(), &[12], 100, 3);
+    let (folder, budget) = (tempfile::tempdir().unwrap(), Budget::default());
+    let flash = install(folder.path(), &versions.snapshots[0]);
+    let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default())).stepped();
+    let served = serving.load("m", &flash, budget).unwrap();
+    let door = FrontDoor::open(serving, None).unwrap();
+
+    let input =
+        |name: &str| json!({"name": name, "datatype": "INT64", "shape": [1, 1], "data": [0]});
+    let body = json!({"inputs": [input("f0"), input("f1")]}).to_string();
+    let is_waiting = || served.stats().is_some_and(|stats| stats.waiting > 0);
+    let answers = std::thread::scope(|scope| {
+        let asking = RefCell::new(Vec::new());
+        let ask = |urgency| {
+            if urgency == Urgency::Awaited && !is_waiting() {
+                asking
+                    .borrow_mut()
+                    .push(scope.spawn(|| post(&door, "/v2/models/m/versions/1/infer", &body)));
+                while !is_waiting() {
+                    std::thread::yield_now();
+                }
+            }
+        };
+        // The request that finds its rows, so that the swap has cached rows to remove.
+        ask(Urgency::Awaited);
+        while served.step() {}
+        door.serving.swap("m", &install(folder.path(), &versions.deltas[1]), budget, &ask).unwrap();
+        while served.step() {}
+        asking.into_inner().into_iter().map(|asked| asked.join().unwrap()).collect::<Vec<_>>()
+    });
+    for (code, answer) in &answers {
+        match code {
+            200 => assert_eq!(answer["model_version"], "1"),
+            _ => assert_eq!(
+                (*code, &answer["error"]),
+                (404, &json!("model `m` serves version 2, not `1`"))
+            ),
+        }
+    }
+    let codes = answers.iter().map(|(code, _)| *code).collect::<BTreeSet<_>>();
+    assert_eq!(codes, BTreeSet::from([200, 404]));
 }
 
 #[test]
