@@ -51,7 +51,7 @@ pub fn closed(what: &str) -> Refusal {
 impl From<RequestError> for Refusal {
     fn from(e: RequestError) -> Self {
         let outcome = match e {
-            RequestError::Busy(_) => Outcome::Busy,
+            RequestError::Busy(_) | RequestError::Replaced => Outcome::Busy,
             RequestError::NotFinite(_) => Outcome::NotFinite,
             RequestError::DeadlineExceeded => Outcome::DeadlineExceeded,
             RequestError::NotServed => Outcome::Closed,

@@ -141,7 +141,7 @@ impl From<BatchError> for Problem {
 impl From<RequestError> for Problem {
     fn from(e: RequestError) -> Self {
         let code = match &e {
-            RequestError::Busy(_) => Code::Busy,
+            RequestError::Busy(_) | RequestError::Replaced => Code::Busy,
             RequestError::NotServed => Code::NotFound,
             RequestError::DeadlineExceeded => Code::Late,
             // A caller whose values pass the checks cannot prevent it, so an alert must see it.

@@ -56,6 +56,10 @@ pub enum RequestError {
     /// Every slot is taken. The request was not queued; the caller may retry.
     #[error("busy: all {0} request slots are taken")]
     Busy(usize),
+    /// A swap came before the request was scored, and the new generation fills missing values or
+    /// makes keys in another way. The caller may retry.
+    #[error("busy: an update has changed how values are read; send the request again")]
+    Replaced,
     /// The request does not fit the model, or the worker could not score it.
     #[error(transparent)]
     Score(Arc<ScoreError>),

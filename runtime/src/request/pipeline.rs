@@ -175,10 +175,9 @@ impl Pipeline {
         deadline: Option<Duration>,
         fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
     ) -> Result<Queued, E> {
-        let model = self.live.model();
-        // A swap may replace `model` before the request is scored. A batch of the old model then
-        // has the new one's shape, or is answered with an error (`check.rs`).
-        let slot = self.workers.queue.submit(deadline, |batch| fill(&model, batch))?;
+        // A swap may replace the model before the request is scored. A batch of the old model then
+        // has the new one's shape and values, or is answered with an error.
+        let slot = self.workers.queue.submit(deadline, fill)?;
         Ok(Queued(Ticket { workers: Arc::clone(&self.workers), slot, deadline }))
     }
 
@@ -325,7 +324,8 @@ impl Ticket {
     /// # Errors
     /// [`RequestError::DeadlineExceeded`] if there are no scores in time. [`RequestError::Score`]
     /// if the worker could not score the batch. [`RequestError::NotFinite`] if a score of the
-    /// request is not a number. [`RequestError::Panicked`] if the worker panicked.
+    /// request is not a number. [`RequestError::Replaced`] if a swap came before the worker.
+    /// [`RequestError::Panicked`] if the worker panicked.
     pub fn wait(&self) -> Result<Answer<'_>, RequestError> {
         self.workers.queue.wait(self.slot, self.deadline).map(|request| Answer { request })
     }

@@ -12,6 +12,7 @@ use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::limits::{CALLER_SCORE_US_MAX, DEADLINE_WAIT_US, PREFETCH_MAX, SLOTS_MAX};
 use crate::locks::lock;
+use crate::model::Model;
 use crate::request::error::RequestError;
 use crate::request::slot::{Request, Slot};
 use crate::request::worker::live_model::LiveModel;
@@ -140,17 +141,19 @@ impl RequestQueue {
         self.clock.now()
     }
 
-    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot. Does
-    /// not notify a worker. If `fill` fails, returns its error, and the slot is free again.
+    /// Queues a request in a free slot, whose empty batch `fill` fills for the live model. Returns
+    /// the slot and notifies no worker. If `fill` fails, returns its error, and the slot is free.
     pub fn submit<E: From<RequestError>>(
         &self,
         deadline: Option<Duration>,
-        fill: impl FnOnce(&mut Batch) -> Result<(), E>,
+        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
     ) -> Result<u16, E> {
+        // In this order: a swap in between makes the version too low, never too high.
+        let (version, model) = (self.live.version(), self.live.model());
         let taken = self.take_slot().ok_or(RequestError::Busy(self.slots.len()))?;
         // `fill` may decode a whole message, so it runs without the lock of the queue. Other
         // callers and the workers go on meanwhile.
-        let samples = self.slots[usize::from(taken.slot)].begin(fill)?;
+        let samples = self.slots[usize::from(taken.slot)].begin(|batch| fill(&model, batch))?;
         let slot = taken.keep();
 
         // A request with a deadline has no time to wait for others.
@@ -161,7 +164,7 @@ impl RequestQueue {
         queue.samples += samples;
         let samples = samples as u32;
         let needs_thread = false;
-        let request = Waiting { slot, samples, deadline, ready_at, needs_thread };
+        let request = Waiting { slot, samples, deadline, version, ready_at, needs_thread };
         assert!(queue.waiting.push_back(request).is_ok(), "the queue has room for every slot");
         Ok(slot)
     }

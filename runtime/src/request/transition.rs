@@ -78,7 +78,8 @@ pub(crate) fn run(
     let switched = removed.and_then(|removed| {
         // Lookups wait for the rows.
         patches.iter().for_each(|patch| patch.prefetch(model.backend()));
-        let successor = Successor { model: Arc::clone(&model), backends };
+        let fills_alike = old.schema().fills_as(model.schema());
+        let successor = Successor { model: Arc::clone(&model), fills_alike, backends };
         let write = || residents.write();
         let (users, pause) = outside_idle_class(|| live.switch(successor, clock, write))?;
         Ok((removed, users, pause))

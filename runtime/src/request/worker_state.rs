@@ -16,6 +16,8 @@ pub struct Waiting {
     pub slot: u16,
     pub samples: u32,
     pub deadline: Option<Duration>,
+    /// The version of the live model, or an earlier one, that filled the request.
+    pub version: u64,
     /// Until this time the request waits for others that can be batched with it.
     pub ready_at: Duration,
     /// Whether only a worker's thread may score it, because a caller's thread found a missing row.

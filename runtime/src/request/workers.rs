@@ -206,6 +206,9 @@ impl Workers {
                     let samples = start..start + r.samples as usize;
                     start = samples.end;
                     match all.request(samples) {
+                        _ if r.version < all.filled_since() => {
+                            queue.fail(r.slot, RequestError::Replaced, false);
+                        }
                         Ok(scores) => queue.finish(r.slot, Ok(()), |request| {
                             request.generation = Arc::clone(all.generation());
                             request.scores[..scores.values.len()].copy_from_slice(scores.values);

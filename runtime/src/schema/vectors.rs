@@ -52,6 +52,13 @@ impl Schema {
             && self.lookups == other.lookups
     }
 
+    /// Returns whether both fill missing values and make keys alike.
+    pub(crate) fn fills_as(&self, other: &Self) -> bool {
+        let [missing, of_other] = [self, other].map(|s| s.dense_features.iter().map(|d| d.missing));
+        let [keys, keys_of_other] = [self, other].map(|s| s.features.iter().map(|f| &f.key));
+        missing.eq(of_other) && keys.eq(keys_of_other)
+    }
+
     /// Returns the largest number of keys of one sample.
     pub fn keys_max(&self) -> usize {
         self.features.iter().filter(|f| !f.retired).map(|f| f.hotness_max as usize).sum()

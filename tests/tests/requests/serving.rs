@@ -6,20 +6,24 @@ use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::compact::Compaction;
+use hatchback::maintenance::share::Urgency;
+use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::explain::{ExplainError, explain_served};
 use hatchback::request::open::NextNetwork;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
+use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install, install_on,
 };
+use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::Versions;
-use hatchback_tools::pack::spec::CodecChoice;
+use hatchback_tools::pack::spec::{CodecChoice, DenseSpec};
 use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
@@ -294,6 +298,61 @@ fn an_update_may_change_the_tables_of_a_feature() {
         let dropped = serving.swap("m", &flash, budget(), &|_| {}).unwrap().dropped;
         assert_eq!(dropped == slots, next == 2, "{dropped} of {slots}");
         assert_eq!(score(&serving, "m", &schema, &samples, &made), next as u64 + 1);
+    }
+}
+
+/// A request that a swap overtakes has the values of the old schema. The new generation answers it
+/// only if it fills a missing value alike.
+#[test]
+fn no_answer_mixes_the_values_of_one_generation_with_the_scores_of_another() {
+    for fills in [[1.5, 1.5], [1.5, -2.5]] {
+        let make = |sequence: u64| {
+            let (plan, fill) = (plan(sequence), fills[sequence as usize - 1]);
+            let mut spec = plan.spec();
+            let (name, missing) = ("d0".to_owned(), Some(fill));
+            let dense = DenseSpec::Table { name, missing, shared: false, retired: false };
+            spec.dense_features[0] = dense;
+            plan.pack_spec(&spec, onnx::concat)
+        };
+        let packed = [make(1), make(2)];
+        let two = Reference::new(&packed[1].schema, &packed[1].rows);
+        let folder = tempfile::tempdir().unwrap();
+        let serving = serving(1 << 30).stepped();
+        let flash = install(folder.path(), &packed[0].bundle);
+        let served = serving.load("m", &flash, budget()).unwrap();
+
+        let sample = Sample { dense: vec![f32::NAN, 0.5], ..plan(1).sample(3) };
+        let submit = || {
+            let push = |model: &Model, batch: &mut Batch| {
+                batch.push(model.schema(), &sample).map_err(|e| panic!("{e}"))
+            };
+            served.submit_with::<RequestError>(None, push).unwrap()
+        };
+        let waiting = RefCell::new(submit());
+        while served.step() {}
+        let submit_again = |urgency| {
+            if urgency == Urgency::Awaited {
+                waiting.replace(submit());
+            }
+        };
+        serving
+            .swap("m", &install(folder.path(), &packed[1].bundle), budget(), &submit_again)
+            .unwrap();
+        while served.step() {}
+
+        match waiting.into_inner().wait() {
+            Ok(answer) => {
+                assert_eq!(answer.generation().sequence, 2);
+                assert_eq!(fills[0], fills[1], "the fill is that of generation 1");
+                let filled = Sample { dense: vec![fills[1], 0.5], ..sample.clone() };
+                assert!(same_bits(answer.scores().values, &two.output(&filled)));
+            }
+            Err(e) => {
+                assert!(matches!(e, RequestError::Replaced), "{e}");
+                assert_ne!(fills[0], fills[1]);
+            }
+        }
+        assert_eq!(served.stats().unwrap().failed, 0);
     }
 }
 

@@ -49,6 +49,8 @@ pub(crate) struct LiveModel {
 pub(crate) struct Current {
     pub model: Arc<Model>,
     pub version: u64,
+    /// The first version whose model fills missing values and makes keys as this one does.
+    pub filled_since: u64,
     /// A reference count: each worker that has seen this version has a clone.
     pub users: Arc<()>,
     /// Backends that were made in advance for the workers that will move to this model.
@@ -58,6 +60,8 @@ pub(crate) struct Current {
 /// The new model for [`LiveModel::switch`].
 pub(crate) struct Successor {
     pub model: Arc<Model>,
+    /// Whether it fills missing values and makes keys as the model before it.
+    pub fills_alike: bool,
     /// One backend for each worker. A further worker makes its own.
     pub backends: Vec<WorkerBackend>,
 }
@@ -69,7 +73,7 @@ impl LiveModel {
         // A worker that leaves the model allocates nothing.
         let retired = Mutex::new(Vec::with_capacity(model.budget().workers as usize));
         Arc::new(Self {
-            current: RwLock::new(Current { model, version: 0, users, backends }),
+            current: RwLock::new(Current { model, version: 0, filled_since: 0, users, backends }),
             model: of_callers,
             version: AtomicU64::new(0),
             is_changing: AtomicBool::new(false),
@@ -187,6 +191,11 @@ impl LiveModel {
         // Freed after the pause.
         let _unused = std::mem::replace(&mut current.backends, Mutex::new(to.backends));
         current.version += 1;
+        if !to.fills_alike {
+            current.filled_since = current.version;
+        }
+        // After `model`: a caller that reads the version first fills its request by that model, or
+        // by a later one.
         self.version.store(current.version, Ordering::Release);
         let users = std::mem::take(&mut current.users);
         drop(current);

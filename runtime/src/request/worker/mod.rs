@@ -111,12 +111,18 @@ pub struct BatchScores<'a> {
     statuses: &'a [LookupStatus],
     outputs: usize,
     generation: &'a Arc<Generation>,
+    filled_since: u64,
 }
 
 impl<'a> BatchScores<'a> {
     /// Returns the generation that computed the scores.
     pub fn generation(&self) -> &Arc<Generation> {
         self.generation
+    }
+
+    /// Returns the first version of the live model that fills requests as the one that scored.
+    pub(crate) fn filled_since(&self) -> u64 {
+        self.filled_since
     }
 
     /// Returns the scores of the request that has `samples` of the batch.
@@ -143,6 +149,7 @@ pub struct Worker {
 struct ModelState {
     /// The version of the live model that the worker has seen last.
     version: u64,
+    filled_since: u64,
     users: Arc<()>,
     model: Arc<Model>,
     /// Dropped before the fetcher: the drop waits for inserts, which read rows staged there.
@@ -320,6 +327,7 @@ impl ModelState {
         };
         Self {
             version: current.version,
+            filled_since: current.filled_since,
             users: Arc::clone(&current.users),
             backend,
             fetcher: RowFetcher::new(&model, misses, live.new_table_counters(), clock),
@@ -356,6 +364,7 @@ impl ModelState {
             self.fetcher.forget_generation();
             self.model = Arc::clone(&current.model);
         }
+        self.filled_since = current.filled_since;
         // Last: the swap then frees what was retired.
         (self.version, self.users) = (current.version, Arc::clone(&current.users));
     }
@@ -366,7 +375,8 @@ impl ModelState {
         let values = &mut self.scores[..samples * outputs];
         self.backend.run_dense(samples, values)?;
         let (statuses, generation) = (&self.statuses[..samples], self.model.generation());
-        Ok(BatchScores { values, statuses, outputs, generation })
+        let filled_since = self.filled_since;
+        Ok(BatchScores { values, statuses, outputs, generation, filled_since })
     }
 
     /// Looks the batch up, fetches the missing rows and pools the bags that waited for them.
