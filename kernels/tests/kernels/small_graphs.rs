@@ -407,6 +407,8 @@ fn one_open_axis_follows_from_the_width_and_others_are_refused() {
     engine.run(1, &[vec![0.0; 4], y], &mut scores, &mut engine.scratch(1)).unwrap();
     assert_eq!(scores, [13.0]);
 
+    assert!(load_with(vec![open("N"), open("N"), four()], 12).is_ok());
+
     for (dim, width, problem) in [
         (vec![open("batch"), open("steps"), four()], 13, "`y` takes 12 values a sample, the sch"),
         (vec![open("steps"), open("batch"), four()], 12, "`y` with the batch, `batch`, on another"),

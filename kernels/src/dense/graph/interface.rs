@@ -66,14 +66,16 @@ fn sample_shape(
     output: &str,
     width: usize,
 ) -> Result<Vec<usize>, DenseError> {
-    let Some((_, axes)) = value.axes().split_first() else { return Ok(vec![width]) };
+    let Some((first, axes)) = value.axes().split_first() else { return Ok(vec![width]) };
     let name = value.name();
     let refuse = |form: String| Err(DenseError::Unsupported(format!("input `{name}` {form}")));
 
     // A time-major input has the batch on an inner axis, by the name that other first axes have.
     let outputs = graph.output.iter().filter(|value| value.name() == output);
     let firsts = graph.input.iter().chain(outputs).filter_map(|value| value.axes().first());
-    let mut batches = firsts.map(Dimension::dim_param).filter(|batch| !batch.is_empty());
+    // Some exporters name all open axes alike, and then the first one is the batch.
+    let is_other = |batch: &&str| !batch.is_empty() && *batch != first.dim_param();
+    let mut batches = firsts.map(Dimension::dim_param).filter(is_other);
     if let Some(batch) = batches.find(|batch| axes.iter().any(|a| a.dim_param() == *batch)) {
         return refuse(format!("with the batch, `{batch}`, on another axis than the first"));
     }
