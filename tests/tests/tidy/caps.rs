@@ -8,18 +8,18 @@ use std::path::{Path, PathBuf};
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 12] = [
-    ("kernels/src", 20_845),
+    ("kernels/src", 20_985),
     ("kernels/cuda", 2_780),
-    ("runtime/src", 20_170),
+    ("runtime/src", 20_670),
     ("link/src", 710),
-    ("server/src", 4_895),
-    ("board/src", 1_925),
-    ("capi/src", 950),
-    ("python/src", 516),
-    ("tools/src", 16_380),
-    ("tools/trainer/hatchback_trainer", 6_760),
+    ("server/src", 4_975),
+    ("board/src", 1_920),
+    ("capi/src", 955),
+    ("python/src", 518),
+    ("tools/src", 16_475),
+    ("tools/trainer/hatchback_trainer", 6_840),
     ("bench/src", 11_240),
-    ("tests/src", 6_265),
+    ("tests/src", 6_285),
 ];
 const WORDS_MAX: usize = 45_000;
 const TARGET_KEYS_MAX: usize = 42;
