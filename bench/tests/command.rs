@@ -38,11 +38,10 @@ fn the_page_explains_every_bench() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/benchmarks.md");
     let page = std::fs::read_to_string(page).unwrap();
     for bench in Cli::command().get_subcommands() {
-        let entry = format!("* [`{}`](", bench.get_name());
-        assert!(
-            page.contains(&entry),
-            "docs/benchmarks.md does not explain `{}`",
-            bench.get_name()
-        );
+        // Two benches have pages of their own.
+        let name = bench.get_name();
+        let entries = [format!("\n## `{name}`\n"), format!("[`{name}`](")];
+        let is_there = entries.iter().any(|entry| page.contains(entry));
+        assert!(is_there, "docs/benchmarks.md does not explain `{name}`");
     }
 }

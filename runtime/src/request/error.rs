@@ -80,14 +80,10 @@ pub enum RequestError {
 debug_as_display!(RequestError);
 
 impl RequestError {
-    /// Returns whether the GPU failed or the worker panicked. Neither is held against a release:
-    /// the same request may succeed on this car later.
+    /// Returns whether the GPU failed, which is not held against a release: the same request may
+    /// succeed on this car later.
     pub(crate) fn is_fault_of_car(&self) -> bool {
-        match self {
-            Self::Panicked => true,
-            Self::Score(e) => matches!(**e, ScoreError::Cuda(_)),
-            _ => false,
-        }
+        matches!(self, Self::Score(e) if matches!(**e, ScoreError::Cuda(_)))
     }
 }
 

@@ -36,7 +36,7 @@ pub struct Stats {
     pub busy: u64,
     /// Requests that a worker answered with an error, such as a score that is not a number.
     pub failed: u64,
-    /// Those of `failed` for which the GPU failed or the worker panicked.
+    /// Those of `failed` for which the GPU failed.
     pub failed_by_car: u64,
     /// Requests that ended without scores because their deadline had passed.
     pub expired: u64,

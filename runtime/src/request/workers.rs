@@ -205,7 +205,7 @@ impl Workers {
                 Ok(all) => {
                     let samples = start..start + r.samples as usize;
                     start = samples.end;
-                    match all.request(samples) {
+                    match all.request(samples.clone()) {
                         _ if r.version < all.filled_since() => {
                             queue.fail(r.slot, RequestError::Replaced, false);
                         }
@@ -215,7 +215,10 @@ impl Workers {
                             request.statuses[..scores.statuses.len()]
                                 .copy_from_slice(scores.statuses);
                         }),
-                        Err(e) => queue.fail(r.slot, e.into(), queue.is_current(all.generation())),
+                        Err(e) => {
+                            let is_current = queue.is_current(all.generation());
+                            queue.fail(r.slot, e.into(), is_current && !all.has_damage(samples));
+                        }
                     }
                 }
                 Err(None) => queue.exceed(r.slot),

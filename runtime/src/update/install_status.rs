@@ -142,7 +142,7 @@ pub struct Watched {
     pub faults: u64,
     /// Requests that took longer than the policy's `latency_us_p99_max`.
     pub slow: u64,
-    /// Requests that failed because the GPU failed or a worker panicked.
+    /// Requests that failed because the GPU failed.
     pub car_faults: u64,
 }
 

@@ -105,10 +105,12 @@ pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Prob
             |problem: String| ProbeFault::Release(format!("probe sample {number}: {problem}"));
         batch.clear();
         batch.push(model.schema(), sample).map_err(|e| wrong(e.to_string()))?;
-        let scores = worker.score(&batch, None).map_err(|e| wrong(e.to_string()))?;
-        if scores.status().damaged > 0 {
+        // A damaged row may make a score that is not a number.
+        let scored = worker.score_requests(&batch, None).map_err(|e| wrong(e.to_string()))?;
+        if scored.has_damage(0..1) {
             probed.damaged += 1;
         } else {
+            let scores = scored.request(0..1).map_err(|e| wrong(e.to_string()))?;
             probed.add(sample, scores.values).map_err(wrong)?;
         }
     }

@@ -37,7 +37,8 @@ impl Updater {
             let (status, install) = (self.status()?, self.install_status()?);
             match (status.state, install.error.clone()) {
                 (UpdateState::Committed, _) if install.offer != before.offer => {}
-                (UpdateState::Failed, _) => {
+                // What an earlier run reported is in the status.
+                (UpdateState::Failed, _) if install.history != before.history => {
                     let is_refused = status.release.as_ref().is_none_or(|r| install.is_refused(r));
                     let release = named(status.release);
                     let reason = status.error.unwrap_or_default();

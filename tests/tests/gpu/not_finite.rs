@@ -109,3 +109,24 @@ fn a_worker_names_the_sample_and_the_output() {
     assert!(matches!(error, ScoreError::NotFinite(_)));
     assert!(error.to_string().starts_with("sample 1: score[4] is inf, "), "{error}");
 }
+
+/// A default row takes the place of a damaged one, so the score says nothing of the release.
+#[test]
+fn a_request_that_uses_a_damaged_row_is_no_fault_of_the_release() {
+    let packed = model();
+    let directory = packed.install();
+    let segment = directory.join("g000000000001/t0000-0000.seg");
+    let mut bytes = std::fs::read(&segment).unwrap();
+    bytes[100] ^= 1;
+    std::fs::write(&segment, bytes).unwrap();
+
+    let flash = Flash::open(&disk::system(), &directory).unwrap();
+    let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default()));
+    let budget = Budget { cache_bytes_max: 1 << 20, ..Budget::default() };
+    serving.load(NAME, &flash, budget).unwrap();
+    let served = serving.get(NAME).unwrap();
+    let ticket = served.submit(&request(&packed, &[1.0, LARGE]), None).unwrap();
+    assert!(matches!(ticket.wait().err().unwrap(), RequestError::NotFinite(_)));
+    let stats = served.stats().unwrap();
+    assert_eq!((stats.failed, stats.counters.pages_damaged), (0, 1));
+}

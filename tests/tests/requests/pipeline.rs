@@ -452,7 +452,7 @@ fn a_panic_is_an_error_of_the_requests_in_flight_and_of_no_other() {
         assert!(matches!(second.wait().err().unwrap(), RequestError::Panicked));
         let stats = pipeline.stats();
         assert!(stats.failed > 2 * round as u64, "{stats:?}");
-        assert_eq!(stats.failed, stats.failed_by_car, "no fault of the release");
+        assert_eq!(stats.failed_by_car, 0, "a panic counts against the release");
 
         gate.panics.store(false, Ordering::Release);
         drop((first, second));

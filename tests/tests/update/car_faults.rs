@@ -190,8 +190,8 @@ fn a_power_cut_before_the_probation_is_recorded() {
     }
 }
 
-/// The flash has no room for either way to the next release. The pauses grow over both ways, and each
-/// byte is fetched once, also if the process starts again.
+/// The flash has no room for either way to the next release. The pauses grow over both ways, and
+/// each byte is fetched once, also if the process starts again.
 #[test]
 fn two_ways_that_fail_are_tried_ever_more_rarely() {
     let fleet = Fleet::new();

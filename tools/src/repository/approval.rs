@@ -68,7 +68,7 @@ pub fn withdraw(bundle: &Path) -> Result<()> {
     }
 }
 
-/// Checks that the bundle with the SHA-256 `manifest`, which was opened at the path `bundle`, passed
+/// Checks that the bundle with the SHA-256 `manifest`, which was opened at `bundle`, passed
 /// `policy`.
 ///
 /// # Errors

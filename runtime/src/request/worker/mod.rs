@@ -125,6 +125,12 @@ impl<'a> BatchScores<'a> {
         self.filled_since
     }
 
+    /// Returns whether one of `samples` of the batch uses a damaged row. A default row took its
+    /// place, so no score of the sample shows a fault of the generation.
+    pub(crate) fn has_damage(&self, samples: Range<usize>) -> bool {
+        self.statuses[samples].iter().any(|status| status.damaged > 0)
+    }
+
     /// Returns the scores of the request that has `samples` of the batch.
     ///
     /// # Errors
