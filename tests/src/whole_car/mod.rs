@@ -168,8 +168,10 @@ impl World {
         let is_later = live.is_some_and(is_later);
         let is_served = (live == Some(best) || is_later) && self.served() == live;
         let status = checks.status.as_ref();
-        let is_judged =
-            status.is_some_and(|s| matches!(s.state, UpdateState::Committed | UpdateState::Idle));
+        // The newest release may have been rejected.
+        let is_judged = status.is_some_and(|s| {
+            matches!(s.state, UpdateState::Committed | UpdateState::Idle | UpdateState::Failed)
+        });
         is_judged
             && (is_served || (is_ahead || is_later) && is_damaged)
             && (is_damaged || checks.fresh_answers >= FRESH_ANSWERS)
