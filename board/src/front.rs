@@ -114,8 +114,11 @@ impl NamedUpdater {
     fn status(&self) -> Option<(String, UpdateStatus)> {
         let status = self.updater.status().ok()?;
         let lineage = || {
-            let live = status.live.as_deref().unwrap_or_default();
-            live.split('@').next().unwrap_or_default().to_owned()
+            let live =
+                status.live.as_deref().and_then(|live| Some(live.split('@').next()?.to_owned()));
+            // The owner can consent to the first release.
+            let first = || Some(status.release.as_ref()?.generation.lineage.clone());
+            live.or_else(first).unwrap_or_default()
         };
         let name = if self.name.is_empty() { lineage() } else { self.name.clone() };
         Some((name, status))

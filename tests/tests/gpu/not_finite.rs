@@ -125,8 +125,9 @@ fn a_request_that_uses_a_damaged_row_is_no_fault_of_the_release() {
     let budget = Budget { cache_bytes_max: 1 << 20, ..Budget::default() };
     serving.load(NAME, &flash, budget).unwrap();
     let served = serving.get(NAME).unwrap();
+    let ticket = served.submit(&request(&packed, &[1.0, 2.0]), None).unwrap();
+    assert_eq!(ticket.wait().unwrap().scores().status().damaged, 1);
     let ticket = served.submit(&request(&packed, &[1.0, LARGE]), None).unwrap();
     assert!(matches!(ticket.wait().err().unwrap(), RequestError::NotFinite(_)));
-    let stats = served.stats().unwrap();
-    assert_eq!((stats.failed, stats.counters.pages_damaged), (0, 1));
+    assert_eq!(served.stats().unwrap().failed, 0);
 }

@@ -96,6 +96,10 @@ class TableTap:
 
     def record(self, module, inputs, named=None):
         if module.training and torch.is_grad_enabled():
+            if not inputs and named is None:
+                # A lookup that the tap does not see would be missing in the window.
+                raise TypeError(f"{self.name}: with torch before 2.0 pass the keys by position, "
+                                "not as input=")
             rows = (inputs[0] if inputs else named["input"]).detach().reshape(-1).cpu()
             self.grow()
             self.counts += torch.bincount(rows, minlength=self.rows)
