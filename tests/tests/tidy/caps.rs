@@ -17,7 +17,7 @@ const LINES_MAX: [(&str, usize); 12] = [
     ("capi/src", 955),
     ("python/src", 518),
     ("tools/src", 16_475),
-    ("tools/trainer/hatchback_trainer", 6_840),
+    ("tools/trainer/hatchback_trainer", 6_845),
     ("bench/src", 11_240),
     ("tests/src", 6_285),
 ];
