@@ -232,7 +232,11 @@ impl Submitted<'_> {
         wait(&ticket, deadline).await;
         let done = Instant::now();
 
-        let answer = ticket.wait()?;
+        let answer = ticket.wait().map_err(|e| match e {
+            // The new generation takes it at once.
+            RequestError::Replaced => Problem::busy(e.to_string(), Duration::ZERO),
+            e => e.into(),
+        })?;
         // A swap may have come after the check in `submit`.
         describe::check_version(&call.model, answer.generation().sequence, &view.version)?;
         let statuses = answer.scores().statuses;

@@ -53,6 +53,8 @@ pub const REQUEST_FRAME_BYTES: usize = 1 << 10;
 pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which the body of a request must arrive.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(10);
+/// Time for which the answer to a refused request waits for the rest of its body.
+pub const REST_TIME_MAX: Duration = Duration::from_secs(1);
 /// Time in which the headers of a request must arrive. With HTTP/1.1 it begins when the connection
 /// opens and after each answer, so a connection without a request is closed after this time.
 pub const HEADER_TIME_MAX: Duration = Duration::from_secs(10);

@@ -118,14 +118,17 @@ pub struct UpdateSteps {
     update: ModelUpdates,
     serving: Arc<Serving>,
     slow_requests: SlowRequests,
+    /// Its count for the served generation before that was loaded or swapped in: the generation
+    /// may have been live before.
+    slow_before: u64,
     /// The live generation is the one that is served.
     serves_live: bool,
     /// The release whose network was offered for a plan of TensorRT.
     offered: Option<Hash>,
     /// Why the live generation could not be served at the last look.
     failure: Option<Failure>,
-    /// Looks in a row at which the device refused the live record or the manifest. Such an error
-    /// that persists is treated like a lost file.
+    /// Looks in a row at which the device refused the live manifest. Such an error that persists is
+    /// treated like a lost file.
     refused_looks: u32,
     /// Calls of [`UpdateSteps::step`] in a row that failed.
     failed_steps: u32,
@@ -148,6 +151,7 @@ impl UpdateSteps {
             update,
             serving,
             slow_requests,
+            slow_before: 0,
             serves_live: false,
             offered: None,
             failure: None,
@@ -330,6 +334,7 @@ impl UpdateSteps {
         };
         match result {
             Ok(swapped) => {
+                self.slow_before = (self.slow_requests)(name, live);
                 self.failure = None;
                 self.open_logged.clear();
                 if let Err(e) = self.update.updater.record_opened() {
@@ -414,7 +419,8 @@ impl UpdateSteps {
                 requests: stats.requests,
                 faults: stats.failed.saturating_sub(stats.failed_by_car),
                 car_faults: stats.failed_by_car,
-                slow: (self.slow_requests)(name, model.generation()),
+                slow: (self.slow_requests)(name, model.generation())
+                    .saturating_sub(self.slow_before),
             },
             _ => Watched::default(),
         }

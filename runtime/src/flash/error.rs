@@ -119,7 +119,8 @@ impl FlashError {
         }
     }
 
-    /// Returns the bytes that the file system lacks, at least; `None` for another error.
+    /// Returns the bytes that the file system lacks; `None` for another error. An install may need
+    /// fewer, if it can remove a generation.
     pub(crate) fn missing_bytes(&self) -> Option<u64> {
         match self {
             Self::Space { needed, free, .. } => Some(needed.saturating_sub(*free)),

@@ -320,15 +320,17 @@ impl Maintenance {
         flash: &Flash,
         now: Duration,
     ) -> Result<Option<Compaction>, FlashError> {
-        if let Some(compaction) = self.compaction.take()
-            && !compaction.is_removed(flash)
-        {
-            return Ok(Some(compaction));
+        if let Some(compaction) = self.compaction.take() {
+            if !compaction.is_removed(flash) {
+                return Ok(Some(compaction));
+            }
+            self.unsynced = 0;
+            self.refund();
         }
 
         let due = self.loads.iter().filter(|(_, load)| load.is_due(&self.rules));
         let Some((&table, _)) = due.max_by_key(|(_, load)| load.urgency()) else { return Ok(None) };
-        // Otherwise each step would choose this table again.
+        // A table that cannot be merged now must not be chosen again at each step.
         Compaction::begin(flash, table).inspect_err(|e| self.skip(table, e, now))
     }
 

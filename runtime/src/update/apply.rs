@@ -112,8 +112,11 @@ impl Updater {
             status.enter(InstallState::Probation, now, known, None);
         }
         if !status.is_on_probation() {
-            // Without a record `adopt_unjudged` must still act, so none is made here.
-            return if is_known { self.write_install(&mut status) } else { Ok(()) };
+            // Without a record `adopt_unjudged` must still act if there is a previous generation,
+            // so none is made here then.
+            let record = Flash::last_record(self.disk.as_ref(), &self.flash)?;
+            let is_first = record.is_some_and(|record| record.previous.is_none());
+            return if is_known || is_first { self.write_install(&mut status) } else { Ok(()) };
         }
         if let Some(reason) = status.count_trial(boot) {
             status.blame = Blame::Release;
@@ -250,6 +253,10 @@ impl Updater {
             // It would stay live without a verdict, and its revocation would do nothing.
             InstallState::Probation => Verdict::Withdraw(reason.to_owned()),
             // A rollback is tried until it succeeds: nothing else takes a rejected release away.
+            // Its record may lack room.
+            InstallState::RollingBack => {
+                return Flash::reclaim_in(&self.disk, &self.flash).map_err(UpdateError::from);
+            }
             _ => return Ok(()),
         };
         self.conclude(&mut status, &fetch, verdict, now)
@@ -468,7 +475,9 @@ impl Updater {
     /// Returns what follows after a release was made live. A step of a rebuild is not served, so
     /// there is nothing to observe.
     fn after_commit(&self) -> Result<Verdict, UpdateError> {
-        let is_served = self.live()?.is_none_or(|live| live.record().may_serve());
+        // The record alone: an error of the device at the manifest must not make it a served one.
+        let record = Flash::last_record(self.disk.as_ref(), &self.flash)?;
+        let is_served = record.is_none_or(|record| record.may_serve());
         let state = if is_served { InstallState::Probation } else { InstallState::Committed };
         Ok(Verdict::Advance(state))
     }
@@ -616,6 +625,10 @@ impl Updater {
         if flash.record().live.manifest != release.manifest {
             return Ok(abandon("another generation became live during probation"));
         }
+        if !flash.record().may_serve() {
+            // Nothing serves a step of a rebuild, so no request can end its probation.
+            return Ok(Verdict::Advance(InstallState::Committed));
+        }
         let unservable = host.unservable.filter(|u| u.id == flash.record().id());
         if let Some(Unservable { reason, cause, .. }) = unservable {
             let reason = format!("it could not be served: {reason}");
@@ -693,6 +706,10 @@ impl Updater {
             return Ok(abandon(reason));
         }
         Flash::rollback_in(&self.disk, &self.flash)?;
+        if status.repair == Repair::AnySnapshot {
+            // It was the release that could not be opened.
+            status.repair = Repair::NewerSnapshot;
+        }
         Ok(abandon(reason))
     }
 }

@@ -10,7 +10,7 @@ use crate::schema::change::check_change;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchState, FetchStatus, Offer};
 use crate::update::history::last_order;
-use crate::update::install_status::{InstallState, InstallStatus, Repair};
+use crate::update::install_status::{InstallState, InstallStatus, Repair, Retry};
 use crate::update::link::Fetcher;
 use crate::update::program::Program;
 use crate::update::release::{Base, Release, cheapest_path, lineage_of, releases};
@@ -335,7 +335,10 @@ impl Updater {
         let next = next_release(&listing, &install, &run.status);
         let next = next.map_err(|error| listing.explain(error));
         // The bundle of a release that gives way stays, or the two ways would be fetched in turn.
-        let is_kept = |r: &&Release| install.attempted(r).is_some() && !install.is_refused(r);
+        // Where room was short, it goes: an install may need what it takes.
+        let has_room = install.attempted.iter().all(|a| !matches!(a.retry, Retry::WithRoom(_)));
+        let is_kept =
+            |r: &&Release| has_room && install.attempted(r).is_some() && !install.is_refused(r);
         let kept = listing.eligible.iter().filter(is_kept);
         // Before `next?`: without a path, files of withdrawn releases must go too.
         staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting).chain(kept));

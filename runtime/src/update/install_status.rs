@@ -133,7 +133,7 @@ pub enum Repair {
     Replacement,
 }
 
-/// Observations of the live generation since the process began to serve it.
+/// Observations of the release on probation, by one process or by several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Watched {
     /// Requests served.

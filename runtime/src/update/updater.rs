@@ -127,7 +127,7 @@ impl Updater {
 
     /// Returns whether the record says that the live generation cannot be opened.
     fn is_unopened(&self) -> Result<bool, UpdateError> {
-        Ok(self.install_status()?.repair == Repair::AnySnapshot)
+        Ok(self.install_status()?.repair >= Repair::AnySnapshot)
     }
 
     /// Returns whether `release` is live, by the hash of its manifest.

@@ -67,8 +67,8 @@ pub(super) enum Verdict {
     /// This version of the program cannot read the release. It is rolled back, and another version
     /// of the program may install it.
     Unreadable(String),
-    /// The publisher revoked the release, or this car cannot serve it. It is rolled back and may be
-    /// installed later.
+    /// The publisher revoked the release, or the car failed: its memory, its GPU, its flash or its
+    /// steps. The release is rolled back and may be installed later.
     Withdraw(String),
     /// This attempt ended through a fault that is not the release's. The release may be tried
     /// again.

@@ -6,7 +6,7 @@ pub mod page;
 use crate::connections::Connection;
 use crate::front::Front;
 use crate::infer::Call;
-use crate::limits::BODY_TIME_MAX;
+use crate::limits::{BODY_TIME_MAX, REST_TIME_MAX};
 use crate::problem::{Code, Problem};
 use hatchback::Shortened;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
@@ -18,7 +18,6 @@ use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 /// The time to wait before a retry, in milliseconds; `retry-after` has whole seconds only.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
@@ -160,14 +159,9 @@ pub async fn read_until(
     })
 }
 
-/// Reads the rest of `body` and drops it, in the time and up to the size that a body may have. The
-/// headers arrived at `received`.
-pub async fn skip_rest(
-    front: &Front,
-    connection: &Connection,
-    body: &mut Incoming,
-    received: Instant,
-) {
+/// Reads the rest of `body` and drops it, up to the size that a body may have. Ends after
+/// `REST_TIME_MAX`: the answer waits for it.
+pub async fn skip_rest(front: &Front, connection: &Connection, body: &mut Incoming) {
     let bytes_max = front.rules.request_bytes_max;
     let mut left = Some(bytes_max).filter(|max| body.size_hint().lower() <= *max);
     let rest = async {
@@ -177,7 +171,7 @@ pub async fn skip_rest(
             left = most.checked_sub(data.len() as u64);
         }
     };
-    let _ = tokio::time::timeout(BODY_TIME_MAX.saturating_sub(received.elapsed()), rest).await;
+    let _ = tokio::time::timeout(REST_TIME_MAX, rest).await;
 }
 
 /// Returns the next bytes of `body`, which belong to a request of `connection`.

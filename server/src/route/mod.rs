@@ -35,7 +35,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::object::Object;
 use hatchback::{Schema, Shortened};
 use hyper::body::{Body, Bytes, Incoming};
-use hyper::header::{ACCEPT, CONTENT_ENCODING, HOST, HeaderName, HeaderValue};
+use hyper::header::{ACCEPT, CONTENT_ENCODING, EXPECT, HOST, HeaderName, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::{Method, Request, StatusCode, Version};
 use percent_encoding::percent_decode_str;
@@ -65,8 +65,9 @@ pub struct Received {
     memory: Reservation,
     head: Result<Head, Problem>,
     body: Incoming,
-    /// Whether an answer before the end of the body ends the connection.
-    is_http1: bool,
+    /// Whether an answer before the end of the body would end a connection on which the caller
+    /// still writes.
+    has_rest: bool,
 }
 
 /// What is kept of the headers of a request.
@@ -97,8 +98,9 @@ impl Received {
         let may_change = control::has_right(front, connection, headers);
         let mut memory = connection.share.reservation();
         let head = Head::read(front, connection, protocol, &parts, &mut memory);
-        let is_http1 = parts.version < Version::HTTP_2;
-        Self { at, protocol, trace, may_change, memory, head, body, is_http1 }
+        // A caller that expects leave to send its body sends none after a refusal.
+        let has_rest = parts.version < Version::HTTP_2 && !headers.contains_key(EXPECT);
+        Self { at, protocol, trace, may_change, memory, head, body, has_rest }
     }
 }
 
@@ -163,7 +165,7 @@ impl Head {
 /// Answers `request` of `connection`. The answer holds its bytes of the budget until the caller has
 /// taken it.
 pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Received) -> Answered {
-    let Received { at: received, protocol, trace, may_change, memory, head, mut body, is_http1 } =
+    let Received { at: received, protocol, trace, may_change, memory, head, mut body, has_rest } =
         request;
     let (model, header, has_body) = (String::new(), trace.clone(), !body.is_end_stream());
     let timeout = head.as_ref().ok().and_then(|head| head.timeout);
@@ -184,7 +186,7 @@ pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Receiv
     });
     let mut answered = answered.unwrap_or_else(|problem| {
         front.metrics.refuse(&model, protocol, &problem, received.elapsed());
-        if has_body {
+        if has_body && !has_rest {
             // What is left of the body is read and dropped. It belongs to a request.
             connection.count_used(WINDOW_BYTES_MAX as usize);
         }
@@ -199,9 +201,9 @@ pub async fn answer(front: &Arc<Front>, connection: &Connection, request: Receiv
     if let Some(trace) = header {
         answered.headers_mut().insert(TRACEPARENT, trace);
     }
-    if is_http1 {
+    if has_rest {
         // A caller that still writes would get a broken connection in place of the answer.
-        skip_rest(front, connection, &mut body, received).await;
+        skip_rest(front, connection, &mut body).await;
     }
     hold(&mut answered, memory);
     answered
@@ -444,7 +446,7 @@ struct IndexOrder {
 
 /// Reads the body of a request that is one object of JSON, or empty.
 fn read_object<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
-    let body = if body.is_empty() { b"{}" } else { body };
+    let body = if body.is_empty() || body == b"null" { b"{}" } else { body };
     let object = serde_json::from_slice(body).map(|Object(object)| object);
     object.map_err(|e| Problem::invalid(e.to_string()))
 }

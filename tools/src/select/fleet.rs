@@ -146,7 +146,11 @@ impl Comparison<'_> {
             }
         }
         candidates.truncate(kept);
-        fill_gaps(self.table, candidates)
+        let idle = fill_gaps(self.table, candidates)?;
+        if self.keeps_held {
+            candidates.extend(idle.map(|candidate| Candidate { need: Need::Holds, ..candidate }));
+        }
+        Ok(())
     }
 
     /// Compares the row in `buffers` with the fleet's row. Returns whether sending it helps.
@@ -173,16 +177,18 @@ impl Comparison<'_> {
 }
 
 /// Closes the gaps between new rows at the end of an index table. Each missing key becomes a
-/// deleted key: the delta fills its place, and the next delta deletes it. Deleted keys after the
-/// last new row are dropped.
-fn fill_gaps(table: &Table, candidates: &mut Vec<Candidate>) -> Result<()> {
+/// deleted key: the delta fills its place, and the next delta deletes it. Takes out the deleted
+/// keys after the last new row, and returns them.
+fn fill_gaps(
+    table: &Table,
+    candidates: &mut Vec<Candidate>,
+) -> Result<impl Iterator<Item = Candidate> + use<>> {
     let is_idle = |c: &Candidate| c.change == RowChange::Delete && grows(table, c.order);
-    while candidates.last().is_some_and(is_idle) {
-        candidates.pop();
-    }
+    let idle = candidates.iter().rev().take_while(|candidate| is_idle(candidate)).count();
+    let idle = candidates.split_off(candidates.len() - idle).into_iter();
     let first = candidates.partition_point(|candidate| !grows(table, candidate.order));
     let Some(last) = candidates.last().copied().filter(|last| grows(table, last.order)) else {
-        return Ok(());
+        return Ok(idle);
     };
     let missing = last.order - table.rows - (candidates.len() - first - 1) as u64;
     ensure!(
@@ -202,7 +208,7 @@ fn fill_gaps(table: &Table, candidates: &mut Vec<Candidate>) -> Result<()> {
         next = candidate.order + 1;
         candidates.push(candidate);
     }
-    Ok(())
+    Ok(idle)
 }
 
 /// Returns the Euclidean distance of two rows.

@@ -4,12 +4,13 @@
 //! 1. It installs the bundles that were published: the state folder holds what the fleet holds.
 //! 2. It merges the backlog and the new windows: the newest change of each key is a candidate.
 //! 3. It measures each candidate against the fleet's decoded row and drops those that the fleet
-//!    holds.
-//! 4. It writes the remaining candidates, with their values, as the next backlog.
+//!    holds, unless the delta of an earlier run may follow.
+//! 4. It writes the remaining candidates, with their values, as the next backlog. Of many windows
+//!    it takes some at a time, and repeats steps 2 to 4.
 //! 5. It ranks them and writes the best that fit as a delta.
 //!
 //! A candidate leaves the backlog only in step 3, when the fleet holds it. So no row is lost if a
-//! step is killed, the delta is refused, or it is never published. Memory holds the keys of the
+//! step is killed, or the delta is refused, published later or never. Memory holds the keys of the
 //! candidates and no values. Never signs and never uploads.
 
 pub mod candidates;
@@ -111,7 +112,7 @@ pub struct Selection {
     pub window: u64,
     /// The trainer's step of that window.
     pub step: u64,
-    /// The time of that step, milliseconds since 1970.
+    /// The latest time of a window in the backlog, milliseconds since 1970.
     pub closed_ms: u64,
     /// Changes that the fleet lacked.
     pub candidates: u64,
@@ -249,7 +250,7 @@ fn open_windows(folder: &Path, last: Option<u64>, fleet: &Flash) -> Result<Vec<W
     Ok(windows)
 }
 
-/// Returns the candidates of each table that the fleet does not hold.
+/// Returns the candidates of each table; with `keeps_held` also those that the fleet holds.
 fn measure(
     state: &SelectState,
     windows: &[Window],

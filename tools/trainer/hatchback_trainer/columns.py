@@ -258,7 +258,9 @@ def columns_from_ordinal(encoder):
     key = lambda code: int(code) if isinstance(code, (int, float)) and code >= 0 else None
     unknown, null = key(encoder.unknown_value), key(encoder.encoded_missing_value)
     made = []
-    if encoder.max_categories is not None or encoder.min_frequency is not None:
+    # scikit-learn has them from 1.3 on.
+    limits = [getattr(encoder, name, None) for name in ("max_categories", "min_frequency")]
+    if any(limit is not None for limit in limits):
         for place, rare in enumerate(encoder.infrequent_categories_):
             if rare is not None:
                 raise ValueError(

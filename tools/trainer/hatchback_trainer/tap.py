@@ -115,10 +115,11 @@ class TableTap:
         """Marks the rows of keys, i64 `[n]`, as changed. Keys without a row are deleted."""
         if self.keys is None:
             rows = keys[(keys >= 0) & (keys < self.rows)]
+            lacking = keys[keys >= self.rows]
         else:
             rows = torch.nonzero(torch.isin(self.keys, keys)).squeeze(1)
             lacking = keys[~torch.isin(keys, self.keys)]
-            self.deleted.update(dict.fromkeys(lacking.tolist()))
+        self.deleted.update(dict.fromkeys(lacking.tolist()))
         self.touch_rows(rows)
 
     def touch_rows(self, rows):
@@ -195,7 +196,9 @@ class Tap:
         }
         tables = {name: name for name in named} if tables is None else tables
         keys = keys or {}
-        sharing = lambda module: [one for one in named.values() if one.weight is module.weight]
+        sharing = lambda module: [
+            one for one in named.values() if one is module or one.weight is module.weight
+        ]
         self.tables = [
             TableTap(table, named[module], keys.get(table), sharing(named[module]))
             for module, table in tables.items()
@@ -248,8 +251,8 @@ class Tap:
     def untold(self, heads, step):
         """Returns why the windows do not tell each row that may differ from the fleet's after a
         restore of `step`; None if they do."""
-        if heads and heads[0]["window"] > 1 and heads[0]["step"] > step:
-            first = heads[0]["window"]
+        first = heads[0]["window"] if heads else self.writer.next
+        if first > 1 and (not heads or heads[0]["step"] > step):
             return f"windows before {first} are removed, some perhaps after step {step}"
         # This tap has counted what changed since its own window, and no tap before that.
         if not self.has_closed and step > max((one["step"] for one in heads[-1:]), default=0):

@@ -217,7 +217,7 @@ impl Builder<'_> {
         let axis = axis_of(node, axis, x.shape.len())?;
         let n = x.shape[axis];
         if x.is_batch(axis) || x.known_values().is_some() || n == 0 {
-            return Err(unsupported(node, "of the batch"));
+            return Err(unsupported(node, "of such an operand"));
         }
         let (exclusive, reverse) = (node.int("exclusive", 0) != 0, node.int("reverse", 0) != 0);
         let x = self.summable(&x, n)?;
