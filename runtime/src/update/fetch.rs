@@ -335,8 +335,9 @@ impl Updater {
         let next = next_release(&listing, &install, &run.status);
         let next = next.map_err(|error| listing.explain(error));
         // The bundle of a release that gives way stays, or the two ways would be fetched in turn.
-        // Where room was short, it goes: an install may need what it takes.
-        let has_room = install.attempted.iter().all(|a| !matches!(a.retry, Retry::WithRoom(_)));
+        // Where room was short it goes if flash is on the same file system: they have equal room.
+        let has_room = install.attempted.iter().all(|a| !matches!(a.retry, Retry::WithRoom(_)))
+            || self.disk.free_bytes(&self.directory).is_ok_and(|free| free != self.free_bytes());
         let is_kept =
             |r: &&Release| has_room && install.attempted(r).is_some() && !install.is_refused(r);
         let kept = listing.eligible.iter().filter(is_kept);

@@ -10,14 +10,14 @@ use std::path::{Path, PathBuf};
 const LINES_MAX: [(&str, usize); 12] = [
     ("kernels/src", 20_985),
     ("kernels/cuda", 2_780),
-    ("runtime/src", 20_670),
+    ("runtime/src", 20_690),
     ("link/src", 710),
     ("server/src", 4_975),
     ("board/src", 1_920),
     ("capi/src", 955),
     ("python/src", 518),
-    ("tools/src", 16_475),
-    ("tools/trainer/hatchback_trainer", 6_845),
+    ("tools/src", 16_480),
+    ("tools/trainer/hatchback_trainer", 6_850),
     ("bench/src", 11_240),
     ("tests/src", 6_285),
 ];
