@@ -12,7 +12,7 @@ use std::sync::{Arc, LazyLock};
 
 /// Seeds of the test: half a minute on two cores. `simulate` runs any number.
 const SEEDS: u64 = 500;
-/// A live release is rolled back in one seed of some 650; these seeds have two of them.
+/// A live release is rolled back in one seed of some hundred; these seeds have five of them.
 const FIRST_SEED: u64 = 1_000;
 
 static PREPARED: LazyLock<Arc<Prepared>> = LazyLock::new(|| Arc::new(Prepared::new()));
