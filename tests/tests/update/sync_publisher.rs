@@ -363,32 +363,44 @@ fn beside_a_rival(moment: &'static str) {
     assert_eq!(car.live(), 3);
 }
 
-/// A store that sends each conditional write twice, as a client does whose first answer was lost.
-struct Repeats<'a>(&'a dyn Store);
+/// A store whose client may send each conditional write twice, as after a lost first answer, and
+/// which may have a clock of its own.
+struct Odd<'a> {
+    store: &'a dyn Store,
+    repeats: bool,
+    time: Option<u64>,
+}
 
-impl Store for Repeats<'_> {
+impl Store for Odd<'_> {
     fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
-        self.0.get(path)
+        self.store.get(path)
     }
     fn bytes(&self, path: &str) -> anyhow::Result<Option<u64>> {
-        self.0.bytes(path)
+        self.store.bytes(path)
     }
     fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
-        self.0.put(path, content)
+        self.store.put(path, content)
     }
     fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
-        self.0.put_new(path, content.clone())?;
-        self.0.put_new(path, content)
+        if self.repeats {
+            self.store.put_new(path, content.clone())?;
+        }
+        self.store.put_new(path, content)
     }
     fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> anyhow::Result<()> {
-        self.0.replace(path, before, content.clone())?;
-        self.0.replace(path, before, content)
+        if self.repeats {
+            self.store.replace(path, before, content.clone())?;
+        }
+        self.store.replace(path, before, content)
+    }
+    fn stored_at(&self, path: &str) -> anyhow::Result<Option<u64>> {
+        Ok(self.time.filter(|_| matches!(self.bytes(path), Ok(Some(_)))))
     }
     fn list(&self) -> anyhow::Result<Vec<Object>> {
-        self.0.list()
+        self.store.list()
     }
     fn delete(&self, path: &str) -> anyhow::Result<()> {
-        self.0.delete(path)
+        self.store.delete(path)
     }
 }
 
@@ -399,8 +411,9 @@ fn a_write_that_was_stored_and_refused_when_repeated_is_no_failure() {
     let store = Objects::directory(&fleet.repository()).unwrap();
     let bundles = vec![VERSIONS.deltas[1].clone()];
     let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
-    assert!(Repeats(&store).put_new("x", vec![1]).is_err(), "the repetition is not refused");
-    publish(&Repeats(&store), &fleet.keys(), &change, T0 + 11).unwrap();
+    let repeating = Odd { store: &store, repeats: true, time: None };
+    assert!(repeating.put_new("x", vec![1]).is_err(), "the repetition is not refused");
+    publish(&repeating, &fleet.keys(), &change, T0 + 11).unwrap();
     car.run(&mut fleet.link(), T0 + 12).unwrap();
     assert_eq!(car.live(), 2);
 }
@@ -451,36 +464,6 @@ fn a_clock_behind_the_newest_signed_time_signs_nothing_until_the_key_is_rotated(
     assert_eq!(signed_time(&fleet), T0 + 20);
 }
 
-/// A store with a clock of its own.
-struct Clocked<'a>(&'a dyn Store, u64);
-
-impl Store for Clocked<'_> {
-    fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
-        self.0.get(path)
-    }
-    fn bytes(&self, path: &str) -> anyhow::Result<Option<u64>> {
-        self.0.bytes(path)
-    }
-    fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
-        self.0.put(path, content)
-    }
-    fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
-        self.0.put_new(path, content)
-    }
-    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> anyhow::Result<()> {
-        self.0.replace(path, before, content)
-    }
-    fn stored_at(&self, path: &str) -> anyhow::Result<Option<u64>> {
-        Ok(self.bytes(path)?.map(|_| self.1))
-    }
-    fn list(&self) -> anyhow::Result<Vec<Object>> {
-        self.0.list()
-    }
-    fn delete(&self, path: &str) -> anyhow::Result<()> {
-        self.0.delete(path)
-    }
-}
-
 #[test]
 fn a_clock_ahead_of_the_last_publish_and_of_the_store_publishes_nothing() {
     let fleet = Fleet::new();
@@ -488,7 +471,10 @@ fn a_clock_ahead_of_the_last_publish_and_of_the_store_publishes_nothing() {
     let store = Objects::directory(&fleet.repository()).unwrap();
     let bundles = vec![VERSIONS.deltas[1].clone()];
     let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
-    let at = |store_time, now| publish(&Clocked(&store, store_time), &fleet.keys(), &change, now);
+    let at = |store_time, now| {
+        let clocked = Odd { store: &store, repeats: false, time: Some(store_time) };
+        publish(&clocked, &fleet.keys(), &change, now)
+    };
 
     let refused = at(T0 + 10, T0 + 60 * YEAR).unwrap_err();
     let cause = refused.downcast_ref();
