@@ -18,7 +18,7 @@ use hatchback_server::{CarFacts, Code, Front, FrontOptions, ModelFolder, Problem
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -152,6 +152,8 @@ fn act(updaters: &[NamedUpdater], action: &str, model: &str) -> Result<String, P
 pub struct Token {
     word: String,
     path: PathBuf,
+    /// Device and inode.
+    file: (u64, u64),
 }
 
 impl Token {
@@ -174,13 +176,17 @@ impl Token {
         options.write(true).create_new(true).mode(0o600);
         let mut file = options.open(&path).with_context(name)?;
         writeln!(file, "{word}").with_context(name)?;
-        Ok(Self { word, path })
+        let made = file.metadata().with_context(name)?;
+        Ok(Self { word, path, file: (made.dev(), made.ino()) })
     }
 }
 
 impl Drop for Token {
     fn drop(&mut self) {
-        // The folder may have been removed, and the token with it.
-        let _ = std::fs::remove_file(&self.path);
+        // Another daemon may have replaced the token since, or the folder is gone.
+        let found = std::fs::symlink_metadata(&self.path).map(|file| (file.dev(), file.ino()));
+        if found.is_ok_and(|found| found == self.file) {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }

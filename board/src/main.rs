@@ -53,11 +53,12 @@ fn run() -> Result<()> {
     let target_path = &cli.target;
     let mut car = Car { root: &root, target: &target, target_path, device, models, are_found };
 
-    if cli.report {
-        return report(&car, cli.json);
-    }
-
     match cli.command {
+        None if cli.report => report(&car, cli.json),
+        Some(_) if cli.report => {
+            let both = "--report reports and ends: leave out the command";
+            Cli::command().error(ErrorKind::ArgumentConflict, both).exit()
+        }
         None => {
             let missing = "pass --report or a command; --help lists the commands";
             Cli::command().error(ErrorKind::MissingSubcommand, missing).exit()

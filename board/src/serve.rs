@@ -16,7 +16,7 @@ use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
-use hatchback::update::apply::Watched;
+use hatchback::update::host::Watched;
 use hatchback::update::program::Program;
 use hatchback_link::daemon::now;
 use hatchback_link::program::explain;

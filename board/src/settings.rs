@@ -4,9 +4,10 @@
 //! that decide what `apply` would be granted.
 
 use crate::machine::{Reading, Root, reading};
+use hatchback::io::disk::raise_open_files;
 use hatchback::targets::{Machine, Target};
 use rustix::mm::MlockAllFlags;
-use rustix::process::{Resource, Rlimit};
+use rustix::process::Resource;
 use rustix::thread::CpuSet;
 use thread_priority::{
     RealtimeThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
@@ -23,7 +24,7 @@ const MEMLOCK_HINT: &str = "the unit needs LimitMEMLOCK=infinity";
 pub fn apply(target: &Target) -> Vec<Reading> {
     let Machine { lock_memory, realtime_priority, ref cpus, .. } = target.machine;
     vec![
-        reading("settings", "open files", raise_open_files()),
+        reading("settings", "open files", open_files()),
         setting("lock_memory", lock_memory, || lock_memory_of(bytes_locked(target))),
         setting("cpus", !cpus.is_empty(), || run_on(cpus)),
         setting("realtime_priority", realtime_priority > 0, || run_realtime(realtime_priority)),
@@ -64,17 +65,12 @@ fn open_files_limit() -> Option<u64> {
     rustix::process::getrlimit(Resource::Nofile).maximum
 }
 
-fn files_text(limit: Option<u64>) -> String {
-    limit.map_or("no limit".to_owned(), |files| format!("at most {files}"))
+fn open_files() -> Result<String, String> {
+    raise_open_files().map(files_text).map_err(|e| format!("{e}; the unit needs LimitNOFILE"))
 }
 
-/// Raises the limit of open files to the most that the system allows. Each segment of a cached
-/// table is an open file, and during an update those of two generations are.
-fn raise_open_files() -> Result<String, String> {
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
-        .map(|()| files_text(limit.maximum))
-        .map_err(|e| format!("{e}; the unit needs LimitNOFILE"))
+fn files_text(limit: Option<u64>) -> String {
+    limit.map_or("no limit".to_owned(), |files| format!("at most {files}"))
 }
 
 /// Returns whether the limits let the daemon lock `bytes`.

@@ -11,6 +11,9 @@ pub mod program;
 
 use hatchback::update::link::{Link, LinkError, Take};
 use rustix::fs::OFlags;
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::PrivateKeyDer;
+use rustls::sign::CertifiedKey;
 use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
@@ -226,6 +229,7 @@ struct Pem {
 }
 
 impl Pem {
+    /// Reads the file at `path`, which has at least one certificate.
     fn read(path: &Path) -> Result<Self, OpenError> {
         let wrong = |problem: String| OpenError::Pem { path: path.to_owned(), problem };
         let text = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
@@ -238,25 +242,35 @@ impl Pem {
                 _ => {}
             }
         }
+        if pem.certificates.is_empty() {
+            return Err(wrong("holds no certificate".to_owned()));
+        }
         Ok(pem)
+    }
+
+    /// Returns what shows who the client is. The key must be that of the first certificate: `ureq`
+    /// panics at the first request with any other.
+    fn into_client(self, provider: &CryptoProvider) -> Result<ClientCert, String> {
+        let Some(key) = self.key else { return Err("holds no private key".to_owned()) };
+        let chain = self.certificates.iter().map(|c| c.der().to_vec().into()).collect();
+        let der = PrivateKeyDer::try_from(key.der().to_vec())?;
+        CertifiedKey::from_der(chain, der, provider).map_err(|e| e.to_string())?;
+        Ok(ClientCert::new_with_certs(&self.certificates, key))
     }
 }
 
 fn tls_config(is_https: bool, options: &LinkOptions) -> Result<TlsConfig, OpenError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut tls = TlsConfig::builder().unversioned_rustls_crypto_provider(provider);
+    let mut tls = TlsConfig::builder().unversioned_rustls_crypto_provider(Arc::clone(&provider));
 
     if is_https || options.ca.is_some() {
         let ca = options.ca.as_deref().unwrap_or(Path::new(SYSTEM_CA));
         tls = tls.root_certs(RootCerts::from(Pem::read(ca)?.certificates));
     }
     if let Some(path) = &options.client {
-        let Pem { certificates, key } = Pem::read(path)?;
-        let Some(key) = key else {
-            let problem = "holds no private key".to_owned();
-            return Err(OpenError::Pem { path: path.clone(), problem });
-        };
-        tls = tls.client_cert(Some(ClientCert::new_with_certs(&certificates, key)));
+        let refused = |problem| OpenError::Pem { path: path.clone(), problem };
+        let client = Pem::read(path)?.into_client(&provider).map_err(refused)?;
+        tls = tls.client_cert(Some(client));
     }
     Ok(tls.build())
 }

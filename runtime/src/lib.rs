@@ -102,8 +102,8 @@ pub use flash::Prepared;
 
 // Update: signed releases come over a link, are probed, watched, and committed or rolled back.
 pub use update::Updater;
-pub use update::apply::{Cause, Host, Policy, Unservable, Watched};
 pub use update::error::UpdateError;
+pub use update::host::{Cause, Host, Policy, Unservable, Watched};
 pub use update::link::{Fetcher, Link, LinkError, LinkLimits, LinkRules, Take};
 pub use update::program::Program;
 pub use update::status::{UpdateEvent, UpdateState, UpdateStatus};

@@ -55,8 +55,9 @@ pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time for which the answer to a refused request waits for the rest of its body.
 pub const REST_TIME_MAX: Duration = Duration::from_secs(1);
-/// Time in which the headers of a request must arrive. With HTTP/1.1 it begins when the connection
-/// opens and after each answer, so a connection without a request is closed after this time.
+/// Time in which the headers of a request must arrive. With HTTP/1.1 it begins with the first byte
+/// of a connection and after each answer. A connection that is silent from its start stays until
+/// places are short.
 pub const HEADER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which a caller must show its certificate.
 pub const HANDSHAKE_TIME_MAX: Duration = Duration::from_secs(5);

@@ -12,8 +12,8 @@ use hatchback::clock::Clock;
 use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::update::Updater;
-use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
+use hatchback::update::host::{Host, Policy, Watched};
 use hatchback::update::link::{Fetcher, Link, LinkLimits};
 use hatchback::update::program::Program;
 use hatchback::update::release::{Release, chunk_path};
@@ -127,6 +127,8 @@ impl Fleet {
         let mut parts = Parts::read(bundle);
         let network = onnx::concat_and(&VERSIONS.widths(), "out", operators);
         parts.set_content(parts.manifest.dense, &network);
+        // Its parent may be published in this form alone.
+        parts.manifest.packed_on = None;
         let name = bundle.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let path = self.folder.path().join(format!("{name}-{}.hatch", operators.join("-")));
         std::fs::write(&path, parts.bytes()).unwrap();

@@ -16,8 +16,8 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::vocabulary::Vocabulary;
 use hatchback::schema::{Feature, InputSource, KeySpace, NetworkInput, NetworkOutput, Schema};
 use hatchback::update::accepted::Accepted;
-use hatchback::update::apply::Watched;
 use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer, SetAside};
+use hatchback::update::host::Watched;
 use hatchback::update::install_status::{
     Attempted, InstallState, InstallStatus, Refused, Repair, Retry,
 };

@@ -5,7 +5,7 @@
 
 use crate::fleet::{Car, Fleet, T0, VERSIONS};
 use crate::random::Random;
-use hatchback::update::apply::{Policy, Watched};
+use hatchback::update::host::{Policy, Watched};
 use hatchback::update::link::{Link, LinkError, Take};
 use hatchback::update::status::UpdateState;
 use hatchback_link::DirectoryLink;

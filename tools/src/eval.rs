@@ -78,9 +78,11 @@ pub struct Evaluation {
 pub struct OutputQuality {
     /// The name of the output.
     pub output: String,
-    /// AUC of Hatchback's scores; absent unless both labels occur.
+    /// Samples with a label for the output.
+    pub labelled: usize,
+    /// AUC of Hatchback's scores; absent unless both labels occur, and all are from 0 to 1.
     pub auc: Option<f64>,
-    /// Mean logloss of Hatchback's scores.
+    /// Mean logloss of Hatchback's scores; absent unless all labels are from 0 to 1.
     pub logloss: Option<f64>,
     /// AUC of the trainer's recorded scores.
     pub reference_auc: Option<f64>,
@@ -189,6 +191,7 @@ impl Evaluation {
         let labels: Vec<f32> = labelled().filter_map(|(s, _)| s.label(number)).collect();
         let scores: Vec<f32> = labelled().map(|(_, score)| *score).collect();
         let reference: Option<Vec<f32>> = labelled().map(|(s, _)| s.score(number)).collect();
+        found.labelled = labels.len();
         (found.auc, found.logloss) = (auc(&scores, &labels), logloss(&scores, &labels));
         if let Some(reference) = &reference {
             (found.reference_auc, found.reference_logloss) =

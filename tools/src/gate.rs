@@ -6,6 +6,7 @@
 use crate::eval::{Evaluation, evaluate};
 use crate::limits::HEADER_BYTES_MAX;
 use crate::pack::read_samples;
+use crate::pack::spec_line::parse_toml;
 use crate::report::Json;
 use crate::report::input;
 use crate::report::temporary::TemporaryFolder;
@@ -125,7 +126,7 @@ impl GatePolicy {
     pub fn load(path: &Path) -> Result<Self> {
         let text =
             input::read_text(path, HEADER_BYTES_MAX).with_context(|| path.display().to_string())?;
-        let policy: Self = toml::from_str(&text).with_context(|| path.display().to_string())?;
+        let policy: Self = parse_toml(&text, path)?;
         let (name, format) = (path.display(), policy.format);
         ensure!(
             format == POLICY_FORMAT,
@@ -159,10 +160,13 @@ impl GatePolicy {
     /// A bound needs a figure that the samples or the command line do not give.
     pub fn check(&self, new: &Evaluation, old: Option<&Evaluation>) -> Result<Vec<GateCheck>> {
         let mut checks = Vec::new();
-        let samples = self.samples_min as f64;
         let quality = &new.first_output;
+        let samples = self.samples_min as f64;
+        // Where only `absent_max` is asked for, the samples need no labels.
+        let is_judged = self.bounds()[..5].iter().any(Option::is_some);
+        let found = if is_judged { quality.labelled } else { new.samples };
         let old = old.map(|old| &old.first_output);
-        add(&mut checks, Bound::AtLeast, "samples_min", Some(samples), Some(new.samples as f64))?;
+        add(&mut checks, Bound::AtLeast, "samples_min", Some(samples), Some(found as f64))?;
         add(&mut checks, Bound::AtLeast, "auc_min", self.auc_min, quality.auc)?;
         add(&mut checks, Bound::AtMost, "logloss_max", self.logloss_max, quality.logloss)?;
 
@@ -208,8 +212,8 @@ fn add(
 
 fn no_figure(bound: &str) -> String {
     format!(
-        "policy: {bound} needs labels of both kinds, for a comparison with the fleet --fleet, and \
-         for one with the trainer recorded scores"
+        "policy: {bound} needs labels of both kinds, 0 to 1, for a comparison with the fleet \
+         --fleet, and for one with the trainer recorded scores"
     )
 }
 
@@ -229,6 +233,7 @@ pub fn evaluate_gate(
     let delta = reader.manifest().parent.is_some();
     let schema = reader.manifest().schema.clone();
     let lines = read_samples(samples, &schema)?;
+    ensure!(!lines.is_empty(), "{}: has no sample", samples.display());
 
     let score_held = |flash: &Flash| score(flash, &read_for_fleet(samples, flash, &schema)?);
     let old = held.as_ref().map(score_held).transpose()?;

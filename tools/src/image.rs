@@ -253,7 +253,7 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
 fn read_back(tree: &Path, files: &[Entry], image: &Path) -> Result<()> {
     e2fs("e2fsck", &["-f", "-n", text(image)?])?;
     let scratch = TemporaryFolder::new()?;
-    e2fs("debugfs", &["-R", &format!("rdump / {}", text(scratch.path())?), text(image)?])?;
+    e2fs("debugfs", &["-R", &format!("rdump / \"{}\"", text(scratch.path())?), text(image)?])?;
     for entry in files.iter().filter(|f| !f.folder) {
         let path = &entry.path[1..];
         let same = file_hash(&scratch.path().join(path))? == file_hash(&tree.join(path))?;

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
+use hatchback::io::disk::raise_open_files;
 use hatchback_link::program;
 use hatchback_tools::cli::{self, Cli};
 use hatchback_tools::report::temporary;
@@ -21,6 +22,9 @@ fn run() -> anyhow::Result<()> {
 
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let cli = Cli::parse();
+    if let Err(e) = raise_open_files() {
+        log::warn!("the limit of open files stays: {e}");
+    }
     temporary::remove_at_signals()?;
     cli::run(cli)
 }

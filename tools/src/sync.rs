@@ -14,7 +14,7 @@ use hatchback::clock::{SystemClock, utc};
 use hatchback::model::budget::Budget;
 use hatchback::targets::Target;
 use hatchback::update::Updater;
-use hatchback::update::apply::{Host, Policy};
+use hatchback::update::host::{Host, Policy};
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_link::args::CarArgs;

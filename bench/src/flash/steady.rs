@@ -133,6 +133,7 @@ fn install(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Ins
         tables,
         dense,
         probe: None,
+        packed_on: None,
         deferral: None,
         restored: None,
     })?;

@@ -143,6 +143,9 @@ pub struct Manifest {
     pub generation: Generation,
     /// The sequence that a delta starts from; `None` for a snapshot.
     pub parent: Option<u64>,
+    /// SHA-256 of the manifest of the generation that a delta was packed on: `publish` signs it
+    /// only if that was published. `None` for a snapshot, and for what `publish` makes itself.
+    pub packed_on: Option<Hash>,
     /// The tables, features and network inputs of the model.
     pub schema: Schema,
     /// All blobs, in file order.
@@ -270,6 +273,9 @@ impl Manifest {
             }
         }
 
+        if self.packed_on.is_some() && self.parent.is_none() {
+            return fault("packed_on", "belongs to a delta");
+        }
         if self.deferral.is_some_and(|d| self.parent.is_none() || !d.distance_max.is_finite()) {
             return fault("deferral", "belongs to a delta and has a finite distance");
         }

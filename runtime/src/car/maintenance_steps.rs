@@ -3,14 +3,15 @@
 //! while maintenance removes their files.
 
 use crate::clock::Clock;
+use crate::flash::live::LiveId;
 use crate::flash::{Flash, FlashError};
-use crate::maintenance::catalog::{Catalog, CatalogState};
+use crate::maintenance::catalog::{Catalog, CatalogError, CatalogState};
 use crate::maintenance::catalog_entries::CatalogEntries;
 use crate::maintenance::step_size::StepSize;
 use crate::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use crate::update::Updater;
 use crate::update::install_status::Repair;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Time until the next step when no work is due, or after an error.
@@ -23,7 +24,13 @@ pub struct MaintenanceSteps {
     /// Whether the last scrub left damage that only a snapshot repairs; `None` once this is
     /// recorded.
     scrub_left_damage: Option<bool>,
+    /// The live generation and the requested repair before the current pass of the scrub.
+    before_pass: Option<(LiveId, Repair)>,
     flash: Flash,
+    /// The catalog's path while another process has the catalog open, and so maintains the
+    /// directory: two merges would write one file.
+    catalog_in_use: Option<PathBuf>,
+    rules: MaintenanceRules,
     maintenance: Maintenance,
     step_size: StepSize,
     /// The last logged wait, so that it is logged once.
@@ -48,29 +55,43 @@ impl MaintenanceSteps {
         catalog: Option<&Path>,
         now: Duration,
     ) -> Self {
-        let opened = catalog.map(|path| Catalog::open(path, &flash));
-        let (catalog, entries, state) = match opened {
-            None => (None, CatalogEntries::lost(), None),
-            Some(Ok((catalog, entries, state))) => (Some(catalog), entries, Some(state)),
-            Some(Err(e)) => {
-                log::warn!("maintenance starts without its catalog, which cannot be opened: {e}");
-                (None, CatalogEntries::lost(), None)
-            }
-        };
-
-        let mut maintenance = Maintenance::new(rules, catalog, entries);
-        if let Some(CatalogState::Stale { .. }) = state {
-            maintenance.count_written(now, installed_bytes(&flash));
-        }
-        let step_size = StepSize::default();
-        Self {
+        let mut steps = Self {
             updater,
             scrub_left_damage: None,
+            before_pass: None,
             flash,
-            maintenance,
-            step_size,
+            catalog_in_use: None,
+            rules,
+            maintenance: Maintenance::new(rules, None, CatalogEntries::lost()),
+            step_size: StepSize::default(),
             wait_logged: None,
             error_logged: String::new(),
+        };
+        if let Some(path) = catalog {
+            steps.open_catalog(path, now);
+        }
+        steps
+    }
+
+    /// Opens the catalog at `path`, unless another process has it open.
+    fn open_catalog(&mut self, path: &Path, now: Duration) {
+        let is_first = self.catalog_in_use.take().is_none();
+        match Catalog::open(path, &self.flash) {
+            Ok((catalog, entries, state)) => {
+                self.maintenance = Maintenance::new(self.rules, Some(catalog), entries);
+                if let CatalogState::Stale { .. } = state {
+                    self.maintenance.count_written(now, installed_bytes(&self.flash));
+                }
+            }
+            Err(e @ CatalogError::InUse { .. }) => {
+                self.catalog_in_use = Some(path.to_owned());
+                if is_first {
+                    log::warn!("maintenance waits for the process that maintains: {e}");
+                }
+            }
+            Err(e) => {
+                log::warn!("maintenance starts without its catalog, which cannot be opened: {e}");
+            }
         }
     }
 
@@ -103,19 +124,38 @@ impl MaintenanceSteps {
     }
 
     fn follow_and_step(&mut self, now: Duration) -> Result<StepOutcome, FlashError> {
-        let before = self.flash.manifest().generation.clone();
-        if self.flash.refresh()? && self.flash.manifest().generation != before {
+        let order = |flash: &Flash| (flash.record().rebuilds, flash.manifest().generation.sequence);
+        let before = order(&self.flash);
+        if self.flash.refresh()? && order(&self.flash) != before {
             log::info!("{} is live on flash", self.flash.manifest().generation);
-            self.maintenance.count_written(now, installed_bytes(&self.flash));
+            // A rollback wrote nothing.
+            if order(&self.flash) > before {
+                self.maintenance.count_written(now, installed_bytes(&self.flash));
+            }
         }
 
+        if let Some(path) = self.catalog_in_use.clone() {
+            self.open_catalog(&path, now);
+            return Ok(StepOutcome::Nothing);
+        }
+        if self.before_pass.is_none() {
+            self.before_pass = self.repair();
+        }
         let did = self.maintenance.step(&mut self.flash, now, self.step_size.pages())?;
         self.log(&did);
         if let StepOutcome::ScrubEnded { damaged, .. } = did {
-            self.scrub_left_damage = Some(damaged > 0);
+            // The pass says nothing of damage that was met meanwhile, nor of new files.
+            let is_known = self.before_pass.take() == self.repair();
+            self.scrub_left_damage = (damaged > 0 || is_known).then_some(damaged > 0);
         }
         self.record_scrub();
         Ok(did)
+    }
+
+    /// Returns the live generation and the repair that it needs; `None` without updates.
+    fn repair(&self) -> Option<(LiveId, Repair)> {
+        let status = self.updater.as_ref()?.install_status().ok()?;
+        Some((self.flash.record().id(), status.repair))
     }
 
     /// Requests the next release as a snapshot if the last scrub left damage. Withdraws the request

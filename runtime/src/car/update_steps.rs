@@ -15,8 +15,8 @@ use crate::request::pipeline::Stats;
 use crate::request::served::NETWORK_COPIES;
 use crate::request::serving::{Serving, ServingError, Swapped};
 use crate::update::Updater;
-use crate::update::apply::{Cause, Host, Policy, Unservable, Watched};
 use crate::update::error::UpdateError;
+use crate::update::host::{Cause, Host, Policy, Unservable, Watched};
 use crate::update::install_status::{InstallState, Repair};
 use std::sync::Arc;
 
@@ -327,10 +327,11 @@ impl UpdateSteps {
             self.update.name.clone_from(&live.lineage);
         }
         let (name, budget) = (&self.update.name, self.update.budget);
-        let result = if self.serving.get(name).is_none() {
-            self.serving.load(name, &flash, budget).map(|_| Swapped::default())
-        } else {
-            self.serving.swap(name, &flash, budget, yield_now)
+        let result = match self.serving.get(name) {
+            // An unload since the start of this look; it records itself before the model goes.
+            None if self.serving.is_unloaded(name) => return false,
+            None => self.serving.load(name, &flash, budget).map(|_| Swapped::default()),
+            Some(_) => self.serving.swap(name, &flash, budget, yield_now),
         };
         match result {
             Ok(swapped) => {

@@ -7,11 +7,12 @@
 //! later generation finds every row that differs (`model/generation_change.rs`).
 
 use crate::bundle::BundleReader;
-use crate::bundle::manifest::{Generation, Hash, Layer, Manifest, sha256};
-use crate::flash::directory::{Flash, Found, lock, make_room, stored_record};
+use crate::bundle::manifest::{Blob, Generation, Hash, Layer, Manifest, sha256};
+use crate::flash::directory::{Flash, Found, lock, stored_record};
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
+use crate::flash::room::make_room;
 use crate::flash::segment::verifier::SegmentVerifier;
 use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
@@ -27,6 +28,9 @@ use crate::schema::sample::Sample;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// The part of its files that a file system takes for itself, as one in so many.
+const METADATA_ONE_IN: u64 = 512;
 
 /// How a snapshot replaces a live generation that cannot be used.
 #[derive(Clone, Copy, Debug)]
@@ -167,7 +171,9 @@ fn write_next(
 ) -> Result<Prepared, FlashError> {
     let Next { bundle, live, servable } = next;
     let mut before = stored_record(disk.as_ref(), directory)?;
-    let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    let blocks = |blob: &Blob| blob.raw_bytes().next_multiple_of(PAGE_BYTES as u64);
+    let content: u64 = bundle.manifest().blobs.iter().map(blocks).sum();
+    let needed = content + content / METADATA_ONE_IN;
     make_room(disk.as_ref(), directory, &mut before, needed, servable)?;
 
     // Without a usable generation before it, segments of the same name are other files.

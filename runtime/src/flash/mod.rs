@@ -26,14 +26,16 @@ pub mod live;
 pub mod merge;
 pub mod overlay;
 mod paths;
+mod room;
 pub mod row_version;
 pub mod segment;
 mod settled;
 pub mod table;
 
 pub use directory::Flash;
-pub(crate) use directory::{Found, check_space};
+pub(crate) use directory::Found;
 pub use error::FlashError;
 pub(crate) use error::io_error;
 pub use install::{Prepared, Rebuild};
+pub(crate) use room::check_space;
 pub use settled::read_settled;

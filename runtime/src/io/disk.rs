@@ -8,10 +8,13 @@ use crate::io::reader::{PageFile, ReadMethod, read_at};
 use crate::limits::PAGE_BYTES;
 use rustix::fs::{Advice, FlockOperation, OFlags, fadvise, flock};
 use rustix::io::{Errno, preadv};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, BufWriter, IoSliceMut, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{
+    DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
+};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
@@ -121,6 +124,18 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// The system refused.
     fn free_bytes(&self, path: &Path) -> io::Result<u64>;
+}
+
+/// Raises the limit of open files to the most that the system allows, and returns that; `None` if
+/// it allows any number. Each segment of a cached table is an open file, and during an update those
+/// of two generations are. For a program: it changes the whole process.
+///
+/// # Errors
+/// The system refused.
+pub fn raise_open_files() -> io::Result<Option<u64>> {
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+    Ok(limit.maximum)
 }
 
 /// Returns whether `error` shows that a file is missing, of another kind, too short, too long, or
@@ -315,7 +330,12 @@ fn open_lock(path: &Path) -> io::Result<File> {
     options.create(true).truncate(false).write(true).mode(0o666 & !OTHERS_READ);
     let open = || {
         let file = open_regular(path, &mut options.clone())?;
-        let mode = file.metadata()?.permissions().mode();
+        let (found, owner) = (file.metadata()?, fs::metadata(directory_of(path))?.uid());
+        if found.uid() != owner {
+            // Root may lock the directory of another user, who must find this lock held.
+            let _ = fchown(&file, Some(owner), None);
+        }
+        let mode = found.permissions().mode();
         if mode & OTHERS_READ != 0 {
             // Fails for a file of another user, who narrows it at the next lock.
             let _ = file.set_permissions(Permissions::from_mode(mode & !OTHERS_READ));
@@ -428,7 +448,8 @@ impl Disk for SystemDisk {
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
         match create_directories(path, 0o777) {
-            Err(e) if fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir()) => {
+            // A link may lead to what is mounted later.
+            Err(e) if fs::symlink_metadata(path).is_ok_and(|f| !f.is_dir() && !f.is_symlink()) => {
                 log::warn!("{}: is not a directory and is replaced by one: {e}", path.display());
                 clear(path)?;
                 create_directories(path, 0o777)

@@ -76,7 +76,7 @@ pub enum PageFault {
     Order(usize),
 }
 
-fn u32_at(page: &PageBytes, at: usize) -> u32 {
+pub(crate) fn u32_at(page: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([page[at], page[at + 1], page[at + 2], page[at + 3]])
 }
 

@@ -5,7 +5,7 @@
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::limits::{PAGE_BYTES, URING_WAIT_MAX};
-use io_uring::{IoUring, opcode, types};
+use io_uring::{IoUring, Probe, opcode, types};
 use std::cell::UnsafeCell;
 use std::fs::File;
 use std::io;
@@ -37,11 +37,17 @@ impl Ring {
     /// Returns a ring for up to `depth` reads in flight.
     ///
     /// # Errors
-    /// The system has no io_uring or does not allow it.
+    /// The system has no io_uring with reads, or does not allow it.
     pub fn new(depth: usize) -> io::Result<Self> {
         // One more entry for the timeout.
         let entries = u32::try_from(depth + 1).map_err(io::Error::other)?.next_power_of_two();
         let ring = ManuallyDrop::new(IoUring::new(entries)?);
+        // Linux 5.1 to 5.5 has rings, but would refuse each read.
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        if !probe.is_supported(opcode::Read::CODE) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         let buffers = (0..depth).map(|_| UnsafeCell::new(AlignedPage::zeroed())).collect();
         let reads = (0..depth).map(|_| None).collect();
         Ok(Self {

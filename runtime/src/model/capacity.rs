@@ -141,12 +141,19 @@ fn rows_with_growth(table: &Table) -> u64 {
 }
 
 /// Returns whether the caches in `backend`, made for the tables of `before`, work for those of
-/// `after`. The tables must be the same, and the caches must be able to hold the last key of each.
-pub(crate) fn fit_caches(before: &Schema, after: &Schema, backend: &ModelBackend) -> bool {
+/// `after`. The tables must be the same, and the caches must be able to hold the last key of each
+/// that `is_cached`.
+pub(crate) fn fit_caches(
+    before: &Schema,
+    after: &Schema,
+    backend: &ModelBackend,
+    is_cached: impl Fn(u16) -> bool,
+) -> bool {
     let fits = |(number, (a, b)): (usize, (&Table, &Table))| {
-        let last = b.rows.checked_sub(1).filter(|_| b.keys == KeySpace::Index);
-        let width = b.row_bytes();
-        let holds = |key| backend.can_hold(width, RowKey { table: number as u16, key });
+        let (table, width) = (number as u16, b.row_bytes());
+        let has_last = b.keys == KeySpace::Index && is_cached(table);
+        let last = b.rows.checked_sub(1).filter(|_| has_last);
+        let holds = |key| backend.can_hold(width, RowKey { table, key });
         let same = (&a.name, a.dim, a.codec, a.unit_exp, a.keys, a.placement, a.miss)
             == (&b.name, b.dim, b.codec, b.unit_exp, b.keys, b.placement, b.miss);
         same && last.is_none_or(holds)

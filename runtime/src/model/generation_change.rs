@@ -39,7 +39,7 @@ impl GenerationChange {
             _ if is_unrelated => Ok(TableChange::All),
             true => changed_since(before.sequence, new),
             // After a rollback the live generation is the older one.
-            false => changed_beyond(new, old),
+            false => Ok(changed_beyond(new, old)),
         });
         Ok(Self { tables: tables.collect::<Result<_, _>>()? })
     }
@@ -60,7 +60,7 @@ impl GenerationChange {
     /// Returns the bytes of memory.
     pub fn bytes(&self) -> u64 {
         let keys = |change: &TableChange| match change {
-            TableChange::Keys(keys) => 8 * keys.len() as u64,
+            TableChange::Keys(keys) => (size_of::<u64>() * keys.capacity()) as u64,
             TableChange::All => 0,
         };
         self.tables.iter().map(keys).sum()
@@ -81,23 +81,28 @@ fn changed_since(sequence: u64, later: &ServedTable) -> Result<TableChange, Segm
 /// Returns the rows of `later` that may differ from those of `earlier`. A lower sequence makes
 /// `earlier` no ancestor: the live record may have taken another branch since. Only equal segments
 /// prove that `later` came from it.
-fn changed_beyond(earlier: &ServedTable, later: &ServedTable) -> Result<TableChange, SegmentError> {
+fn changed_beyond(earlier: &ServedTable, later: &ServedTable) -> TableChange {
     let (before, after) = (&earlier.segments, &later.segments);
     if before.base != after.base || !after.deltas.starts_with(&before.deltas) {
-        return Ok(TableChange::All);
+        return TableChange::All;
     }
     let own = before.deltas.len()..after.deltas.len();
-    newest_keys(&later.rows, own).map(TableChange::Keys)
+    // Damage of the generation that is left must not keep the other one from being served.
+    newest_keys(&later.rows, own).map_or(TableChange::All, TableChange::Keys)
 }
 
 /// Returns the keys of the `deltas` of a table, ascending.
 fn newest_keys(
     rows: &TableRows,
-    deltas: impl Iterator<Item = usize>,
+    deltas: impl Iterator<Item = usize> + Clone,
 ) -> Result<Vec<u64>, SegmentError> {
-    let mut keys = Vec::new();
+    let delta_of = |number: usize| &rows.segments()[number + 1];
+    let counts = deltas.clone().map(|number| delta_of(number).counts());
+    // The trailers tell the keys, so that the list does not take twice its bytes while it grows.
+    let mut keys =
+        Vec::with_capacity(counts.map(|counts| (counts.rows + counts.deletes) as usize).sum());
     for number in deltas {
-        let delta = &rows.segments()[number + 1];
+        let delta = delta_of(number);
         let space = delta.kind().keys();
         delta.each_key(|order, _| keys.push(space.key_of(order)))?;
     }

@@ -1,7 +1,7 @@
 //! [`Model`]: one generation's tables, caches and dense network as requests use them. Read-only and
 //! shared by all workers. A request that starts on a model ends on it.
 
-use crate::bundle::manifest::Generation;
+use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::live::LiveId;
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
@@ -46,6 +46,7 @@ use std::sync::Arc;
 pub struct Model {
     generation: Arc<Generation>,
     id: LiveId,
+    previous: Option<Hash>,
     schema: Arc<Schema>,
     budget: Budget,
     read_depth: Arc<DeviceDepth>,
@@ -75,6 +76,8 @@ pub(crate) struct ModelParts {
     pub generation: Generation,
     /// The identity of the generation's files.
     pub id: LiveId,
+    /// SHA-256 of the manifest of the generation that a rollback leads to.
+    pub previous: Option<Hash>,
     pub schema: Arc<Schema>,
     pub budget: Budget,
     pub read_depth: Arc<DeviceDepth>,
@@ -92,6 +95,7 @@ impl Model {
         let ModelParts {
             generation,
             id,
+            previous,
             schema,
             budget,
             read_depth,
@@ -108,6 +112,7 @@ impl Model {
         Self {
             generation: Arc::new(generation),
             id,
+            previous,
             schema,
             budget,
             read_depth,
@@ -127,6 +132,11 @@ impl Model {
     /// another of the same number.
     pub fn id(&self) -> LiveId {
         self.id
+    }
+
+    /// Returns the manifest's hash of the generation that a rollback of this one leads to.
+    pub(crate) fn previous(&self) -> Option<Hash> {
+        self.previous
     }
 
     /// Returns the generation that is served.

@@ -26,16 +26,21 @@ use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 impl Model {
     /// Returns the bytes that an update takes beside this model, at most: a next generation with
     /// tables and a network of the same sizes. It is a snapshot, or a tenth of the rows changed.
+    /// Before it is served, its probe opens it with a small cache of its own.
     pub fn update_bytes(&self) -> u64 {
         let changed = self.schema().tables.iter().map(|table| table.rows).sum::<u64>() / 10;
         let keys = size_of::<u64>() + size_of::<Option<u32>>();
         let ResidentBytes { tables, loading } = resident_bytes(self.schema(), self.tables());
         let reading = loading.max(read_bytes(changed));
+        let swap = tables * copies_of(self.backend()) as u64
+            + changed * keys as u64
+            + reading.max(list_bytes_max(self) + RowWriter::bytes(self));
+        let worker = [Part::Misses, Part::PageBuffers, Part::Scores, Part::Batches, Part::Queues];
+        let slot = self.memory().bytes_of(&[Part::Slots]) / u64::from(self.budget().slots.max(1));
+        let probe = PROBE_CACHE_BYTES_MAX + self.memory().bytes_of(&worker) + slot;
         self.memory().bytes_of(&NOT_SHARED)
             + self.memory().bytes_of(&[Part::Indexes])
-            + tables * copies_of(self.backend()) as u64
-            + changed * keys as u64
-            + reading.max(list_bytes_max(self) + RowWriter::bytes(self))
+            + swap.max(probe)
     }
 
     /// Returns the bytes that an explanation takes beside this model: a network of the same size

@@ -144,9 +144,9 @@ impl Model {
     }
 
     /// Opens the live generation of `flash` with all rows on flash, for one request of one sample
-    /// at a time. Its caches have `cache_bytes_max` bytes, or the least possible. It takes little
-    /// memory and has no memory plan. Shares open segments and the read depth with `before`, an
-    /// earlier generation with the same tables.
+    /// at a time. Its caches have `cache_bytes_max` bytes, or the least possible. It has no memory
+    /// plan. Shares open segments and the read depth with `before`, an earlier generation with the
+    /// same tables; the caller then counts the memory. Without it the model must fit in `budget`.
     pub(crate) fn open_on_flash(
         flash: &Flash,
         budget: Budget,
@@ -175,6 +175,9 @@ impl Model {
             before: before.map_or(&[], |model| model.tables()),
         };
         let opening = Opening::begin(flash, small, placed, yield_now)?;
+        if before.is_none() {
+            capacity::check_total(&small, &plan_memory(&opening.sizes()?, Backing::Host))?;
+        }
         opening.build(MemoryPlan::default(), read_depth, yield_now)
     }
 

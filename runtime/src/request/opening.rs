@@ -61,30 +61,32 @@ impl<'a> Opening<'a> {
     /// [`OpenError::Budget`] if the caches do not fit the budget, or if the whole model does not,
     /// with what opening takes for a while.
     pub fn plan(&self, backing: Backing<'_>) -> Result<MemoryPlan, OpenError> {
-        let residents = resident_bytes(&self.schema, &self.tables);
+        let plan = plan_memory(&self.sizes()?, backing);
+        capacity::check_total(&self.budget, &plan)?;
+        // Before the workers and slots are there, lists may take their bytes.
+        let loading = resident_bytes(&self.schema, &self.tables).loading;
+        let lists = loading.max(preload::bytes_max(self.flash, &self.tables, &self.budget, &plan));
+        let more = lists.saturating_sub(plan.later_bytes());
+        capacity::check_more(&self.budget, &plan, more)?;
+        Ok(plan.with_opening(more))
+    }
+
+    /// Returns the sizes of the model.
+    ///
+    /// # Errors
+    /// [`OpenError::Budget`] if the caches do not fit the budget.
+    pub fn sizes(&self) -> Result<ModelSizes<'_>, OpenError> {
         let indexes: usize = self.tables.iter().map(|table| table.rows.index_bytes()).sum();
-        let sizes = ModelSizes {
+        Ok(ModelSizes {
             schema: &self.schema,
             budget: &self.budget,
             caches: capacity::cache_bytes(&self.schema, self.is_resident, &self.budget)?,
-            residents: residents.tables,
+            residents: resident_bytes(&self.schema, &self.tables).tables,
             indexes: indexes as u64,
             dense: Some(&self.dense),
             outputs: self.dense.outputs(),
             opening: 0,
-        };
-        let plan = plan_memory(&sizes, backing);
-        capacity::check_total(&self.budget, &plan)?;
-        // Before the workers and slots are there, lists may take their bytes.
-        let lists = residents.loading.max(preload::bytes_max(
-            self.flash,
-            &self.tables,
-            &self.budget,
-            &plan,
-        ));
-        let more = lists.saturating_sub(plan.later_bytes());
-        capacity::check_more(&self.budget, &plan, more)?;
-        Ok(plan.with_opening(more))
+        })
     }
 
     /// Takes the memory that `memory` plans, and reads the resident tables. Reads of the model
@@ -106,6 +108,7 @@ impl<'a> Opening<'a> {
         let model = Model::new(ModelParts {
             generation: flash.manifest().generation.clone(),
             id: flash.record().id(),
+            previous: flash.record().previous.as_ref().map(|previous| previous.manifest),
             schema,
             budget,
             read_depth,

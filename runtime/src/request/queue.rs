@@ -535,7 +535,9 @@ impl Queue {
         in_flight: &mut InFlight,
     ) -> Option<Duration> {
         let first = *self.waiting.front()?;
-        let may_wait = first.ready_at > Duration::ZERO && self.samples < shared.batch_max;
+        // One with a deadline waits for none, nor for those before it.
+        let may_wait = self.samples < shared.batch_max
+            && self.waiting.iter().all(|request| request.ready_at > Duration::ZERO);
         // A closing pipeline receives no further requests that could fill the batch.
         if may_wait && !self.is_closing {
             let left = first.ready_at.saturating_sub(shared.clock.now());

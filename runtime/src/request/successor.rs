@@ -52,20 +52,16 @@ struct ResidentChanges {
     unplanned: u64,
 }
 
-/// Returns whether a segment that both generations list is the same file. This is false if a
-/// damaged generation was replaced or rebuilt.
+/// Returns whether a segment that both generations list is the same file: the live generation is
+/// the served one, follows it, or is the one that a rollback of it leads to. This is false if a
+/// damaged generation was replaced or rebuilt, or if the directory was made anew.
 fn is_next(old: &Model, flash: &Flash) -> bool {
-    let (served, record) = (old.generation(), flash.record());
-    let same = |state: &LiveState| {
-        state.generation.sequence != served.sequence || state.manifest == old.id().manifest
-    };
-    let is_known = |state: &LiveState| state.generation.sequence == served.sequence;
-    record.live.generation.lineage == served.lineage
-        && record.rebuilds == old.id().rebuilds
-        && same(&record.live)
-        && record.previous.as_ref().is_none_or(same)
-        && (record.live.generation.sequence <= served.sequence
-            || record.previous.as_ref().is_some_and(is_known))
+    let (served, record) = (old.id(), flash.record());
+    let is_served = |state: &LiveState| state.manifest == served.manifest;
+    record.rebuilds == served.rebuilds
+        && (is_served(&record.live)
+            || record.previous.as_ref().is_some_and(is_served)
+            || old.previous() == Some(record.live.manifest))
 }
 
 /// Returns whether the live generation of `flash` can take over the tables and workers of `old`.
@@ -78,7 +74,7 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
         && is_next(old, flash)
         && before.has_lookups_of(after)
         && [false, true].iter().all(|&s| before.dense_columns(s).eq(after.dense_columns(s)))
-        && capacity::fit_caches(before, after, old.backend())
+        && capacity::fit_caches(before, after, old.backend(), |table| old.is_cached(table))
 }
 
 /// Opens the live generation of `flash`, for which [`can_follow`] is true. The `memory_bytes_max`

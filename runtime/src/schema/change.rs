@@ -42,6 +42,10 @@ pub fn check_change(old: &Schema, new: &Schema) -> Result<(), ChangeError> {
 
     let features = |schema: &Schema| names(schema.features.iter().map(|f| &f.name));
     check_order("feature", &features(old), &features(new))?;
+    let added = new.features.iter().skip(old.features.len()).map(|feature| &feature.name);
+    if let Some(name) = added.into_iter().find(|name| is_of_tensor(name)) {
+        return refuse("feature", name, "is the name of a tensor that callers may send already");
+    }
     let mut both = old.features.iter().zip(&new.features);
     both.try_for_each(|(a, b)| check_feature(a, b))?;
 
@@ -55,6 +59,13 @@ pub fn check_change(old: &Schema, new: &Schema) -> Result<(), ChangeError> {
         }
         (old, new) => check_order("output", old, new),
     }
+}
+
+/// Returns whether the front door derives `name` from another feature, or uses it for dense ones.
+fn is_of_tensor(name: &str) -> bool {
+    let parts = [".keys", ".offsets", ".weights", ".values"];
+    let dense = ["dense", "dense.shared", "dense_features", "shared_dense"];
+    dense.contains(&name) || parts.iter().any(|part| name.ends_with(part))
 }
 
 fn names<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
@@ -147,13 +158,15 @@ mod tests {
     #[test]
     fn each_change_that_callers_would_notice_is_refused_by_name() {
         type Change = fn(&mut Schema);
-        let cases: [(Change, &str); 15] = [
+        let cases: [(Change, &str); 17] = [
             (|s| drop(s.dense_features.remove(0)), "dense feature `a`: is gone; keep"),
             (|s| s.dense_features.swap(0, 1), "dense feature `a`: stood at place 0"),
             (|s| s.dense_features.push(DenseFeature::plain("n")), "dense feature `n`: is new"),
             (|s| s.dense_features[1].missing = None, "dense feature `b`: may no longer be"),
             (|s| s.dense_features[0].shared = true, "dense feature `a`: shared: only one"),
             (|s| s.dense_features[2].retired = false, "dense feature `c`: was retired"),
+            (|s| s.features.push(Feature::plain("f.values", 1)), "feature `f.values`: is the name"),
+            (|s| s.features.push(Feature::plain("dense", 1)), "feature `dense`: is the name"),
             (|s| s.features.truncate(2), "feature `h`: is gone; keep"),
             (|s| s.features.insert(0, Feature::plain("n", 1)), "feature `f`: stood at place 0"),
             (|s| s.features[0].hotness_max = 1, "feature `f`: hotness_max: 1 instead of 2"),

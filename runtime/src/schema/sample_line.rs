@@ -238,4 +238,10 @@ mod tests {
         );
         assert_eq!(found("{\"é"), None);
     }
+    /// Without its feature `float_roundtrip`, `serde_json` reads one double in ten as its neighbour.
+    #[test]
+    fn a_double_is_read_exactly() {
+        let read: f64 = serde_json::from_str("0.38120423768821243").unwrap();
+        assert_eq!(read.to_bits(), 0.381_204_237_688_212_43_f64.to_bits());
+    }
 }

@@ -16,7 +16,7 @@ use crate::limits::{
 use crate::maintenance::share::BusyBounds;
 use crate::maintenance::{MaintenanceRules, WEAR_BYTES_PER_DAY_MIN};
 use crate::model::budget::Budget;
-use crate::update::apply::Policy;
+use crate::update::host::Policy;
 use crate::update::link::{LinkLimits, LinkRules};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};

@@ -47,10 +47,12 @@ impl ServerRules {
         let problem = "must be 1 to 65536";
         check("server.connections_max", connections_max, are_connections, problem)?;
 
+        let (name, problem) = ("server.request_bytes_max", "must be above 0");
+        check(name, request_bytes_max, request_bytes_max > 0, problem)?;
         // A request is in memory twice: as received, and decoded.
         let problem = "must be at least twice server.request_bytes_max = ".to_owned();
         let problem = problem + &request_bytes_max.to_string();
-        let is_room = request_bytes_max <= bytes_max / 2 && request_bytes_max > 0;
+        let is_room = request_bytes_max <= bytes_max / 2;
         check("server.bytes_max", bytes_max, is_room, problem)?;
 
         match (self.tcp, &self.tls) {

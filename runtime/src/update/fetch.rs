@@ -332,7 +332,7 @@ impl Updater {
         let waiting = run.status.offer.as_ref().filter(|offer| is_open(offer, &install));
         let waiting = waiting.map(|offer| offer.release.clone());
         let waiting = waiting.filter(|release| listing.has(release));
-        let next = next_release(&listing, &install, &run.status);
+        let next = next_release(&listing, &install, &run.status, |r| staging.has_part(r));
         let next = next.map_err(|error| listing.explain(error));
         // The bundle of a release that gives way stays, or the two ways would be fetched in turn.
         // Where room was short it goes if flash is on the same file system: they have equal room.
@@ -399,22 +399,42 @@ fn is_open(offer: &Offer, install: &InstallStatus) -> bool {
     offer.number != install.offer || install.state.has_release()
 }
 
-/// Returns the release to fetch next. Releases that are set aside, or that the car fails to
-/// install, count only if no others lead forward.
+/// Returns the release to fetch next: the one that is partly fetched, as `has_part` says, if it
+/// still leads forward. Else a link that is slower than the publisher would never bring one whole.
+/// Releases that are set aside, or that the car fails to install, count only if no others lead
+/// forward.
 fn next_release(
     listing: &Listing,
     install: &InstallStatus,
     status: &FetchStatus,
+    has_part: impl Fn(&Release) -> bool,
 ) -> Result<Option<Release>, UpdateError> {
     let mut usable = listing.eligible.clone();
     usable.retain(|r| r.lacks.is_none() && !install.is_refused(r));
     let mut preferred = usable.clone();
     preferred.retain(|r| !status.is_set_aside(r) && !install.gives_way(r));
+    let begun = status.release.as_ref().map(|release| release.manifest);
+    let mut in_hand = preferred.iter().filter(|release| begun == Some(release.manifest));
+    if let Some(release) = in_hand.find(|r| has_part(r) && leads_on(listing, install.repair, r)) {
+        return Ok(Some(release.clone()));
+    }
     match first_step(listing, install.repair, &preferred) {
         Ok(None) | Err(UpdateError::NoPath { .. }) if preferred.len() < usable.len() => {
             first_step(listing, install.repair, &usable)
         }
         step => step,
+    }
+}
+
+/// Returns whether `release` can be installed next and leads forward.
+fn leads_on(listing: &Listing, repair: Repair, release: &Release) -> bool {
+    let sequence = release.generation.sequence;
+    match (&listing.live, release.parent) {
+        (None, None) => sequence >= listing.least,
+        (Some(live), None) => sequence > live.sequence,
+        (_, Some(_)) => {
+            repair == Repair::None && listing.base.is_some_and(|base| base.is_parent_of(release))
+        }
     }
 }
 

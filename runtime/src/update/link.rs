@@ -156,12 +156,36 @@ impl<'a> Fetcher<'a> {
     /// `UpdateError::{NotFound, EndlessData, SlowRetrieval, LinkBroken}`, with the address. Those
     /// of [`Self::check_limits`] if the object must be sent again from its start.
     pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
+        self.get_from(path, 0, bytes_max)
+    }
+
+    /// Returns the object at `path`, of `bytes` bytes, as [`Self::get`] does. A body without a
+    /// length that ends early is continued; if no more bytes come, it is returned as it is.
+    ///
+    /// # Errors
+    /// Those of [`Self::get`].
+    pub fn get_whole(&mut self, path: &str, bytes: u64) -> Result<Vec<u8>, UpdateError> {
+        self.get_from(path, bytes, bytes)
+    }
+
+    fn get_from(
+        &mut self,
+        path: &str,
+        bytes_min: u64,
+        bytes_max: u64,
+    ) -> Result<Vec<u8>, UpdateError> {
         let start = Start { time: self.clock.now(), bytes: self.bytes };
         let (mut content, mut longest, mut stalls) = (Vec::new(), 0, 0);
 
         for _ in 0..BREAKS_MAX {
             let link_error = match self.get_rest(path, bytes_max, start, &mut content) {
-                Ok(()) => return Ok(content),
+                Ok(()) => {
+                    let is_whole = content.len() as u64 >= bytes_min;
+                    if is_whole || content.len() <= longest || foreign(&content).is_some() {
+                        return Ok(content);
+                    }
+                    LinkError::Broken(format!("the body ended after {} bytes", content.len()))
+                }
                 Err(Interrupted::Run(error)) => return Err(error),
                 Err(Interrupted::Link(error)) => error,
             };

@@ -3,7 +3,7 @@
 //!
 //! Two processes share an update, and each writes one directory only:
 //! * `Updater::fetch` (`hatchback-sync`) has the link. It writes the sync directory.
-//! * `Updater::advance` (`apply.rs`, `hatchbackd`) has no link. It writes the flash directory. It
+//! * `Updater::advance` (`advance.rs`, `hatchbackd`) has no link. It writes the flash directory. It
 //!   trusts nothing in the sync directory that a signature does not cover.
 //!
 //! Either process can be stopped at any moment and started again. Each step reads from disk which
@@ -24,14 +24,17 @@
 //! ```
 
 pub mod accepted;
-pub mod apply;
+mod advance;
+mod apply;
 pub mod error;
 mod fetch;
 pub mod fetch_status;
 pub mod history;
+pub mod host;
 pub mod install_status;
 pub mod link;
 mod on_flash;
+mod probation;
 pub mod probe;
 pub mod program;
 pub mod release;
@@ -40,6 +43,7 @@ mod run;
 mod staged_network;
 pub mod staging;
 pub mod status;
+mod trials;
 pub mod trust;
 mod updater;
 mod verdict;

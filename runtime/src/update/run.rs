@@ -1,9 +1,9 @@
 //! Both sides of an update in one process, for a desk and for tests. In the car one process calls
 //! `fetch` and another calls `advance`.
 
-use crate::update::apply::Host;
 use crate::update::error::UpdateError;
 use crate::update::history::UpdateState;
+use crate::update::host::Host;
 use crate::update::link::Fetcher;
 use crate::update::release::Release;
 use crate::update::status::UpdateStatus;

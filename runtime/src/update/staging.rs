@@ -60,6 +60,11 @@ impl<'a> Staging<'a> {
         directory.join(format!("{}.hatch", hex(&release.manifest)))
     }
 
+    /// Returns whether a part of the bundle of `release` is there.
+    pub(super) fn has_part(&self, release: &Release) -> bool {
+        self.disk.open(&part_of(&self.bundle(release))).is_ok()
+    }
+
     /// Returns whether the complete bundle of `release` has the signed manifest and its chunks.
     pub fn is_sound(&self, release: &Release) -> bool {
         let verified =
@@ -274,7 +279,7 @@ impl<'a> Staging<'a> {
 
 fn fetch_chunk(chunk: &Chunk, fetcher: &mut Fetcher<'_>) -> Result<Vec<u8>, UpdateError> {
     let path = chunk_path(&chunk.sha256);
-    let stored = fetcher.get(&path, u64::from(chunk.stored))?;
+    let stored = fetcher.get_whole(&path, u64::from(chunk.stored))?;
     // The length is not redundant: a manifest may list a wrong one beside a right hash, and offsets
     // follow the length.
     if stored.len() != chunk.stored as usize || sha256(&stored) != chunk.sha256 {

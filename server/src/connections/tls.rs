@@ -27,9 +27,9 @@ pub enum TlsError {
     /// A file has no certificate.
     #[error("server.tls.{key} = {}: has no certificate", path.display())]
     Empty { key: &'static str, path: PathBuf },
-    /// The library refuses a certificate or the key.
-    #[error("server.tls: {0}")]
-    Refused(#[from] rustls::Error),
+    /// The library refuses a certificate, or the key to it.
+    #[error("server.tls.{key} = {}: {source}", path.display())]
+    Refused { key: &'static str, path: PathBuf, source: rustls::Error },
     /// The library refuses the authorities of the callers.
     #[error("server.tls.client_ca: {0}")]
     Authorities(#[from] VerifierBuilderError),
@@ -56,15 +56,22 @@ impl Tls {
         let of_key = |source| TlsError::File { key: "key", path: key.clone(), source };
         let private = PrivateKeyDer::from_pem_file(key).map_err(of_key)?;
         let mut roots = RootCertStore::empty();
-        certificates("client_ca", client_ca)?.into_iter().try_for_each(|ca| roots.add(ca))?;
+        let refused = |key, path: &Path| {
+            let path = path.to_owned();
+            move |source| TlsError::Refused { key, path, source }
+        };
+        let mut authorities = certificates("client_ca", client_ca)?.into_iter();
+        authorities.try_for_each(|ca| roots.add(ca)).map_err(refused("client_ca", client_ca))?;
 
         let provider = Arc::new(default_provider());
         let callers =
             WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider));
         let mut config = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&TLS13])?
+            .with_protocol_versions(&[&TLS13])
+            .map_err(refused("certificate", certificate))?
             .with_client_cert_verifier(callers.build()?)
-            .with_single_cert(chain, private)?;
+            .with_single_cert(chain, private)
+            .map_err(refused("key", key))?;
         // gRPC clients choose HTTP/2 in the handshake.
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});

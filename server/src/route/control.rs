@@ -12,7 +12,7 @@ use hatchback::request::explain::Explanation;
 use hyper::HeaderMap;
 use hyper::body::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderValue};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 /// A change that a caller requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,9 +63,8 @@ pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), P
     let _work = call.connection.begin_work()?;
     let (front, name) = (Arc::clone(call.front), name.to_owned());
     blocking(move || {
-        let busy = |_| Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         // The turn belongs to this closure, which goes on even if its caller hangs up.
-        let _turn = front.changes.try_lock().map_err(busy)?;
+        let _turn = turn(&front.changes, "another load or unload")?;
         let changed = match change {
             Change::Load => repository::load(&front, &name),
             Change::Unload => repository::unload(&front, &name),
@@ -99,12 +98,22 @@ pub async fn explain(call: &Call<'_>, name: &str, line: Bytes) -> Result<Explana
     let _work = call.connection.begin_work()?;
     let (front, name) = (Arc::clone(call.front), name.to_owned());
     blocking(move || {
-        let busy = |_| Problem::busy("busy: an explanation or a change is in progress", RETRY_MAX);
         // One at a time, and none beside a load: each takes memory for a network.
-        let _turn = front.changes.try_lock().map_err(busy)?;
+        let _turn = turn(&front.changes, "an explanation or a change")?;
         repository::explain(&front, &name, &line)
     })
     .await
+}
+
+/// Takes the turn of `changes`, unless `what` has it. A panic in an earlier turn is over.
+fn turn<'a, T>(changes: &'a Mutex<T>, what: &str) -> Result<MutexGuard<'a, T>, Problem> {
+    match changes.try_lock() {
+        Ok(turn) => Ok(turn),
+        Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
+        Err(TryLockError::WouldBlock) => {
+            Err(Problem::busy(format!("busy: {what} is in progress"), RETRY_MAX))
+        }
+    }
 }
 
 async fn blocking<T: Send + 'static>(

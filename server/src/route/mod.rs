@@ -46,6 +46,19 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// The methods of gRPC whose request is one small message.
+const UNARY: [&str; 10] = [
+    "ServerLive",
+    "ServerReady",
+    "ServerMetadata",
+    "ModelReady",
+    "ModelMetadata",
+    "ModelConfig",
+    "ModelStatistics",
+    "RepositoryIndex",
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+];
 /// The header of a W3C trace, which a caller may send.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const JSON_TYPE: &str = "application/json";
@@ -248,6 +261,10 @@ async fn answer_grpc(
         return grpc_infer::infer(call, body).await;
     }
 
+    // Before the body: the client of a stream never ends it.
+    if !UNARY.contains(&method) {
+        return Err(unknown());
+    }
     let body = read_body(call, body, CONTROL_BYTES_MAX).await?;
     let message = grpc::message_of(&body)?;
     match method {

@@ -313,6 +313,12 @@ impl<'a> Columns<'a> {
             if values != count {
                 return Err(weights.fault(&format!("{values} values for {count} keys")));
             }
+            if let Some((keys, _)) = sent.keys
+                && keys.shape != weights.shape
+            {
+                let problem = format!("shape {:?}, the keys have {:?}", weights.shape, keys.shape);
+                return Err(weights.fault(&problem));
+            }
         }
         Ok(bags)
     }

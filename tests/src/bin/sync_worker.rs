@@ -9,7 +9,7 @@ use hatchback::clock::SystemClock;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::update::Updater;
-use hatchback::update::apply::{Host, Policy, Watched};
+use hatchback::update::host::{Host, Policy, Watched};
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::program::Program;
 use hatchback::update::status::{UpdateState, UpdateStatus};

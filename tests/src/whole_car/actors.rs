@@ -17,7 +17,7 @@ use hatchback::flash::Flash;
 use hatchback::maintenance::MaintenanceRules;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
-use hatchback::update::apply::Policy;
+use hatchback::update::host::Policy;
 use hatchback::update::install_status::InstallState;
 use hatchback::update::link::LinkRules;
 use hatchback::update::trust::Trust;

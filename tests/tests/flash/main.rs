@@ -8,3 +8,4 @@ mod kill;
 mod maintenance;
 mod maintenance_faults;
 mod power_cuts;
+mod wide_rows;

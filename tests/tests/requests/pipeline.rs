@@ -263,7 +263,12 @@ fn a_batch_delay_lets_requests_meet_and_a_full_batch_does_not_wait() {
         requests.iter().map(|r| submit(&pipeline, r, None).unwrap()).collect();
     tickets.iter().zip(&requests).for_each(|(t, r)| check(t, &fixture.reference, r));
     assert_eq!(pipeline.stats().batches, 1);
-    // A request with a deadline does not wait, and no request waits when the pipeline closes.
+    // A request with a deadline waits neither for others nor behind one that does.
+    let patient = submit(&pipeline, &fixture.known(7, 1), None).unwrap();
+    let hurried = submit(&pipeline, &fixture.known(8, 1), FOREVER).unwrap();
+    check(&hurried, &fixture.reference, &fixture.known(8, 1));
+    check(&patient, &fixture.reference, &fixture.known(7, 1));
+    // No request waits when the pipeline closes.
     let last = submit(&pipeline, &fixture.known(9, 1), None).unwrap();
     drop(pipeline);
     check(&last, &fixture.reference, &fixture.known(9, 1));

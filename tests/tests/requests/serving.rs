@@ -15,7 +15,7 @@ use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, Schema};
+use hatchback::schema::{KeySpace, Placement, Schema};
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_for, install, install_on,
 };
@@ -299,6 +299,32 @@ fn an_update_may_change_the_tables_of_a_feature() {
         assert_eq!(dropped == slots, next == 2, "{dropped} of {slots}");
         assert_eq!(score(&serving, "m", &schema, &samples, &made), next as u64 + 1);
     }
+}
+
+/// A resident table has no key in the cache of its row width, and needs none there.
+#[test]
+fn a_cached_table_beside_a_resident_one_of_its_width_keeps_its_cache() {
+    let with = |sequence| {
+        let table = |rows, placement| TablePlan {
+            placement,
+            ..TablePlan::cached(KeySpace::Index, rows, 8, CodecChoice::F32)
+        };
+        let tables = vec![table(300, Placement::Cached), table(40, Placement::Resident)];
+        let features = vec![FeaturePlan::one_hot(0), FeaturePlan::one_hot(1)];
+        ModelPlan { tables, features, ..plan(sequence) }
+    };
+    let plans = [1, 2].map(with);
+    let made = plans.each_ref().map(make);
+    let made = made.each_ref();
+    let serving = serving(1 << 30);
+    serving.load("m", &made[0].flash, budget()).unwrap();
+    let schema = serving.model("m").unwrap().schema().clone();
+    let samples: Vec<Sample> = (0..8).map(|id| plans[0].sample(id)).collect();
+    assert_eq!(score(&serving, "m", &schema, &samples, &made), 1);
+    let flash = install(made[0].flash.directory(), &made[1].packed.bundle);
+    let swapped = serving.swap("m", &flash, budget(), &|_| {}).unwrap();
+    assert_eq!(swapped.dropped, 0, "{swapped}");
+    assert_eq!(score(&serving, "m", &schema, &samples, &made), 2);
 }
 
 /// A request that a swap overtakes has the values of the old schema. The new generation answers it

@@ -263,6 +263,44 @@ fn a_lower_release_of_another_branch_brings_its_own_rows() {
     }
 }
 
+/// The directory was removed, and made anew with another training whose sequence is lower. Its
+/// files have the names of the old ones.
+#[test]
+fn a_directory_that_was_made_anew_brings_its_own_rows() {
+    for kind in kinds() {
+        let mut car = Car::new(Versions::of(kind, &[12], 2000, 65));
+        car.swap(&car.flash(&car.versions.deltas[1]));
+        car.score_everything();
+        let (other, anew) = (Versions::of(kind, &[12], 2000, 66), tempfile::tempdir().unwrap());
+        car.swap(&install(anew.path(), &other.snapshots[0]));
+        car.versions = other;
+        car.score_everything();
+        assert_eq!(car.score(&car.pairs[..1]), 1);
+    }
+}
+
+/// A damaged key page of the release that is left must not keep the one before from being served.
+#[test]
+fn a_rollback_from_a_damaged_delta_brings_the_old_rows_back() {
+    for kind in kinds() {
+        let car = Car::new(Versions::of(kind, &[12], 2000, 67));
+        let one = Flash::open(&disk::system(), car.folder.path()).unwrap();
+        car.swap(&car.flash(&car.versions.deltas[1]));
+        car.score_everything();
+        for table in 0..2 {
+            let path = car.folder.path().join(format!("g000000000002/t000{table}-0000.seg"));
+            let mut bytes = std::fs::read(&path).unwrap();
+            // The last page is the trailer, the one before has keys.
+            let at = bytes.len() - 2 * 4096 + 100;
+            bytes[at] ^= 1;
+            std::fs::write(&path, bytes).unwrap();
+        }
+        car.swap(&one);
+        car.score_everything();
+        assert_eq!(car.score(&car.pairs[..1]), 1);
+    }
+}
+
 /// A snapshot has other files, so each cached row is compared before the swap.
 #[test]
 fn a_snapshot_keeps_the_rows_that_are_equal() {

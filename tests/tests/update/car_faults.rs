@@ -6,7 +6,7 @@ use hatchback::car::update_steps::{ModelUpdates, UpdateSteps};
 use hatchback::limits::{ATTEMPTS_MAX, FAILED_STEPS_MAX, TRIALS_MAX};
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::Serving;
-use hatchback::update::apply::{Policy, Watched};
+use hatchback::update::host::{Policy, Watched};
 use hatchback::update::install_status::InstallState;
 use hatchback::update::status::UpdateState;
 use hatchback_tests::fleet::{Car, Fleet, T0, Ticks, VERSIONS, release_of};

@@ -2,7 +2,7 @@
 //! generation, and another program on the same directories.
 
 use hatchback::flash::{Flash, Rebuild};
-use hatchback::update::apply::Policy;
+use hatchback::update::host::Policy;
 use hatchback::update::release::parse_name;
 use hatchback::update::status::UpdateState;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, VERSIONS, release_of};

@@ -220,6 +220,24 @@ fn a_byte_budget_stops_a_run_and_the_next_run_continues() {
     );
 }
 
+/// A newer release is listed before the runs have brought the whole of an older one.
+#[test]
+fn a_slow_link_brings_one_release_before_it_begins_the_next() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
+    let run = |now| car.run_timed(&mut fleet.link(), now, &Ticks::still(), limits);
+    run(T0 + 1).unwrap_err();
+    fleet.publish(T0 + 2, &VERSIONS.snapshots[1]);
+    let mut now = T0 + 2;
+    while car.live() == 0 {
+        now += 1;
+        assert!(now < T0 + 500, "nothing is live");
+        let _ = run(now);
+    }
+    assert_eq!(car.live(), 1);
+}
+
 /// The clock was ahead when the bytes of its day were spent. A day of polls by the right clock ends
 /// that day, although each poll is of another process.
 #[test]

@@ -4,13 +4,16 @@
 use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::error::UpdateError;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, Recovery, T0, VERSIONS};
+use hatchback_tests::models::install;
 use hatchback_tests::rewrite::Parts;
+use hatchback_tests::versions::Versions;
 use hatchback_tools::repository::ClockError;
 use hatchback_tools::repository::keys::rotate;
 use hatchback_tools::repository::prune::{Retention, prune};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::{Object, Objects, Store};
 use std::cell::Cell;
+use std::path::Path;
 use tough::schema::RoleType;
 
 #[test]
@@ -108,6 +111,68 @@ fn releases_that_a_stolen_key_listed_are_not_re_signed() {
     assert_eq!(car.live(), 4);
     let again = publish(&store, &keys, &change(&["1"], &[]), T0 + 40).unwrap_err().to_string();
     assert!(again.contains("--re-sign"), "{again}");
+}
+
+/// A delta that was packed on a bundle that `publish` refused has none of that bundle's rows.
+#[test]
+fn a_delta_packed_on_other_content_is_refused() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let (other, folder) = (Versions::new(2, 600, 12), tempfile::tempdir().unwrap());
+    let on = |snapshot: &Path, name: &str| install(&folder.path().join(name), snapshot);
+    let publish =
+        |now, bundle| fleet.try_change(now, Change { bundles: vec![bundle], ..Change::default() });
+    let refused = publish(T0 + 10, other.over(&on(&other.snapshots[0], "other"), 2, 2));
+    let refused = refused.unwrap_err();
+    assert!(refused.contains("was packed on a release 1 that was not published"), "{refused}");
+    publish(T0 + 11, VERSIONS.over(&on(&VERSIONS.snapshots[0], "own"), 2, 2)).unwrap();
+    car.run(&mut fleet.link(), T0 + 12).unwrap();
+    assert_eq!(car.live(), 2);
+}
+
+/// Two copies of the folder of keys rotate, each for itself. Cars may trust the root that was
+/// published first.
+#[test]
+fn a_published_root_is_never_replaced() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let copy = fleet.fork();
+    let of_copy = |now| {
+        let change = Change { expires_s: FRESH_S, ..Change::default() };
+        let store = Objects::directory(&fleet.repository()).unwrap();
+        publish(&store, &copy.keys(), &change, now).unwrap_err().to_string()
+    };
+    rotate(&fleet.keys(), RoleType::Root, T0 + ROOT_S).unwrap();
+    fleet.delta(T0 + 10, 2);
+    let root = std::fs::read(fleet.file("metadata/2.root.json")).unwrap();
+
+    let refused = of_copy(T0 + 11);
+    assert!(refused.contains("has metadata/2.root.json"), "{refused}");
+    for role in [RoleType::Root, RoleType::Timestamp] {
+        rotate(&copy.keys(), role, T0 + ROOT_S + 1).unwrap();
+        let refused = of_copy(T0 + 12);
+        assert!(refused.contains("metadata/2.root.json is another root"), "{refused}");
+    }
+    assert_eq!(std::fs::read(fleet.file("metadata/2.root.json")).unwrap(), root);
+    fleet.delta(T0 + 20, 3);
+    car.run(&mut fleet.link(), T0 + 21).unwrap();
+    assert_eq!(car.live(), 3);
+}
+
+/// Who can write to the store chooses no number that `publish` signs.
+#[test]
+fn names_that_no_key_signed_are_not_believed() {
+    let fleet = Fleet::new();
+    fleet.delta(T0 + 10, 2);
+    fleet.delta(T0 + 20, 3);
+    let path = fleet.file("metadata/1.targets.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let forged = text.replace("versions/000000000001-snapshot", "versions/999999999999-snapshot");
+    assert_ne!(text, forged);
+    std::fs::write(&path, forged).unwrap();
+    let change = Change { restore: Some("2".to_owned()), ..Change::default() };
+    let refused = fleet.try_change(T0 + 30, change).unwrap_err();
+    assert!(refused.contains("no root in the folder of keys signed it"), "{refused}");
 }
 
 /// A store that fails after this many writes.
@@ -262,6 +327,14 @@ fn an_empty_chunk_is_uploaded_again() {
     fleet.delta(T0 + 10, 2);
     car.run(&mut fleet.link(), T0 + 11).unwrap();
     assert_eq!(car.live(), 2);
+
+    // A chunk that is damaged later has its length still.
+    let mut content = std::fs::read(&chunk).unwrap();
+    content[0] ^= 1;
+    std::fs::write(&chunk, &content).unwrap();
+    fleet.delta(T0 + 20, 2);
+    content[0] ^= 1;
+    assert_eq!(std::fs::read(&chunk).unwrap(), content);
 }
 
 #[test]

@@ -165,6 +165,19 @@ fn a_server_that_requires_a_certificate_gets_the_cars_own() {
     assert!(car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 2).is_err());
     assert_eq!(car.live(), 0);
     let client = cars.signs(work.path(), "car-7").both;
+    // A renewed certificate beside the old key, and a key alone: refused before any request.
+    let text = |path: &Path| std::fs::read_to_string(path).unwrap();
+    let both = text(&client);
+    let (_, key) = both.split_at(both.find("-----BEGIN PRIVATE KEY").unwrap());
+    let mixed = text(&cars.pem) + key;
+    for (wrong, problem) in [(mixed.as_str(), "keys"), (key, "holds no certificate")] {
+        let path = work.path().join("wrong.pem");
+        std::fs::write(&path, wrong).unwrap();
+        let client = Some(path);
+        let refused = HttpLink::new(&address, &LinkOptions { client, ..LinkOptions::default() });
+        let refused = refused.err().unwrap().to_string();
+        assert!(refused.contains("wrong.pem") && refused.contains(problem), "{refused}");
+    }
     let options = LinkOptions { ca, client: Some(client), ..LinkOptions::default() };
     car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 3).unwrap();
     assert_eq!(car.live(), 1);

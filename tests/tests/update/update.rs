@@ -5,9 +5,9 @@
 use hatchback::flash::Flash;
 use hatchback::io::disk::{self, Disk};
 use hatchback::update::Updater;
-use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer};
+use hatchback::update::host::{Host, Policy, Watched};
 use hatchback::update::install_status::{InstallState, InstallStatus};
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::update::status::UpdateState;

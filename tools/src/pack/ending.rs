@@ -23,8 +23,8 @@ use std::sync::Arc;
 /// What follows the tables of a bundle.
 pub(crate) struct Ending<'a> {
     pub generation: &'a Generation,
-    /// The sequence of the generation that a delta needs.
-    pub parent: Option<u64>,
+    /// The generation that a delta needs.
+    pub parent: Option<&'a Flash>,
     pub schema: &'a Schema,
     pub tables: Vec<TableBlobs>,
     /// The encoded probe set.
@@ -125,7 +125,8 @@ impl Ending<'_> {
         let probe = self.probe.as_ref().map(|bytes| write_blob(bundle, bytes)).transpose()?;
         Ok(Manifest {
             generation: self.generation.clone(),
-            parent: self.parent,
+            parent: self.parent.map(|parent| parent.manifest().generation.sequence),
+            packed_on: self.parent.map(|parent| parent.record().live.manifest),
             schema: self.schema.clone(),
             blobs: Vec::new(),
             tables: self.tables.clone(),

@@ -165,8 +165,7 @@ impl PackJob {
         let generation = &self.generation()?;
         let (tables, codec_errors) = tables.into_iter().unzip();
         let NetworkFiles { onnx, probe } = files;
-        let sequence = parent.map(|p| p.manifest().generation.sequence);
-        let ending = Ending { generation, parent: sequence, schema, tables, probe, deferral: None };
+        let ending = Ending { generation, parent, schema, tables, probe, deferral: None };
         let ended = match parent {
             // The rows of a delta alone do not score the probe set.
             Some(parent) => {

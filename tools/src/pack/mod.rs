@@ -15,7 +15,7 @@ pub mod overrides;
 mod share;
 pub mod sort;
 pub mod spec;
-mod spec_line;
+pub(crate) mod spec_line;
 pub(crate) mod table;
 mod table_major;
 pub(crate) mod weights;

@@ -5,9 +5,9 @@ use crate::import::Source;
 use crate::limits::HEADER_BYTES_MAX;
 use crate::pack::hugectr_network::HugectrNetwork;
 use crate::pack::key_spec::KeySpec;
-use crate::pack::spec_line::{at_line, line_at, line_of};
+use crate::pack::spec_line::{at_line, line_of, parse_toml};
 use crate::report::input;
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::lookup::Lookup;
 use hatchback::schema::{
@@ -203,7 +203,7 @@ impl CodecChoice {
 
 /// The default row of a table.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "default is \"zeros\", \"mean\" or a list of numbers")]
 pub enum DefaultRow {
     /// Zeros.
     #[default]
@@ -354,11 +354,7 @@ impl ModelSpec {
     /// # Errors
     /// The text is not a model.toml of the supported format. The error names the line.
     pub fn parse(text: &str, path: &Path) -> Result<Self> {
-        let spec: Self = toml::from_str(text).map_err(|error| {
-            let line = error.span().map(|span| line_at(text, span.start));
-            anyhow!("{}: {}", at_line(path, line), error.message())
-        })?;
-
+        let spec: Self = parse_toml(text, path)?;
         let format = spec.format;
         ensure!(
             format == SPEC_FORMAT,

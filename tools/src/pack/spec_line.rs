@@ -1,5 +1,7 @@
-//! Finds the line of model.toml to which an error belongs. Never checks a value.
+//! Parses TOML, and finds the line to which an error belongs. Never checks a value.
 
+use anyhow::{Result, anyhow};
+use serde::de::DeserializeOwned;
 use std::path::Path;
 use toml::de::{DeTable, DeValue};
 
@@ -11,8 +13,19 @@ pub(crate) fn at_line(path: &Path, line: Option<usize>) -> String {
     }
 }
 
+/// Parses `text`, the TOML of the file at `path`.
+///
+/// # Errors
+/// The text does not fit. The error names the line.
+pub(crate) fn parse_toml<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T> {
+    toml::from_str(text).map_err(|error| {
+        let line = error.span().map(|span| line_at(text, span.start));
+        anyhow!("{}: {}", at_line(path, line), error.message())
+    })
+}
+
 /// Returns the line, counted from 1, of `offset` bytes into `text`.
-pub(crate) fn line_at(text: &str, offset: usize) -> usize {
+fn line_at(text: &str, offset: usize) -> usize {
     1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count()
 }
 

@@ -6,14 +6,19 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::Duration;
 
+/// Returns whether all `labels` are probabilities; a label may also be a rating or a time.
+fn are_probabilities(labels: &[f32]) -> bool {
+    labels.iter().all(|label| (0.0..=1.0).contains(label))
+}
+
 /// Returns the area under the ROC curve by ranks (Mann-Whitney); a tie counts half. Returns `None`
-/// unless both labels occur.
+/// unless both labels occur, and all are from 0 to 1.
 pub fn auc(scores: &[f32], labels: &[f32]) -> Option<f64> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[a].total_cmp(&scores[b]));
     let positives = labels.iter().filter(|l| **l > 0.5).count() as f64;
     let negatives = labels.len() as f64 - positives;
-    if positives == 0.0 || negatives == 0.0 {
+    if positives == 0.0 || negatives == 0.0 || !are_probabilities(labels) {
         return None;
     }
     let (mut rank, mut sum) = (0.0, 0.0);
@@ -27,13 +32,13 @@ pub fn auc(scores: &[f32], labels: &[f32]) -> Option<f64> {
 }
 
 /// Returns the mean negative log likelihood, with scores clamped to `1e-7..=1 - 1e-7`. Returns
-/// `None` without samples.
+/// `None` without samples, and unless all labels are from 0 to 1.
 pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
     let loss = |(&score, &label): (&f32, &f32)| {
         let p = f64::from(score).clamp(1e-7, 1.0 - 1e-7);
         -(f64::from(label) * p.ln() + (1.0 - f64::from(label)) * (1.0 - p).ln())
     };
-    (!scores.is_empty())
+    (!scores.is_empty() && are_probabilities(labels))
         .then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
 }
 

@@ -16,7 +16,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use tough::editor::RepositoryEditor;
 use tough::key_source::KeySource;
-use tough::schema::Target;
+use tough::schema::{Root, Signed, Target};
 use tough::{TargetName, schema};
 
 /// How many times longer snapshot and targets last than the timestamp.
@@ -126,23 +126,44 @@ fn check_length(name: &str, content: &[u8], bytes_max: u64) -> Result<()> {
     Ok(())
 }
 
-/// Uploads the roots that the store lacks, then the targets and snapshot metadata of the folder
-/// `signed`.
-pub fn upload_metadata(
-    store: &dyn Store,
-    keys: &Path,
-    next: &Versions,
-    signed: &Path,
-) -> Result<()> {
+/// Returns the roots of the folder `keys` that `store` lacks, with their paths in it.
+///
+/// # Errors
+/// The store has another root of some version, or a newer one: a car that trusts that one would
+/// refuse whatever these keys sign. Or the store fails.
+pub fn missing_roots(store: &dyn Store, keys: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let path = |version: u64| format!("metadata/{version}.root.json");
+    let (mut missing, mut newest) = (Vec::new(), 0);
     for root in roots(keys)? {
-        let name = format!("metadata/{}.root.json", root.version);
+        let (name, folder) = (path(root.version), keys.display());
+        newest = newest.max(root.version);
         let content = std::fs::read(&root.path).with_context(|| root.path.display().to_string())?;
         check_length(&name, &content, ROOT_BYTES_MAX)?;
-        if store.bytes(&name)? != Some(content.len() as u64) {
-            store.put(&name, content)?;
+        let stored = store.get(&name)?;
+        if stored.as_ref() == Some(&content) {
+            continue;
         }
+        // A killed upload may have left a part of it.
+        let is_root = |stored: Vec<u8>| serde_json::from_slice::<Signed<Root>>(&stored).is_ok();
+        ensure!(
+            !stored.is_some_and(is_root),
+            "nothing was published: {name} is another root than that of {folder}: use the folder \
+             that made it"
+        );
+        missing.push((name, content));
     }
+    let next = path(newest + 1);
+    ensure!(
+        store.bytes(&next)?.is_none(),
+        "nothing was published: the repository has {next}, and {} ends before it: use the newest \
+         folder of keys",
+        keys.display()
+    );
+    Ok(missing)
+}
 
+/// Uploads the targets and snapshot metadata of the folder `signed`.
+pub fn upload_metadata(store: &dyn Store, next: &Versions, signed: &Path) -> Result<()> {
     let targets = format!("{}.targets.json", next.targets);
     for name in [targets, format!("{}.snapshot.json", next.snapshot)] {
         let (path, content) = (format!("metadata/{name}"), read_signed(signed, &name)?);

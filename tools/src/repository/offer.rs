@@ -134,8 +134,12 @@ impl<'a> Uploads<'a> {
     /// `stored` bytes.
     fn take(&mut self, chunk: &Chunk, stored: Option<&[u8]>) -> Result<()> {
         let (path, bytes) = (chunk_path(&chunk.sha256), u64::from(chunk.stored));
-        // A power cut may have left a chunk of another size.
-        if self.store.bytes(&path)? == Some(bytes) {
+        // A power cut may have left a chunk of another size, and a chunk may be damaged later.
+        let is_there = match stored {
+            Some(stored) => self.store.holds(&path, stored)?,
+            None => self.store.bytes(&path)? == Some(bytes),
+        };
+        if is_there {
             self.known.push(KnownChunk { path, bytes });
             return Ok(());
         }

@@ -5,9 +5,9 @@
 //! 3. It checks that no release name gets other content.
 //! 4. It uploads chunks, each under its hash, and manifests.
 //! 5. It signs the next version of the metadata.
-//! 6. It uploads roots, targets and snapshot metadata.
+//! 6. It uploads targets and snapshot metadata.
 //! 7. It checks that no chunk was removed since step 4, and its clock against the store's.
-//! 8. It replaces the timestamp, the one file that leads to everything else.
+//! 8. It uploads new roots, and replaces the timestamp, the one file that leads to everything else.
 //!
 //! A publish that is killed before step 8 leaves nothing that a car can see. It never removes an
 //! object: `prune` does. A (lineage, sequence) pair is immutable. After a rotation of the targets'
@@ -19,7 +19,9 @@ use crate::report::{self, Json};
 use crate::repository::approval::check_approval;
 use crate::repository::clock::{ClockError, DAY_S, now, signing_time};
 use crate::repository::keys::{block_on, release_keys, root_expiry};
-use crate::repository::metadata::{LATE, Signing, next_versions, read_signed, upload_metadata};
+use crate::repository::metadata::{
+    LATE, Signing, missing_roots, next_versions, read_signed, upload_metadata,
+};
 use crate::repository::offer::{Content, Offer, Uploads};
 use crate::repository::restore::restore;
 use crate::repository::state::{ReleaseNames, RepositoryState, TIMESTAMP};
@@ -29,10 +31,11 @@ use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::bundle::manifest::{Manifest, hex, sha256};
+use hatchback::bundle::manifest::{Generation, Manifest, hex, sha256};
 use hatchback::clock::utc;
 use hatchback::schema::change::check_change;
 use hatchback::update::program::needs_of;
+use hatchback::update::release::parse_name;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -66,14 +69,15 @@ pub struct PublishArgs {
     /// because whoever stole the old key may have listed some
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     re_sign: Vec<String>,
-    /// Per cent of the fleet that may fetch these bundles; publish them again to raise it
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u8).range(1..=100))]
-    share: u8,
+    /// Per cent of the fleet that may fetch these bundles, by default all of it; publish them again
+    /// to raise it
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=100))]
+    share: Option<u8>,
     /// Days until the timestamp expires and cars refuse it as frozen: publish again before that
     #[arg(long, default_value_t = 7, value_parser = report::args::days)]
     days: u64,
     /// Refuses each bundle that `hatchback gate` has not approved under this policy file
-    #[arg(long)]
+    #[arg(long, requires = "bundles")]
     policy: Option<PathBuf>,
     /// Prints what would be done, and writes nothing
     #[arg(long)]
@@ -151,6 +155,20 @@ pub struct Published {
 /// # Errors
 /// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn run(args: &PublishArgs) -> Result<()> {
+    ensure!(
+        args.share.is_none() || args.restore.is_some() || !args.bundles.is_empty(),
+        "--share is of bundles: pass those whose share it is, or --restore"
+    );
+    let is_new = !args.to.contains("://") && !Path::new(&args.to).exists();
+    let done = run_at(args);
+    if is_new {
+        // A run that published nothing leaves no empty folder.
+        let _ = std::fs::remove_dir(&args.to);
+    }
+    done
+}
+
+fn run_at(args: &PublishArgs) -> Result<()> {
     let store = match args.bundles.as_slice() {
         [] => Objects::existing(&args.to)?,
         _ => Objects::open(&args.to)?,
@@ -166,7 +184,7 @@ pub fn run(args: &PublishArgs) -> Result<()> {
         bundles: args.bundles.clone(),
         policy: args.policy.clone(),
         restore: args.restore.clone(),
-        share: args.share,
+        share: args.share.unwrap_or(100),
         revoke: args.revoke.clone(),
         re_sign: args.re_sign.clone(),
         expires_s: args.days * DAY_S,
@@ -214,6 +232,7 @@ struct Resigned {
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let state = RepositoryState::read(store, keys)?;
     let now = signing_time(now, TIMESTAMP, state.published)?;
+    let missing_roots = missing_roots(store, keys)?;
 
     let mut names = match (change.bundles.as_slice(), change.re_sign.as_slice()) {
         ([], []) if change.restore.is_none() => ReleaseNames::default(),
@@ -231,6 +250,7 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         .iter()
         .try_for_each(|resigned| names.hold(&resigned.name, &resigned.target.hashes.sha256))?;
     let not_compared = check_callers(store, &before, &offers)?;
+    note_unreached(&state, &revoked, &offers);
     let published = Published {
         added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
         revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
@@ -262,11 +282,13 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     let folder = TemporaryFolder::new()?;
     block_on(signing.sign(folder.path()))??;
 
-    upload_metadata(store, keys, &next, folder.path())?;
+    upload_metadata(store, &next, folder.path())?;
     uploads.check_known()?;
     let stored = store.stored_at(&format!("metadata/{}.snapshot.json", next.snapshot))?;
     check_ahead(&state, now, stored)?;
     let timestamp = read_signed(folder.path(), "timestamp.json")?;
+    // Not before: a car that finds a new root refuses a timestamp that its keys did not sign.
+    missing_roots.into_iter().try_for_each(|(name, root)| store.put(&name, root))?;
     let replaced = store.replace(TIMESTAMP, state.stamp.as_deref(), timestamp.clone());
     let replaced = replaced.context(
         "nothing was published: another publisher may have replaced the timestamp first; \
@@ -307,6 +329,32 @@ fn check_callers(store: &dyn Store, names: &ReleaseNames, offers: &[Offer]) -> R
         }
     }
     Ok(not_compared)
+}
+
+/// Prints a note for each of `offers` that no car will take.
+fn note_unreached(state: &RepositoryState, revoked: &[TargetName], offers: &[Offer]) {
+    let listed = state.listed().map(|(name, _)| name).filter(|name| !revoked.contains(name));
+    let names = listed.chain(offers.iter().map(|offer| &offer.name));
+    let known: Vec<Generation> = names.filter_map(|name| Some(parse_name(name.raw())?.0)).collect();
+    for offer in offers {
+        let (name, manifest) = (offer.name.raw(), offer.content.manifest());
+        let Generation { lineage, sequence } = &manifest.generation;
+        let mut others = known.iter().filter(|other| other.lineage == *lineage);
+        if let Some(newer) = others.clone().map(|other| other.sequence).max()
+            && newer > *sequence
+        {
+            report::note(format_args!(
+                "{name}: release {newer} is listed, and a car takes no older one"
+            ));
+        }
+        if let Some(parent) = manifest.parent
+            && !others.any(|other| other.sequence == parent)
+        {
+            report::note(format_args!(
+                "{name}: no release {parent} is listed: only a car that has it can take this delta"
+            ));
+        }
+    }
 }
 
 /// Checks that the newest root is in force at the time `now`. Prints a note if it expires soon.
@@ -363,10 +411,31 @@ fn open_offers(
     for (named, bundle) in named.iter().zip(&bundles) {
         names.hold(&named.name, &bundle.manifest)?;
     }
+    readers.iter().try_for_each(|reader| check_parent(reader, names))?;
     variants::add_parents(&mut named, names)?;
     let offers = readers.into_iter().zip(named);
     let offer = |(bundle, named)| Offer::new(Content::Bundle(bundle), named, change.share);
     Ok(offers.map(offer).collect())
+}
+
+/// Checks that a delta was packed on a release as it was published: a car with that release would
+/// keep every row that only the other content has.
+fn check_parent(bundle: &BundleReader, names: &ReleaseNames) -> Result<()> {
+    let Manifest { generation, parent, packed_on, .. } = bundle.manifest();
+    let (Some(parent), Some(packed_on)) = (parent, packed_on) else { return Ok(()) };
+    let is_parent = |name: &TargetName| {
+        parse_name(name.raw()).is_some_and(|(release, ..)| {
+            release.lineage == generation.lineage && release.sequence == *parent
+        })
+    };
+    let mut published = names.hashes(is_parent).peekable();
+    ensure!(
+        published.peek().is_none() || published.any(|hash| hash == packed_on),
+        "{}: was packed on a release {parent} that was not published so; pack it with the published \
+         bundle as --parent",
+        bundle.path().display()
+    );
+    Ok(())
 }
 
 /// Returns the targets that restore the listed `release`.
@@ -447,9 +516,8 @@ fn find_resigned(
     open.sort();
     ensure!(
         open.is_empty(),
-        "the targets' key was rotated; for each release below pass --re-sign, --revoke or the \
-         bundle:\n{}",
-        open.join("\n")
+        "the targets' key was rotated; pass --re-sign, --revoke or the bundle for each of {}",
+        open.join(", ")
     );
 
     let resigned =

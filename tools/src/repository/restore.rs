@@ -82,7 +82,11 @@ pub fn restore(
     };
     let again = restorations(store, &sources, newest, names)?;
     let is_again = again.iter().all(is_listed);
-    if is_again { Ok(again) } else { restorations(store, &sources, newest + 1, names) }
+    if is_again {
+        return Ok(again);
+    }
+    let next = newest.checked_add(1).context("no sequence is left above the newest release")?;
+    restorations(store, &sources, next, names)
 }
 
 /// Returns the targets of release `sequence`, which restores `sources`.
@@ -249,6 +253,7 @@ impl Source {
         let manifest = Manifest {
             generation: next.generation.clone(),
             parent: restored.is_none().then_some(last.generation.sequence),
+            packed_on: None,
             schema: next.schema.clone(),
             blobs: blobs.blobs,
             tables,

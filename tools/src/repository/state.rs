@@ -43,6 +43,8 @@ pub struct RepositoryState {
     /// Whether the targets' keys were replaced after the last publish: only keys of an older root
     /// signed the listed releases.
     pub is_outdated: bool,
+    /// The roots in the folder of keys, from the newest.
+    roots: Vec<Vec<u8>>,
 }
 
 impl RepositoryState {
@@ -58,6 +60,8 @@ pub struct Past {
     pub paths: [String; 2],
     /// The targets that were listed.
     pub targets: Targets,
+    /// The targets metadata as stored.
+    signed: Vec<u8>,
     version: u64,
 }
 
@@ -77,7 +81,7 @@ impl Past {
         let Some(bytes) = store.get(&paths[1])? else { return Ok(None) };
         let targets: Signed<Targets> =
             serde_json::from_slice(&bytes).with_context(|| paths[1].clone())?;
-        Ok(Some(Self { paths, targets: targets.signed, version }))
+        Ok(Some(Self { paths, targets: targets.signed, signed: bytes, version }))
     }
 
     /// Returns the time of the publish, in seconds since 1970.
@@ -112,11 +116,21 @@ impl ReleaseNames {
     /// Reads all earlier metadata that the store has.
     ///
     /// # Errors
-    /// As [`Past::read`].
+    /// As [`Past::read`], or none of the roots signed the metadata: who can write to the store could
+    /// choose the numbers of releases.
     pub fn read(store: &dyn Store, state: &RepositoryState) -> Result<Self> {
         let (mut names, mut next) = (Self::default(), state.snapshot);
         while next > 0 {
             let Some(past) = Past::read(store, next)? else { break };
+            let mut is_signed = false;
+            for root in &state.roots {
+                is_signed = is_signed || is_signed_by(root, &past.signed)?;
+            }
+            ensure!(
+                is_signed,
+                "{}: no root in the folder of keys signed it; restore it from a backup",
+                past.paths[1]
+            );
             next = past.previous();
             // The oldest content of a name counts, because a car may still have it.
             names.0.extend(
@@ -258,6 +272,7 @@ impl RepositoryState {
                         targets: signed.signed.version.get(),
                         signed: Some(signed),
                         is_outdated: !is_signed_by(newest, &targets)?,
+                        roots: roots.clone(),
                         stamp: Some(timestamp),
                     });
                 }

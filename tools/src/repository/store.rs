@@ -39,6 +39,15 @@ pub trait Store {
     /// The store fails.
     fn bytes(&self, path: &str) -> Result<Option<u64>>;
 
+    /// Returns whether the object at `path` is `content`, as far as the store tells cheaply: by the
+    /// size at least.
+    ///
+    /// # Errors
+    /// The store fails.
+    fn holds(&self, path: &str, content: &[u8]) -> Result<bool> {
+        Ok(self.bytes(path)? == Some(content.len() as u64))
+    }
+
     /// Stores an object at `path`, completely or not at all. On return it is durable.
     ///
     /// # Errors
@@ -234,6 +243,12 @@ impl Store for Objects {
         Ok(self.find(path, self.store.head(&path.into()))?.map(|meta| meta.size))
     }
 
+    fn holds(&self, path: &str, content: &[u8]) -> Result<bool> {
+        // A server checks its objects itself.
+        let is_of_size = self.bytes(path)? == Some(content.len() as u64);
+        Ok(is_of_size && (self.directory.is_none() || self.get(path)?.as_deref() == Some(content)))
+    }
+
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
         self.run_put(path, self.store.put(&path.into(), PutPayload::from(content)))
     }
@@ -304,6 +319,10 @@ impl Store for DryRun<'_> {
 
     fn bytes(&self, path: &str) -> Result<Option<u64>> {
         self.0.bytes(path)
+    }
+
+    fn holds(&self, path: &str, content: &[u8]) -> Result<bool> {
+        self.0.holds(path, content)
     }
 
     fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {

@@ -109,7 +109,7 @@ impl Draft<'_> {
         };
         let ending = Ending {
             generation: &self.generation,
-            parent: Some(self.fleet.manifest().generation.sequence),
+            parent: Some(self.fleet),
             schema: &schema,
             tables,
             probe,

@@ -159,6 +159,13 @@ fn advance(disk: &Arc<dyn Disk>, fleet: Flash, path: &Path) -> Result<Flash> {
          folder with --base",
         path.display()
     );
+    // Rows and network of the windows that wait here would take the fleet back behind it.
+    ensure!(
+        bundle.manifest().deferral.is_some(),
+        "{}: was packed, not selected, so it has newer rows than windows from before it; begin new \
+         folders of windows and of state with --base",
+        path.display()
+    );
     let directory = fleet.directory().to_owned();
     Flash::install(disk, &directory, &mut bundle, |_| ())
         .with_context(|| format!("{}: does not follow what the fleet holds", path.display()))

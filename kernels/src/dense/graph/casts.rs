@@ -67,13 +67,16 @@ impl Builder<'_> {
             (_, Kind::Float) => self.cast_to_float(node, &x),
             (_, Kind::Bool) => Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::NotZero)? }),
             (_, Kind::Int64 | Kind::Int32) => {
-                if let Some(Values::Floats(values)) = x.known_values().map(|v| &**v) {
-                    let [least, most] = if to == Kind::Int32 { INT32_RANGE } else { INT64_RANGE };
-                    if !values.iter().all(|x| (least..=most).contains(&x.trunc())) {
-                        return Err(unsupported(node, &format!("of such a constant to {to:?}")));
-                    }
+                let range = if to == Kind::Int32 { INT32_RANGE } else { INT64_RANGE };
+                if let Some(Values::Floats(values)) = x.known_values().map(|v| &**v)
+                    && !values.iter().all(|x| (range[0]..=range[1]).contains(&x.trunc()))
+                {
+                    return Err(unsupported(node, &format!("of such a constant to {to:?}")));
                 }
-                Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::Trunc)? })
+                let whole = self.map_to_int(&x, Map::Trunc)?;
+                let is_computed = x.kind == Kind::Float && whole.known_values().is_none();
+                let whole = if is_computed { self.check(&whole, range)? } else { whole };
+                Ok(Tensor { kind: to, ..whole })
             }
         }
     }

@@ -153,7 +153,14 @@ impl Map {
             Self::Sinh => libm::sinhf(x),
             Self::Cosh => libm::coshf(x),
             Self::Asinh => libm::asinhf(x),
-            Self::Acosh => libm::acoshf(x),
+            // The crate's function looks at the magnitude of large values alone.
+            Self::Acosh => {
+                if x < 1.0 {
+                    f32::NAN
+                } else {
+                    libm::acoshf(x)
+                }
+            }
             Self::Atanh => libm::atanhf(x),
             Self::Reciprocal => 1.0 / x,
             Self::Softplus => math::softplus(x),

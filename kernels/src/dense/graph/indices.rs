@@ -109,6 +109,9 @@ impl Builder<'_> {
         k: usize,
         largest: bool,
     ) -> Result<Tensor, Stop> {
+        if x.known_values().is_some() {
+            return Err(unsupported(node, "of a constant"));
+        }
         if x.is_batch(axis) || x.batch.is_none() || x.kind == Kind::Half {
             return Err(unsupported(node, "over the batch"));
         }
@@ -216,11 +219,11 @@ impl Builder<'_> {
         let axis = axis.ok_or_else(|| malformed("CumSum without an axis"))?[0];
         let axis = axis_of(node, axis, x.shape.len())?;
         let n = x.shape[axis];
-        if x.is_batch(axis) || x.known_values().is_some() || n == 0 {
+        if x.is_batch(axis) || n == 0 {
             return Err(unsupported(node, "of such an operand"));
         }
         let (exclusive, reverse) = (node.int("exclusive", 0) != 0, node.int("reverse", 0) != 0);
-        let x = self.summable(&x, n)?;
+        let x = if x.known_values().is_some() { x } else { self.summable(&x, n)? };
         let place = |i: usize| if reverse { n - 1 - i } else { i };
         let first = self.take(&x, axis, &[place(0)])?;
         let mut sums = Vec::new();

@@ -260,10 +260,14 @@ impl<'a> Builder<'a> {
         Ok(matrix)
     }
 
-    /// Returns the error about a weight of `node` with the name and the place of the weight.
+    /// Returns the error of `node` with its place, and one about a weight with that of the weight.
     fn with_weight(&mut self, node: &NodeProto, stop: Stop) -> Stop {
         match &stop {
             Stop::Refused(DenseError::Load(problem)) if problem == NOT_FINITE => {}
+            // A branch of an `If` has named its own node.
+            Stop::Refused(DenseError::Load(problem)) if node.op_type() != "If" => {
+                return malformed(&at_node(node, problem));
+            }
             _ => return stop,
         }
         for name in &node.input {

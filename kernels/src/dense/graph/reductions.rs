@@ -78,11 +78,18 @@ impl Builder<'_> {
             return Err(of_type(x));
         }
         let most = self.reduce_axes(x, axes, Reduction::Fold(Fold::Max))?;
+        // The difference of two equal infinities is no number.
+        let most = self.map(&most, Map::Clip { low: f32::MIN, high: f32::MAX })?;
         let below = self.zip(Zip::Sub, [x, &most])?;
-        let exponentials = self.map(&below, Map::Exp)?;
-        let sum = self.reduce_axes(&exponentials, axes, Reduction::Sum)?;
-        let logarithm = self.map(&sum, Map::Ln)?;
+        let logarithm = self.log_of_sum(&below, axes)?;
         self.zip(Zip::Add, [&logarithm, &most])
+    }
+
+    /// Returns `ln(sum(e^x))` of `below`, whose values are at most 0.
+    fn log_of_sum(&mut self, below: &Tensor, axes: &[usize]) -> Result<Tensor, Stop> {
+        let exponentials = self.map(below, Map::Exp)?;
+        let sum = self.reduce_axes(&exponentials, axes, Reduction::Sum)?;
+        self.map(&sum, Map::Ln)
     }
 
     /// Returns the sum over `axes`, which are dropped.
@@ -189,8 +196,11 @@ impl Builder<'_> {
             return Err(unsupported(node, "over the batch"));
         }
         if node.op_type() == "LogSoftmax" {
-            let sum = self.log_sum_exp(&x, &axes)?;
-            return self.zip(Zip::Sub, [&x, &sum]);
+            // The maximum first: beside a large logit, the logarithm would be lost in its rounding.
+            let most = self.reduce_axes(&x, &axes, Reduction::Fold(Fold::Max))?;
+            let below = self.zip(Zip::Sub, [&x, &most])?;
+            let logarithm = self.log_of_sum(&below, &axes)?;
+            return self.zip(Zip::Sub, [&below, &logarithm]);
         }
         self.softmax(&x, &axes)
     }

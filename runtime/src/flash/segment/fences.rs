@@ -1,5 +1,6 @@
 //! The fence pointers of a base in memory, as in an LSM store. Each page has one fence: the top 32
-//! bits of its first hash. The page of a hash is the last one whose fence is not above the hash.
+//! bits of its first hash, or the whole hash if few rows fit in a page. The page of a hash is the
+//! last one whose fence is not above the hash.
 //!
 //! In a large table neighbouring fences are close. They are stored as one 32-bit anchor for each 16
 //! pages, and 16-bit gaps between the pages. This takes 18 bits a page instead of 32. Hashes are
@@ -22,6 +23,8 @@ pub const LOCATE_KEYS: usize = 32;
 pub struct Fences(Form);
 
 enum Form {
+    /// Whole hashes, one for each page.
+    Whole(Box<[u64]>),
     /// One word for each page, if a gap does not fit in 16 bits.
     Wide(Box<[u32]>),
     Close {
@@ -44,11 +47,16 @@ impl Default for Fences {
 }
 
 impl Fences {
-    /// Compresses `fences`; returns `None` if they do not ascend strictly.
-    pub fn new(fences: Vec<u32>) -> Option<Self> {
+    /// Compresses `fences`, hashes without their low `shift` bits: 0 or 32. Returns `None` if they
+    /// do not ascend strictly.
+    pub fn new(fences: Vec<u64>, shift: u32) -> Option<Self> {
         if !fences.is_sorted_by(|a, b| a < b) {
             return None;
         }
+        if shift == 0 {
+            return Some(Self(Form::Whole(fences.into())));
+        }
+        let fences: Vec<u32> = fences.into_iter().map(|fence| fence as u32).collect();
         let next = fences.iter().skip(1).chain(fences.last());
         let gaps: Option<Box<[u16]>> =
             fences.iter().zip(next).map(|(a, b)| u16::try_from(b - a).ok()).collect();
@@ -62,21 +70,31 @@ impl Fences {
         Some(Self(Form::Close { anchors, gaps, directory, shift }))
     }
 
-    /// Finds the last page whose fence is not above the prefix, for each of at most [`LOCATE_KEYS`]
-    /// prefixes. Writes the pages to `pages` `[prefixes]`; `None` if all fences are above the
-    /// prefix.
-    pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
-        let (anchors, gaps, directory, shift) = match &self.0 {
-            Form::Wide(fences) => {
-                let page =
-                    |prefix: &u32| (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
-                return prefixes
-                    .iter()
-                    .zip(pages)
-                    .for_each(|(prefix, found)| *found = page(prefix));
+    /// Finds the last page whose fence is not above the hash, for each of at most [`LOCATE_KEYS`]
+    /// hashes. Writes the pages to `pages` `[hashes]`; `None` if all fences are above the hash.
+    pub fn pages(&self, hashes: &[u64], pages: &mut [Option<u32>]) {
+        let last = |below: usize| (below as u32).checked_sub(1);
+        let prefix = |hash: u64| (hash >> 32) as u32;
+        match &self.0 {
+            Form::Whole(fences) => hashes.iter().zip(pages).for_each(|(hash, found)| {
+                *found = last(fences.partition_point(|fence| fence <= hash));
+            }),
+            Form::Wide(fences) => hashes.iter().zip(pages).for_each(|(hash, found)| {
+                *found = last(fences.partition_point(|fence| *fence <= prefix(*hash)));
+            }),
+            Form::Close { .. } => {
+                let mut prefixes = [0; LOCATE_KEYS];
+                for (found, hash) in prefixes.iter_mut().zip(hashes) {
+                    *found = prefix(*hash);
+                }
+                self.close_pages(&prefixes[..hashes.len()], pages);
             }
-            Form::Close { anchors, gaps, directory, shift } => (anchors, gaps, directory, shift),
-        };
+        }
+    }
+
+    /// Finds the pages of `prefixes`, the top halves of hashes, in the close form.
+    fn close_pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
+        let Form::Close { anchors, gaps, directory, shift } = &self.0 else { return };
 
         // The state of each search: an entry of the directory, then an anchor. No step branches on
         // a value that it has just read: a mispredicted branch costs as much as a cache miss and
@@ -126,16 +144,15 @@ impl Fences {
     }
 
     /// Returns the fence of `page`; `None` after the last page.
-    pub fn get(&self, page: usize) -> Option<u32> {
+    pub fn get(&self, page: usize) -> Option<u64> {
         match &self.0 {
-            Form::Wide(fences) => fences.get(page).copied(),
+            Form::Whole(fences) => fences.get(page).copied(),
+            Form::Wide(fences) => fences.get(page).copied().map(u64::from),
             Form::Close { gaps, .. } if page >= gaps.len() => None,
             Form::Close { anchors, gaps, .. } => {
                 let first = page / STRIDE * STRIDE;
-                Some(
-                    anchors[page / STRIDE]
-                        + gaps[first..page].iter().map(|g| u32::from(*g)).sum::<u32>(),
-                )
+                let gaps = gaps[first..page].iter().map(|gap| u64::from(*gap)).sum::<u64>();
+                Some(u64::from(anchors[page / STRIDE]) + gaps)
             }
         }
     }
@@ -143,6 +160,7 @@ impl Fences {
     /// Returns the bytes of memory.
     pub fn bytes(&self) -> usize {
         match &self.0 {
+            Form::Whole(fences) => 8 * fences.len(),
             Form::Wide(fences) => 4 * fences.len(),
             Form::Close { anchors, gaps, directory, .. } => {
                 4 * (anchors.len() + directory.len()) + 2 * gaps.len()
@@ -156,17 +174,30 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn halves(fences: &[u32]) -> Option<Fences> {
+        Fences::new(fences.iter().copied().map(u64::from).collect(), 32)
+    }
+
     /// Every fence, its neighbours and the extremes lead to the page of a plain binary search.
     fn agrees(fences: &[u32], close: bool, more: &[u32]) {
-        let compact = Fences::new(fences.to_vec()).unwrap();
+        let compact = halves(fences).unwrap();
         assert_eq!(matches!(compact.0, Form::Close { .. }), close, "{fences:?}");
-        let all: Vec<u32> = (0..=fences.len()).map_while(|page| compact.get(page)).collect();
+        let fences: Vec<u64> = fences.iter().copied().map(u64::from).collect();
+        search(&compact, &fences, 32, more.iter().copied().map(u64::from));
+        let whole = Fences::new(fences.clone(), 0).unwrap();
+        search(&whole, &fences, 0, [u64::MAX].into_iter());
+    }
+
+    fn search(compact: &Fences, fences: &[u64], shift: u32, more: impl Iterator<Item = u64>) {
+        let all: Vec<u64> = (0..=fences.len()).map_while(|page| compact.get(page)).collect();
         assert_eq!(all, fences);
-        let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, f.saturating_add(1)]);
-        let searched: Vec<u32> = near.chain([0, u32::MAX]).chain(more.iter().copied()).collect();
+        let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, *f + 1]);
+        let most = u64::MAX >> shift;
+        let searched: Vec<u64> = near.chain([0, most]).chain(more).map(|f| f.min(most)).collect();
         for batch in searched.chunks(LOCATE_KEYS) {
+            let hashes: Vec<u64> = batch.iter().map(|prefix| prefix << shift).collect();
             let mut found = [None; LOCATE_KEYS];
-            compact.pages(batch, &mut found);
+            compact.pages(&hashes, &mut found);
             for (prefix, page) in batch.iter().zip(found) {
                 let plain = (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
                 assert_eq!(page, plain, "{prefix:#x} in {fences:?}");
@@ -229,18 +260,18 @@ mod tests {
         }
         agrees(&[], true, &[]);
         agrees(&[0, u32::MAX], false, &[1 << 31]);
-        assert!(Fences::new(vec![1, 1]).is_none() && Fences::new(vec![2, 1]).is_none());
+        assert!(halves(&[1, 1]).is_none() && halves(&[2, 1]).is_none());
     }
 
     #[test]
     fn a_page_takes_18_bits_where_gaps_are_narrow() {
         let fences: Vec<u32> = (0..16_000).map(|i| i * 3000).collect();
         assert_eq!(
-            Fences::new(fences).unwrap().bytes(),
+            halves(&fences).unwrap().bytes(),
             16_000 * 18 / 8 + 4 * 129,
             "and a directory of 128 entries"
         );
         let fences: Vec<u32> = (0..16_000).map(|i| i * 70_000).collect();
-        assert_eq!(Fences::new(fences).unwrap().bytes(), 16_000 * 4);
+        assert_eq!(halves(&fences).unwrap().bytes(), 16_000 * 4);
     }
 }

@@ -2,21 +2,21 @@
 //! pages.
 
 use crate::flash::segment::key_steps;
-use crate::flash::segment::kind::{FENCES_PER_PAGE, KEYS_PER_PAGE};
-use crate::io::page::{Page, PageBytes, PageKind};
+use crate::flash::segment::kind::{KEYS_PER_PAGE, SegmentKind};
+use crate::io::page::{Page, PageBytes, PageKind, u32_at};
 
-/// Returns the fences in a page of fences.
-pub(super) fn fences_in(page: &Page<'_>) -> impl Iterator<Item = u32> {
-    page.payload()
-        .chunks_exact(4)
-        .take(page.count())
-        .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+/// Returns the fences in a page of fences of a segment of kind `of`.
+pub(super) fn fences_in(of: &SegmentKind, page: &Page<'_>) -> impl Iterator<Item = u64> {
+    let is_whole = of.fence_shift() == 0;
+    (0..page.count()).map(move |i| {
+        if is_whole { page.order(i) } else { u64::from(u32_at(page.payload(), 4 * i)) }
+    })
 }
 
-/// Returns the most entries of an index page that claims `kind`.
-pub(super) fn index_entries_max(kind: PageKind, page: &PageBytes) -> usize {
+/// Returns the most entries of an index page that claims `kind`, in a segment of kind `of`.
+pub(super) fn index_entries_max(of: &SegmentKind, kind: PageKind, page: &PageBytes) -> usize {
     match kind {
-        PageKind::Fences => FENCES_PER_PAGE,
+        PageKind::Fences => of.fences_per_page(),
         PageKind::KeySteps => key_steps::entries_max(page),
         _ => KEYS_PER_PAGE,
     }

@@ -12,8 +12,10 @@ const MAGIC: &[u8; 8] = b"HATCHSEG";
 /// The format of segments.
 pub const SEGMENT_FORMAT: u32 = 1;
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
-pub(crate) const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 pub(crate) const KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 8;
+/// Fences of fewer rows a page are whole hashes. In a table of some hundred thousand rows, two rows
+/// have equal top halves of their hashes.
+const ROWS_OF_HALF_FENCES: usize = 5;
 
 /// The part of its table that a segment holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +77,16 @@ impl SegmentKind {
     /// Returns whether the segment has a fence for each data page.
     pub(crate) fn has_fences(&self) -> bool {
         self.part == Part::Base && self.keys == KeySpace::Sparse
+    }
+
+    /// Returns the low bits of a hash that its fence leaves out.
+    pub(crate) fn fence_shift(&self) -> u32 {
+        if self.rows_per_page() < ROWS_OF_HALF_FENCES { 0 } else { 32 }
+    }
+
+    /// Returns the number of fences in a full page of them.
+    pub(crate) fn fences_per_page(&self) -> usize {
+        if self.fence_shift() == 0 { KEYS_PER_PAGE } else { PAYLOAD_BYTES / 4 }
     }
 
     /// Returns the number of rows of a full page.

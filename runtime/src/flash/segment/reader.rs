@@ -103,12 +103,12 @@ impl Segment {
         let expected = self.counts.data_pages as usize;
         let mut fences = Vec::with_capacity(expected);
         self.each_index_page(|_, page| {
-            fences.extend(fences_in(page));
+            fences.extend(fences_in(&self.kind, page));
             Ok(())
         })?;
 
         let count = fences.len();
-        match Fences::new(fences).filter(|_| count == expected) {
+        match Fences::new(fences, self.kind.fence_shift()).filter(|_| count == expected) {
             Some(fences) => self.fences = fences,
             None => {
                 return self.field(
@@ -165,7 +165,7 @@ impl Segment {
             // A page of no index kind fails the check below.
             _ => PageKind::KeySteps,
         };
-        let entries_max = index_entries_max(kind, page);
+        let entries_max = index_entries_max(&self.kind, kind, page);
         let checked = Page::check(page, self.kind.id, number, kind, entries_max);
         Ok((kind, checked.map_err(|e| self.page_error(number, e))?))
     }
@@ -307,11 +307,11 @@ impl Segment {
                 }
             }
             KeySpace::Sparse => {
-                let mut prefixes = [0; LOCATE_KEYS];
-                for (key, prefix) in keys.iter().zip(&mut prefixes) {
-                    *prefix = (KeySpace::Sparse.order(*key) >> 32) as u32;
+                let mut hashes = [0; LOCATE_KEYS];
+                for (key, hash) in keys.iter().zip(&mut hashes) {
+                    *hash = KeySpace::Sparse.order(*key);
                 }
-                self.fences.pages(&prefixes[..keys.len()], pages);
+                self.fences.pages(&hashes[..keys.len()], pages);
             }
         }
     }
@@ -328,7 +328,8 @@ impl Segment {
             return Some((first, self.counts.rows.min(first + per_page).checked_sub(1)?));
         }
 
-        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(fence) << 32);
+        let shift = self.kind.fence_shift();
+        let first = |number: usize| self.fences.get(number).map(|fence| fence << shift);
         Some((
             first(number as usize)?,
             first(number as usize + 1).map_or(u64::MAX, |next| next - 1),

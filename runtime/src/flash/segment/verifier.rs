@@ -3,7 +3,7 @@
 
 use crate::flash::segment::error::SegmentError;
 use crate::flash::segment::index_pages::{each_order, fences_in, index_entries_max};
-use crate::flash::segment::kind::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentKind};
+use crate::flash::segment::kind::{Counts, KEYS_PER_PAGE, Part, SegmentKind};
 use crate::io::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::limits::PAGE_BYTES;
 use crate::schema::KeySpace;
@@ -133,10 +133,11 @@ impl SegmentVerifier {
         page.check_order(self.last_row).map_err(|e| self.page_error(e))?;
 
         if self.kind.has_fences() {
-            let prefix = page.order(0) >> 32;
+            let shift = self.kind.fence_shift();
+            let prefix = page.order(0) >> shift;
             // A lookup reads the last page whose fence is not above the prefix. Rows on the page
             // before would never be found.
-            if self.last_row.is_some_and(|last| last >> 32 == prefix) {
+            if self.last_row.is_some_and(|last| last >> shift == prefix) {
                 return self.field("fences", format!("hash prefix {prefix:#010x} is on two pages"));
             }
             self.expected.push(prefix);
@@ -179,18 +180,19 @@ impl SegmentVerifier {
     }
 
     fn take_fences(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
-        let checked = self.page(page, PageKind::Fences, FENCES_PER_PAGE)?;
+        let checked = self.page(page, PageKind::Fences, self.kind.fences_per_page())?;
         if !self.kind.has_fences() {
             return self.field("fences", "this segment has none");
         }
-        fences_in(&checked).try_for_each(|fence| self.repeat("fences", u64::from(fence)))?;
+        let kind = self.kind.clone();
+        fences_in(&kind, &checked).try_for_each(|fence| self.repeat("fences", fence))?;
         self.counts.index_pages += 1;
         Ok(())
     }
 
     fn take_keys(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         let kind = PageKind::KeySteps;
-        let checked = self.page(page, kind, index_entries_max(kind, page))?;
+        let checked = self.page(page, kind, index_entries_max(&self.kind, kind, page))?;
         if self.kind.part != Part::Delta || self.counts.deletes > 0 {
             return self.field("keys", "do not belong in this place");
         }

@@ -1,9 +1,7 @@
 //! Writes a segment in one pass. The caller adds the rows in key order. Never seeks in its output.
 
 use crate::flash::segment::key_steps::{self, STEPS_PER_PAGE_MIN};
-use crate::flash::segment::kind::{
-    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind,
-};
+use crate::flash::segment::kind::{Counts, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind};
 use crate::io::page::{Page, PageBytes, PageFault, PageKind, seal};
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use std::io::{self, Write};
@@ -36,7 +34,7 @@ pub enum WriteError {
 #[derive(Default)]
 pub struct WrittenPages {
     counts: Counts,
-    fences: Vec<u32>,
+    fences: Vec<u64>,
     last: Option<u64>,
 }
 
@@ -59,7 +57,7 @@ impl WrittenPages {
         let rows = self.counts.rows + checked.count() as u64;
         if page_kind == PageKind::Hashed {
             checked.check_order(self.last)?;
-            self.fences.push((checked.order(0) >> 32) as u32);
+            self.fences.push(checked.order(0) >> kind.fence_shift());
             self.last = Some(checked.order(checked.count() - 1));
         } else {
             self.last = Some(rows - 1);
@@ -92,7 +90,7 @@ pub struct SegmentWriter<W> {
     /// The orders and rows of the page that is not full yet.
     orders: Vec<u64>,
     rows: Vec<u8>,
-    fences: Vec<u32>,
+    fences: Vec<u64>,
     /// The orders of all rows of a delta.
     keys: Vec<u64>,
     deletes: Vec<u64>,
@@ -128,8 +126,8 @@ impl<W: Write> SegmentWriter<W> {
     pub fn finish_bytes(&self) -> u64 {
         let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
         let waiting = pages(self.orders.len(), 1).min(2);
-        let fences =
-            pages(self.fences.len() + 2, FENCES_PER_PAGE) * u64::from(self.kind.has_fences());
+        let fences = pages(self.fences.len() + 2, self.kind.fences_per_page())
+            * u64::from(self.kind.has_fences());
         let keys =
             pages(self.keys.len(), STEPS_PER_PAGE_MIN) + pages(self.deletes.len(), KEYS_PER_PAGE);
         (waiting + fences + keys + 1) * PAGE_BYTES as u64
@@ -179,18 +177,17 @@ impl<W: Write> SegmentWriter<W> {
         Ok(())
     }
 
-    /// Writes a full page. In a segment with fences, rows that share the top half of their hash
-    /// with the next row move to the next page. A lookup therefore finds the page by its fence
-    /// alone.
+    /// Writes a full page. In a segment with fences, rows that the next row's fence does not tell
+    /// from it move to the next page. A lookup therefore finds the page by its fence alone.
     fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
-        let prefix = (next >> 32) as u32;
+        let shift = self.kind.fence_shift();
         let n = if self.kind.has_fences() {
-            self.orders.partition_point(|&h| ((h >> 32) as u32) < prefix)
+            self.orders.partition_point(|&h| h >> shift < next >> shift)
         } else {
             self.orders.len()
         };
         if n == 0 {
-            return Err(WriteError::Prefix(prefix));
+            return Err(WriteError::Prefix((next >> 32) as u32));
         }
         self.write_page(n)
     }
@@ -212,7 +209,7 @@ impl<W: Write> SegmentWriter<W> {
         rows[..n * row_bytes].copy_from_slice(&self.rows[..n * row_bytes]);
 
         if self.kind.has_fences() {
-            self.fences.push((self.orders[0] >> 32) as u32);
+            self.fences.push(self.orders[0] >> self.kind.fence_shift());
         }
         self.emit(page, self.kind.page_kind(), n)?;
         self.counts.data_pages += 1;
@@ -235,18 +232,19 @@ impl<W: Write> SegmentWriter<W> {
         Ok(self.out.write_all(&page)?)
     }
 
-    /// Writes `entries` of `N` bytes each to index pages.
+    /// Writes `entries`, whose `bytes` are `N` each, to index pages.
     fn write_index<const N: usize>(
         &mut self,
         kind: PageKind,
-        entries: &[[u8; N]],
+        entries: &[u64],
+        bytes: impl Fn(u64) -> [u8; N],
     ) -> Result<(), WriteError> {
         for entries in entries.chunks(PAYLOAD_BYTES / N) {
             let mut page = [0; PAGE_BYTES];
             page[PAGE_HEADER_BYTES..]
                 .chunks_exact_mut(N)
                 .zip(entries)
-                .for_each(|(p, e)| p.copy_from_slice(e));
+                .for_each(|(p, e)| p.copy_from_slice(&bytes(*e)));
             self.emit(page, kind, entries.len())?;
             self.counts.index_pages += 1;
         }
@@ -276,15 +274,15 @@ impl<W: Write> SegmentWriter<W> {
             self.write_page(self.orders.len())?;
         }
 
-        let fences: Vec<_> =
-            std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
-        let keys = std::mem::take(&mut self.keys);
-        let deletes: Vec<_> =
-            std::mem::take(&mut self.deletes).into_iter().map(u64::to_le_bytes).collect();
-
-        self.write_index(PageKind::Fences, &fences)?;
+        let (fences, keys) = (std::mem::take(&mut self.fences), std::mem::take(&mut self.keys));
+        let deletes = std::mem::take(&mut self.deletes);
+        if self.kind.fence_shift() == 0 {
+            self.write_index(PageKind::Fences, &fences, u64::to_le_bytes)?;
+        } else {
+            self.write_index(PageKind::Fences, &fences, |fence| (fence as u32).to_le_bytes())?;
+        }
         self.write_key_steps(&keys)?;
-        self.write_index(PageKind::Deletes, &deletes)?;
+        self.write_index(PageKind::Deletes, &deletes, u64::to_le_bytes)?;
 
         self.out.write_all(&self.kind.trailer(self.counts))?;
         Ok((self.out, self.counts))

@@ -11,7 +11,7 @@ use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::model::budget::Budget;
 use hatchback::schema::sample::Sample;
-use hatchback::update::apply::Policy;
+use hatchback::update::host::Policy;
 use hatchback::update::link::{Link, LinkRules};
 use hatchback::update::program::Program;
 use hatchback::{
