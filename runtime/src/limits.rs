@@ -196,6 +196,8 @@ pub const SETTLED_READS_MAX: u32 = 8;
 pub const INHERIT_MAX: usize = 8;
 /// Minutes between two polls: a week, because a car that does not poll never updates.
 pub const POLL_MINUTES_MAX: u32 = 7 * 24 * 60;
+/// The longest time until the next poll after one that failed.
+pub const POLL_RETRY_MAX: Duration = Duration::from_secs(300);
 /// Highest real-time priority of the daemon. A real-time kernel handles interrupts at 50; a busy
 /// daemon above that would block flash and network.
 pub const REALTIME_PRIORITY_MAX: u8 = 49;

@@ -349,6 +349,7 @@ mod tests {
         Evaluation {
             samples: 100,
             first_output: OutputQuality {
+                labelled: 95,
                 auc: Some(auc),
                 logloss: Some(logloss),
                 ..OutputQuality::default()

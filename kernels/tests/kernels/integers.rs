@@ -151,6 +151,30 @@ fn a_running_sum_has_no_infinity_before_the_first_one() {
     }
 }
 
+/// Log-probabilities keep their digits beside large logits, and of a row that a mask hides whole.
+#[test]
+fn log_softmax_keeps_its_digits_beside_large_logits() {
+    let nodes = vec![node("LogSoftmax", &["x"], &["out"], &[("axis", &[1])])];
+    let found = scores(nodes, vec![], [-1e9, -1e9, -1e9, -1e9, 1e6, 1_000_001.0, 999_999.0, 0.0]);
+    let quarter = -(4.0_f32.ln());
+    let exact = [quarter, quarter, quarter, quarter, -1.407_606, -0.407_606, -2.407_606, -1e6];
+    for (found, exact) in found.iter().zip(exact) {
+        assert!((found - exact).abs() <= 2e-6 * exact.abs().max(1.0), "{found} for {exact}");
+    }
+}
+
+#[test]
+fn a_float_beyond_an_integers_range_and_a_cosine_below_1_are_no_scores() {
+    let x = [3e9, 1.0, f32::INFINITY, f32::NAN, 2.0, 2.5, -2.0, -2.5];
+    let cast = vec![node("Cast", &["x"], &["n"], &[("to", &[6])]), output("n")];
+    let found = scores(cast, vec![], x);
+    assert!(found[..4].iter().all(|score| !score.is_finite()), "{found:?}");
+    assert_eq!(found[4..], [2.0, 2.0, -2.0, -2.0]);
+    let acosh = vec![node("Acosh", &["x"], &["out"], &[])];
+    let found = scores(acosh, vec![], [-1000.0, -86.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0]);
+    assert!(!found[0].is_finite() && !found[1].is_finite(), "{found:?}");
+}
+
 #[test]
 fn a_length_out_of_range_leaves_only_its_sample_without_a_score() {
     let nodes = [

@@ -2,6 +2,7 @@
 //! model and never makes a release live.
 
 use crate::clock::Clock;
+use crate::limits::POLL_RETRY_MAX;
 use crate::update::Updater;
 use crate::update::error::UpdateError;
 use crate::update::link::{Fetcher, Link, LinkLimits, LinkRules};
@@ -88,14 +89,11 @@ impl SyncSteps {
     }
 }
 
-/// The longest time until the next poll after an error.
-const RETRY_MAX: Duration = Duration::from_secs(300);
-
 /// Returns the time until the next poll: the target's interval, made longer or shorter by up to a
-/// quarter. After an error the time is a sixteenth of that, and at most five minutes: at the start of
+/// quarter. After an error the time is a sixteenth of that, up to `POLL_RETRY_MAX`: at the start of
 /// a drive the link is rarely there yet.
 fn interval(rules: LinkRules, random: f64, is_ok: bool) -> Duration {
     let minutes = Duration::from_secs(60 * u64::from(rules.poll_minutes));
     let interval = minutes.mul_f64(0.75 + random / 2.0);
-    if is_ok { interval } else { (interval / 16).min(RETRY_MAX) }
+    if is_ok { interval } else { (interval / 16).min(POLL_RETRY_MAX) }
 }

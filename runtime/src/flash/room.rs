@@ -1,4 +1,4 @@
-//! The room of a flash directory: which files a generation uses, which of them go first if a release
+//! The room of a flash directory: which files a generation uses, and which go first if a release
 //! needs their room.
 
 use crate::bundle::manifest::{hex, sha256};

@@ -238,7 +238,7 @@ mod tests {
         );
         assert_eq!(found("{\"é"), None);
     }
-    /// Without its feature `float_roundtrip`, `serde_json` reads one double in ten as its neighbour.
+    /// Without its feature `float_roundtrip`, `serde_json` reads one double in ten as another.
     #[test]
     fn a_double_is_read_exactly() {
         let read: f64 = serde_json::from_str("0.38120423768821243").unwrap();

@@ -190,11 +190,13 @@ impl Generations {
         let job = PackJob::new(spec, self.folder.path(), Overrides::default());
         job.pack_rows(&sources, parent.as_ref(), &out, &mut |_, _| {}).unwrap();
 
+        let mut parts = Parts::read(&out);
+        // The parent here is a snapshot; the fleet may have its delta alone, with the same rows.
+        parts.manifest.packed_on = None;
         if flaw == Flaw::Page {
-            let mut parts = Parts::read(&out);
             parts.edit_segment(1, |pages| pages[0][100] ^= 1);
-            std::fs::write(&out, parts.bytes()).unwrap();
         }
+        std::fs::write(&out, parts.bytes()).unwrap();
         out
     }
 

@@ -8,18 +8,18 @@ use std::path::{Path, PathBuf};
 /// What the tree may have at most. A feature pays with what it removes; only a record in
 /// `docs/decisions.md` raises a cap. `tools/tests/tools/reference.rs` caps the options.
 const LINES_MAX: [(&str, usize); 12] = [
-    ("kernels/src", 20_985),
+    ("kernels/src", 21_020),
     ("kernels/cuda", 2_780),
-    ("runtime/src", 20_690),
-    ("link/src", 710),
-    ("server/src", 4_975),
-    ("board/src", 1_920),
+    ("runtime/src", 20_920),
+    ("link/src", 722),
+    ("server/src", 5_010),
+    ("board/src", 1_926),
     ("capi/src", 955),
     ("python/src", 518),
-    ("tools/src", 16_480),
+    ("tools/src", 16_630),
     ("tools/trainer/hatchback_trainer", 6_850),
     ("bench/src", 11_240),
-    ("tests/src", 6_285),
+    ("tests/src", 6_295),
 ];
 const WORDS_MAX: usize = 45_000;
 const TARGET_KEYS_MAX: usize = 42;

@@ -431,8 +431,8 @@ fn check_parent(bundle: &BundleReader, names: &ReleaseNames) -> Result<()> {
     let mut published = names.hashes(is_parent).peekable();
     ensure!(
         published.peek().is_none() || published.any(|hash| hash == packed_on),
-        "{}: was packed on a release {parent} that was not published so; pack it with the published \
-         bundle as --parent",
+        "{}: was packed on a release {parent} that was not published so; publish that bundle too, \
+         or pack with the published one as --parent",
         bundle.path().display()
     );
     Ok(())

@@ -116,8 +116,8 @@ impl ReleaseNames {
     /// Reads all earlier metadata that the store has.
     ///
     /// # Errors
-    /// As [`Past::read`], or none of the roots signed the metadata: who can write to the store could
-    /// choose the numbers of releases.
+    /// As [`Past::read`], or none of the roots signed the metadata: who can write to the store
+    /// could choose the numbers of releases.
     pub fn read(store: &dyn Store, state: &RepositoryState) -> Result<Self> {
         let (mut names, mut next) = (Self::default(), state.snapshot);
         while next > 0 {
