@@ -17,7 +17,7 @@ const LINES_MAX: [(&str, usize); 12] = [
     ("capi/src", 955),
     ("python/src", 518),
     ("tools/src", 16_630),
-    ("tools/trainer/hatchback_trainer", 6_850),
+    ("tools/trainer/hatchback_trainer", 6_910),
     ("bench/src", 11_240),
     ("tests/src", 6_295),
 ];

@@ -27,6 +27,7 @@ class Cut:
     def __init__(self, followed, leaves, calls, names, note):
         self.followed, self.leaves, self.names, self.note = followed, leaves, names, note
         self.columns, self.tables, self.parts, self.kept = [], {}, {}, {}
+        self.renamed = {}  # further features of a column: their names, and the column's
         self.lengths = {}  # nodes with the numbers of keys of a feature
         self.positions = {}  # lookups of one key of a bag: where a position is computed
         self.puts = {}  # lookups with a mask in `positions`: the row that it puts, and where
@@ -96,7 +97,13 @@ class Cut:
         for number, column in enumerate(self.columns):  # two features never get one name
             same = [one for one in self.columns[:number] if one.name == column.name]
             if same:
-                column.name = f"{column.name}_{len(same) + 1}"
+                first, column.name = column.name, f"{column.name}_{len(same) + 1}"
+                self.note(
+                    f"the model takes `{first}` a second time, with other bags, pooling or keys: a "
+                    f"request sends `{column.name}` too"
+                )
+                if column.call is None and column.leaf == same[0].leaf:
+                    self.renamed[column.name] = first
 
     def chosen(self, lookup):
         """Returns the elements of a bag of which the network chooses some by position, such as the

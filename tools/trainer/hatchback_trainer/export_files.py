@@ -3,22 +3,16 @@
 import logging
 import math
 import re
+from types import SimpleNamespace
 
 import torch
 
 from .capture import program_of
 from .columns import Dense, check_crosses, raw_bags, raw_dense
 from .graph import op_name, source_line
-from .model_files import export_tables
+from .model_files import export_tables, replaced
 from .samples import Sample, shortest, write_lines
 from .schema import Feature, Input, Schema, Table, model_toml
-
-
-class Weights:
-    """The part of `Embeddings` that `export_tables` reads."""
-
-    def __init__(self, weights):
-        self.weights = weights
 
 
 def key_of(column, functions, folder):
@@ -105,38 +99,34 @@ def ends_in_sigmoid(node):
     return name in ("sigmoid", "softmax", "_softmax")
 
 
-def is_probability(exporter):
-    """Returns whether the model's own last operation is a sigmoid or softmax."""
-    ends = set(map(ends_in_sigmoid, exporter.made.outputs))
-    if ends == {True, False}:
-        raise ValueError(
-            'some outputs end in a sigmoid and some do not; pass output="score" for outputs that '
-            "are scores as they are"
-        )
-    return ends == {True}
-
-
 def kind_of_output(exporter, output, labels):
     """Returns what the outputs are, and says so where the model does not: most models of clicks end
     in a logit, and a rating must get no sigmoid.
 
     # Errors
-    ValueError with the first label that is no click, no share of clicks and not unknown.
+    ValueError with the first label that is no click, no share of clicks and not unknown, or with
+    the first output that may be a probability: the car would add a second sigmoid.
     """
-    if output is not None:
-        return output
-    if is_probability(exporter):
-        return "probability"
-    for given in labels.values() if isinstance(labels, dict) else () if labels is None else (
-            labels,):
-        known = [one for one in given.reshape(-1).tolist() if one != -1 and not math.isnan(one)]
+    ends = set(map(ends_in_sigmoid, exporter.made.outputs))
+    if output is not None or ends == {True}:
+        return output or "probability"
+    for given in labels.values():
+        known = [one for one in given.tolist() if one != -1 and not math.isnan(one)]
         wrong = next((one for one in known if not 0 <= one <= 1), None)
         if wrong is not None:
             raise ValueError(
                 f"a label is {wrong:g}, and the model ends in no sigmoid: pass "
                 'output="score" for scores as they are, such as ratings, or output="logit"'
             )
-    if labels is None:
+    for name, parts in exporter.compared.items() if labels or True in ends else ():
+        scores = torch.cat(parts)
+        # Rows that are not of the batch may have scores that are not finite.
+        if bool(((scores >= 0) & (scores <= 1) | ~scores.isfinite()).all()):
+            raise ValueError(
+                f"output `{name}`: not all outputs end in a sigmoid, and all {len(scores)} scores "
+                'are in 0..1: pass output="probability" or "score" to keep them, or output="logit"'
+            )
+    if not labels:
         exporter.note(
             "the model ends in no sigmoid, so its outputs are taken as logits and the car adds "
             'one: pass output="score" for scores as they are, such as ratings, or output="logit"'
@@ -144,22 +134,27 @@ def kind_of_output(exporter, output, labels):
     return "logit"
 
 
-def labels_of(given):
-    """Returns the labels of a caller as tensors."""
-    if isinstance(given, dict):
-        return {name: labels_of(one) for name, one in given.items() if one is not None}
-    return None if given is None else torch.as_tensor(given).double()
+def labels_of(exporter, given):
+    """Returns the labels of each output that has some, `[samples]`."""
+    found = {}
+    for place, name in enumerate(exporter.output_names):
+        one = given.get(name) if isinstance(given, dict) else given
+        if one is None:
+            continue
+        one = torch.as_tensor(one).double()
+        if one.shape[:1] != (exporter.samples,):
+            raise ValueError(
+                f"labels: {one.numel()} labels for a batch of {exporter.samples} samples")
+        one = one.reshape(exporter.samples, -1)
+        found[name] = one[:, min(place, one.shape[1] - 1)]
+    return found
 
 
 def known_labels(exporter, labels):
-    """Returns the labels of clicks with NaN in the place of -1, with which data sets mark an
-    unknown one."""
-    if isinstance(labels, dict):
-        return {name: known_labels(exporter, one) for name, one in labels.items()}
-    if labels is None or not bool((labels == -1).any()):
-        return labels
-    exporter.note(f"{int((labels == -1).sum())} labels of -1 are taken as unknown and left out")
-    return labels.where(labels != -1, torch.nan)
+    """Returns labels of clicks with NaN in the place of -1, data sets' mark of an unknown one."""
+    if count := sum(int((one == -1).sum()) for one in labels.values()):
+        exporter.note(f"{count} labels of -1 are taken as unknown and left out")
+    return {name: one.where(one != -1, torch.nan) for name, one in labels.items()}
 
 
 def label_of(value):
@@ -260,8 +255,11 @@ def dense_values(exporter, dense):
     return torch.tensor(columns, dtype=torch.float64).float().T.contiguous()
 
 
-def write_network(network, inputs, made, names, path, opset):
+def write_network(exporter, path, opset):
     """Writes the network as ONNX, with the batch left open."""
+    made = exporter.made
+    network, inputs = with_raw_dense(
+        exporter, made.network, exporter.network_inputs(made.followed, exporter.leaves))
     batch = torch.export.Dim("batch", min=2)
     shapes = tuple({0: batch} for _ in inputs)
     # torch takes the shapes of `*inputs` by the name of that parameter.
@@ -269,8 +267,8 @@ def write_network(network, inputs, made, names, path, opset):
     program = program_of(network, inputs, shapes)
     with torch.no_grad():
         write = lambda program: torch.onnx.export(
-            program, (), str(path), input_names=list(made.inputs), output_names=list(names),
-            opset_version=opset, dynamo=True, external_data=False, verbose=False
+            program, (), str(path), input_names=list(made.inputs), opset_version=opset, dynamo=True,
+            output_names=exporter.output_names, external_data=False, verbose=False
         )
         log = logging.getLogger("torch.onnx")
         level = log.level
@@ -300,14 +298,11 @@ def samples_of(exporter, leaves, calls, scores, labels):
         if flat else None
     )
     count = len(next(iter(bags.values())))
-    value = lambda given, name: given.get(name) if isinstance(given, dict) else given
     for number in range(count):
         label, score = {}, {}
         for place, name in enumerate(exporter.output_names):
-            if labels is not None and value(labels, name) is not None:
-                given = value(labels, name).reshape(count, -1)
-                found = label_of(given[number, min(place, given.shape[1] - 1)])
-                label |= {} if found is None else {name: found}
+            if name in labels and (found := label_of(labels[name][number])) is not None:
+                label[name] = found
             if scores is not None:
                 score[name] = float(scores[number, place])
         if len(exporter.output_names) == 1:
@@ -323,32 +318,28 @@ def samples_of(exporter, leaves, calls, scores, labels):
 def write(exporter, out, name, sequence, output, labels, counts, hotness_max, opset, shared):
     """Writes the files of an export. Returns the schema and the scores, `[samples, outputs]`."""
     made = exporter.made
-    out.mkdir(parents=True, exist_ok=True)
-    network, inputs = with_raw_dense(
-        exporter, made.network, exporter.network_inputs(made.followed, exporter.leaves))
-    write_network(network, inputs, made, exporter.output_names, out / "dense.onnx", opset)
-
+    hotness_max = exporter.of_all_features(hotness_max or {})
+    shared = exporter.of_all_features(dict.fromkeys(shared or ()))
     logits = output == "logit"
     labels = labels if output == "score" else known_labels(exporter, labels)
     scores = torch.cat([part[:, :1] for part in exporter.scores], dim=1)
     scores = torch.sigmoid(scores) if logits else scores
     bags, weights = exporter.bags(exporter.leaves, exporter.calls)
-    features = features_of(exporter, bags, hotness_max or {}, weights, out, shared or ())
     tables = tuple(Table(one, *rows.shape, counted=True) for one, rows in made.tables.items())
-    dense = tuple(dense_names(made))
-    missing = {
-        name: step.missing for name, step in exporter.dense_steps.items()
-        if step.missing is not None
-    }
-    schema = Schema(
-        name, dense, network_inputs_of(made), tables, features, sequence,
-        "sigmoid" if logits else "none", tuple(exporter.output_names), missing,
-        frozenset(shared or ())
-    )
-    rows = {one: value.float() for one, value in made.tables.items()}
-    export_tables(schema, Weights(rows), counts_of(made, bags) | (counts or {}),
-                  out / "tables.safetensors")
-    (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
-    write_lines(out / "probe.jsonl",
-                samples_of(exporter, exporter.leaves, exporter.calls, scores, labels))
+    steps = exporter.dense_steps.items()
+    missing = {name: step.missing for name, step in steps if step.missing is not None}
+    rows = SimpleNamespace(weights={one: value.float() for one, value in made.tables.items()})
+    with replaced(out) as folder:
+        schema = Schema(
+            name, tuple(dense_names(made)), network_inputs_of(made), tables,
+            features_of(exporter, bags, hotness_max, weights, folder, shared), sequence,
+            "sigmoid" if logits else "none", tuple(exporter.output_names), missing,
+            frozenset(shared)
+        )
+        write_network(exporter, folder / "dense.onnx", opset)
+        export_tables(schema, rows, counts_of(made, bags) | (counts or {}),
+                      folder / "tables.safetensors")
+        (folder / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
+        write_lines(folder / "probe.jsonl",
+                    samples_of(exporter, exporter.leaves, exporter.calls, scores, labels))
     return schema, scores

@@ -7,7 +7,8 @@ model.
 """
 
 import sys
-from dataclasses import dataclass, field
+import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,9 @@ from .checks import check
 from .columns import Dense
 from .cut import Cut
 from .deploy import Deployable
-from .export_files import check_dense, check_numbers, kind_of_output, labels_of, samples_of, write
+from .export_files import (
+    check_dense, check_numbers, kind_of_output, labels_of, samples_of, write, write_network
+)
 from .graph import Followed, source_line
 from .names import Names
 from .observed import Lookups
@@ -42,6 +45,13 @@ class Exported(Deployable):
     scores: torch.Tensor  # [samples, outputs]
     notes: list = field(default_factory=list)
     exporter: object = None
+
+    def onnx(self):
+        """Returns the ONNX file of the network with the weights that the model has now."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "dense.onnx"
+            write_network(checked(*self.exporter.given), path, self.exporter.opset)
+            return path.read_bytes()
 
 
 def parts_of(result):
@@ -188,8 +198,7 @@ class Exporter:
     """One export: captures, cuts, checks and writes."""
 
     def __init__(self, model, batch, columns, outputs):
-        if not isinstance(getattr(model, "__self__", model), torch.nn.Module):
-            raise ValueError("export takes an nn.Module, or a method of one")
+        self.given = model, batch, columns, outputs
         self.source, self.notes = Source(model, batch), []
         columns = columns or {}
         self.columns = {
@@ -289,6 +298,9 @@ class Exporter:
                 raise ValueError(
                     f"columns[{name!r}]: the model makes row numbers of this column in its own way"
                 )
+        self.functions |= {
+            name: one for name, one in self.of_all_features(self.functions).items()
+            if known[name].modulus is None}
         dense = [self.made.names.dense(*place) for place in self.made.dense]
         for name, step in self.dense_steps.items():
             step.check(name)
@@ -298,6 +310,10 @@ class Exporter:
         for name in self.columns:
             if name not in {leaf.name for leaf in self.leaves}:
                 raise ValueError(f"columns[{name!r}]: no argument of this name")
+
+    def of_all_features(self, given):
+        """Returns options by feature, with those of a column for all features of it."""
+        return {a: given[b] for a, b in self.made.renamed.items() if b in given} | given
 
     def follow(self, leaves, calls):
         vectors = [
@@ -385,11 +401,33 @@ def lines_of(exporter, batch, path):
     source = exporter.source
     flat = source.flat_of(source.forward, batch)
     _, calls = recorded(source, flat) if exporter.calls else (None, [])
-    known = [leaf.per_sample for leaf in exporter.leaves]
-    leaves = [Leaf(name, tensor, whole) for name, tensor, whole in zip(
-        flat.names, flat.tensors, known)]
+    given = dict(zip(flat.names, flat.tensors))
+    for leaf in exporter.leaves:
+        own, found = leaf.tensor.shape[1:], given.get(leaf.name)
+        if found is None or leaf.per_sample and found.shape[1:] != own:
+            has = "none" if found is None else list(found.shape[1:])
+            raise ValueError(f"`{leaf.name}`: a sample has shape {has}, the export's {list(own)}")
+    leaves = [replace(leaf, tensor=given[leaf.name]) for leaf in exporter.leaves]
     check_dense(exporter, leaves)
-    write_lines(path, samples_of(exporter, leaves, calls, None, None))
+    write_lines(path, samples_of(exporter, leaves, calls, None, {}))
+
+
+def checked(model, batch, columns, outputs):
+    """Returns the exporter of a model, whose network was compared with the model in `eval()`."""
+    owner = getattr(model, "__self__", model)
+    if not isinstance(owner, torch.nn.Module):
+        raise ValueError("export takes an nn.Module, or a method of one")
+    training = [module for module in owner.modules() if module.training]
+    owner.eval()
+    try:
+        exporter = Exporter(model, batch, columns, outputs)
+        exporter.cut()
+        check_numbers(exporter)
+        check(exporter, exporter.made.network)
+        return exporter
+    finally:
+        for module in training:
+            module.training = True
 
 
 def export(
@@ -417,24 +455,9 @@ def export(
     check_version()
     if output not in (None, "logit", "probability", "score"):
         raise ValueError(f'output={output!r}: only "logit", "probability" or "score"')
-    owner = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
-    if not isinstance(owner, torch.nn.Module):
-        raise ValueError("export takes an nn.Module, or a method of one")
-    training = [module for module in owner.modules() if module.training]
-    owner.eval()
-    try:
-        exporter = Exporter(model, sample_batch, columns, outputs)
-        exporter.cut()
-        labels = labels_of(labels)
-        output = kind_of_output(exporter, output, labels)
-        check_numbers(exporter)
-        check(exporter, exporter.made.network)
-        schema, scores = write(
-            exporter, Path(out), name, sequence, output, labels, counts, hotness_max, opset,
-            shared)
-        return Exported(schema, Path(out), scores, exporter.notes, exporter)
-    finally:
-        for module in training:
-            module.training = True
-
-
+    exporter = checked(model, sample_batch, columns, outputs)
+    exporter.opset, labels = opset, labels_of(exporter, labels)
+    output = kind_of_output(exporter, output, labels)
+    schema, scores = write(
+        exporter, Path(out), name, sequence, output, labels, counts, hotness_max, opset, shared)
+    return Exported(schema, Path(out), scores, exporter.notes, exporter)

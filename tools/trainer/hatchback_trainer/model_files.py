@@ -4,7 +4,10 @@ dense.onnx, tables.safetensors, model.toml, probe.jsonl.
 The scores written are PyTorch's. It never trains, quantises, signs or packs.
 """
 
+import contextlib
 import inspect
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -79,11 +82,23 @@ def export_tables(schema, embeddings, counts, path):
     safetensors.write(path, tensors)
 
 
+@contextlib.contextmanager
+def replaced(out):
+    """Yields an empty folder, whose files replace those of `out` once all are written."""
+    # An export that fails half way would otherwise leave a folder that packs.
+    Path(out).mkdir(parents=True, exist_ok=True)
+    # A folder within `out` is on the file system of `out`, so a rename can move its files.
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        yield Path(folder)
+        for path in Path(folder).iterdir():
+            os.replace(path, Path(out) / path.name)
+
+
 def export_model(embeddings, network, probe, out, counts=None):
     """Writes a model into the folder `out`. `probe` are samples with scores."""
-    schema, out = embeddings.schema, Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    export_dense(network, input_shapes(schema), out / "dense.onnx", schema.outputs)
-    export_tables(schema, embeddings, counts, out / "tables.safetensors")
-    (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
-    write_lines(out / "probe.jsonl", probe)
+    schema = embeddings.schema
+    with replaced(out) as folder:
+        export_dense(network, input_shapes(schema), folder / "dense.onnx", schema.outputs)
+        export_tables(schema, embeddings, counts, folder / "tables.safetensors")
+        (folder / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
+        write_lines(folder / "probe.jsonl", probe)

@@ -1,14 +1,16 @@
-"""The tap of a plain PyTorch model: records which rows of its embedding modules a window
-changed, and writes windows.
+"""The tap of a plain PyTorch model: records which rows of its tables a window changed, and writes
+windows.
 
 Put a `Tap` around the training loop and call `close` where a window ends, after `optimizer.step()`.
-It reads rows only then. It works with sparse and dense gradients. An optimizer that also changes
-rows that no sample touched (momentum, Adam with dense gradients, weight decay) is detected and
-reported with a warning. All rows of such a table are then compared through checksums of 8 bytes a
-row, so no change is lost. The tap never changes the model.
+It reads rows only then: those with a gradient, and those that a module looked up in training. An
+optimizer that also changes other rows (momentum, Adam with dense gradients, weight decay) is
+detected and reported with a warning. All rows of such a table are then compared through checksums
+of 8 bytes a row, so no change is lost. The tap never changes the model.
 """
 
+import functools
 import io
+import operator
 import warnings
 
 import numpy as np
@@ -24,11 +26,10 @@ CHUNK_VALUES = 1 << 22  # values of a table that one step of a checksum reads
 SENTINELS = 1024  # untouched rows a table that every window checks, whatever the optimizer
 
 
-def reason(group, optimizer, parameter, sparse):
-    """Returns why `optimizer` may change rows of `parameter` that no sample touched; None
-    if it does not."""
+def reason(group, optimizer):
+    """Returns why `optimizer` may change rows that no sample touched; None if it does not."""
     kind = type(optimizer).__name__
-    if group.get("weight_decay", 0) and not sparse:
+    if group.get("weight_decay", 0):
         return f"{kind} has weight_decay {group['weight_decay']}"
     if group.get("momentum", 0):
         return f"{kind} has momentum {group['momentum']}"
@@ -77,14 +78,15 @@ def signed(keys):
 
 
 class TableTap:
-    """What one embedding module changed since the last window. `sharing` are all modules with its
-    weights, itself included."""
+    """What changed of one table since the last window. `find` returns the table's parameter, and
+    `sharing` are the embedding modules with it."""
 
-    def __init__(self, name, module, keys, sharing):
-        self.name, self.module = name, module
+    def __init__(self, name, find, keys, sharing):
+        self.name, self.find = name, find
         self.keys = None if keys is None else signed(keys)
-        self.rows = module.weight.shape[0]
-        self.counts = torch.zeros(self.rows)
+        self.rows = len(find())
+        self.counts = torch.zeros(self.rows)  # lookups; at least 1 for a row with a gradient
+        self.watched = None  # the parameter whose gradients are recorded
         self.deleted = {}  # keys in order, each once
         self.sums = None  # RowSums, if the optimizer may change untouched rows
         self.sentinels = None
@@ -93,23 +95,40 @@ class TableTap:
                 one.register_forward_pre_hook(self.record, with_kwargs=True)
             except TypeError:  # torch before 2.0 hides named arguments from hooks
                 one.register_forward_pre_hook(self.record)
+        self.grow()
+
+    @property
+    def weight(self):
+        """Returns the rows, `[rows, dim]`."""
+        return self.find().detach().reshape(self.rows, -1)
 
     def record(self, module, inputs, named=None):
-        if module.training and torch.is_grad_enabled():
-            if not inputs and named is None:
-                # A lookup that the tap does not see would be missing in the window.
-                raise TypeError(f"{self.name}: with torch before 2.0 pass the keys by position, "
-                                "not as input=")
-            rows = (inputs[0] if inputs else named["input"]).detach().reshape(-1).cpu()
+        keys = inputs[0] if inputs else (named or {}).get("input")
+        if keys is not None and module.training and torch.is_grad_enabled():
             self.grow()
-            self.counts += torch.bincount(rows, minlength=self.rows)
+            self.counts += torch.bincount(keys.detach().reshape(-1).cpu(), minlength=self.rows)
+
+    def record_gradient(self, gradient):
+        # Not every lookup is seen: `F.embedding` and `weight[keys]` call no module.
+        self.grow()
+        if self.sums is None:
+            rows = gradient._indices()[0] if gradient.is_sparse else torch.nonzero(
+                gradient.reshape(len(gradient), -1).any(dim=1)).squeeze(1)
+            self.counts[rows.cpu()] = self.counts[rows.cpu()].clamp(min=1)
 
     def grow(self):
-        rows = self.module.weight.shape[0]
+        """Follows a parameter that was replaced or made larger. Returns whether it was replaced."""
+        parameter = self.find()
+        is_new = parameter is not self.watched and parameter.requires_grad
+        if is_new:
+            self.watched = parameter
+            parameter.register_hook(self.record_gradient)
+        rows = len(parameter)
         if rows > self.rows:
             # A table that was made larger: every added row is new to the fleet.
             self.counts = torch.cat([self.counts, torch.ones(rows - self.rows)])
             self.rows = rows
+        return is_new
 
     def touch(self, keys):
         """Marks the rows of keys, i64 `[n]`, as changed. Keys without a row are deleted."""
@@ -133,23 +152,24 @@ class TableTap:
             warnings.warn(
                 f"table `{self.name}`: {why}; every window compares all its {self.rows} rows"
             )
-            self.sums = RowSums(self.module.weight)
+            self.sums = RowSums(self.weight)
 
     def choose_sentinels(self):
         """Remembers some rows, which must not change in the next window unless
         a sample touches them."""
         picked = torch.randperm(self.rows)[:SENTINELS]
-        self.sentinels = picked, self.module.weight.detach()[picked].clone()
+        self.sentinels = picked, self.weight[picked].clone()
 
     def check_sentinels(self):
         rows, before = self.sentinels
-        moved = (self.module.weight.detach()[rows] != before).any(dim=1) & (self.counts[rows] == 0)
+        moved = (self.weight[rows] != before).any(dim=1) & (self.counts[rows] == 0)
         return int(moved.sum())
 
     def changes(self):
         """Returns the changes since the last `settle`."""
-        self.grow()
-        weight = self.module.weight.detach()
+        if self.grow():  # no gradient of the new parameter was recorded
+            self.touch_rows(torch.arange(self.rows))
+        weight = self.weight
         if self.sums is None and (moved := self.check_sentinels()):
             count = len(self.sentinels[0])
             self.watch_all(f"the optimizer changed {moved} of {count} rows that no sample touched")
@@ -179,30 +199,37 @@ class TableTap:
 
 
 class Tap:
-    """Records the changes of a model's embedding modules and writes them as windows.
+    """Records the changes of a model's tables and writes them as windows.
 
-    `tables` maps the names of modules (`model.named_modules()`) to table names; by default every
+    `exported` is what `export` returned for the model: it names the tables, and makes the network.
+    Without it `tables` maps the names of modules or parameters to table names; by default every
     `nn.Embedding` and `nn.EmbeddingBag` is a table with the name of its module. `keys` maps a table
     name to the key of each row, where keys are not row numbers. `network` returns the bytes of the
-    dense network's ONNX file, such as `lambda: exported.onnx()`.
+    dense network's ONNX file.
     """
 
-    def __init__(self, model, folder, lineage, optimizer, tables=None, keys=None, network=None):
+    def __init__(self, model, folder, lineage, optimizer, tables=None, keys=None, network=None,
+                 exported=None):
         self.writer = WindowWriter(folder, lineage)
         self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self.network = network
-        named = {
+        self.network = network or (exported and exported.onnx)
+        modules = {
             name: module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)
         }
-        tables = {name: name for name in named} if tables is None else tables
-        keys = keys or {}
-        sharing = lambda module: [
-            one for one in named.values() if one is module or one.weight is module.weight
-        ]
-        self.tables = [
-            TableTap(table, named[module], keys.get(table), sharing(named[module]))
-            for module, table in tables.items()
-        ]
+        if tables is None:
+            names = [one.name for one in exported.schema.tables] if exported else modules
+            tables = {name: name for name in names}
+        self.tables = []
+        for name, table in tables.items():
+            part = functools.reduce(lambda a, b: getattr(a, b, None), name.split("."), model)
+            if not torch.is_tensor(getattr(part, "weight", part)):
+                warnings.warn(f"table `{table}`: the model has no parameter `{name}`, so no window "
+                              "has its rows: pass tables={...} with the parameter's name")
+                continue
+            path = name if torch.is_tensor(part) else f"{name}.weight"
+            find = functools.partial(operator.attrgetter(path), model)
+            sharing = [one for one in modules.values() if one.weight is find()]
+            self.tables.append(TableTap(table, find, (keys or {}).get(table), sharing))
         self.has_closed = False  # whether the newest window is this tap's own
         for table in self.tables:
             self.inspect(table)
@@ -211,13 +238,13 @@ class Tap:
     def inspect(self, table):
         """Finds the optimizer of a table. Warns, and compares all rows, if it may change rows
         that no sample touches."""
-        weight = table.module.weight
+        weight = table.find()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             table.watch_all("the other ranks look up rows too")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if any(parameter is weight for parameter in group["params"]):
-                    why = reason(group, optimizer, weight, table.module.sparse)
+                    why = reason(group, optimizer)
                     if why:
                         table.watch_all(why)
                     return

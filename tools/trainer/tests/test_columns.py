@@ -35,6 +35,34 @@ class Columns(ExportCase):
         with self.assertRaisesRegex(ValueError, r"columns\['town'\]: no sparse feature"):
             self.export(model, batch(), columns={"town": Vocabulary(cities)})
 
+    def test_all_features_of_a_column_take_its_raw_values(self):
+        words = [f"city {n}" for n in range(KEYS)]
+        model = Model(lambda m, history: m.n(torch.cat([m.e(history).amax(1), m.i(history)], 1)), 8,
+                      i=nn.EmbeddingBag(KEYS, 4, mode="mean"))
+        done = self.export(
+            model, {"history": ids(B, LONG)}, columns={"history": Vocabulary(words)},
+            shared=["history"], hotness_max={"history": LONG})
+        self.assertIn("the model takes `history` a second time", done.notes[0])
+        self.assertIn("a request sends `history_2` too", done.notes[0])
+        found = [(one.name, one.hotness_max, one.shared) for one in done.schema.features]
+        self.assertEqual(found, [("history", LONG, True), ("history_2", LONG, True)])
+        done.pack(codec="f32")
+        rows = ids(2, LONG)
+        with torch.no_grad():
+            want = torch.sigmoid(model.eval()(rows))[:, 0].tolist()
+        said = [[words[key] for key in row] for row in rows.tolist()]
+        lines = [{"sparse": {"history": one, "history_2": one}} for one in said]
+        found = self.scored(done, *lines)
+        self.assertLess(max(abs(a - b) for a, b in zip(found, want)), CLOSE)
+
+    def test_a_remainder_of_a_column_with_raw_values_takes_its_row_numbers(self):
+        words = [f"city {n}" for n in range(KEYS)]
+        model = Model(lambda m, city: m.n(torch.cat([m.e(city), m.i(city % 7)], 1)), 8,
+                      i=nn.Embedding(7, 4))
+        done = self.export(model, {"city": ids(B)}, columns={"city": Vocabulary(words)})
+        functions = {one.name: one.key["function"] for one in done.schema.features}
+        self.assertEqual(functions, {"city": "vocabulary", "city_2": "modulo"})
+
     def test_a_name_with_a_path_in_it_writes_no_file(self):
         with self.assertRaisesRegex(ValueError, "feature `../city`: names a file of words"):
             Vocabulary(("a",)).fields("../city", 0, self.folder)

@@ -17,7 +17,10 @@ from export_case import CLOSE, ExportCase
 from field_models import B, KEYS, LONG, Model, cases, history, ids, mean_of_keys, net, unlike_zeros
 from torchrec_models import Collected, Jagged, Sequences, TwoCollected
 
+from hatchback_trainer import window
+from hatchback_trainer.columns import Vocabulary
 from hatchback_trainer.deploy import run
+from hatchback_trainer.tap import Tap
 
 
 class Exports(ExportCase):
@@ -302,6 +305,82 @@ class Exports(ExportCase):
             self.export(model, batch, labels=torch.full((B,), 4.0))
         with self.assertRaisesRegex(ValueError, "output='rating': only"):
             self.export(model, batch, output="rating")
+
+    def test_scores_that_may_be_probabilities_get_no_sigmoid_in_silence(self):
+        batch, labels = {"item": ids(B)}, torch.ones(B)
+        click = lambda m, item: torch.sigmoid(m.n(m.e(item)))
+        for forward in (lambda m, item: click(m, item).clamp(1e-6, 1 - 1e-6),
+                        lambda m, item: 1 - click(m, item)):
+            model = Model(forward, 4)
+            with self.assertRaisesRegex(ValueError, "output `logit`: .* all 120 scores are in"):
+                self.export(model, batch, labels=labels)
+        done = self.export(model, batch, labels=labels, output="probability")
+        self.assertEqual(done.schema.activation, "none")
+        both = Model(lambda m, item: {"a": m.n(m.e(item)) + 9, "b": click(m, item)}, 4)
+        with self.assertRaisesRegex(ValueError, "output `b`: not all outputs end in a sigmoid"):
+            self.export(both, batch)
+
+    def test_an_export_that_fails_leaves_its_folder_as_it_was(self):
+        model, batch = Model(lambda m, item: m.n(m.e(item)), 4), {"item": ids(B)}
+        self.export(model, batch)
+        files = lambda: {
+            path.name: path.read_bytes() for path in (self.folder / "exported").iterdir()}
+        before = files()
+        with torch.no_grad():
+            model.e.weight += 1
+        few = Vocabulary(("a", "b"))
+        for said, wrong in (("the model has no feature `usr`", {"shared": ["usr"]}),
+                            ("are not in its vocabulary", {"columns": {"item": few}}),
+                            ("int32 is not one of", {"counts": {"e": torch.ones(KEYS).int()}}),
+                            ("39 labels for a batch of 40", {"labels": torch.ones(B - 1)}),
+                            ("80 labels for a batch of 40", {"labels": torch.ones(1, 2 * B)})):
+            with self.assertRaisesRegex(ValueError, said):
+                self.export(model, batch, **wrong)
+            self.assertEqual(files(), before)
+        self.export(model, batch)
+        self.assertEqual(set(files()), set(before))
+        self.assertNotEqual(files(), before)
+
+    def test_a_batch_of_another_form_than_that_of_the_export_is_refused_by_name(self):
+        model = Model(lambda m, history, item: m.n(m.e(history).sum(1) + m.e(item)), 4)
+        batch = lambda long: {"history": ids(B, long), "item": ids(B)}
+        done = self.export(model, batch(LONG))
+        for long in (LONG - 2, LONG + 2):
+            with self.assertRaisesRegex(ValueError, rf"`history`: a sample has shape \[{long}\]"):
+                done.score(batch(long))
+        with self.assertRaisesRegex(ValueError, "`item`: a sample has shape none"):
+            done.score({"history": ids(B, LONG)})
+        done.pack(codec="f32")
+        other = dict(reversed(batch(LONG).items()))
+        self.assert_same(done, model, other, lambda m, b: m(**b))
+
+    def test_the_windows_of_an_exported_model_bring_the_fleet_to_its_scores(self):
+        def forward(m, user, item, history):
+            rows = m.twin(history) + m.position(torch.arange(LONG))
+            return m.n(torch.cat([m.users[user], m.e.weight[item], rows.mean(1)], 1))
+
+        twin = nn.Embedding(KEYS, 4)
+        model = Model(forward, 12, twin=twin, position=nn.Embedding(LONG, 4),
+                      users=nn.Parameter(torch.randn(KEYS, 4)))
+        model.e.weight = twin.weight
+        batch = lambda: {"user": ids(B), "item": ids(B), "history": ids(B, LONG)}
+        done, flash = self.export(model, batch()), self.folder / "flash"
+        done.pack(self.folder / "1.hatch", codec="f32")
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        tap = Tap(model, self.folder / "windows", "model", optimizer, exported=done)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(**batch()).square().mean().backward()
+            optimizer.step()
+        found = window.read(tap.close(step=3))
+        self.assertEqual(set(found.tables), {one.name for one in done.schema.tables})
+        self.assertTrue(model.training)
+        run("select", "--windows", self.folder / "windows", "--state", self.folder / "state",
+            "--base", self.folder / "1.hatch", "--out", self.folder / "2.hatch")
+        for bundle in ("1.hatch", "2.hatch"):
+            run("install", self.folder / bundle, "--flash", flash)
+        done.bundle = flash
+        self.assert_same(done, model, batch(), lambda m, b: m(**b))
 
     def test_values_and_products_of_sigmoids_and_softmaxes_are_probabilities(self):
         def both(m, item):
