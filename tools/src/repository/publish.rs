@@ -157,7 +157,7 @@ pub struct Published {
 pub fn run(args: &PublishArgs) -> Result<()> {
     ensure!(
         args.share.is_none() || args.restore.is_some() || !args.bundles.is_empty(),
-        "--share is of bundles: pass those whose share it is, or --restore"
+        "--share needs the bundles whose share it is, or --restore"
     );
     let is_new = !args.to.contains("://") && !Path::new(&args.to).exists();
     let done = run_at(args);
