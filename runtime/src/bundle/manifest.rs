@@ -143,8 +143,8 @@ pub struct Manifest {
     pub generation: Generation,
     /// The sequence that a delta starts from; `None` for a snapshot.
     pub parent: Option<u64>,
-    /// SHA-256 of the manifest of the generation that a delta was packed on: `publish` signs it
-    /// only if that was published. `None` for a snapshot, and for what `publish` makes itself.
+    /// SHA-256 of the manifest of the generation that a delta was packed on: `publish` notes if
+    /// that was not published. `None` for a snapshot, and for what `publish` makes itself.
     pub packed_on: Option<Hash>,
     /// The tables, features and network inputs of the model.
     pub schema: Schema,

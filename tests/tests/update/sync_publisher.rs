@@ -4,16 +4,13 @@
 use hatchback::limits::CLOCK_SLACK_S;
 use hatchback::update::error::UpdateError;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, Recovery, T0, VERSIONS};
-use hatchback_tests::models::install;
 use hatchback_tests::rewrite::Parts;
-use hatchback_tests::versions::Versions;
 use hatchback_tools::repository::ClockError;
 use hatchback_tools::repository::keys::rotate;
 use hatchback_tools::repository::prune::{Retention, prune};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::{Object, Objects, Store};
 use std::cell::Cell;
-use std::path::Path;
 use tough::schema::RoleType;
 
 #[test]
@@ -111,23 +108,6 @@ fn releases_that_a_stolen_key_listed_are_not_re_signed() {
     assert_eq!(car.live(), 4);
     let again = publish(&store, &keys, &change(&["1"], &[]), T0 + 40).unwrap_err().to_string();
     assert!(again.contains("--re-sign"), "{again}");
-}
-
-/// A delta that was packed on a bundle that `publish` refused has none of that bundle's rows.
-#[test]
-fn a_delta_packed_on_other_content_is_refused() {
-    let fleet = Fleet::new();
-    let car = Car::at_first_release(&fleet);
-    let (other, folder) = (Versions::new(2, 600, 12), tempfile::tempdir().unwrap());
-    let on = |snapshot: &Path, name: &str| install(&folder.path().join(name), snapshot);
-    let publish =
-        |now, bundle| fleet.try_change(now, Change { bundles: vec![bundle], ..Change::default() });
-    let refused = publish(T0 + 10, other.over(&on(&other.snapshots[0], "other"), 2, 2));
-    let refused = refused.unwrap_err();
-    assert!(refused.contains("was packed on a release 1 that was not published"), "{refused}");
-    publish(T0 + 11, VERSIONS.over(&on(&VERSIONS.snapshots[0], "own"), 2, 2)).unwrap();
-    car.run(&mut fleet.link(), T0 + 12).unwrap();
-    assert_eq!(car.live(), 2);
 }
 
 /// Two copies of the folder of keys rotate, each for itself. Cars may trust the root that was

@@ -411,31 +411,31 @@ fn open_offers(
     for (named, bundle) in named.iter().zip(&bundles) {
         names.hold(&named.name, &bundle.manifest)?;
     }
-    readers.iter().try_for_each(|reader| check_parent(reader, names))?;
+    readers.iter().for_each(|reader| note_parent(reader, names));
     variants::add_parents(&mut named, names)?;
     let offers = readers.into_iter().zip(named);
     let offer = |(bundle, named)| Offer::new(Content::Bundle(bundle), named, change.share);
     Ok(offers.map(offer).collect())
 }
 
-/// Checks that a delta was packed on a release as it was published: a car with that release would
-/// keep every row that only the other content has.
-fn check_parent(bundle: &BundleReader, names: &ReleaseNames) -> Result<()> {
+/// Prints a note for a delta that was packed on a release in a form that was not published: a car
+/// would keep every row that only that form has.
+fn note_parent(bundle: &BundleReader, names: &ReleaseNames) {
     let Manifest { generation, parent, packed_on, .. } = bundle.manifest();
-    let (Some(parent), Some(packed_on)) = (parent, packed_on) else { return Ok(()) };
+    let (Some(parent), Some(packed_on)) = (parent, packed_on) else { return };
     let is_parent = |name: &TargetName| {
         parse_name(name.raw()).is_some_and(|(release, ..)| {
             release.lineage == generation.lineage && release.sequence == *parent
         })
     };
     let mut published = names.hashes(is_parent).peekable();
-    ensure!(
-        published.peek().is_none() || published.any(|hash| hash == packed_on),
-        "{}: was packed on a release {parent} that was not published so; publish that bundle too, \
-         or pack with the published one as --parent",
-        bundle.path().display()
-    );
-    Ok(())
+    if published.peek().is_some() && !published.any(|hash| hash == packed_on) {
+        report::note(format_args!(
+            "{}: was packed on a release {parent} that was not published so: its rows must be \
+             those of the published one",
+            bundle.path().display()
+        ));
+    }
 }
 
 /// Returns the targets that restore the listed `release`.
