@@ -23,7 +23,7 @@ const STUCK: Duration = Duration::from_secs(180);
 
 /// The number of processes to kill; the long run sets a thousand.
 fn kills() -> i64 {
-    std::env::var("HATCHBACK_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(40)
+    std::env::var("HATCHBACK_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(16)
 }
 
 /// Returns a fleet with all generations: a snapshot, and the deltas after it.

@@ -221,9 +221,11 @@ fn parse<'a>(line: &'a str, schema: &Schema) -> Result<Line<'a>, SampleError> {
                 let name = feature.map_or(String::new(), |feature| format!("`{}` ", feature.name));
                 let takes_null = feature.is_some_and(|feature| feature.missing.is_some());
                 let hint = if takes_null { "; null is a missing value" } else { "" };
+                let is_decimal = text.contains(|c: char| c.is_ascii_digit());
+                let why = if is_decimal { "beyond a 32-bit float" } else { "no JSON number" };
                 SampleError::Field {
                     field,
-                    problem: format!("{name}is {text}, no JSON number{hint}"),
+                    problem: format!("{name}is {}, {why}{hint}", Shortened(text)),
                 }
             }
         })?;

@@ -169,15 +169,17 @@ enum Step<'a> {
     Index(usize),
 }
 
-/// Returns the first NaN or infinity of `line` before byte `end`.
+/// Returns the first NaN or infinity of `line` before byte `end`, or the number that ends there if
+/// it is beyond a 32-bit float.
 pub(super) fn foreign_number(line: &str, end: usize) -> Option<ForeignNumber<'_>> {
     let (mut steps, mut key, mut at) = (Vec::new(), "", 0);
     while at < end.min(line.len()) {
         let rest = &line[at..];
         let is_word = |c: char| c.is_ascii_alphanumeric() || "+-._".contains(c);
         let word = &rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())];
-        let number = word.trim_start_matches(['+', '-']).to_ascii_lowercase();
-        if matches!(number.as_str(), "nan" | "inf" | "infinity") {
+        let is_foreign = word.parse().is_ok_and(|number: f32| !number.is_finite());
+        let is_decimal = word.contains(|c: char| c.is_ascii_digit());
+        if is_foreign && (!is_decimal || at + word.len() == end) {
             let dense = match steps.as_slice() {
                 [Step::Key("dense"), Step::Index(i)] => Some(*i),
                 _ => None,
@@ -236,6 +238,8 @@ mod tests {
             found(r#"{"sparse": {"NaN": ["nan", "x\\"]}, "score": 1e5, "label": null}"#),
             None
         );
+        is(r#"{"dense": [1, 4e38"#, "dense[1]", Some(1), "4e38");
+        assert_eq!(found(r#"{"sparse": {"a": [4e38]}, "score": x"#), None);
         assert_eq!(found("{\"é"), None);
     }
     /// Without its feature `float_roundtrip`, `serde_json` reads one double in ten as another.

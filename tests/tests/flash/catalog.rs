@@ -217,7 +217,7 @@ fn garbage_is_moved_aside() {
 }
 
 fn rounds() -> u64 {
-    std::env::var("HATCHBACK_CATALOGS").ok().and_then(|n| n.parse().ok()).unwrap_or(150)
+    std::env::var("HATCHBACK_CATALOGS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)
 }
 
 /// Damages the files of the catalog and returns the kind of damage.

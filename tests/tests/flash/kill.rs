@@ -18,7 +18,7 @@ const GENERATIONS: usize = 8;
 
 /// The number of processes to kill; the long run sets a thousand.
 fn kills() -> u64 {
-    std::env::var("HATCHBACK_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(60)
+    std::env::var("HATCHBACK_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(20)
 }
 
 /// What a killed process printed.

@@ -341,7 +341,7 @@ fn a_scrub_ends_after_compactions_replaced_its_segment() {
 }
 
 fn stories() -> u64 {
-    std::env::var("HATCHBACK_MAINTENANCE").ok().and_then(|n| n.parse().ok()).unwrap_or(300)
+    std::env::var("HATCHBACK_MAINTENANCE").ok().and_then(|n| n.parse().ok()).unwrap_or(100)
 }
 
 /// Installs, maintenance and power cuts in random order. The clock sometimes goes back, and the

@@ -171,9 +171,9 @@ fn run_story(versions: &Versions, cut: u64, seed: u64) {
     );
 }
 
-/// The number of stories, about ten for each place of a cut; the long run sets 10,000 or more.
+/// The number of stories, about two for each place of a cut; the long run sets 10,000 or more.
 fn cut_points() -> u64 {
-    std::env::var("HATCHBACK_CUTS").ok().and_then(|n| n.parse().ok()).unwrap_or(2000)
+    std::env::var("HATCHBACK_CUTS").ok().and_then(|n| n.parse().ok()).unwrap_or(400)
 }
 
 #[test]

@@ -300,7 +300,7 @@ fn stream(seed: u64, rounds: u64) {
 }
 
 fn streams() -> u64 {
-    std::env::var("HATCHBACK_STREAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(6)
+    std::env::var("HATCHBACK_STREAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(4)
 }
 
 #[test]

@@ -202,7 +202,7 @@ fn weights_that_do_not_fit_the_keys_are_refused() {
     let refused = |rest: &str, problem: &str| assert_eq!(read(rest).unwrap_err(), problem);
     refused("", "weights.f0: 0 weights, 2 keys");
     refused(r#","weights":{"f0":[1]}"#, "weights.f0: 1 weights, 2 keys");
-    refused(r#","weights":{"f0":[1,1e39]}"#, "weights.f0[1]: is inf");
+    refused(r#","weights":{"f0":[1,1e39]}"#, "weights.f0[1]: is 1e39, beyond a 32-bit float");
     let other = r#","weights":{"f0":[1,2],"f1":[1]}"#;
     refused(other, "weights.f1: 1 weights, the feature takes none");
     let unknown = r#","weights":{"f0":[1,2],"f7":[1]}"#;
