@@ -5,10 +5,11 @@
 half of the machine would be idle. The output of a program is printed when it ends, with the time
 and the CPU time that it took.
 
-usage: tests/run.py [ARGUMENT]... [-- COMMAND...]
+usage: tests/run.py [ARGUMENT]... [--without PROGRAM] [-- COMMAND...]
 
-ARGUMENT is one of `cargo test`, such as --workspace. Each COMMAND is a line for the shell, and runs
-beside the programs, in the root of the repository.
+The test program PROGRAM is built and does not run. ARGUMENT is one of `cargo test`, such as
+--workspace. Each COMMAND is a line for the shell, and runs beside the programs, in the root of the
+repository.
 """
 
 import json
@@ -59,7 +60,12 @@ def run(name, command, folder):
 def main():
     arguments, root = sys.argv[1:], str(pathlib.Path(__file__).resolve().parent.parent)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    found, failed = programs(arguments[:end]), []
+    options, left_out, failed = arguments[:end], None, []
+    if "--without" in options:
+        at = options.index("--without")
+        _, left_out = options[at:at + 2]
+        del options[at:at + 2]
+    found = [each for each in programs(options) if each[0] != left_out]
     found[1:1] = [(line, ["sh", "-c", line], root) for line in arguments[end + 1:]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for one in as_completed(pool.submit(run, *each) for each in found):

@@ -10,6 +10,7 @@ use hatchback::flash::{Flash, FlashError, Rebuild};
 use hatchback::io::disk::Disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
 use hatchback::io::paired_record::PairedRecord;
+use hatchback::limits::PAGE_BYTES;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
 use hatchback::schema::KeySpace;
@@ -273,6 +274,14 @@ fn a_full_disk_is_refused_before_anything_is_written() {
     check(&disk, &versions, &[2], "once there is room");
 }
 
+/// Returns the bytes of a bundle's files on flash: whole blocks, and one in 512 for what lists them.
+fn installed_bytes(bundle: &Path) -> u64 {
+    let bundle = BundleReader::open(bundle).unwrap();
+    let blobs = bundle.manifest().blobs.iter();
+    let blocks: u64 = blobs.map(|b| b.raw_bytes().next_multiple_of(PAGE_BYTES as u64)).sum();
+    blocks + blocks / 512
+}
+
 /// The files of an interrupted install take no space from the next install, of the same bundle or
 /// of another one.
 #[test]
@@ -290,8 +299,7 @@ fn an_interrupted_install_takes_no_room() {
         let before = counted.calls();
         let first = &versions.snapshots[usize::from(live)];
         counted.install(first).unwrap();
-        let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
-        let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+        let bytes = installed_bytes(&versions.snapshots[next]);
         // The error comes before the live record, after everything else was written.
         disk.fail_after(counted.calls() - before - 11);
         let used = disk.used();
@@ -361,8 +369,7 @@ fn short_disk(versions: &Versions, snapshots: &[usize]) -> SimDisk {
     for n in &snapshots[1..] {
         disk.install(&versions.snapshots[n - 1]).unwrap();
     }
-    let bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
-    let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    let bytes = installed_bytes(&versions.snapshots[2]);
     disk.set_capacity(Some(disk.used() - first + bytes + (1 << 20) + (8 << 10)));
     disk
 }
@@ -381,8 +388,7 @@ fn an_unfinished_merge_makes_room_before_a_generation() {
     drop(merge);
     assert!(disk.used() > used);
 
-    let bundle = BundleReader::open(&versions.snapshots[2]).unwrap();
-    let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    let bytes = installed_bytes(&versions.snapshots[2]);
     disk.set_capacity(Some(used + bytes + (1 << 20)));
     disk.install(&versions.snapshots[2]).unwrap();
     check(&disk, &versions, &[3], "in the room of a merge");
