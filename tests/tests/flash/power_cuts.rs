@@ -274,7 +274,7 @@ fn a_full_disk_is_refused_before_anything_is_written() {
     check(&disk, &versions, &[2], "once there is room");
 }
 
-/// Returns the bytes of a bundle's files on flash: whole blocks, and one in 512 for what lists them.
+/// Returns the bytes of a bundle on flash: whole blocks, and one in 512 for what lists them.
 fn installed_bytes(bundle: &Path) -> u64 {
     let bundle = BundleReader::open(bundle).unwrap();
     let blobs = bundle.manifest().blobs.iter();
